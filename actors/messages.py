@@ -50,7 +50,7 @@ class Request:
 
     `host_key`: where its keys and values are kept once its prompt is computed, for other stages to
     go on with it; of a request that has `generated` tokens, where those of all tokens but the last
-    one lie.
+    one lie. `age_s`: how long ago other stages began with it, which then handed it over.
     """
 
     custom_id: str
@@ -62,6 +62,7 @@ class Request:
     top_logprobs: int | None = None
     expected_tokens: int | None = None
     host_key: HostKey | None = None
+    age_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,8 @@ class Finished:
 class Progress:
     """The new tokens of a request of a live run since the last one told of it; where it has ended
     with them, why, and `error` as in `Finished`. `logprobs` are those of the tokens where the
-    request asks for them, else empty.
+    request asks for them, else empty. `age_s`: how long ago the stages began with it, where others
+    go on with it now.
     """
 
     custom_id: str
@@ -310,3 +312,4 @@ class Progress:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    age_s: float | None = None

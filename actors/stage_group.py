@@ -134,6 +134,17 @@ class StageGroup:
         """The plan whose stages these are."""
         return self._plan
 
+    def follow(self, plan: PlanSpec) -> None:
+        """Go on by `plan`, of which nothing but the schedule differs: nothing is loaded again, and
+        what is in flight goes on. Any thread may call this.
+
+        More than the present slots are not in flight, nor more in a micro-batch than before: where
+        the schedule wants that, its groups are more. Raises `SpecError` for a plan that has no
+        schedule.
+        """
+        self._plan = plan
+        self._pipeline.follow(plan.policy.followed_schedule)
+
     def __enter__(self) -> StageGroup:
         """Place and load all stages; on any error nothing stays behind."""
         try:

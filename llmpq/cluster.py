@@ -13,6 +13,7 @@ from llmpq.fleet import Fleet
 from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
+from llmpq.workload.bounded_plan import bounded_plan
 from llmpq.workload.defaults import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
 from llmpq.workload.named_rows import naming
@@ -20,7 +21,6 @@ from llmpq.workload.request_lengths import Requests, bound_request, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.search import FleetRequest, as_job, find_fleet, number_of
 from planner.latency_bound.kind_fronts import KindFronts, kind_fronts
-from planner.latency_bound.search import find_bounded_plan
 from planner.length_distribution import RequestLengths
 from planner.option_rules import refuse_ignored
 from planner.options import AUTO, UNBOUNDED, PlanOptions
@@ -98,7 +98,7 @@ class Cluster:
         """
         shape, chosen = checked_shape(model), PlanOptions.of(options)
         if chosen.bounds_requests:
-            return Plan(self._bounded_plan(model, requests_of(workload), chosen))
+            return Plan(bounded_plan(self.spec, shape, str(model), requests_of(workload), chosen))
         if isinstance(workload, RequestLengths | Requests):
             raise SpecError(
                 "lengths of requests are planned for under a bound on their latency; give "
@@ -111,19 +111,6 @@ class Cluster:
         if isinstance(workload, InputJob) and workload.long_rows is not None:
             plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, chosen))
         return Plan(plan, found.costs)
-
-    def _bounded_plan(self, model: str | Path, requests: Requests, chosen: PlanOptions) -> PlanSpec:
-        """The plan under the bound on the latency of requests that the options have."""
-        found = find_bounded_plan(
-            self.spec, checked_shape(model), str(model), bound_request(requests, chosen), chosen
-        )
-        forecast, job = found.latency, found.job
-        if forecast is not None:
-            forecast = replace(forecast, prompts=requests.prompts)
-        if job is not None:
-            limit = requests.default_new_tokens
-            job = replace(job, job=replace(job.job, default_new_tokens=limit))
-        return replace(found, latency=forecast, job=job)
 
     @lists_options(PlanKeywords, PlanOptions)
     def latency_front(

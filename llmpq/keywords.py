@@ -97,7 +97,7 @@ class RunKeywords(SamplingKeywords, total=False):
     replace_s: float
     row_s: float
     drift: float
-    replan: Literal["auto", "never"]
+    replan: Literal["auto", "never"] | None
     policy: PolicyName | None
     max_batch_size: int | None
     prefill_chunk_tokens: int | None

@@ -52,6 +52,10 @@ MEMORY_MARGIN = 0.02
 """Drivers, and other processes' contexts, take more or less of equal GPUs: P100 and V100 reported
 0.991 and 0.992 of their nominal memory, A100 0.985 to 0.989."""
 
+PLAN_TIME = 0.85
+"""Share of `search_time_limit` in which a plan is searched for; baselines and the plans beside it
+have what is left."""
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -86,9 +90,9 @@ class PlanOptions:
       taken as measured where the workload was measured (`measured`); with `strict_profiles` a plan
       is refused where a time is not from the profiles.
     - `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of searching it.
-    - `ilp_time_limit`: seconds for each solve. `search_time_limit`: seconds for the search over
-      device orders, micro-batch sizes and numbers in flight, after which the best plan so far is
-      taken; all searches for a plan of a quality or within a bound together have so many.
+    - `ilp_time_limit`: seconds for each solve. `search_time_limit`: seconds for all searches that a
+      plan needs, of which those over device orders, micro-batch sizes and numbers in flight have
+      `PLAN_TIME`: then the best plan so far is taken.
     - `relative_gap`: the accepted distance from the optimum.
     - `rounding`: how stages round weights while they load (`quant.rounding`), or `gptq`: they are
       calibrated before a first run. No figure of the plan depends on it.

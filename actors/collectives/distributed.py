@@ -25,10 +25,6 @@ _FOR_EVER = timedelta(days=365)
 """Ranks wait so long for the next order: a stage without requests is no fault. The end of a process
 is noticed all the same, as its connection closes."""
 
-_NO_LIMIT = timedelta()
-"""With it torch's `Work.wait` lets the stream wait for NCCL; with any other it blocks the process,
-which asks every millisecond whether the work is done."""
-
 
 @dataclass(frozen=True)
 class Seat:
@@ -62,7 +58,8 @@ class DistributedGroup:
             self._check_others()
             on_gpu = seat.device.type == "cuda"
             self._tensors = _nccl(seat, store) if on_gpu else self._host
-            self.all_reduce(torch.zeros(1, device=seat.device))  # NCCL connects at its first call
+            first = torch.zeros(1, device=seat.device)
+            self._wait(self._tensors.allreduce([first]))  # NCCL connects at its first call
         except (RuntimeError, StageLostError, DeviceError) as error:
             raise DeviceError(
                 f"rank {seat.rank} of {seat.degree} on {seat.address} did not meet the others "
@@ -104,14 +101,14 @@ class DistributedGroup:
         """The sum of all ranks' tensors, the same on each, in the tensor's type."""
         own = tensor if self._seat.device.type == "cuda" else tensor.float()
         total = own.contiguous()
-        self._follow(self._tensors.allreduce([total]))
+        self._wait_on_device(self._tensors.allreduce([total]))
         return total.to(tensor.dtype)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The tensor of rank 0."""
         sent = tensor.contiguous()
         if sent.numel():
-            self._follow(self._tensors.broadcast([sent], _from_rank_0()))
+            self._wait_on_device(self._tensors.broadcast([sent], _from_rank_0()))
         return sent
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -134,24 +131,35 @@ class DistributedGroup:
         parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
         options = torch.distributed.GatherOptions()
         options.rootRank = 0
-        self._follow(self._tensors.gather([parts] if parts else [], [own], options))
+        self._wait_on_device(self._tensors.gather([parts] if parts else [], [own], options))
         if not parts:
             return None
         return torch.cat([part[..., :w] for part, w in zip(parts, widths, strict=True)], -1)
 
-    def _follow(self, work: Any) -> None:
-        """Have what is computed next wait for tensors from other ranks: on a GPU its stream, so
-        that the process can go on and queue more. NCCL's own limit of time counts there.
+    def _wait_on_device(self, work: Any) -> None:
+        """Have what is computed next wait for `work` on tensors: a GPU's stream, without the host,
+        which goes on to launch the next layer.
+
+        Told a time, NCCL's work would hold up the host and look every millisecond whether it is
+        done (`WorkNCCL::wait` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). The limit of
+        its group holds without that: torch ends the process of a call that lasts longer.
         """
-        self._wait(work, _NO_LIMIT if self._seat.device.type == "cuda" else None)
+        if self._seat.device.type != "cuda":
+            self._wait(work)
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def _wait(self, work: Any, limit: timedelta | None = None) -> None:
         try:
-            work.wait(timedelta(seconds=self._seat.timeout_s) if limit is None else limit)
+            work.wait(limit or timedelta(seconds=self._seat.timeout_s))
         except RuntimeError as error:
-            raise StageLostError(
-                f"rank {self.rank} of {self.degree} lost another one: {error}"
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> StageLostError:
+        return StageLostError(f"rank {self.rank} of {self.degree} lost another one: {error}")
 
 
 def _bytes(data: bytes) -> Tensor:

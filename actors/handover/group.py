@@ -40,6 +40,10 @@ TOLD_EVERY = 16
 given out: a message for each would keep the driver busy."""
 
 
+ENDED_S = 5.0
+"""Seconds that threads get to notice that the stages have been ended."""
+
+
 class DividedGroup:
     """Context manager over the actors of `plan`, whose stages only decode, and of its
     `prefill_plan`; needs an initialised Ray. `checkpoint` and `options` are as for `StageGroup`,
@@ -145,6 +149,8 @@ class DividedGroup:
         if self._live is not None:
             self._live.interrupt()
         self._end_stages()
+        if self._live is not None:
+            self._live.join(ENDED_S)
         if self._reservation is not None:
             self._reservation.release()
         self._reservation = None

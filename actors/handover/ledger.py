@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal, NamedTuple
@@ -28,6 +29,7 @@ class _Held:
     place: Place = "waiting"
     tokens: list[int] = field(default_factory=list)
     ended_before: int = 0  # requests that had ended when it began
+    began_s: float | None = None  # its prefill, where that is known
     has_host_tokens: bool = False
 
     @property
@@ -62,8 +64,14 @@ class DividedLedger:
     run, of which these tell why.
     """
 
-    def __init__(self, pace: PrefillPace, numbers: Iterator[int]) -> None:
+    def __init__(
+        self,
+        pace: PrefillPace,
+        numbers: Iterator[int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._pace = pace
+        self._clock = clock
         self._numbers = numbers
         self._held: dict[str, _Held] = {}
         self._waiting: deque[str] = deque()
@@ -158,8 +166,10 @@ class DividedLedger:
             if each.finish_reason == "length" and held.request.max_new_tokens > 1:
                 held.tokens += each.token_ids
                 held.place = "moving"
+                if each.age_s is not None:
+                    held.began_s = self._clock() - each.age_s
                 moving.append(each.custom_id)
-                told.append(replace(each, finish_reason=None))
+                told.append(replace(each, finish_reason=None, age_s=None))
                 continue
             if held.has_host_tokens:
                 unwanted.append(held.number)
@@ -195,7 +205,8 @@ class DividedLedger:
             held.place = "decoding"
             held.has_host_tokens = held.number in arrived
             key = HostKey(held.number, epoch) if held.has_host_tokens else None
-            found.append(replace(held.so_far, host_key=key))
+            age_s = None if held.began_s is None else self._clock() - held.began_s
+            found.append(replace(held.so_far, host_key=key, age_s=age_s))
         return tuple(found)
 
     def decoded(self, progress: Sequence[Progress]) -> tuple[Progress, ...]:

@@ -110,13 +110,13 @@ class DividedLive:
         self._prefill.interrupt()
         self._decode.interrupt()
 
-    def join(self) -> None:
-        """Wait until no thread does anything any more, once it is interrupted or at its end; what
-        is repaired is repaired first.
+    def join(self, limit_s: float | None = None) -> None:
+        """Wait until no thread does anything any more, once it is interrupted or at its end, at
+        most so long for each; what is repaired is repaired first.
         """
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(limit_s)
 
     def events(self) -> Iterator[tuple[Progress, ...]]:
         """Yield new tokens as they come, and the ends of requests, as `LiveGeneration.events`."""

@@ -21,6 +21,7 @@ from actors.stage_figures import LayersLoaded, StageStats
 from actors.telemetry.meter import Spans
 from actors.transport.rendezvous import Rendezvous
 from planner.plan.spec import StagePlan
+from planner.scheduling import RequestSchedule
 from quant.importance.statistics import LayerImportance
 
 
@@ -181,6 +182,10 @@ class StageHandle:
         """Have all ranks do so, some time soon."""
         for actor in self._ranks():
             actor.forget_keys.remote(keys)
+
+    def follow(self, schedule: RequestSchedule) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.follow.remote(schedule)
+        return answer
 
     def stop(self) -> ObjectRef[None]:
         answer: ObjectRef[None] = self.actor.stop.remote()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from threading import Lock
 
 from actors.messages import Chunk, Finished, Progress
 from actors.processes.health import SlotTokens
@@ -12,6 +14,7 @@ from actors.schedule.live import Inbox, LiveRun
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.table import make_scheduler
 from actors.stage_figures import NO_SUPERVISION, QueueDepth, Supervision
+from planner.scheduling import RequestSchedule
 
 
 class Leader:
@@ -36,6 +39,7 @@ class Leader:
         self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
+        self._beginning = Lock()  # around what makes a scheduler, and changes its schedule
 
     @property
     def queue(self) -> QueueDepth | None:
@@ -62,6 +66,13 @@ class Leader:
         run = self._run
         return SlotTokens(run, {} if run is None else self._driver.slot_tokens())
 
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Go by another schedule, in this run and later ones; for any thread."""
+        with self._beginning:
+            self._sizes = replace(self._sizes, schedule=schedule)
+            if self._run is not None:
+                self._driver.follow(schedule)
+
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run `StageActor.generate`."""
         if chunk.run != self._run:
@@ -86,7 +97,8 @@ class Leader:
         if self._run is not None and not self._failed:
             self._driver.drop()
         earlier = self.supervision
-        self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
-        self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
-        self._driver = PipelineDriver(self._scheduler, self._pipeline, self._latencies)
-        self._run = run  # last: `queue` looks at what comes before
+        with self._beginning:
+            self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
+            self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
+            self._driver = PipelineDriver(self._scheduler, self._pipeline, self._latencies)
+            self._run = run  # last: `queue` looks at what comes before

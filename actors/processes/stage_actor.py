@@ -42,6 +42,7 @@ from actors.transport.pipelines import (
     serve,
 )
 from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
+from planner.scheduling import RequestSchedule
 from quant.cache.settings import CacheSettings
 from quant.common.errors import StageLostError
 from quant.importance.statistics import LayerImportance
@@ -87,6 +88,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         self._leader: Leader | None = None
         self._supervised = NO_SUPERVISION  # by the leaders before
         self._latencies = LatencyRecord()
+        self._schedule: RequestSchedule | None = None  # the latest that it was told of
         self._inbox: Inbox | None = None
         self._inbox_lock = Lock()
         self._health = Health()
@@ -218,7 +220,10 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
             pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
             pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
-        self._leader = Leader(sizes, pipeline, self._supervised, self._latencies)
+        leader = Leader(sizes, pipeline, self._supervised, self._latencies)
+        self._leader = leader  # first: `follow` looks at it after it has noted the schedule
+        if self._schedule is not None:
+            leader.follow(self._schedule)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run until the queue wants more requests than `chunk` has; yields those that ended.
@@ -238,6 +243,14 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         inbox = self._inbox_of(run)
         if inbox is not None:
             yield from self._leading().live(inbox, told_every)
+
+    @ray.method(concurrency_group=CONTROL)
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Have runs go by another schedule, the present one too; for the first stage only."""
+        self._schedule = schedule
+        leader = self._leader
+        if leader is not None:
+            leader.follow(schedule)
 
     @ray.method(concurrency_group=CONTROL)
     def submit(self, run: int, requests: Sequence[Request]) -> None:

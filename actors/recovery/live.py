@@ -30,8 +30,9 @@ class LiveGeneration:
 
     One thread reads `events`; any thread may call the other methods meanwhile. While suspects of
     killing stages run alone, other requests wait. Tokens of `told_every` micro-batches come
-    together, but ends at once. A request with a `host_key` and tokens goes on from what lies there
-    only while the pipeline is linked as it was then: else all of them are computed.
+    together, but a request's first ones and its end at once. One with a `host_key` and tokens goes
+    on from what lies there only while the pipeline is linked as it was then: else all of them are
+    computed.
     """
 
     def __init__(self, repair: Repair, told_every: int = 1) -> None:
@@ -142,10 +143,11 @@ class LiveGeneration:
         """Hand the run what the ledger has for it; where no more can come, it ends with that."""
         if not self._takes_more:
             return
-        first = self._pipeline.stages[0]
-        requests = self._ledger.take(sys.maxsize)
-        if requests:
-            first.submit(self._run, [self._with_valid_key(each) for each in requests])
+        first, new = self._pipeline.stages[0], set(self._queue)
+        requests = [self._with_valid_key(each) for each in self._ledger.take(sys.maxsize)]
+        if requests:  # of one that comes again, the first stage knows the age, or nobody
+            aged = [r if r.custom_id in new else replace(r, age_s=None) for r in requests]
+            first.submit(self._run, aged)
         if not self._ledger.paused:
             self._takes_more = False
             first.close_live(self._run)

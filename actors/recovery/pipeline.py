@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
 from ray import ObjectRef, ObjectRefGenerator
@@ -16,6 +16,7 @@ from actors.processes.handle import StageHandle
 from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
 from actors.schedule.scheduler import QueueSizes
 from actors.transport.rendezvous import Rendezvous
+from planner.scheduling import RequestSchedule
 from quant.common.errors import DeviceError, LlmpqError, StageLostError
 
 T = TypeVar("T")
@@ -66,6 +67,14 @@ class StagePipeline:
     def generate(self, chunk: Chunk) -> ObjectRefGenerator:
         """Hand `chunk` to the first stage; what finishes comes in the stream."""
         return self.stages[0].generate(chunk)
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Have the first stage go by another schedule, in the present run too, and after faults.
+
+        It is told soon; one that is lost meanwhile is told when the stages are linked again.
+        """
+        self.sizes = replace(self.sizes, schedule=schedule)
+        self.stages[0].follow(schedule)
 
     def link(self) -> None:
         """Connect all stages, none of which is in a run, and let the first one lead.

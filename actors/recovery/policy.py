@@ -17,7 +17,7 @@ broke."""
 EventKind = (
     FaultKind
     | Literal["waiting", "given up", "replanned", "tokenizer", "predictor", "long rows", "drift"]
-    | Literal["replica", "handover"]
+    | Literal["replica", "handover", "rescheduled"]
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from actors.messages import Finished, Request
 from actors.stage_figures import LayersLoaded, StageStats
@@ -69,3 +69,11 @@ class Group(Protocol):
 
     def tokens_in_flight(self) -> dict[str, int]:
         """Return the number of new tokens of each request in a KV slot."""
+
+
+@runtime_checkable
+class FollowsPlan(Protocol):
+    """Stages that another plan for them may be put in force for while they generate."""
+
+    def follow(self, plan: PlanSpec) -> None:
+        """Go on by `plan`, of which nothing but the schedule differs."""

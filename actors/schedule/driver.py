@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.schedule.latencies import LatencyRecord
-from actors.schedule.scheduler import Scheduler
+from actors.schedule.scheduler import FollowsSchedule, Scheduler
+from planner.scheduling import RequestSchedule
 
 
 class Pipeline(Protocol):
@@ -63,12 +64,25 @@ class PipelineDriver:
         """Run `Scheduler.add`."""
         with self._lock:
             self._scheduler.add(requests, last)
+        self._latencies.expect(requests)
 
     def cancel(self, custom_id: str) -> None:
         """Run `Scheduler.cancel`."""
         with self._lock:
             self._scheduler.cancel(custom_id)
         self._latencies.forget(custom_id)
+
+    def take_age_s(self, custom_id: str) -> float | None:
+        """Run `LatencyRecord.take_age_s`."""
+        return self._latencies.take_age_s(custom_id)
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Have the scheduler go by another schedule, where its policy has one; any thread may call
+        this.
+        """
+        with self._lock:
+            if isinstance(self._scheduler, FollowsSchedule):
+                self._scheduler.follow(schedule)
 
     def submit_next(self) -> MicroBatch | None:
         """Submit the next micro-batch and return it; None where there is none now, or no room."""

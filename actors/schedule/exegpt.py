@@ -97,6 +97,19 @@ class RraScheduler:
         for group in self._groups:
             self._let_go(group)
 
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Take turns by another schedule from now on: each group from its next turn on.
+
+        Groups that are too many for it take nobody any more; prefills are as large as before.
+        """
+        self._schedule = schedule
+        self._turns = Turns.of(schedule, self._sizes.decode_micro_batch)
+        missing = range(len(self._groups), self._turns.groups)
+        self._groups += [_Group(self._turns.first_credit(number)) for number in missing]
+        for group in self._groups:
+            group.credit %= self._turns.groups
+            group.steps_left = min(group.steps_left, schedule.decode_steps)
+
     @property
     def most_under_way(self) -> int:
         """Most micro-batches that may be under way at a time: enough to hide the hops."""
@@ -133,8 +146,13 @@ class RraScheduler:
         return (empty > 0 or takes_turn) and len(self._waiting) < self._turns.most * max(1, empty)
 
     @property
+    def _open_groups(self) -> list[_Group]:
+        """Those that newcomers may join: a schedule before may have had more."""
+        return self._groups[: self._turns.groups]
+
+    @property
     def _empty_groups(self) -> int:
-        return sum(not group.slots for group in self._groups)
+        return sum(not group.slots for group in self._open_groups)
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """The next prefill or step of the group that has been ready for longest."""
@@ -153,7 +171,7 @@ class RraScheduler:
 
     def _wake(self) -> None:
         """Give empty groups a turn as soon as a request waits."""
-        for group in self._groups:
+        for group in self._open_groups:
             if not group.slots and not group.is_due:
                 if self._waiting:
                     self._come_due(group)
@@ -167,7 +185,7 @@ class RraScheduler:
 
     def _begin_turn(self, group: _Group) -> tuple[Move, ...]:
         """Let newcomers join, where some wait; returns the moves that their reservations take."""
-        joining = self._newcomers(group)
+        joining = self._newcomers(group) if group in self._open_groups else 0
         group.ended = 0
         if not self._waiting:
             return ()
@@ -187,8 +205,9 @@ class RraScheduler:
 
     def _newcomers(self, group: _Group) -> int:
         """How many requests join the group, for all of whom there is memory."""
-        waiting = len(self._waiting)
-        share = waiting if group.slots else -(-waiting // max(1, self._empty_groups))
+        share = self._turns.most
+        if not group.slots:
+            share = -(-len(self._waiting) // max(1, self._empty_groups))
         first = list(islice(self._waiting, self._turns.most))
         replayed = sum(1 for _ in takewhile(lambda request: request.generated, first))
         turn = GroupTurn(len(group.slots), group.ended, group.credit, share, replayed)

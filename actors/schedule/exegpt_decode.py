@@ -215,7 +215,7 @@ def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     most = most_requests(schedule)
     return QueueSizes(
         slots=most,
-        prefill_micro_batch=schedule.prefill_micro_batch,
+        prefill_micro_batch=min(most, plan.micro_batches.prefill),
         decode_micro_batch=-(-most // schedule.decode_micro_batches),
         slot_tokens=workload.total_length,
         policy="exegpt",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from actors.latency_counts import BUCKETS, LatencyCounts, bucket_of
-from actors.messages import Admission, Finished
+from actors.messages import Admission, Finished, Request
 
 MOST_BEGUN = 2**16
 """Requests whose beginning is kept at most, the latest ones: far more than are in flight."""
@@ -24,12 +25,14 @@ class LatencyRecord:
     What a request waits before its prefill is submitted does not count. One that comes back with
     tokens, after a fault or because it was preempted, began when it was prefilled first; where that
     is not known, as it was in a process that died, it is not counted. Nor is one that ends in an
-    error.
+    error, or with which other stages go on: these are told its age, and count it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._began_s: dict[str, float] = {}
+        self._goes_on: dict[str, None] = {}  # on other stages, unless it ends by itself
+        self._ages_s: dict[str, float] = {}  # of those that did
         self._counts = np.zeros(BUCKETS, dtype=np.int64)
         self._unseen: deque[float] = deque(maxlen=UNSEEN)
 
@@ -40,6 +43,18 @@ class LatencyRecord:
         found = np.flatnonzero(counts)
         return LatencyCounts(tuple(zip(found.tolist(), counts[found].tolist(), strict=True)))
 
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Note what is known of requests that will come: how old they are, and that other stages
+        are to go on with them.
+        """
+        now_s = self._clock()
+        for each in requests:
+            if each.age_s is not None:
+                self._began_s[each.custom_id] = now_s - each.age_s
+            if each.host_key is not None and not each.generated:
+                self._goes_on[each.custom_id] = None
+        _keep_latest(self._goes_on)
+
     def begin(self, admitted: Sequence[Admission]) -> None:
         """Note requests whose prefill is about to be submitted."""
         now_s = self._clock()
@@ -47,22 +62,40 @@ class LatencyRecord:
             if not each.generated:
                 self._began_s.pop(each.custom_id, None)  # of another run
                 self._began_s[each.custom_id] = now_s
-        while len(self._began_s) > MOST_BEGUN:
-            del self._began_s[next(iter(self._began_s))]
+        _keep_latest(self._began_s)
 
     def end(self, finished: Sequence[Finished]) -> None:
-        """Count requests that have ended."""
+        """Count requests that have ended, here."""
         now_s = self._clock()
         for each in finished:
             began_s = self._began_s.pop(each.custom_id, None)
-            if began_s is not None and each.finish_reason != "error":
+            goes_on = each.custom_id in self._goes_on and each.finish_reason == "length"
+            self._goes_on.pop(each.custom_id, None)
+            if began_s is not None and goes_on:
+                self._ages_s[each.custom_id] = now_s - began_s
+                _keep_latest(self._ages_s)
+            elif began_s is not None and each.finish_reason != "error":
                 self._counts[bucket_of(now_s - began_s)] += 1
                 self._unseen.append(now_s - began_s)
 
     def forget(self, custom_id: str) -> None:
         """Leave out a request that was given up."""
         self._began_s.pop(custom_id, None)
+        self._ages_s.pop(custom_id, None)
+        self._goes_on.pop(custom_id, None)
+
+    def take_age_s(self, custom_id: str) -> float | None:
+        """Return, once, how old a request was when these stages were done with it; None for one
+        with which no others go on.
+        """
+        return self._ages_s.pop(custom_id, None)
 
     def new_seconds(self) -> list[float]:
         """Return the latency of each request that ended since the last call."""
         return [self._unseen.popleft() for _ in range(len(self._unseen))]
+
+
+def _keep_latest(known: dict[str, Any]) -> None:
+    """Forget what was known first, where it is too much: its requests were given up."""
+    while len(known) > MOST_BEGUN:
+        del known[next(iter(known))]

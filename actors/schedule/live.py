@@ -74,10 +74,13 @@ class Inbox:
 
 
 class UntoldTokens:
-    """Puts the tokens of `told_every` micro-batches together, for each request that goes on."""
+    """Puts the tokens of `told_every` micro-batches together, for each request that neither begins
+    nor ends with one of them.
+    """
 
     def __init__(self, told_every: int) -> None:
         self._told_every = told_every
+        self._begun: set[str] = set()
         self._kept: dict[str, Progress] = {}
         self._micro_batches = 0
 
@@ -87,9 +90,13 @@ class UntoldTokens:
         for each in progress:
             earlier = self._kept.pop(each.custom_id, None)
             joined = each if earlier is None else _joined(earlier, each)
-            if joined.finish_reason is None:
+            if joined.finish_reason is not None:
+                self._begun.discard(each.custom_id)
+                told.append(joined)
+            elif each.custom_id in self._begun:
                 self._kept[each.custom_id] = joined
             else:
+                self._begun.add(each.custom_id)
                 told.append(joined)
         self._micro_batches += 1
         if self._micro_batches >= self._told_every:
@@ -101,6 +108,7 @@ class UntoldTokens:
     def forget(self, custom_id: str) -> None:
         """Forget the tokens of a request that was given up."""
         self._kept.pop(custom_id, None)
+        self._begun.discard(custom_id)
 
 
 def _joined(earlier: Progress, later: Progress) -> Progress:
@@ -115,7 +123,7 @@ class LiveRun:
     """Drives the scheduler of `driver` by what comes into `inbox`, until that is closed.
 
     A request may have at most `longest` tokens. The tokens of `told_every` micro-batches are told
-    of together, but what ends is told of at once.
+    of together, but what begins and what ends is told of at once.
     """
 
     def __init__(
@@ -190,7 +198,8 @@ class LiveRun:
                 told.append(Progress(name, (), reason))
             else:
                 known = (logprobs[row],) if row in logprobs else ()
-                told.append(Progress(name, (token,), reason, logprobs=known))
+                age_s = None if reason is None else self._driver.take_age_s(name)
+                told.append(Progress(name, (token,), reason, logprobs=known, age_s=age_s))
             if reason is not None:
                 del self._names[slot]
         return tuple(told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.stage_figures import Supervision
@@ -132,3 +132,11 @@ class Scheduler(Protocol):
 
         Requests that were cancelled are left out.
         """
+
+
+@runtime_checkable
+class FollowsSchedule(Protocol):
+    """A scheduling policy whose schedule may change while it runs."""
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Go by this schedule from now on, with the memory and the slots that there are."""

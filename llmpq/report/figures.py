@@ -52,7 +52,8 @@ def micro_batches(plan: PlanSpec) -> str:
     """How many requests the stages take at once."""
     sizes, policy = plan.micro_batches, plan.policy
     if policy.name not in TOKEN_POLICIES:
-        return f"{sizes.prefill} (prefill), {sizes.decode} (decode)"
+        prefills = (plan.prefill_plan or plan).micro_batches
+        return f"{prefills.prefill} (prefill), {sizes.decode} (decode)"
     parts = f", prompts in parts of {policy.prefill_chunk_tokens} tokens"
     most = f"of up to {policy.max_batch_size} requests of both phases (policy {policy.name}"
     return f"{most}{parts if policy.prefill_chunk_tokens else ''})"
@@ -96,9 +97,15 @@ def searched(plan: PlanSpec) -> str:
 def priced(plan: PlanSpec) -> str:
     """The price of quality, and how much the plan loses."""
     s = plan.solver
-    return (
-        f"theta {number(s.theta)}, sensitivity {number(s.sensitivity)} ({plan.sensitivity_source})"
-    )
+    return f"theta {number(s.theta)}, {sensitivity(plan)} ({plan.sensitivity_source})"
+
+
+def sensitivity(plan: PlanSpec) -> str:
+    """How much the bits of layers lose, those of stages that only prefill by themselves."""
+    text = f"sensitivity {number(plan.solver.sensitivity)}"
+    if plan.prefill_plan is None:
+        return text
+    return f"{text} (of prefill {number(plan.prefill_plan.solver.sensitivity)})"
 
 
 def expected_perplexity(forecast: PerplexityForecast) -> str:

@@ -92,6 +92,11 @@ def percent(share: float) -> str:
     return f"{share * 100:.{0 if abs(share) >= 0.1 else 1}f}{SPACE}%"
 
 
+def whole_percent(share: float) -> str:
+    """A share with as many digits as it needs: "99.9 %"."""
+    return f"{share * 100:.6g}{SPACE}%"
+
+
 def gap(share: float) -> str:
     """The proven distance from the best plan."""
     return f"{share * 100:.2f}{SPACE}%"

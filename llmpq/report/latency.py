@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from llmpq.report.answers.answer import Answer
-from llmpq.report.formatting import SPACE, count, duration, per_second, plural, seconds
+from llmpq.report.formatting import (
+    SPACE,
+    count,
+    duration,
+    per_second,
+    plural,
+    seconds,
+    whole_percent,
+)
 from planner.latency_bound.request import BoundRequest
 from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.spec import PlanSpec
@@ -11,11 +19,6 @@ from planner.scheduling import ScheduleKind
 
 DIVIDED_BY: dict[ScheduleKind, str] = {"waa-c": "computing", "waa-m": "memory"}
 """By what the devices are divided among stages that prefill and stages that decode."""
-
-
-def share(quantile: float) -> str:
-    """A share of the requests, with as many digits as it needs: "99.9 %"."""
-    return f"{quantile * 100:.6g}{SPACE}%"
 
 
 def requests_per_second(value: float) -> str:
@@ -43,12 +46,12 @@ def _all(forecast: LatencyForecast) -> str:
     if forecast.prompts is None or forecast.seconds is None:
         return ""
     took = duration(forecast.seconds)
-    return f"{plural(forecast.prompts, 'request')}: {took} at this rate (without loading)"
+    return f"{plural(forecast.prompts, 'request')}: about {took} in all (without loading)"
 
 
 def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
     """The bound that was asked for."""
-    return f"{share(asked.quantile)} of requests within {bound(asked.bound_s)}"
+    return f"{whole_percent(asked.quantile)} of requests within {bound(asked.bound_s)}"
 
 
 def bound(bound_s: float | None) -> str:
@@ -65,7 +68,7 @@ def rates(forecast: LatencyForecast) -> str:
 def latencies(forecast: LatencyForecast) -> str:
     """The latency at the quantile against the bound, and the mean."""
     return (
-        f"{share(forecast.quantile)} of requests within {seconds(forecast.latency_s)} "
+        f"{whole_percent(forecast.quantile)} of requests within {seconds(forecast.latency_s)} "
         f"({bound(forecast.bound_s)} allowed), {seconds(forecast.mean_latency_s)} in the mean"
     )
 
@@ -84,7 +87,7 @@ def lengths(asked: LatencyForecast | BoundRequest) -> str:
     at = outputs.quantile(asked.quantile)
     return (
         f"prompts of {prompts.mean:,.0f} tokens in the mean, {count(prompts.longest)} at most; "
-        f"answers of {outputs.mean:,.0f} in the mean, {share(asked.quantile)} of at most "
+        f"answers of {outputs.mean:,.0f} in the mean, {whole_percent(asked.quantile)} of at most "
         f"{count(at)}, {count(outputs.longest)} at most"
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.latency_counts import LatencyCounts
-from llmpq.report.formatting import percent, seconds
+from llmpq.report.formatting import seconds, whole_percent
 
 MEDIAN = 0.5
 
@@ -60,6 +60,6 @@ class LatencyFigures:
             kept = "within" if self.quantile_s <= self.bound_s else "above"
             beside += f", {kept} the bound of {seconds(self.bound_s)}"
         return (
-            f"{percent(self.quantile)} within {seconds(self.quantile_s)} ({beside}), "
+            f"{whole_percent(self.quantile)} within {seconds(self.quantile_s)} ({beside}), "
             f"half within {seconds(self.median_s)}"
         )

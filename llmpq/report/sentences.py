@@ -16,6 +16,7 @@ from llmpq.report.formatting import (
 )
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
 from planner.explanation.what_if import Answer, Question
+from planner.options import PLAN_TIME
 from planner.plan.spec import PlanSpec, StagePlan
 
 LEAST_S = 1e-9  # below this a difference is rounding
@@ -32,7 +33,7 @@ def search_outcome(plan: PlanSpec) -> str:
     solver = plan.solver
     if solver.status != "time_limit":
         return solver.status
-    limit_s = 0.0 if plan.origin is None else plan.origin.options.search_time_limit
+    limit_s = 0.0 if plan.origin is None else PLAN_TIME * plan.origin.options.search_time_limit
     return "best found" if plan.job is not None and solver.seconds < limit_s else "out of time"
 
 

@@ -17,6 +17,7 @@ from llmpq.run.shared.replicas import Runnable, check_fleet, named_plans, plans_
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.model.finding import ModelShape, shape_at_hand
 from planner.plan.check import check_plan
+from planner.plan.divided import all_stages
 from planner.plan.spec import PlanSpec
 from planner.workload import check_length
 from quant.checkpoint.model_reference import is_local_model, local_path, resolve
@@ -46,7 +47,7 @@ def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
             f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
             "layers); plan again for this model or pass --model"
         )
-    planned = {bits for stage in plan.stages for bits in stage.bitwidths}
+    planned = {bits for stage in all_stages(plan) for bits in stage.bitwidths}
     if shape.stored is not None and not shape.stored.mixed and planned != {shape.stored.bits}:
         raise PlanMismatchError(
             f"{folder} is quantized already, all of it with {shape.stored.bits} bits, but the plan "

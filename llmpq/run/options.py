@@ -73,7 +73,9 @@ class RunOptions:
     progress for `hang_s` is started again; a row in flight at `retries` faults is run apart from
     the others. A row whose chat template or tokens take more than `row_s` becomes an error. A run
     that differs from its plan by more than the share `drift`, in tokens per second or lengths, says
-    so; with `replan` "auto" it plans again from what was measured, where that saves time.
+    so; with `replan` "auto" it plans again from what was measured, where that saves time. Where a
+    plan's schedule is followed, another schedule is put in force while the run goes on, unless
+    `replan` is "never", as it is for other plans where nothing is said.
     `policy` schedules requests, in place of the plan's: "static" in its micro-batches of either
     phase, "orca" for every iteration anew, first come, first served (ORCA), with `max_batch_size`
     and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too; "s3" as
@@ -101,7 +103,7 @@ class RunOptions:
     replace_s: float = Recovery.replace_s
     row_s: float = ROW_S
     drift: float = 0.2
-    replan: Replan = "never"
+    replan: Replan | None = None
     policy: PolicyName | None = None
     max_batch_size: int | None = None
     prefill_chunk_tokens: int | None = None
@@ -129,7 +131,8 @@ class RunOptions:
             ("generation_config", GENERATION_CONFIGS),
             ("replan", REPLANS),
         ):
-            if getattr(self, name) not in choices:
+            is_left_out = name == "replan" and self.replan is None
+            if getattr(self, name) not in choices and not is_left_out:
                 known = ", ".join(choices)
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
 
@@ -192,6 +195,11 @@ class RunOptions:
             policy = replace(policy, schedule=planned.schedule)
             _ = policy.followed_schedule
         return policy
+
+    def reschedules(self, plan: PlanSpec) -> bool:
+        """Whether a run of `plan` follows a schedule, and looks for another where it drifts."""
+        follows = self.scheduling(plan).name == BOUNDED
+        return follows and self.replan != "never"
 
     @property
     def trace_path(self) -> Path | None:

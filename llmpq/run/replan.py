@@ -9,14 +9,24 @@ from itertools import groupby
 from pathlib import Path
 
 from llmpq.run.drift.control import Measured
+from llmpq.workload.bounded_plan import bounded_plan
+from llmpq.workload.request_lengths import Requests, requests_of
 from planner.cluster.spec import ClusterSpec
+from planner.latency_bound.request import BOUND
+from planner.length_distribution import RequestLengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
 from planner.plan.origin import FILE_OPTIONS, PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.search.search import find_plan
 from planner.workload import Job, Workload
-from quant.common.errors import DeviceLostError, InfeasibleError, LlmpqError, SpecError
+from quant.common.errors import (
+    BoundNotMetError,
+    DeviceLostError,
+    InfeasibleError,
+    LlmpqError,
+    SpecError,
+)
 
 Planner = Callable[[ClusterSpec, ModelShape, str, Workload | Job, PlanOptions], PlanSpec]
 """Finds the best plan, as `find_plan` does."""
@@ -85,6 +95,9 @@ def _planned(
             "folder as --model"
         )
     source = plan.model.source
+    if options.bounds_requests:
+        found = _within_bound(plan, cluster, shape, options, _requests(plan, workload))
+        return replace(found, origin=origin, importance=plan.importance)
     try:
         found = find(cluster, shape, source, workload, options)
     except InfeasibleError:
@@ -93,6 +106,37 @@ def _planned(
         found = find(cluster, shape, source, workload, replace(options, max_latency_s=None))
         _warn(f"max_latency_s {options.max_latency_s:g} cannot be kept with what is left")
     return replace(found, origin=origin, importance=plan.importance)  # the same codes again
+
+
+def _requests(plan: PlanSpec, workload: Workload | Job) -> Requests:
+    """The requests that are planned for: those of `plan`, unless `workload` is another job."""
+    if plan.latency is None or (plan.job is not None and workload != plan.job.job):
+        return requests_of(workload)
+    return Requests(plan.latency.lengths, plan.latency.prompts, plan.default_new_tokens)
+
+
+def _within_bound(
+    plan: PlanSpec,
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    options: PlanOptions,
+    requests: Requests,
+) -> PlanSpec:
+    """The best plan within the bound on latency; where none keeps it, within the least bound that
+    is feasible. It says which bound was asked for.
+    """
+    source, asked = plan.model.source, options.max_request_latency_s
+    try:
+        return bounded_plan(cluster, shape, source, requests, options)
+    except BoundNotMetError as error:
+        if error.option != BOUND:
+            raise
+        _warn(f"max_request_latency_s {asked} cannot be kept with what is left: {error}")
+        options = replace(options, max_request_latency_s=error.reachable)
+    found = bounded_plan(cluster, shape, source, requests, options)
+    if found.latency is None or not isinstance(asked, float):
+        return found
+    return replace(found, latency=replace(found.latency, bound_s=asked))
 
 
 def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None = None) -> PlanSpec:
@@ -106,6 +150,39 @@ def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None =
             lost.stages,
             lost.devices,
         ) from error
+
+
+def reschedule_measured(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+    """Make another schedule for the stages of `plan` and requests of the lengths that its run has
+    measured; layers and bits stay where they are (ExeGPT section 7.6).
+
+    Raises `SpecError` where stages only prefill or decode, and what the search raises.
+    """
+    if plan.policy.followed_schedule.divides:
+        raise SpecError("stages that only prefill or decode keep their schedule while they run")
+    from planner.latency_bound.rescheduling import reschedule  # type: ignore[import-not-found, unused-ignore]
+
+    found: PlanSpec = reschedule(plan, lengths)
+    return found
+
+
+def rescheduled_text(old: PlanSpec, new: PlanSpec) -> str:
+    """One line about a schedule that takes another's place."""
+    before, now = old.policy.followed_schedule, new.policy.followed_schedule
+    if before == now:
+        return "the schedule stays the best for the lengths that were measured"
+    changes = [
+        f"{name} {getattr(before, name)} to {getattr(now, name)}"
+        for name in ("prefill_requests", "decode_requests", "decode_steps", "decode_micro_batches")
+        if getattr(before, name) != getattr(now, name)
+    ]
+    text = f"another schedule for the lengths that were measured: {', '.join(changes)}"
+    if new.latency is None:
+        return text
+    return (
+        f"{text}; predicted {new.latency.tokens_per_s:.4g} tokens/s, "
+        f"{100 * new.latency.quantile:g} % of requests within {new.latency.latency_s:.3g} s"
+    )
 
 
 def replanned_text(plan: PlanSpec) -> str:

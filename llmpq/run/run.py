@@ -20,13 +20,21 @@ from llmpq.run.drift.decision import Switch
 from llmpq.run.drift.rate import planned_latency
 from llmpq.run.expected_lengths import NO_PREDICTOR
 from llmpq.run.monitoring.meter import RunMeter, RunState
-from llmpq.run.replan import replan_after_loss, replan_measured, replanned_text, stages_text
+from llmpq.run.replan import (
+    replan_after_loss,
+    replan_measured,
+    replanned_text,
+    reschedule_measured,
+    rescheduled_text,
+    stages_text,
+)
 from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
 from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
+from planner.scheduling import BOUNDED
 from quant.common.errors import DeviceLostError
 
 if TYPE_CHECKING:
@@ -34,7 +42,13 @@ if TYPE_CHECKING:
     from llmpq.remote.local_ray import GiveUp
     from llmpq.run.monitoring.loading import LoadingState
 
-UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "predictor", "drift", "long rows")
+UNDISTURBED: tuple[EventKind, ...] = (
+    "tokenizer",
+    "predictor",
+    "drift",
+    "long rows",
+    "rescheduled",
+)
 """Events that cost the stages no time."""
 
 
@@ -173,13 +187,16 @@ class Run:
         ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
-            self._pace.begin(shown, stages.start_s)
+            self._pace.begin(shown, stages.start_s, self._has_schedule(group))
             for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
                 if self._expected is not None:
                     self._expected.note(finished)
                 switch = switch or self._pace.switch(partial(self._progress, group))
+                if switch is not None and switch.how == "follow":
+                    self._follow(group, switch)
+                    switch = None
                 if switch is None or gate.is_closed:
                     continue
                 gate.close()
@@ -223,10 +240,33 @@ class Run:
         def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
             return replan_measured(plan, measured, self._shared.model_folder)
 
-        plan_again = again if self._options.replan == "auto" else None
-        say = partial(self._shared.tell, "drift", 0.0)
-        planning = Planning(self._options.drift, say, plan_again)
+        options = self._options
+        planning = Planning(
+            options.drift,
+            partial(self._shared.tell, "drift", 0.0),
+            again if options.replan == "auto" else None,
+            reschedule=reschedule_measured if options.reschedules(self.plan) else None,
+        )
         return DriftControl(self.rows.record, planning)
+
+    def _has_schedule(self, group: Group) -> bool:
+        """Whether `group` follows the schedule of its plan, and may follow another."""
+        from actors.replicas.group import FollowsPlan
+
+        follows = self._options.scheduling(self.plan).name == BOUNDED
+        return follows and isinstance(group, FollowsPlan)
+
+    def _follow(self, group: Group, switch: Switch) -> None:
+        """Have the stages go on by another schedule."""
+        from actors.replicas.group import FollowsPlan
+
+        assert isinstance(group, FollowsPlan), "only those are asked to"
+        group.follow(switch.plan)
+        stages = self._shared.stages
+        stages.keep_for(switch.plan)
+        text = rescheduled_text(self.plan, switch.plan)
+        self._take(switch.plan, "rescheduled", 0.0, text)
+        self._pace.begin(self.plan, stages.start_s, has_schedule=True)
 
     def _see(self, state: RunState) -> None:
         self._pace.see(state, self.rows.in_flight)

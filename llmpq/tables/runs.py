@@ -27,7 +27,7 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
     notes = Notes(
         [
             _in_all(summary),
-            *([] if summary.latency is None else [f"latency: {summary.latency}"]),
+            *([] if summary.latency is None else [plain(f"latency: {summary.latency}")]),
             *_supervised(summary),
             *map(str, slow_stages(plan, summary.stages)),
         ]

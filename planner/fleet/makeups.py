@@ -6,8 +6,9 @@ pipeline is described without names: two nodes' worth of four T4, or one V100 wi
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster.device import Device
@@ -18,7 +19,14 @@ FALLING = 0.97
 """Share of the most tokens per second and device below which no larger make-up is tried."""
 
 MOST_DEVICES = 16
-"""Devices of a pipeline that is not the whole cluster's, or its share of one of few."""
+"""Devices of a pipeline that is not the whole cluster's, or its share of one of few; of a model
+that needs so many, twice the fewest that hold it."""
+
+MOST_SHARE = 32
+"""Devices of a share of the whole cluster that is priced, beside smaller make-ups."""
+
+FEW = (2, 1, 3, 4)
+"""Numbers of pipelines for which the cluster is divided evenly, the most promising first."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +51,33 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """All devices of a cluster by node and kind; `kinds` has an example of each kind."""
+    """All devices of a cluster by node and kind; `kinds` has an example of each kind.
+
+    They are used in groups of `degree`, of which every pool has whole ones.
+    """
 
     kinds: tuple[Device, ...]
     pools: tuple[Pool, ...]
+    degree: int = 1
 
     @classmethod
-    def of(cls, cluster: ClusterSpec) -> Pools:
-        """The pools of a cluster, kinds in the order in which it names them."""
+    def of(cls, cluster: ClusterSpec, degree: int = 1) -> Pools:
+        """The pools of a cluster, kinds in the order in which it names them, without the devices
+        for which there is no group.
+        """
         numbers: dict[Hashable, int] = {}
         kinds: list[Device] = []
         pools = []
-        for devices in equal_devices(cluster):
+        for every in equal_devices(cluster):
+            devices = every[: len(every) // degree * degree]
+            if not devices:
+                continue
             kind = devices[0].cost_kind
             if kind not in numbers:
                 numbers[kind] = len(kinds)
                 kinds.append(devices[0])
             pools.append(Pool(numbers[kind], devices))
-        return cls(tuple(kinds), tuple(pools))
+        return cls(tuple(kinds), tuple(pools), degree)
 
     def counts(self) -> Counter[tuple[int, int]]:
         """Number of pools by kind and size."""
@@ -74,11 +91,16 @@ class Pools:
         """Devices of a kind on the node that has most of them."""
         return max(len(pool.devices) for pool in self.pools if pool.kind == kind)
 
+    def in_groups(self, count: int) -> int:
+        """The devices of the fewest groups that have so many."""
+        return -(-count // self.degree) * self.degree
+
     def blocks(self, kind: int, count: int) -> MakeUp:
-        """`count` devices of a kind in blocks as large as its nodes allow."""
+        """`count` devices of a kind, in whole groups, in blocks as large as its nodes allow."""
         most = self.largest(kind)
-        whole, rest = divmod(count, most)
-        return (Block(kind, most),) * whole + ((Block(kind, rest),) if rest else ())
+        whole, rest = divmod(self.in_groups(count), most)
+        last = (Block(kind, rest, self.degree),) if rest else ()
+        return (Block(kind, most, self.degree),) * whole + last
 
 
 def example_devices(
@@ -96,6 +118,64 @@ def block_devices(block: Block, devices: Sequence[Device]) -> list[Device]:
     """The devices of a block in groups of its degree."""
     degree = block.degree
     return [group_of(devices[first : first + degree]) for first in range(0, block.size, degree)]
+
+
+def make_ups(
+    pools: Pools,
+    fastest: Sequence[int],
+    number: int | None,
+    fits: Callable[[MakeUp], bool],
+    speed: Callable[[MakeUp], float],
+) -> Iterator[MakeUp]:
+    """Yield the make-ups to price, most promising first: of each kind alone, then even shares of
+    the cluster, then mixtures of two kinds.
+
+    `fastest`: the kinds, the fastest first. `number`: pipelines that are asked for, if any. `fits`:
+    whether a make-up holds the model. `speed`: tokens per second of a make-up that was yielded, 0
+    where it has none.
+    """
+    least = {kind: least_devices(pools, kind, fits) for kind in range(len(pools.kinds))}
+    most = most_devices(pools, least)
+    held = any(count <= pools.devices_of(kind) for kind, count in least.items())
+    numbers = _numbers(pools, held) if number is None else (number,)
+    phases = (
+        [single_kind(pools, kind, least[kind], speed) for kind in fastest if least[kind] <= most],
+        [even_shares(pools, numbers, fastest)],
+        [mixed_kinds(pools, kind, least) for kind in fastest],
+    )
+    for phase in phases:
+        yield from _in_turns(phase)
+
+
+def _numbers(pools: Pools, has_smaller: bool) -> Sequence[int]:
+    """The numbers of pipelines for which the cluster is divided evenly: those with small shares,
+    where the model has smaller make-ups than shares.
+    """
+    devices = sum(len(pool.devices) for pool in pools.pools)
+    return [each for each in FEW if devices <= MOST_SHARE * each or not has_smaller]
+
+
+def _in_turns(sources: Iterable[Iterator[MakeUp]]) -> Iterator[MakeUp]:
+    """Yield one of each source in turn until all have ended."""
+    left = list(sources)
+    while left:
+        for each in list(left):
+            make_up = next(each, None)
+            if make_up is None:
+                left.remove(each)
+            else:
+                yield make_up
+
+
+def least_devices(pools: Pools, kind: int, fits: Callable[[MakeUp], bool]) -> int:
+    """The fewest devices of a kind that hold the model; more than there are where none do."""
+    most = pools.devices_of(kind)
+    unfit, count = 0, 1
+    while count <= most and not fits(pools.blocks(kind, count)):
+        unfit, count = count, min(2 * count, max(most, count + 1))
+    between = range(unfit + 1, count)
+    held = bisect_left(between, True, key=lambda each: fits(pools.blocks(kind, each)))
+    return pools.in_groups(unfit + 1 + held)
 
 
 def single_kind(
@@ -116,22 +196,32 @@ def single_kind(
             break
         size = min(most, -(-2 * size // node) * node if size >= node else 2 * size)
     best = max(each, key=lambda size: each[size], default=least)
-    for size in (-(-best // node) * node, best + 1, best * 3 // 2):
+    for size in (-(-best // node) * node, best + pools.degree, pools.in_groups(best * 3 // 2)):
         if size not in each and least <= size <= most:
             yield pools.blocks(kind, size)
+
+
+def most_devices(pools: Pools, least: Mapping[int, int]) -> int:
+    """The most devices of a pipeline; `least`: devices of a kind that hold the model alone, more
+    than there are where none do.
+    """
+    held = [count for kind, count in least.items() if count <= pools.devices_of(kind)]
+    return max(MOST_DEVICES, 2 * min(held, default=0))
 
 
 def mixed_kinds(pools: Pools, one: int, least: Mapping[int, int]) -> Iterator[MakeUp]:
     """Yield make-ups of kind `one` with a later one: about the shares that hold the model together.
 
-    `least`: devices of a kind that hold the model alone.
+    `least` as in `most_devices`.
     """
+    most = most_devices(pools, least)
     for other in range(one + 1, len(pools.kinds)):
         for share in (0.5, 0.25, 0.75):
-            first = max(1, round(share * least[one]))
+            first = pools.in_groups(max(1, round(share * least[one])))
             second = max(1, -int(-(1 - first / least[one]) * least[other] // 1))
+            second = pools.in_groups(second)
             fits = first <= pools.devices_of(one) and second <= pools.devices_of(other)
-            if fits and first + second <= MOST_DEVICES:
+            if fits and first + second <= most:
                 yield (*pools.blocks(one, first), *pools.blocks(other, second))
 
 
@@ -139,15 +229,19 @@ def even_shares(pools: Pools, numbers: Sequence[int], fastest: Sequence[int]) ->
     """Yield what each of these `numbers` of equal pipelines has: of all kinds, then without the
     slowest ones, at last of each kind alone. `fastest` orders the kinds.
     """
+
+    def share(kind: int, number: int) -> int:
+        return pools.devices_of(kind) // (number * pools.degree) * pools.degree
+
     for count in range(len(fastest), 1, -1):
         for number in numbers:
-            shares = [(kind, pools.devices_of(kind) // number) for kind in fastest[:count]]
-            if all(share for _, share in shares):
-                yield tuple(block for kind, share in shares for block in pools.blocks(kind, share))
+            shares = [(kind, share(kind, number)) for kind in fastest[:count]]
+            if all(size for _, size in shares):
+                yield tuple(block for kind, size in shares for block in pools.blocks(kind, size))
     for kind in fastest:
         for number in numbers:
-            if share := pools.devices_of(kind) // number:
-                yield pools.blocks(kind, share)
+            if size := share(kind, number):
+                yield pools.blocks(kind, size)
 
 
 def grouped_make_ups(make_up: MakeUp, degrees: Sequence[int]) -> Iterator[MakeUp]:

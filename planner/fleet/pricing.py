@@ -10,6 +10,7 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.fleet.makeups import MakeUp, example_devices
 from planner.plan.builder import Solution, forecast_solution, solution_quality
+from planner.search.candidate_search import LEAST_SOLVE_S
 from planner.search.job.in_flight import RANKING_PASSES, plan_solver
 from planner.search.memory_fit import fits_somehow
 from planner.search.tradeoffs.qualities import TIE_BREAK, seconds_per_sensitivity
@@ -100,11 +101,7 @@ class Pricing:
         costs = replace(costs, theta=worth * self._seconds_per_sensitivity(same, costs))
         try:
             solve = plan_solver(costs, self.clock)
-            solution = solve(
-                costs.theta,
-                quick=True,
-                limit_s=ONE_S * max(1.0, len(costs.cluster.devices) / FEW_DEVICES),
-            )
+            solution = solve(costs.theta, quick=True, limit_s=self._limit_s(make_up))
         except InfeasibleError:
             self._unfit.add(same)
             return None
@@ -113,6 +110,12 @@ class Pricing:
         quality = solution_quality(costs, solution)
         self.priced.append(Priced(make_up, costs, solution, forecast.tokens_per_s, quality))
         return self.priced[-1]
+
+    def _limit_s(self, make_up: MakeUp) -> float:
+        """Seconds for the search for one plan: as its devices need them, of those that are left."""
+        devices = sum(block.size // block.degree for block in make_up)
+        left_s = self.began_s + self.limit_s - self.clock()
+        return max(LEAST_SOLVE_S, min(ONE_S * max(1.0, devices / FEW_DEVICES), left_s))
 
     def _seconds_per_sensitivity(self, make_up: MakeUp, costs: CostModel) -> float:
         """About the seconds of a pipeline's share of the job, over the worst sensitivity."""

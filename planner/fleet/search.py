@@ -8,21 +8,13 @@ choice among what was priced is proven up to its gap; what was not priced is bou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.fleet.ceiling import ceiling_tokens_per_s, device_tokens_per_s
-from planner.fleet.makeups import (
-    MOST_DEVICES,
-    MakeUp,
-    Pools,
-    even_shares,
-    grouped_make_ups,
-    mixed_kinds,
-    single_kind,
-)
+from planner.fleet.makeups import MakeUp, Pools, grouped_make_ups, make_ups
 from planner.fleet.master import Column, Division, divide
 from planner.fleet.placing import Placed, place
 from planner.fleet.plans import fleet_plans
@@ -35,23 +27,16 @@ from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.spec import PLAN_VERSION
 from planner.planning_rules import BOUNDS
 from planner.quality.sensitivity import Omega
-from planner.search.groupings import degrees_of
-from planner.search.memory_fit import misfit
+from planner.search.groupings import degrees_of, first_sets
 from planner.search.remedies import PlanningRequest, naming_remedies
 from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
 from planner.search.tradeoffs.qualities import SLOWER, TIE_BREAK
 from planner.workload import Job, Workload
-from quant.common.errors import SpecError
+from quant.common.errors import DoesNotFitError, InfeasibleError, SpecError
 
 PRICING_S, PRICING_S_PER_DEVICE = 5.0, 0.03
 """Seconds in which make-ups are priced for their speed: at least so many, and as many for every
 device, as long as `search_time_limit` allows them."""
-
-MOST_SHARE = 32
-"""Devices of a share of the whole cluster that is priced, beside smaller make-ups."""
-
-FEW = (2, 1, 3, 4)
-"""Numbers of pipelines for which the cluster is divided evenly, the most promising first."""
 
 QUALITY_TIME = 0.4
 """The share of the time that is left for the quality that is wanted, once speeds are known."""
@@ -130,15 +115,30 @@ def _find(
     request: FleetRequest, costs: CostModel, omega: Omega, clock: Callable[[], float]
 ) -> FleetSpec:
     began = clock()
-    pools = Pools.of(request.cluster)
+    asked = request.options.tensor_parallel
+    pools = Pools.of(request.cluster, 1 if asked == AUTO else int(asked))
+    if not pools.pools:
+        raise _refusal(costs)
     pricing = _pricing(request, costs, pools, began, clock)
     for make_up in _make_ups(request, costs, pools, pricing):
         pricing.price(make_up)
     if not pricing.priced:
-        raise misfit(costs)
+        raise _refusal(costs)
     division, chosen = _chosen(request, pricing, pools)
     placed = place(division, [each.make_up for each in chosen], pools)
     return _fleet(request, omega.source, pricing, (division, chosen, placed), began)
+
+
+def _refusal(costs: CostModel) -> InfeasibleError:
+    """The error that says why no make-up of a pipeline holds the model."""
+    try:
+        first_sets(costs)
+    except DoesNotFitError as error:
+        return error
+    return InfeasibleError(
+        f"{costs.shape.name} fits cluster {costs.cluster.name} as one pipeline, but none of the "
+        "make-ups of a fleet holds it; leave replicas out"
+    )
 
 
 def _pricing(
@@ -161,54 +161,19 @@ def _pricing(
 def _make_ups(
     request: FleetRequest, costs: CostModel, pools: Pools, pricing: Pricing
 ) -> Iterator[MakeUp]:
-    """Yield the make-ups to price, most promising first: of each kind alone, then even shares of
-    the cluster, then mixtures of two kinds.
+    """Yield the make-ups to price, most promising first; where any groups are allowed, each of them
+    also in groups.
     """
-    degrees = degrees_of(costs)
-    devices = len(request.cluster.devices)
-    numbers = [each for each in FEW if devices <= MOST_SHARE * each]
-    if request.number is not None:
-        numbers = [request.number]
+    degrees = degrees_of(costs) if request.options.tensor_parallel == AUTO else ()
     fastest = sorted(range(len(pools.kinds)), key=lambda kind: -pricing.shares[kind])
-    least = {kind: _least(pools, kind, pricing) for kind in range(len(pools.kinds))}
-    alone = {kind: least[kind] for kind in fastest if least[kind] <= MOST_DEVICES}
-    phases = (
-        [single_kind(pools, kind, each, pricing.speed) for kind, each in alone.items()],
-        [even_shares(pools, numbers, fastest)],
-        [mixed_kinds(pools, kind, least) for kind in fastest],
-    )
-    for phase in phases:
-        for make_up in _in_turns(phase):
-            if request.options.tensor_parallel in (1, AUTO):
-                yield make_up
-            yield from grouped_make_ups(make_up, degrees)
-
-
-def _in_turns(sources: Iterable[Iterator[MakeUp]]) -> Iterator[MakeUp]:
-    """Yield one of each source in turn until all have ended."""
-    left = list(sources)
-    while left:
-        for each in list(left):
-            make_up = next(each, None)
-            if make_up is None:
-                left.remove(each)
-            else:
-                yield make_up
-
-
-def _least(pools: Pools, kind: int, pricing: Pricing) -> int:
-    """The fewest devices of a kind that hold the model; more than there may be where none do."""
-    most = pools.devices_of(kind)
-    count = 1
-    while count <= most and not pricing.fits(pools.blocks(kind, count)):
-        count += 1 if count < 8 else max(1, count // 4)
-    return count
+    for make_up in make_ups(pools, fastest, request.number, pricing.fits, pricing.speed):
+        yield make_up
+        yield from grouped_make_ups(make_up, degrees)
 
 
 def _chosen(request: FleetRequest, pricing: Pricing, pools: Pools) -> tuple[Division, list[Priced]]:
     """The division of the quality that is wanted, and the priced make-ups that it counts."""
-    columns = _columns(pricing.priced, 0.0)
-    fast = divide(columns, pools.counts(), request.number)
+    fast = _fastest(request, pricing, pools)
     quality = quality_of(request.options)
     worth = _worth(request, pricing, fast)
     if worth <= TIE_BREAK:
@@ -226,6 +191,21 @@ def _chosen(request: FleetRequest, pricing: Pricing, pools: Pools) -> tuple[Divi
     columns = _columns(pricing.priced, worth / pricing.worst_sensitivity)
     found = divide(columns, pools.counts(), request.number, least * (1 - 1e-6))
     return found, pricing.priced
+
+
+def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> Division:
+    """The division of the most tokens per second; InfeasibleError where there are fewer pipelines
+    than are asked for.
+    """
+    try:
+        return divide(_columns(pricing.priced, 0.0), pools.counts(), request.number)
+    except InfeasibleError as error:
+        alike = [Column(each.make_up, 1.0, 1.0) for each in pricing.priced]
+        most = sum(divide(alike, pools.counts()).counts)
+        raise InfeasibleError(
+            f"replicas is {request.number}, but cluster {request.cluster.name} has devices for at "
+            f"most {most} pipelines that hold {request.shape.name}; give auto or 1 to {most}"
+        ) from error
 
 
 def _worth(request: FleetRequest, pricing: Pricing, fast: Division) -> float:

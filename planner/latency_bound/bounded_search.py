@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Tolerance
-from planner.latency_bound.placing.alternation import Alternation, Planner, Scheduled
+from planner.latency_bound.placing.kind_search import KindSearch, Scheduled
+from planner.latency_bound.placing.placed import Planner
 from planner.latency_bound.placing.rra import RraPlanner
+from planner.latency_bound.placing.waa import WaaPlanner
+from planner.latency_bound.refusals import NoScheduleError
 from planner.latency_bound.request import BoundRequest
 from planner.options import Quality, quality_of
 from planner.scheduling import ScheduleKind
@@ -33,11 +37,11 @@ TOLERANCE = Tolerance()
 
 PlannerOf = Callable[[CostModel, Job, BoundRequest, Callable[[], float]], Planner]
 
-PLANNERS: dict[ScheduleKind, PlannerOf] = {"rra": RraPlanner}
-
-
-class NoScheduleError(Exception):
-    """No schedule keeps the bound that was asked for; never shown to users."""
+PLANNERS: dict[ScheduleKind, PlannerOf] = {
+    "rra": RraPlanner,
+    "waa-c": partial(WaaPlanner, "waa-c"),
+    "waa-m": partial(WaaPlanner, "waa-m"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +66,14 @@ class BoundedSearch:
         self._costs = costs
         search_time = SearchTime(costs.options.search_time_limit, clock)
         self._kinds = {
-            kind: Alternation(
-                PLANNERS[kind](costs, job, request, clock), job.prompts, search_time, tolerance
+            kind: KindSearch(
+                PLANNERS[kind](costs, job, request, clock),
+                job.prompts,
+                request.quantile,
+                search_time,
+                tolerance,
             )
             for kind in request.kinds
-            if kind in PLANNERS
         }
 
     @property
@@ -78,7 +85,7 @@ class BoundedSearch:
     def least(self) -> Least | None:
         """The least latency that was found; None where nothing fits."""
         found = [
-            Least(kind, each.least.timeline.performance.latency_s)
+            Least(kind, each.least.latency_s)
             for kind, each in self._kinds.items()
             if each.least is not None
         ]

@@ -149,10 +149,25 @@ def best_evaluated(
     tolerance: Tolerance = Tolerance(),
 ) -> Found | None:
     """Search as `best_within` does; all that it evaluates can be seen in `evaluated`."""
-    whole = Block(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
+    whole = whole_block(ranges)
     if not evaluated(whole.high).keeps(bound_s):
         _BranchAndBound(evaluated, bound_s, tolerance).run(whole)
     return evaluated.found
+
+
+def climbed(ranges: Sequence[range], performance: PerformanceOf, bound_s: float) -> Found | None:
+    """The best point on the diagonal of the box, for few evaluations; None where none keeps the
+    bound.
+    """
+    evaluated, whole = Evaluations(performance, bound_s), whole_block(ranges)
+    if evaluated(whole.low).keeps(bound_s):
+        _climb(whole, evaluated, bound_s)
+    return evaluated.found
+
+
+def whole_block(ranges: Sequence[range]) -> Block:
+    """All points of a box."""
+    return Block(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
 
 
 def least_latency(ranges: Sequence[range], performance: PerformanceOf) -> Found:
@@ -174,7 +189,7 @@ class _BranchAndBound:
         """Search `whole`, whose upper corner does not keep the bound."""
         if not self._in_time(whole.low):
             return
-        self._climb(whole)
+        _climb(whole, self._evaluated, self._bound_s)
         self._add(whole)
         while self._queue:
             _, _, block = heapq.heappop(self._queue)
@@ -190,11 +205,6 @@ class _BranchAndBound:
 
     def _is_faster(self, point: Point) -> bool:
         return self._evaluated.most(point) > self._evaluated.throughput
-
-    def _climb(self, whole: Block) -> None:
-        """Evaluate points of the diagonal up to the last that keeps the bound."""
-        steps = max(whole.widths)
-        _reach(steps, lambda k: self._evaluated(whole.at(k / steps)).keeps(self._bound_s))
 
     def _add(self, block: Block) -> None:
         """Queue a block, unless it is of no interest."""
@@ -242,6 +252,12 @@ class _BranchAndBound:
         most = {control: self._evaluated.most(corner) for control, corner in corners.items()}
         within = [each for each in corners if self._evaluated(corners[each]).keeps(self._bound_s)]
         return max(within, key=most.__getitem__) if within else min(most, key=most.__getitem__)
+
+
+def _climb(whole: Block, evaluated: Evaluations, bound_s: float) -> None:
+    """Evaluate points of the diagonal up to the last that keeps the bound."""
+    steps = max(whole.widths)
+    _reach(steps, lambda k: evaluated(whole.at(k / steps)).keeps(bound_s))
 
 
 def _with(point: Point, control: int, value: int) -> Point:

@@ -108,7 +108,8 @@ class Completions:
     def _weighed(self, weights: FloatArray) -> FloatArray:
         steps = np.array(self.outputs.lengths) - 1
         last = np.where(steps > 0, 1 + (steps - 1) % self.decode_steps, 0)
-        return np.bincount(last, weights / self._stays, self.decode_steps + 1)
+        counts = np.bincount(last, weights / self._stays, self.decode_steps + 1)
+        return counts.astype(np.float64)
 
 
 def waa_decode_requests(outputs: LengthDistribution, prefill_requests: float) -> float:

@@ -7,8 +7,9 @@ monotone is no control:
 - `rra`: newcomers of a group in a turn (B_E / B_m), how often they come (1 / N_D: fewer decode
   steps between turns), and the number of groups (B_m). Of the whole B_E, more groups would make
   both better as far as there are stages for them, and both worse beyond.
-- `waa-c`, `waa-m`: newcomers of a turn (B_E). All decode a step in the round that B_m groups make:
-  whatever number makes it shortest is best for both.
+- `waa-c`, `waa-m`: the requests that decode (B_D). A turn has as many newcomers as end in a round
+  (B_E = B_D / S_D as published, but at least one, which then come less often). Of B_m groups the
+  number that makes a round shortest is best for both.
 - The prefill micro-batch is the one whose turn is shortest, for the same reason.
 - Tensor-parallel groups are devices to the planner, which tries sets of them.
 """
@@ -16,14 +17,13 @@ monotone is no control:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, floor
 
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import Completions
-from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.timeline import mean_prefill_s
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.length_distribution import RequestLengths
 from planner.micro_batches import MOST_PREFILL_TOKENS
-from planner.scheduling import RequestSchedule
+from planner.scheduling import RequestSchedule, ScheduleKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,16 @@ class RraControls:
             range(1, self.most_newcomers + 1),
             range(1, self.longest_steps + 1),
             range(1, self.most_groups + 1),
+        )
+
+    def up_to(self, point: Point, ratio: float) -> tuple[range, ...]:
+        """The box of points whose controls are at most `ratio` times those of a point."""
+        newcomers, frequency, groups = point
+        steps = (self.longest_steps + 1 - frequency) / ratio
+        most = ceil(newcomers * ratio), self.longest_steps + 1 - floor(steps), groups + 1
+        return tuple(
+            range(each.start, min(each.stop, end + 1))
+            for each, end in zip(self.ranges, most, strict=True)
         )
 
     @property
@@ -81,17 +91,24 @@ def rra_schedule(
     )
 
 
-def shortest_turns(
-    times: StageTimes, prompts: LengthDistribution, newcomers: int, groups: int
-) -> tuple[int, ...]:
-    """Prefill micro-batches for groups of so many newcomers, that of the shortest turn first."""
-
-    def turn_s(size: int) -> float:
-        seconds = mean_prefill_s(times, size, prompts) + times.prefill_hop_s(size, prompts.mean)
-        more = groups * -(-newcomers // size) - 1
-        return float(seconds.sum() + more * seconds.max())
-
-    return tuple(sorted(prefill_sizes(newcomers, prompts.mean), key=turn_s))
+def waa_schedule(
+    kind: ScheduleKind,
+    lengths: RequestLengths,
+    decode_requests: int,
+    groups: int,
+    prefill_micro_batch: int,
+) -> RequestSchedule:
+    """The schedule of so many requests that decode, and newcomers as they end."""
+    newcomers = max(1, round(decode_requests / max(1.0, lengths.outputs.mean - 1)))
+    return RequestSchedule(
+        kind,
+        newcomers,
+        decode_requests,
+        1,
+        min(groups, decode_requests),
+        min(prefill_micro_batch, newcomers),
+        lengths.prompts.mean,
+    )
 
 
 def prefill_sizes(newcomers: int, mean_prompt: float) -> tuple[int, ...]:

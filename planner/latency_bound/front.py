@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from planner.cluster.spec import ClusterSpec
-from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError
+from planner.latency_bound.bounded_search import BoundedSearch
 from planner.latency_bound.job import job_of
-from planner.latency_bound.placing.alternation import Scheduled
+from planner.latency_bound.placing.kind_search import Scheduled
+from planner.latency_bound.refusals import NoScheduleError, nothing_fits
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.search import bounded_options
 from planner.model.finding import ModelShape
 from planner.options import AUTO, PlanOptions
 from planner.scheduling import RequestSchedule
-from planner.search.memory_fit import misfit
 from planner.search.remedies import PlanningRequest, naming_remedies
 from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
 
@@ -51,13 +52,15 @@ def latency_front(
     but that the request's own bound is left aside.
     """
     planned = PlanningRequest.of(cluster, shape, job_of(request), bounded_options(options))
-    with naming_remedies(planned, REMEDY_PLANNER):
-        if planned.options.kv_bits != AUTO:
-            return _front(planned, request, clock)
-        return with_fitting_cache(
-            planned.options,
-            lambda chosen: _front(replace(planned, options=chosen), request, clock),
-        )
+
+    def trace(chosen: PlanOptions) -> tuple[LatencyPoint, ...]:
+        return _front(replace(planned, options=chosen), request, clock)
+
+    named = naming_remedies(planned, REMEDY_PLANNER) if "rra" in request.kinds else nullcontext()
+    with named:
+        if planned.options.kv_bits == AUTO:
+            return with_fitting_cache(planned.options, trace)
+        return trace(planned.options)
 
 
 def _front(
@@ -69,10 +72,10 @@ def _front(
     try:
         fastest = search.within(math.inf)
     except NoScheduleError:
-        raise misfit(costs) from None
+        raise nothing_fits(costs, request) from None
     least = search.least
     assert least is not None, "where a schedule was found, one has the least latency"
-    bounds = np.geomspace(least.latency_s, fastest.timeline.performance.latency_s, POINTS)
+    bounds = np.geomspace(least.latency_s, fastest.latency_s, POINTS)
     found = list(_points(search, request, bounds[:-1].tolist()))
     return _ascending([*found, _point(float(bounds[-1]), fastest, request)])
 
@@ -90,10 +93,9 @@ def _points(
 
 
 def _point(bound_s: float, found: Scheduled, request: BoundRequest) -> LatencyPoint:
-    performance = found.timeline.performance
-    rate = performance.requests_per_s
+    rate = found.requests_per_s
     tokens_per_s = rate * request.lengths.outputs.mean
-    return LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, performance.latency_s)
+    return LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, found.latency_s)
 
 
 def _ascending(points: list[LatencyPoint]) -> tuple[LatencyPoint, ...]:

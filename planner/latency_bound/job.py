@@ -10,6 +10,7 @@ from planner.latency_bound.request import BoundRequest
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import MOST_SAMPLED, IntArray, Lengths
 from planner.schedule.steady_cycle import SteadyCycle
+from planner.schedule.turns import Turns
 from planner.scheduling import RequestSchedule
 from planner.workload import Job
 
@@ -41,16 +42,15 @@ def _evenly_spaced(lengths: LengthDistribution) -> IntArray:
 
 
 def most_in_flight(schedule: RequestSchedule) -> int:
-    """The most requests that a schedule has in flight: those that decode within its tolerance, and
-    where others prefill, the newcomers of a turn.
-    """
-    arriving = schedule.prefill_requests if schedule.divides else 0
-    return ceil((1 + schedule.tolerance) * schedule.decode_requests) + arriving
+    """The most requests that a schedule has in flight where they decode, within its tolerance."""
+    return ceil((1 + schedule.tolerance) * schedule.decode_requests)
 
 
 def most_in_group(schedule: RequestSchedule) -> int:
     """The most requests that make a decode step together."""
-    return ceil(most_in_flight(schedule) / schedule.decode_micro_batches)
+    return max(
+        Turns.of(schedule).most, ceil(most_in_flight(schedule) / schedule.decode_micro_batches)
+    )
 
 
 def cycle_of(schedule: RequestSchedule, job: Job, free: bool = False) -> SteadyCycle:
@@ -62,4 +62,5 @@ def cycle_of(schedule: RequestSchedule, job: Job, free: bool = False) -> SteadyC
         job.prompts,
         job.lengths.mean_output - 1,
         None if free else schedule.decode_micro_batches,
+        prefills=not schedule.divides,
     )

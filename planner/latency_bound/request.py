@@ -12,6 +12,9 @@ from quant.common.errors import SpecError
 
 QUANTILE = 0.99
 
+BOUND = "max_request_latency_s"
+"""The option's name."""
+
 
 @dataclass(frozen=True)
 class BoundRequest:
@@ -31,7 +34,7 @@ class BoundRequest:
     def __post_init__(self) -> None:
         """Check the numbers and the kinds."""
         if self.bound_s is not None and not 0 < self.bound_s < math.inf:
-            raise SpecError(f"max_request_latency_s is {self.bound_s}; give more than 0 seconds")
+            raise SpecError(f"{BOUND} is {self.bound_s}; give more than 0 seconds")
         if not 0 < self.quantile < 1:
             raise SpecError(f"quantile is {self.quantile}; it must be a share between 0 and 1")
         unknown = [kind for kind in self.kinds if kind not in SCHEDULE_KINDS]

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.cluster.spec import ClusterSpec
-from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError
+from planner.latency_bound.bounded_search import BoundedSearch
 from planner.latency_bound.job import job_of
 from planner.latency_bound.plan import bounded_plan, latency_forecast
-from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.refusals import NoScheduleError, bound_not_met, nothing_fits
+from planner.latency_bound.request import BOUND, BoundRequest
 from planner.model.finding import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions
@@ -20,12 +21,9 @@ from planner.quality.importance import planned_importance
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.scheduling import BOUNDED
 from planner.search.costs import files_of_costs
-from planner.search.memory_fit import misfit
-from planner.search.remedies import PlanningRequest, naming_remedies, rounded_up
+from planner.search.remedies import PlanningRequest, naming_remedies
 from planner.search.search import REMEDY_PLANNER, check_stored, costs_of, with_fitting_cache
-from quant.common.errors import BoundNotMetError, SpecError
-
-BOUND = "max_request_latency_s"
+from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
 
 _DECIDED = ("prefill_micro_batch", "decode_micro_batch", "max_batch_size")
 """Options that the schedule decides."""
@@ -33,9 +31,9 @@ _DECIDED = ("prefill_micro_batch", "decode_micro_batch", "max_batch_size")
 
 @dataclass(frozen=True)
 class _Missed:
-    """No schedule keeps the bound; the error says the least that one keeps."""
+    """There is no plan, for a reason that has no remedies beside those it names."""
 
-    error: BoundNotMetError
+    error: InfeasibleError
 
 
 def find_bounded_plan(
@@ -85,19 +83,19 @@ def bounded_options(options: PlanOptions) -> PlanOptions:
 def _find(
     planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
 ) -> PlanSpec | _Missed:
-    """The plan without its origin; a bound that is missed is returned, as it has no remedies."""
-    if planned.options.kv_bits == AUTO:
-        try:
-            return with_fitting_cache(
-                planned.options,
-                lambda chosen: _found(replace(planned, options=chosen), source, request, clock),
-            )
-        except BoundNotMetError as error:
-            return _Missed(error)
+    """The plan without its origin, or the error for a bound, or for two copies that do not fit."""
+
+    def find(chosen: PlanOptions) -> PlanSpec:
+        return _found(replace(planned, options=chosen), source, request, clock)
+
     try:
-        return _found(planned, source, request, clock)
-    except BoundNotMetError as error:
-        return _Missed(error)
+        if planned.options.kv_bits == AUTO:
+            return with_fitting_cache(planned.options, find)
+        return find(planned.options)
+    except InfeasibleError as error:
+        if isinstance(error, BoundNotMetError) or "rra" not in request.kinds:
+            return _Missed(error)
+        raise
 
 
 def _found(
@@ -113,25 +111,13 @@ def _found(
     except NoScheduleError:
         least = search.least
         if least is None:
-            raise misfit(replace(costs, workload=planned.workload)) from None
-        raise not_met(request, least.latency_s, least.kind) from None
-    plan = bounded_plan(scheduled, job, request, source, omega.source)
-    forecast = perplexity_forecast(omega, plan.solver.sensitivity, planned.options.max_ppl_delta)
+            raise nothing_fits(costs, request) from None
+        raise bound_not_met(request, least.latency_s, least.kind) from None
+    plan = bounded_plan(scheduled, costs, request, source, omega.source)
+    forecast = perplexity_forecast(omega, scheduled.placed.omega, planned.options.max_ppl_delta)
     return replace(
         plan,
-        latency=latency_forecast(scheduled.timeline, request, search.evaluations),
+        latency=latency_forecast(scheduled, request, search.evaluations),
         perplexity=forecast,
         solver=replace(plan.solver, seconds=clock() - began),
-    )
-
-
-def not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotMetError:
-    """The error for a bound below `least_s`, the least that a schedule of `kind` keeps."""
-    reachable = rounded_up(least_s)
-    return BoundNotMetError(
-        f"no schedule has {100 * request.quantile:g} % of requests done within "
-        f"{request.limit_s:g} s; the least bound that was found feasible is {reachable:g} s "
-        f"({kind}): --{BOUND} {reachable:g}",
-        BOUND,
-        reachable,
     )

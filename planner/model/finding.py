@@ -43,6 +43,19 @@ __all__ = [
 ]
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ENCODER_DECODERS = (
+    *("t5", "mt5", "umt5", "longt5", "t5gemma", "switch_transformers", "bart", "mbart", "led"),
+    *("blenderbot", "pegasus", "marian", "m2m_100", "prophetnet", "encoder-decoder"),
+)
+"""Those by `model_type`, where `is_encoder_decoder` is left out."""
+
+_ENCODER_DECODER_NAMES = re.compile(
+    r"(flan-|long-?|m|um|by)?t5|((flan-)?ul2|t0(pp?)?|m?bart|pegasus|opus-mt|prophetnet)([-_]|$)"
+)
+"""Beginnings of their names, by which they are refused without asking the hub."""
+
+_NOT_RUN = "is an encoder-decoder model, which llmpq does not run; choose a decoder-only one"
+
 _REMEDY = "give a name, a folder or a hub id"
 
 _TUNED = ("-instruct", "-chat")
@@ -66,6 +79,8 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
         return found
     if _looks_like_path(text):
         raise SpecError(f"model {text}: no such folder or file; {_nearest(text)}")
+    if _ENCODER_DECODER_NAMES.match(_without_owner(text.lower())):
+        raise SpecError(f"{text:.80} {_NOT_RUN}")
     if text.count("/") != 1:
         raise SpecError(f"unknown model {text!r}; {_nearest(text)}, or give a folder or a hub id")
     return shape_from_config(text, _hub_config(text))
@@ -83,7 +98,7 @@ def shape_at_hand(text: str) -> ModelShape | None:
 def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = None) -> ModelShape:
     """Read the shape from the parsed `config.json` of `name`; `place` is the file's path.
 
-    SpecError, naming the file, for mixture-of-experts models, for types that are not in
+    SpecError, naming the file, for mixture-of-experts and encoder-decoder models, for types not in
     `supported_model_types`, for quantized weights that cannot be read, and for entries that are
     missing or with which the model could not be run.
     """
@@ -96,6 +111,8 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
             f"{config.place}: {model_type:.40} is a mixture-of-experts model, which llmpq does not "
             "plan yet; choose a dense one"
         )
+    if values.get("is_encoder_decoder") is True or model_type in _ENCODER_DECODERS:
+        raise SpecError(f"{config.place}: {model_type:.40} {_NOT_RUN}")
     if model_type not in FAMILIES:
         raise SpecError(
             f"{config.place}: model_type {model_type!r:.40} is not supported; "

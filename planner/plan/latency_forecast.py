@@ -35,5 +35,9 @@ class LatencyForecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that all requests take at the steady rate, where their number is known."""
-        return None if self.prompts is None else self.prompts / self.requests_per_s
+        """Seconds that all requests take, where their number is known: at the steady rate, and a
+        mean latency in which requests in flight become as many, and fewer at the end.
+        """
+        if self.prompts is None:
+            return None
+        return self.prompts / self.requests_per_s + self.mean_latency_s

@@ -44,16 +44,16 @@ def parking(plan: PlanSpec) -> Parking:
         PreemptedStage(each, _compute_s(plan, stage, longest))
         for each, stage in zip(copies, plan.stages, strict=True)
     ]
-    most = host_tokens(plan)
+    most = min(plan.workload.kv_tokens, host_tokens(plan))
     least = park_tokens_from(stages)
     return Parking(least, most) if 0 < least <= most else Parking(0, 0)
 
 
 def host_tokens(plan: PlanSpec) -> int:
-    """The tokens whose keys and values have room in host memory on every stage, at most as many as
-    in the KV cache: those that wait for stages which decode, or to be restored there.
+    """The tokens whose keys and values have room in host memory on every stage: those that wait for
+    stages which decode, or to be restored there.
     """
-    return min(plan.workload.kv_tokens, *_rooms(plan, host_copies(plan)))
+    return min(_rooms(plan, host_copies(plan)))
 
 
 def _devices(plan: PlanSpec) -> dict[str, Device]:

@@ -185,10 +185,9 @@ class RraSchedule:
         group.steps_left = 0 if group.is_empty else self._sizes.schedule.decode_steps
 
     def _newcomers(self, group: _Group) -> int:
-        first, waiting = self._next_request, self._waiting
-        share = waiting
+        first, share = self._next_request, self._turns.most
         if group.is_empty:
-            share = -(-waiting // sum(each.is_empty for each in self._groups))
+            share = -(-self._waiting // sum(each.is_empty for each in self._groups))
         turn = GroupTurn(group.decoding, group.ended, group.credit, share)
         wanted = self._turns.newcomers(turn, self._prompts[first : first + self._turns.most])
         left, joining = self._sizes.n_slots - self._n_rsrv, 0

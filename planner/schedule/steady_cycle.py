@@ -12,6 +12,9 @@ from math import ceil
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import JobPasses
 
+LATENCY_SHARE = 0.1
+"""Share of the turns for which the way through all stages counts where they only prefill."""
+
 
 @dataclass(frozen=True)
 class SteadyCycle:
@@ -20,7 +23,7 @@ class SteadyCycle:
     done. A request makes `mean_steps` steps in all. `groups` (B_m): None for as many as the size of
     a decode step makes.
 
-    Stages that only prefill have no steps, and those that only decode have newcomers which others
+    Stages that only prefill have no steps. Those that only decode have newcomers which others
     prefill: `prefills` is false.
     """
 
@@ -34,7 +37,8 @@ class SteadyCycle:
 
     def passes(self, sizes: MicroBatches) -> JobPasses:
         """The passes of the whole job in micro-batches of these sizes; all groups take their turn
-        one after the other, so that the pipeline fills once a cycle.
+        one after the other, so that the pipeline fills once a cycle. Where stages only prefill, it
+        never runs empty; `LATENCY_SHARE` has the sum over stages count, for the latency.
         """
         cycles = self.prompts / self.prefill_requests
         groups = self.groups or ceil(self.in_flight / sizes.decode)
@@ -45,7 +49,7 @@ class SteadyCycle:
         decoding = self.prefill_requests * self.mean_steps / steps if steps else 0.0
         return JobPasses(
             prefills=cycles * prefills * self.prefills,
-            bursts=cycles * self.prefills,
+            bursts=cycles * self.prefills * (1.0 if self.decode_steps else LATENCY_SHARE),
             decode_steps=cycles * steps,
             rounds=cycles * self.decode_steps,
             prefill_requests=self.prefill_requests / prefills,

@@ -37,8 +37,8 @@ LEAST_SOLVE_S = 0.1  # for a candidate that was begun before time was up
 
 
 class SearchTime:
-    """The seconds in which all searches for one plan end, of which each gets half of what is left
-    when it begins.
+    """The seconds in which several searches end, of which each gets half of what is left when it
+    begins.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:

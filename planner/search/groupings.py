@@ -46,7 +46,8 @@ def degrees_of(costs: CostModel) -> tuple[int, ...]:
 def first_sets(costs: CostModel) -> list[tuple[Device, ...]]:
     """The sets of devices that a search begins with: every grouping with its devices that fit.
 
-    Raises `DoesNotFitError` where there is none.
+    Raises `DoesNotFitError` where there is none: of the groups that were asked for, or of single
+    devices where any groups are allowed.
     """
     if costs.options.tensor_parallel == 1:
         return fitting_sets(costs)
@@ -56,7 +57,8 @@ def first_sets(costs: CostModel) -> list[tuple[Device, ...]]:
         try:
             found += fitting_sets(grouped)
         except DoesNotFitError:
-            continue
+            if costs.options.tensor_parallel != AUTO:
+                raise
     if not found:
         raise misfit(costs)
     return distinct_sets(found)

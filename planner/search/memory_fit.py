@@ -131,12 +131,19 @@ def misfit(costs: CostModel) -> DoesNotFitError:
     """The error that says why all devices have no plan, with figures and without remedies."""
     smallest = (_sized(*each) for each in _smallest(costs))
     closest = max(smallest, key=lambda each: each.problem.memory_bytes.sum())
-    why = explain_infeasible(closest.problem, [device.name for device in closest.devices])
+    why = explain_infeasible(closest.problem, [device.label for device in closest.devices])
     sizes = closest.sizes
     return DoesNotFitError(
         f"{costs.shape.name} does not fit with micro-batches of {sizes.prefill} (prefill) and "
-        f"{sizes.decode} (decode), the smallest allowed: {why}{_kept_free(costs)}"
+        f"{sizes.decode} (decode), the smallest allowed: {why}"
+        f"{_of_ranks(closest.devices)}{_kept_free(costs)}"
     )
+
+
+def _of_ranks(devices: Sequence[Device]) -> str:
+    """Say what the figures of groups are of."""
+    grouped = any(device.degree > 1 for device in devices)
+    return " (of a group these are the bytes of one rank)" if grouped else ""
 
 
 def _kept_free(costs: CostModel) -> str:

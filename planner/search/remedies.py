@@ -188,6 +188,13 @@ def _fewer_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
         yield Remedy("no --keep_all_devices", changed)
 
 
+def _free_groups(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Try groups of any degree, and single devices, in place of one degree."""
+    changed = request.with_options(tensor_parallel=AUTO)
+    if request.options.tensor_parallel not in (1, AUTO) and fits(changed):
+        yield Remedy(f"groups of any degree, and none (--tensor_parallel {AUTO})", changed)
+
+
 def _no_margin(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     """Try with all of the devices' memory."""
     changed = request.with_options(memory_margin=0.0)
@@ -259,6 +266,7 @@ _KINDS: tuple[Callable[[PlanningRequest, Fits], Iterator[Remedy]], ...] = (
     _other_method,
     _free_sizes,
     _fewer_devices,
+    _free_groups,
     _smaller_cache,
     _smaller_batch,
     _fewer_bits,

@@ -22,6 +22,7 @@ from planner.quality.sensitivity import Omega
 from planner.search.baselines.comparison import baselines
 from planner.search.baselines.planned import baseline_fits, baseline_solution
 from planner.search.batch_size import with_best_batch_size
+from planner.search.candidate_search import SearchTime
 from planner.search.candidates import Candidates
 from planner.search.costs import files_of_costs, planning_costs
 from planner.search.groupings import first_sets
@@ -102,7 +103,7 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
             options, lambda chosen: _find(replace(request, options=chosen), source, clock)
         )
     costs, omega = costs_of(request)
-    began = clock()
+    began, time_left = clock(), SearchTime(options.search_time_limit, clock)
     chosen = _chosen(costs, options, clock)
     solution = with_best_batch_size(chosen.costs, chosen.solution)
     solution = replace(solution, seconds=clock() - began)
@@ -110,7 +111,7 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
     # A baseline's own costs have one bitwidth only; others beside it choose among all.
     priced = replace(solution.costs(costs), theta=found.theta)
     plan = build_plan(found, source, solution, omega.source, baselines(priced))
-    plan = replace(plan, beside=plans_beside(chosen, plan.predicted, clock))
+    plan = replace(plan, beside=plans_beside(chosen, plan.predicted, time_left, clock))
     forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
     return PricedPlan(replace(plan, perplexity=forecast), priced)
 

@@ -50,6 +50,7 @@ def divided_plan(
     decode: Sequence[float] = (GIB, GIB),
     schedule: RequestSchedule = SCHEDULE,
     network: float | None = None,
+    turns: int = 2,
     lengths: tuple[int, int] = (PROMPT_LENGTH, NEW_TOKENS),
     emulate: Mapping[str, Any] = MappingProxyType({"time_scale": 0}),
     **options: Any,
@@ -70,7 +71,7 @@ def divided_plan(
     sizes = {"prefill_micro_batch": schedule.prefill_micro_batch, "decode_micro_batch": 1}
     plans = []
     for own, requests, new_tokens, others in (
-        (nodes[: len(prefill)], 2 * schedule.prefill_requests, 1, sizes),
+        (nodes[: len(prefill)], turns * schedule.prefill_requests, 1, sizes),
         (nodes[len(prefill) :], 2 * schedule.decode_requests, lengths[1], {}),
     ):
         cluster = Cluster(ClusterSpec.from_dict({**shared, "nodes": own}))

@@ -388,8 +388,8 @@ def _add_search(group: OptionGroup) -> None:
         "--search_time_limit",
         type=float,
         metavar="SECONDS",
-        help="for the searches over device orders and micro-batch sizes, after which the best "
-        f"plan so far is taken and its gap stated (default: {default.search_time_limit:g})",
+        help="for planning, after most of which the best plan so far is taken and its gap stated "
+        f"(default: {default.search_time_limit:g})",
     )
     add(
         "--ilp_time_limit",

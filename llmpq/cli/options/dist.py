@@ -178,8 +178,8 @@ def _add_watching(group: OptionGroup) -> None:
     add(
         "--replan",
         choices=REPLANS,
-        default=default.replan,
-        help="when they differ by more: plan again and switch if that saves time, or only say so",
+        help="when they differ by more: plan again and switch if that saves time, or only say so "
+        "(default: never, but another schedule is looked for where the plan has one)",
     )
 
 

@@ -6,18 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.report.figures import expected_perplexity, searched, whole
+from llmpq.report.figures import expected_perplexity, searched, sensitivity, whole
 from llmpq.report.formatting import (
     count,
     duration,
     gap,
     listed,
-    number,
     per_second,
     plural,
     seconds,
+    whole_percent,
 )
-from llmpq.report.latency import kind_name, latencies, requests_per_second, share, waiting
+from llmpq.report.latency import kind_name, latencies, requests_per_second, waiting
 from llmpq.report.sentences import LEAST_GAIN, search_outcome
 from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.spec import PlanSpec, StagePlan
@@ -62,16 +62,28 @@ def quality_word(plan: PlanSpec) -> QualityWord:
     if plan.perplexity is not None:
         rise = f"perplexity {plan.perplexity.increase:+.3g}"
         return QualityWord(rise, f"perplexity: {expected_perplexity(plan.perplexity)}")
-    counts = Counter(bits for stage in plan.stages for bits in stage.bitwidths)
-    shares = listed([f"{counts[bits]} at {bits} bit" for bits in sorted(counts, reverse=True)])
-    told = f"{shares} of {plural(plan.model.layers, 'layer')}"
+    counts = _counts(plan)
+    told = f"{_shares(counts)} of {plural(plan.model.layers, 'layer')}"
+    if plan.prefill_plan is not None:
+        prefills = _counts(plan.prefill_plan)
+        told += f" where stages decode, {_shares(prefills)} where they prefill"
+        counts = min(counts, prefills, key=lambda each: sorted(each.elements()))
     if set(counts) == {FULL_BITS}:
         return QualityWord("that of 16 bit", f"{told}: nothing is quantized")
     return QualityWord(
         _word(counts),
-        f"{told}, sensitivity {number(plan.solver.sensitivity)}; a word for the bits, no "
-        "measurement of this model: llmpq indicator --perplexity gives one",
+        f"{told}, {sensitivity(plan)}; a word for the bits, no measurement of this model: llmpq "
+        "indicator --perplexity gives one",
     )
+
+
+def _counts(plan: PlanSpec) -> Counter[int]:
+    """How many layers have which bits."""
+    return Counter(bits for stage in plan.stages for bits in stage.bitwidths)
+
+
+def _shares(counts: Counter[int]) -> str:
+    return listed([f"{counts[bits]} at {bits} bit" for bits in sorted(counts, reverse=True)])
 
 
 def _word(counts: Counter[int]) -> str:
@@ -139,7 +151,7 @@ def _bounded_tiles(plan: PlanSpec, forecast: LatencyForecast, quality: QualityWo
     return [
         Tile("requests per second", per_second(forecast.requests_per_s)),
         Tile("new tokens per second", per_second(forecast.tokens_per_s)),
-        Tile(f"{share(forecast.quantile)} of requests within", seconds(forecast.latency_s)),
+        Tile(f"{whole_percent(forecast.quantile)} of requests within", seconds(forecast.latency_s)),
         Tile("quality", quality.word),
         *kind,
     ]

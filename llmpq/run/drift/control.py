@@ -12,6 +12,7 @@ from llmpq.run.drift.lengths import LengthRecord
 from llmpq.run.drift.watch import Drift, DriftWatch
 from llmpq.run.monitoring.meter import RunState
 from planner.cluster.device import Slowdown
+from planner.length_distribution import RequestLengths
 from planner.lengths import Lengths
 from planner.phases import PHASES, Phase
 from planner.plan.spec import PlanSpec
@@ -22,6 +23,10 @@ EVERY_S = 600.0
 
 MOST_PLANS = 3
 """Times that a run plans again at most: what drifts still is not what a plan can follow."""
+
+RESCHEDULE_EVERY_S = 60.0
+"""Seconds between two times of looking for another schedule, which takes seconds, and to which
+stages change without loading anything; after one that was not found, `EVERY_S`."""
 
 LOOK_S = 1.0
 """Seconds between two comparisons: stages report as often."""
@@ -36,6 +41,9 @@ class Measured:
     prompts_left: int
     lengths: Lengths | None
     slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
+
+
+NOTHING = Measured(0, None)
 
 
 @dataclass(frozen=True)
@@ -53,13 +61,15 @@ class Progress:
 class Planning:
     """How drift is met: `share` counts as drift, `plan_again` makes another plan, unless None.
 
-    `say` is given each line.
+    `say` is given each line. `reschedule` makes another schedule for the stages of a plan that
+    follows one, unless None; such plans are not made again.
     """
 
     share: float
     say: Callable[[str], None]
     plan_again: Callable[[PlanSpec, Measured], PlanSpec] | None = None
     clock: Callable[[], float] = time.monotonic
+    reschedule: Callable[[PlanSpec, RequestLengths], PlanSpec] | None = None
 
 
 class DriftControl:
@@ -76,10 +86,13 @@ class DriftControl:
         self._plans = 0
         self._search: _Search | None = None
         self._has_switched = False
+        self._has_schedule = False
 
-    def begin(self, plan: PlanSpec, start_s: float) -> None:
-        """Watch a run of `plan`, whose stages took `start_s` to start."""
-        self._plan, self._start_s = plan, start_s
+    def begin(self, plan: PlanSpec, start_s: float, has_schedule: bool = False) -> None:
+        """Watch a run of `plan`, whose stages took `start_s` to start; `has_schedule`: they follow
+        its schedule, and may follow another.
+        """
+        self._plan, self._start_s, self._has_schedule = plan, start_s, has_schedule
         self._watch = DriftWatch(plan, self._record, self._planning.share)
         self._said.clear()
         self._search = None
@@ -107,6 +120,8 @@ class DriftControl:
         drift = self._watch.found(so_far.running)
         if drift is not None:
             self._say(drift)
+        if self._has_schedule:
+            return self._other_schedule(self._plan, self._watch, drift)
         if self._search is not None:
             return self._take(self._search, drift, so_far)
         if drift is not None and drift.is_explained and self._may_plan(now_s):
@@ -114,12 +129,42 @@ class DriftControl:
             self._begin_search(self._plan, drift, so_far)
         return None
 
+    def _other_schedule(
+        self, plan: PlanSpec, watch: DriftWatch, drift: Drift | None
+    ) -> Switch | None:
+        """The schedule that a search has led to; begins one where lengths drift."""
+        now_s, reschedule = self._planning.clock(), self._planning.reschedule
+        search = self._search
+        if search is not None:
+            if not search.is_done:
+                return None
+            self._search = None
+            if search.found is not None:
+                return Switch(search.found, "follow")
+            self._planned_s = now_s + EVERY_S - RESCHEDULE_EVERY_S
+            self._planning.say(f"no other schedule: {search.error}; the run goes on as it is")
+            return None
+        if reschedule is None or now_s - self._planned_s < RESCHEDULE_EVERY_S:
+            return None
+        if drift is not None and drift.has_other_lengths and drift.outputs is not None:
+            self._planned_s = now_s
+            lengths = watch.measured(drift.outputs)
+            self._search = _Search(lambda: reschedule(plan, lengths))
+        return None
+
     def _say(self, drift: Drift) -> None:
         new = drift.without(self._said)
         if new.deviations:
             self._said.update(each.what for each in new.deviations)
             may_replan = self._plan is None or self._plan.origin is not None
-            self._planning.say(new.text(self._planning.plan_again is not None, may_replan))
+            self._planning.say(new.text(self._looks_for, may_replan))
+
+    @property
+    def _looks_for(self) -> str:
+        """What is looked for where lengths or speeds differ; "" for nothing."""
+        if self._has_schedule:
+            return "" if self._planning.reschedule is None else "schedule"
+        return "" if self._planning.plan_again is None else "plan"
 
     def _may_plan(self, now_s: float) -> bool:
         may = self._planning.plan_again is not None and self._plans < MOST_PLANS
@@ -179,7 +224,7 @@ class DriftControl:
 class _Search:
     """Planning in a thread of its own, which does not keep the process alive."""
 
-    def __init__(self, plan: Callable[[], PlanSpec], measured: Measured) -> None:
+    def __init__(self, plan: Callable[[], PlanSpec], measured: Measured = NOTHING) -> None:
         self.measured = measured
         self.found: PlanSpec | None = None
         self.error: str | None = None

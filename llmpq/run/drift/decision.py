@@ -54,13 +54,14 @@ class Outlook:
 @dataclass(frozen=True)
 class Switch:
     """A switch to `plan`: what is in flight is finished first ("drain"), or goes on from its tokens
-    so far ("replay"). It saves `saved_s`, and costs `cost_s` of these.
+    so far ("replay"). It saves `saved_s`, and costs `cost_s` of these. Where nothing but the
+    schedule differs, the same stages go on by it ("follow"): that costs nothing.
     """
 
     plan: PlanSpec
-    how: Literal["drain", "replay"]
-    saved_s: float
-    cost_s: float
+    how: Literal["drain", "replay", "follow"]
+    saved_s: float = 0.0
+    cost_s: float = 0.0
 
     @property
     def is_worth_it(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.messages import Request
+from planner.length_distribution import LengthDistribution
 from planner.lengths import MOST_SAMPLED, MOST_UNSEEN, Lengths
 from planner.workload import Workload
 
@@ -66,18 +67,22 @@ class LengthRecord:
         self._prompts.clear()
         self._pairs.clear()
 
+    def prompts(self, latest: int = MOST_KEPT) -> Sequence[int]:
+        """Tokens of the prompts of the latest rows that began: long prompts do not end later."""
+        return list(self._prompts)[-latest:]
+
     @property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt, of all that began: long prompts do not end later."""
+        """Mean tokens of a prompt."""
         return float(np.mean(self._prompts)) if self._prompts else 0.0
 
-    def outputs(self, running: Sequence[int]) -> OutputLengths | None:
-        """The lengths of outputs where rows in flight have got `running` tokens; None while too
-        little is known of the long ones.
+    def outputs(self, running: Sequence[int], latest: int = MOST_KEPT) -> OutputLengths | None:
+        """The lengths of outputs of the latest rows that ended, where rows in flight have got
+        `running` tokens; None while too little is known of the long ones.
         """
-        lengths = [output for _, output in self._pairs]
-        weights = length_weights(lengths, running)
-        return None if weights is None else OutputLengths(tuple(self._pairs), weights)
+        pairs = tuple(self._pairs)[-latest:]
+        weights = length_weights([output for _, output in pairs], running)
+        return None if weights is None else OutputLengths(pairs, weights)
 
 
 class OutputLengths:
@@ -91,6 +96,15 @@ class OutputLengths:
     def mean(self) -> float:
         """Mean tokens of an output."""
         return float(self._weights @ self._pairs[:, 1])
+
+    @property
+    def distribution(self) -> LengthDistribution:
+        """The distribution of outputs."""
+        lengths, places = np.unique(self._pairs[:, 1], return_inverse=True)
+        shares = np.bincount(places, weights=self._weights)
+        kept = shares > 0
+        shares = shares[kept] / shares[kept].sum()
+        return LengthDistribution(tuple(lengths[kept].tolist()), tuple(shares.tolist()))
 
     @property
     def longest(self) -> int:

@@ -31,6 +31,16 @@ def planned_tokens_per_s(plan: PlanSpec) -> float | None:
     return planned / time_scale(plan)
 
 
+def settled_tokens_per_s(plan: PlanSpec) -> float | None:
+    """Planned tokens per second while all slots are in use, where the plan says that, else of the
+    whole job; None as `planned_tokens_per_s`.
+    """
+    rate = planned_tokens_per_s(plan)
+    if rate is None or plan.latency is None:
+        return rate
+    return plan.latency.tokens_per_s / time_scale(plan)
+
+
 def planned_latency(plan: PlanSpec) -> PlannedLatency | None:
     """The latency that `plan` forecasts when it is run, and its bound; None where it has none, or
     is not followed.

@@ -52,6 +52,10 @@ class SharedStages:
             self._group, self._plan = self._make(plan), plan
         return self._group
 
+    def keep_for(self, plan: PlanSpec) -> None:
+        """Keep the present stages for `plan`, by which they go on."""
+        self._plan = plan
+
     @contextmanager
     def lent(
         self, group: Group, loading: AbstractContextManager[Any] | None = None

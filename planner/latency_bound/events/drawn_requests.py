@@ -13,7 +13,7 @@ _DRAWN_AT_ONCE = 4096
 
 @dataclass(slots=True, eq=False)
 class DrawnRequest:
-    """A request of so many tokens; it began with its turn, and is noted or only keeps stages busy."""
+    """A request of so many tokens that began with its turn; noted, or only to keep stages busy."""
 
     prompt: int
     output: int

@@ -6,21 +6,26 @@ throughput and latency: an assignment problem. For a given placement branch and 
 schedule. Each turn improves on the one before or is the last. Where it ends depends on where it
 begins: with many requests in flight there is no room for more bits, with which there would be
 better schedules of fewer. So there are several beginnings, each bitwidth alone among them, and from
-the best schedule on, fewer and more requests in flight are tried too.
+the best schedule on, fewer and more requests in flight are tried too. All of this goes by estimates
+of performance (`planner.latency_bound.placing.estimates`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from planner.latency_bound.branch_and_bound import Evaluations, Point, Tolerance, best_evaluated
+from planner.latency_bound.branch_and_bound import (
+    Evaluations,
+    PerformanceOf,
+    Point,
+    Tolerance,
+    best_evaluated,
+    climbed,
+)
 from planner.latency_bound.performance import Performance
-from planner.latency_bound.placing.placement import Placement
-from planner.latency_bound.timeline import Timeline
-from planner.scheduling import RequestSchedule, ScheduleKind
+from planner.latency_bound.placing.placed import Placed, Planner, Start
 from planner.search.candidate_search import SearchTime
 from quant.common.errors import InfeasibleError
 
@@ -29,75 +34,26 @@ PROGRESS = 1e-3
 
 MOST_TURNS = 6
 
-NEAR = (0.5, 0.8, 1.25)
-"""Requests in flight, relative to the best schedule's, for which layers are placed again."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """A schedule to place layers for; `free`: its groups may be others, as many as stages. With
-    `only_bits` all layers have that bitwidth.
-    """
-
-    schedule: RequestSchedule
-    free: bool = True
-    only_bits: int | None = None
-
-
-class Placed(Protocol):
-    """Layers on devices, and the performance of every point of the controls there."""
-
-    @property
-    def kind(self) -> ScheduleKind:
-        """The kind of the schedules."""
-
-    @property
-    def key(self) -> Hashable:
-        """A key that is equal for equal placements."""
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """The placement; or that of the stages that decode, then that of those that prefill."""
-
-    @property
-    def omega(self) -> float:
-        """Summed sensitivity of the layers' bitwidths."""
-
-    @property
-    def ranges(self) -> Sequence[range]:
-        """The box of the controls."""
-
-    def __call__(self, point: Point) -> Performance:
-        """The performance of a point; latency is infinite where requests have no room."""
-
-    def schedule(self, point: Point) -> RequestSchedule:
-        """The schedule of a point."""
-
-    def timeline(self, schedule: RequestSchedule) -> Timeline:
-        """The timeline of a schedule."""
-
-
-class Planner(Protocol):
-    """Finds placements for schedules of one kind."""
-
-    def starts(self) -> Iterator[Start]:
-        """Yield what to begin with, the schedule with the least latency among it."""
-
-    def scaled(self, schedule: RequestSchedule, ratio: float) -> RequestSchedule:
-        """The schedule with so many times the requests in flight."""
-
-    def placed(self, start: Start, theta: float, limit_s: float) -> Placed:
-        """The best placement for a schedule; InfeasibleError where none fits."""
+FINALISTS = 5
+"""Placements on which schedules are searched for, of those that are known: those with the best
+schedules on the diagonal of the box."""
 
 
 @dataclass(frozen=True, eq=False)
-class Scheduled:
-    """A schedule where its layers lie; `seconds` are those of the whole job in its steady state."""
+class Candidate:
+    """A point of the controls where layers lie, and its estimated performance; `seconds` are those
+    of the whole job in its steady state.
+    """
 
     placed: Placed
-    schedule: RequestSchedule
-    timeline: Timeline
+    point: Point
+    performance: Performance
     seconds: float
+
+    @property
+    def start(self) -> Start:
+        """To place layers again for its schedule."""
+        return self.placed.start(self.placed.schedule(self.point))
 
     def cost_s(self, theta: float) -> float:
         """Seconds of the job, a unit of sensitivity counting as `theta`."""
@@ -123,27 +79,64 @@ class Alternation:
         return sum(map(len, self._known.values()))
 
     @property
-    def least(self) -> Scheduled | None:
+    def least(self) -> Candidate | None:
         """The schedule with the least latency on any placement; None where nothing fits."""
         ends = (self._lowest(placed) for placed in self._pool.values())
         fitting = (each for each in ends if each is not None)
-        return min(fitting, key=lambda each: each.timeline.performance.latency_s, default=None)
+        return min(fitting, key=lambda each: each.performance.latency_s, default=None)
 
-    def best(self, theta: float, bound_s: float) -> Scheduled | None:
+    def best(self, theta: float, bound_s: float) -> Candidate | None:
         """The best schedule found within the bound at this theta; None where none keeps it."""
         if not self._pool:
             for start in self._planner.starts():
                 self._place(start, theta)
-        best: Scheduled | None = None
-        for placed in list(self._pool.values()):
-            best = self._better(placed, theta, bound_s, best) or best
+        best = self._best_known(theta, bound_s)
         if best is None:
             return None
-        best = self._descend(best.schedule, theta, bound_s, best)
-        for ratio in NEAR:
-            other = self._planner.scaled(best.schedule, ratio)
-            best = self._descend(other, theta, bound_s, best)
+        best = self._descend(best.start, theta, bound_s, best)
+        for start in best.placed.near(best.placed.schedule(best.point)):
+            best = self._descend(start, theta, bound_s, best)
+        return self._best_crossed(theta, bound_s, best)
+
+    def _best_known(self, theta: float, bound_s: float) -> Candidate | None:
+        """The best schedule on the placements that are known, or on parts of the one with the least
+        latency.
+        """
+        best = self._best_of(list(self._pool.values()), theta, bound_s)
+        least = self.least
+        if best is not None or least is None:
+            return best
+        return self._best_of(self._crossed(least.placed), theta, bound_s)
+
+    def _best_of(
+        self, placements: Sequence[Placed], theta: float, bound_s: float
+    ) -> Candidate | None:
+        """The best schedule on the most promising of these placements."""
+
+        def cost_s(placed: Placed) -> float:
+            found = climbed(placed.ranges, self._performance(placed), bound_s)
+            rate = 0.0 if found is None else found.performance.requests_per_s
+            return self._prompts / rate + theta * placed.omega if rate else math.inf
+
+        best: Candidate | None = None
+        for placed in sorted(placements, key=cost_s)[:FINALISTS]:
+            best = self._better(placed, theta, bound_s, best) or best
         return best
+
+    def _best_crossed(self, theta: float, bound_s: float, best: Candidate) -> Candidate:
+        """The best schedule on parts of the best placement and of others."""
+        for _ in range(MOST_TURNS):
+            before = best
+            for placed in self._crossed(before.placed):
+                best = self._better(placed, theta, bound_s, best) or best
+            if best is before:
+                break
+        return best
+
+    def _crossed(self, placed: Placed) -> list[Placed]:
+        """Placements with parts of this one, which are known from then on."""
+        crossed = list(placed.crossed(list(self._pool.values())))
+        return [self._pool.setdefault(each.key, each) for each in crossed]
 
     def _place(self, start: Start, theta: float) -> Placed | None:
         """The best placement for a schedule, which is known from then on; None where none fits."""
@@ -153,23 +146,22 @@ class Alternation:
             return None
         return self._pool.setdefault(placed.key, placed)
 
-    def _descend(
-        self, schedule: RequestSchedule, theta: float, bound_s: float, best: Scheduled
-    ) -> Scheduled:
-        """Improve in turns from `schedule` on; the best there is then."""
+    def _descend(self, start: Start, theta: float, bound_s: float, best: Candidate) -> Candidate:
+        """Improve in turns from `start` on; the best there is then."""
         for _ in range(MOST_TURNS):
-            placed = self._place(Start(schedule, free=False), theta)
+            placed = self._place(start, theta)
             found = None if placed is None else self._better(placed, theta, bound_s, best)
             if found is None:
                 return best
-            before_s, best, schedule = best.cost_s(theta), found, found.schedule
+            before_s, best = best.cost_s(theta), found
+            start = found.start
             if found.cost_s(theta) > before_s * (1 - PROGRESS):
                 return best
         return best
 
     def _better(
-        self, placed: Placed, theta: float, bound_s: float, best: Scheduled | None
-    ) -> Scheduled | None:
+        self, placed: Placed, theta: float, bound_s: float, best: Candidate | None
+    ) -> Candidate | None:
         """The best schedule on a placement, if it is better than the best so far."""
         more_than = 0.0
         if best is not None:
@@ -177,6 +169,12 @@ class Alternation:
             if left_s <= 0:
                 return None
             more_than = self._prompts / left_s
+        evaluated = Evaluations(self._performance(placed), bound_s, more_than)
+        found = best_evaluated(placed.ranges, evaluated, bound_s, self._tolerance)
+        return None if found is None else self._candidate(placed, found.point)
+
+    def _performance(self, placed: Placed) -> PerformanceOf:
+        """The performance of points on a placement, each evaluated once."""
         known = self._known.setdefault(placed.key, {})
 
         def performance(point: Point) -> Performance:
@@ -184,20 +182,14 @@ class Alternation:
                 known[point] = placed(point)
             return known[point]
 
-        evaluated = Evaluations(performance, bound_s, more_than)
-        found = best_evaluated(placed.ranges, evaluated, bound_s, self._tolerance)
-        return None if found is None else self._scheduled(placed, found.point)
+        return performance
 
-    def _scheduled(self, placed: Placed, point: Point) -> Scheduled:
-        schedule = placed.schedule(point)
-        timeline = placed.timeline(schedule)
-        seconds = self._prompts / timeline.performance.requests_per_s
-        return Scheduled(placed, schedule, timeline, seconds)
+    def _candidate(self, placed: Placed, point: Point) -> Candidate:
+        performance = self._performance(placed)(point)
+        return Candidate(placed, point, performance, self._prompts / performance.requests_per_s)
 
-    def _lowest(self, placed: Placed) -> Scheduled | None:
+    def _lowest(self, placed: Placed) -> Candidate | None:
         """The schedule of least latency on a placement; None where not even that has room."""
         low = tuple(each[0] for each in placed.ranges)
-        known = self._known.setdefault(placed.key, {})
-        if low not in known:
-            known[low] = placed(low)
-        return self._scheduled(placed, low) if known[low].latency_s < math.inf else None
+        fits = self._performance(placed)(low).latency_s < math.inf
+        return self._candidate(placed, low) if fits else None

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
+
+import numpy as np
 
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import Completions
-from planner.latency_bound.controls import RraControls, rra_schedule, shortest_turns
+from planner.latency_bound.controls import RraControls, rra_schedule
+from planner.latency_bound.events.rra import simulate_rra
+from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.performance import Performance
-from planner.latency_bound.placing.alternation import Start
+from planner.latency_bound.placing.estimates import estimated_rra, shortest_turns
+from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.rra import rra_timeline
@@ -24,10 +30,20 @@ from planner.search.candidate_search import search
 from planner.search.groupings import first_sets
 from planner.search.job.in_flight import JobSearch
 from planner.workload import Job
+from quant.common.errors import DoesNotFitError
 
-SHARES, SEED_SHARE = (1.0, 1 / 8, 1 / 64), 1 / 8
-"""Shares of the requests that memory has room for, with which placements are begun, and that
-of placements of one bitwidth."""
+SHARES, FEW, MANY = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 64), 1 / 8, 3 / 4
+"""Shares of the requests that memory has room for, with which placements are begun, and
+those of placements of one bitwidth, on the best devices and on all."""
+
+NEAR = (0.5, 0.8, 1.25, 2.0)
+"""Newcomers, relative to the best schedule's, for which layers are placed again."""
+
+BEYOND = 1.5
+"""By which each control may exceed the best point by estimates."""
+
+SETTLING = 3
+"""Times the requests in flight that begin before those which are observed."""
 
 MOST_GROUPS = 2
 """Groups for each stage: with more, throughput hardly grows."""
@@ -44,6 +60,7 @@ class RraPlanner:
     job: Job
     request: BoundRequest
     clock: Callable[[], float]
+    _known_most: dict[int | None, int] = field(default_factory=dict)
 
     def starts(self) -> Iterator[Start]:
         """Yield what to begin with: from as many requests in flight as have room down to one by
@@ -54,14 +71,8 @@ class RraPlanner:
         longest = max(1, self.request.lengths.outputs.longest - 1)
         yield Start(rra_schedule(self.request.lengths, 1, longest, 1, 1))
         for bits in self.costs.options.bits:
-            yield Start(self._sharing(SEED_SHARE), only_bits=bits)
-
-    def scaled(self, schedule: RequestSchedule, ratio: float) -> RequestSchedule:
-        """The schedule with so many times the newcomers, and so the requests in flight."""
-        groups = schedule.decode_micro_batches
-        newcomers = max(1, round(ratio * schedule.prefill_requests / groups)) * groups
-        steps, size = schedule.decode_steps, schedule.prefill_micro_batch
-        return rra_schedule(self.request.lengths, newcomers, steps, groups, size)
+            yield Start(self._sharing(FEW, bits), only_bits=bits)
+            yield Start(self._sharing(MANY, bits), only_bits=bits, on_all=True)
 
     def placed(self, start: Start, theta: float, limit_s: float) -> RraPlaced:
         """The layers where a cycle of the schedule takes the least time, a unit of sensitivity
@@ -77,6 +88,7 @@ class RraPlanner:
                 self.costs.options,
                 search_time_limit=limit_s,
                 decode_micro_batch=None if start.free else most_in_group(schedule),
+                keep_all_devices=start.on_all or self.costs.options.keep_all_devices,
             ),
             only_bits=start.only_bits or self.costs.only_bits,
         )
@@ -84,20 +96,28 @@ class RraPlanner:
         costs = replace(costs, only_bits=self.costs.only_bits)
         return RraPlaced(Placement(costs, solution), self.job, self.request)
 
-    def _sharing(self, share: float) -> RequestSchedule:
-        """A schedule of this share of the requests that have room."""
+    def _sharing(self, share: float, only_bits: int | None = None) -> RequestSchedule:
+        """A schedule of this share of the requests that have room, all layers at one bitwidth."""
         lengths, stages = self.request.lengths, len(self.costs.cluster.devices)
         steps = max(1, ceil((lengths.outputs.mean - 1) / 2))
         phases = max(1.0, Completions(lengths.outputs, steps).phases)
-        newcomers = max(1, int(share * self._most / (1 + SCHEDULE_TOLERANCE) / phases))
+        most = self._most(only_bits or self.costs.only_bits)
+        newcomers = max(1, int(share * most / (1 + SCHEDULE_TOLERANCE) / phases))
         return rra_schedule(lengths, newcomers, steps, min(stages, newcomers), 1)
 
-    @cached_property
-    def _most(self) -> int:
-        """The most requests in flight that memory has room for."""
-        one = replace(self.costs, workload=self.costs.in_flight(self.job, 1))
-        room = JobSearch(self.costs, self.job, self.clock)
-        return max(1, *(room.most(devices) for devices in first_sets(one)[:FEW_SETS]))
+    def _most(self, only_bits: int | None) -> int:
+        """The most requests in flight that memory has room for, at one bitwidth; 1 where none."""
+        if only_bits not in self._known_most:
+            costs = replace(self.costs, only_bits=only_bits)
+            one = replace(costs, workload=costs.in_flight(self.job, 1))
+            room = JobSearch(costs, self.job, self.clock)
+            try:
+                sets = first_sets(one)[:FEW_SETS]
+            except DoesNotFitError:
+                sets = []
+            found = (room.most(devices) for devices in sets)
+            self._known_most[only_bits] = max((1, *found))
+        return self._known_most[only_bits]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +127,7 @@ class RraPlaced:
     placement: Placement
     job: Job
     request: BoundRequest
+    _known_turns: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def kind(self) -> ScheduleKind:
@@ -134,32 +155,79 @@ class RraPlaced:
         return self.placement.omega
 
     def __call__(self, point: Point) -> Performance:
-        """The performance of a point; latency is infinite where requests have no room."""
+        """The estimated performance of a point; latency is infinite where requests have no room."""
         schedule, fits = self._schedule(point)
-        found = self.timeline(schedule).performance
-        return found if fits else Performance(found.requests_per_s, float("inf"))
+        request = self.request
+        times, lengths = self.placement.times, request.lengths
+        found = estimated_rra(times, lengths, schedule, request.quantile)
+        return found if fits else Performance(found.requests_per_s, math.inf)
+
+    def exact(self, point: Point, quantile: float) -> Performance:
+        """The performance of a point by its timeline; as above where requests have no room, since
+        far beyond that the throughput of timelines falls again.
+        """
+        schedule, fits = self._schedule(point)
+        return self.timeline(schedule, quantile).performance if fits else self(point)
+
+    def around(self, point: Point) -> tuple[range, ...]:
+        """The box of the controls up to somewhat more than a point."""
+        return self._controls.up_to(point, BEYOND)
 
     def schedule(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
         return self._schedule(point)[0]
 
-    def timeline(self, schedule: RequestSchedule) -> Timeline:
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
-        request = self.request
-        return rra_timeline(self.placement.times, request.lengths, schedule, request.quantile)
+        return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
+
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
+        """What is seen of so many requests in a simulation of a schedule's events."""
+        watch = Watch(SETTLING * schedule.decode_requests, count)
+        generator = np.random.default_rng(0)
+        times, lengths = self.placement.times, self.request.lengths
+        return simulate_rra(times, lengths, schedule, watch, generator)
+
+    def start(self, schedule: RequestSchedule) -> Start:
+        """To place layers again for a schedule."""
+        return Start(schedule, free=False)
+
+    def near(self, schedule: RequestSchedule) -> Iterator[Start]:
+        """Yield fewer and more newcomers, and more that come twice as often on all devices."""
+        groups, stages = schedule.decode_micro_batches, len(self.placement.devices)
+        size, steps = schedule.prefill_micro_batch, schedule.decode_steps
+        lengths, own = self.request.lengths, schedule.prefill_requests
+        for ratio in NEAR:
+            newcomers = scaled_count(own // groups, ratio) * groups
+            yield Start(rra_schedule(lengths, newcomers, steps, groups, size), free=False)
+        for ratio in (1.0, NEAR[-1]):
+            newcomers = max(stages, int(ratio * own))
+            often = rra_schedule(lengths, newcomers, max(1, steps // 2), stages, size)
+            yield Start(often, on_all=True)
+
+    def crossed(self, others: Sequence[Placed]) -> Iterator[Placed]:
+        """Yield nothing: there is one part."""
+        return iter(())
 
     def _schedule(self, point: Point) -> tuple[RequestSchedule, bool]:
         """The schedule of a point, with the best prefill micro-batch that has room, and whether
         any has.
         """
         newcomers, _, groups = point
-        prompts = self.request.lengths.prompts
-        sizes = shortest_turns(self.placement.times, prompts, newcomers, groups)
+        sizes = self._turns(newcomers, groups)
         schedule = self._controls.schedule(point, sizes[0])
-        for size in sizes:
-            if self._has_room(schedule, size):
-                return replace(schedule, prefill_micro_batch=size), True
-        return schedule, False
+        if not self._has_room(schedule, min(sizes)):
+            return schedule, False
+        best = next(size for size in sizes if self._has_room(schedule, size))
+        return replace(schedule, prefill_micro_batch=best), True
+
+    def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
+        """Prefill micro-batches, the best first."""
+        key = newcomers, groups
+        if key not in self._known_turns:
+            prompts = self.request.lengths.prompts
+            self._known_turns[key] = shortest_turns(self.placement.times, prompts, *key)
+        return self._known_turns[key]
 
     def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:
         workload = self.placement.costs.in_flight(self.job, most_in_flight(schedule))

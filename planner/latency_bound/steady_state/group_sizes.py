@@ -10,6 +10,7 @@ import numpy as np
 from scipy.special import gammaln
 
 from planner.length_distribution import FloatArray
+from planner.lengths import IntArray
 from planner.schedule.turns import Turns
 from planner.scheduling import RequestSchedule
 
@@ -101,7 +102,7 @@ def whole_numbers(mean: float) -> tuple[tuple[int, float], ...]:
     return ((low, 1 - over), (low + 1, over)) if over > _ROUNDING else ((low, 1.0),)
 
 
-def _binomial(tried: FloatArray, found: FloatArray, chance: float) -> FloatArray:
+def _binomial(tried: IntArray, found: IntArray, chance: float) -> FloatArray:
     """The chance of `found` successes of `tried`, each of such a `chance`; 0 where more."""
     highest = int(tried.max())
     factorials = _log_factorials(highest)
@@ -112,7 +113,7 @@ def _binomial(tried: FloatArray, found: FloatArray, chance: float) -> FloatArray
     return np.where(found <= tried, np.exp(logs), 0.0)
 
 
-def _times_log(count: FloatArray, log: float) -> FloatArray:
+def _times_log(count: IntArray, log: float) -> FloatArray:
     """count * log, where nothing of what cannot be is 0."""
     return np.where(count > 0, np.maximum(count, 1) * log, 0.0)
 

@@ -16,7 +16,7 @@ from planner.options import PlanOptions
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.plan.plans_beside import MoreDevices, PlanChoice, PlansBeside, QualityChoice
 from planner.plan.spec import Prediction
-from planner.search.candidate_search import search
+from planner.search.candidate_search import SearchTime, search
 from planner.search.job.in_flight import RANKING_PASSES, plan_solver
 from planner.search.tradeoffs.qualities import Chosen
 from planner.workload import Job
@@ -26,7 +26,7 @@ MOST_KINDS = 4
 """Kinds of device of which one more is tried; of clusters with more the first ones."""
 
 ANSWER_GAP = 1e-2  # relative gap of answers, which are named with two or three digits
-ANSWER_TIME = 0.125  # share of `search_time_limit` that the search for an answer has
+ANSWER_TIME = 0.125  # share of `search_time_limit` that the search for an answer has at most
 CURVE_STEP = math.sqrt(2.0)
 CURVE_REACH = 6  # points to either side of the plan's own
 CURVE_SOLVE_S = 1.0
@@ -35,10 +35,12 @@ SMALLER_BATCHES = (0.75, 0.5)
 """Shares of a given batch that are tried as the number in flight."""
 
 
-def plans_beside(chosen: Chosen, predicted: Prediction, clock: Callable[[], float]) -> PlansBeside:
-    """The plans beside the one that was chosen."""
+def plans_beside(
+    chosen: Chosen, predicted: Prediction, time_left: SearchTime, clock: Callable[[], float]
+) -> PlansBeside:
+    """The plans beside the one that was chosen, searched for in the time that is left."""
     costs, finest = chosen.costs, chosen.finest
-    about = _Plan(costs, chosen.solution, predicted.latency_s)
+    about = _Plan(costs, chosen.solution, predicted.latency_s, time_left)
     beside = PlansBeside(
         quality=chosen.quality,
         qualities=tuple(
@@ -68,11 +70,20 @@ def choice(costs: CostModel, solution: Solution, seconds: float) -> PlanChoice:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The plan that is asked about: its costs at its theta, and its predicted seconds."""
+    """The plan that is asked about: its costs at its theta, its predicted seconds, and the time for
+    answers.
+    """
 
     costs: CostModel
     solution: Solution
     predicted_s: float
+    time_left: SearchTime
+
+    def answer_options(self) -> PlanOptions:
+        """The options for an answer, which is less exact than the plan and has less time."""
+        options = self.costs.options
+        limit_s = min(ANSWER_TIME * options.search_time_limit, self.time_left.next_s())
+        return replace(options, relative_gap=ANSWER_GAP, search_time_limit=limit_s)
 
     def choice(self, other: Solution) -> PlanChoice:
         """The figures of another solution, whose prediction is to its closed form as the plan's."""
@@ -112,7 +123,8 @@ def _at_number(plan: _Plan, job: Job, number: int) -> Solution | None:
     sizes = MicroBatches(min(solution.sizes.prefill, decode), decode)
     problem = grouped(costs.problem(solution.devices, sizes), options.group)
     try:
-        found = solve(problem, time_limit_s=CURVE_SOLVE_S, relative_gap=ANSWER_GAP)
+        limit_s = min(CURVE_SOLVE_S, plan.time_left.next_s())
+        found = solve(problem, time_limit_s=limit_s, relative_gap=ANSWER_GAP)
     except InfeasibleError:
         return None
     return replace(solution, workload=workload, sizes=sizes, assignment=found)
@@ -136,19 +148,13 @@ def _more_devices(plan: _Plan, clock: Callable[[], float]) -> Iterator[MoreDevic
 def _with_one_more(
     plan: _Plan, kind: Device, known: set[int], clock: Callable[[], float]
 ) -> PlanChoice:
-    options = replace(_answer_options(plan.costs.options), keep_all_devices=True, tensor_parallel=1)
+    options = replace(plan.answer_options(), keep_all_devices=True, tensor_parallel=1)
     cluster = grown(plan.costs.cluster, kind, 1)
     devices = (*plan.solution.devices, cluster.devices[-1])
     cluster = replace(cluster, devices=devices)
     costs = replace(plan.costs, cluster=cluster, options=options)
     found = plan_solver(costs, clock, known)(costs.theta, quick=True)
     return choice(costs, found, forecast_solution(costs, found, RANKING_PASSES).seconds)
-
-
-def _answer_options(options: PlanOptions) -> PlanOptions:
-    """The options for an answer, which is less exact than the plan and has less time."""
-    limit_s = ANSWER_TIME * options.search_time_limit
-    return replace(options, relative_gap=ANSWER_GAP, search_time_limit=limit_s)
 
 
 def _beaten_by(plan: _Plan, clock: Callable[[], float]) -> PlanChoice | None:
@@ -167,7 +173,7 @@ def _beaten_by(plan: _Plan, clock: Callable[[], float]) -> PlanChoice | None:
             costs,
             workload=replace(costs.workload, global_batch=number),
             theta=costs.theta * number / batch,
-            options=_answer_options(options),
+            options=plan.answer_options(),
         )
         found = search(fewer, clock)
         other = choice(fewer, found, forecast_solution(fewer, found).seconds)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from planner.costs.model import CostModel
+from planner.options import PLAN_TIME
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.search.candidate_search import SearchTime
 from planner.search.job.in_flight import plan_solver
@@ -25,9 +26,10 @@ def within_bounds(
 ) -> tuple[CostModel, Solution]:
     """The best solution, by theta or within the bound in the options, and its theta's costs."""
     options = costs.options
+    limit_s = PLAN_TIME * options.search_time_limit
     if options.max_omega is None and options.max_latency_s is None:
-        return costs, plan_solver(costs, clock)(costs.theta)
-    solve = theta_solver(costs, clock, search_time=SearchTime(options.search_time_limit, clock))
+        return costs, plan_solver(costs, clock)(costs.theta, limit_s=limit_s)
+    solve = theta_solver(costs, clock, search_time=SearchTime(limit_s, clock))
     if options.max_omega is not None:
         choice = fastest_within(solve, options.max_omega)
     else:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.costs.model import CostModel
 from planner.optimiser.relaxation.scaling import typical_objective_s
-from planner.options import Quality
+from planner.options import PLAN_TIME, Quality
 from planner.plan.builder import Solution
 from planner.search.candidate_search import SearchTime
 from planner.search.memory_fit import searched_sizes
@@ -55,7 +55,7 @@ class Chosen:
 
 def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], float]) -> Chosen:
     """The plan of a quality, beside those of the others; InfeasibleError where none fits."""
-    search_time = SearchTime(costs.options.search_time_limit, clock)
+    search_time = SearchTime(PLAN_TIME * costs.options.search_time_limit, clock)
     solve = theta_solver(costs, clock, search_time=search_time)
     fast = solve(TIE_BREAK * seconds_per_sensitivity(costs))
     number = fast.plan.workload.global_batch

@@ -139,6 +139,20 @@ def test_ranks_that_do_not_come_are_an_error() -> None:
         DistributedGroup(Seat(0, 2, CPU, timeout_s=0.2), torch.distributed.HashStore())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_goes_on_while_a_gpu_sums() -> None:
+    device = torch.device("cuda:0")
+    group = DistributedGroup(Seat(0, 1, device), torch.distributed.HashStore())
+    before = torch.ones(8192, 8192, device=device)
+    for _ in range(100):  # 110 TFLOP, which the sum comes after
+        before @ before
+    total = group.all_reduce(torch.ones(2, device=device))
+    assert not torch.cuda.current_stream(device).query()
+    assert total.tolist() == [1, 1]
+    group.close()
+
+
 def test_one_rank_alone_has_what_it_gives() -> None:
     given = torch.randn(2, 3)
     assert torch.equal(ALONE.all_reduce(given.clone()), given)

@@ -126,3 +126,16 @@ def test_those_who_left_while_one_was_prefilled_are_expected_to_leave_again() ->
     assert ledger.load().leaving == 0
     ledger.prefilled([first("4")])
     assert ledger.load().leaving == 2
+
+
+def test_the_stages_that_decode_are_told_how_long_ago_a_prefill_began() -> None:
+    now_s = [100.0]
+    pace = PrefillPace(SCHEDULE, PREFILL, DECODE)
+    ledger = DividedLedger(pace, count(), clock=lambda: now_s[0])
+    for name in ("known", "not"):
+        ledger.add(request(name))
+    ledger.begin()
+    told = ledger.prefilled([replace(first("known"), age_s=4.0), first("not")]).told
+    assert told == (Progress("known", (9,)), Progress("not", (9,)))
+    now_s[0] = 101.5
+    assert [each.age_s for each in ledger.moved(["known", "not"], (), 1)] == [5.5, None]

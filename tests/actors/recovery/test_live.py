@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from actors.messages import Request, Sampling
+from actors.messages import HostKey, Request, Sampling
+from actors.recovery.faults import RunInterruptedError
 from actors.recovery.live import LiveGeneration
 from actors.recovery.policy import Recovery
 from quant.common.errors import SpecError, StageLostError
-from tests.actors.recovery.pretend import HANG_S, Cluster, requests, started, tokens_of
+from tests.actors.recovery.pretend import (
+    HANG_S,
+    Cluster,
+    Reference,
+    requests,
+    started,
+    tokens_of,
+)
 
 MANY = requests(20, new_tokens=9)
 
@@ -129,3 +137,47 @@ def test_what_cannot_be_submitted_is_refused() -> None:
     with pytest.raises(RuntimeError, match="after close"):
         live.submit(MANY[1])
     assert [each.token_ids for some in live.events() for each in some] == [(0,)]
+
+
+def test_an_interrupted_run_ends_soon_though_nothing_comes() -> None:
+    cluster = started()
+    live = LiveGeneration(cluster.repair)
+    cluster.plan_in(5 * HANG_S, live.interrupt)
+    with pytest.raises(RunInterruptedError):
+        list(live.events())
+    assert cluster.now_s < 1000.0 + 6 * HANG_S
+
+
+def test_a_request_has_its_key_only_while_the_pipeline_is_linked_as_it_was() -> None:
+    """What lies in host memory goes with the links; a prompt that is to be kept always is."""
+    cluster = started()
+    first, seen, ages = cluster.stages[0], list[tuple[str, bool]](), list[float | None]()
+    submit = first.submit
+
+    def noting(run: int, given: Sequence[Request]) -> Reference:
+        seen.extend((each.custom_id, each.host_key is not None) for each in given)
+        ages.extend(each.age_s for each in given)
+        return submit(run, given)
+
+    first.submit = noting  # type: ignore[method-assign]
+    present = cluster.pipeline.epoch
+    requests = {
+        "1": replace(MANY[1], generated=(100,), max_new_tokens=9, host_key=HostKey(5, present)),
+        "2": replace(MANY[2], generated=(200,), max_new_tokens=9, host_key=HostKey(6, present - 1)),
+        "3": replace(MANY[3], max_new_tokens=9, host_key=HostKey(7), age_s=2.0),
+    }
+    live = LiveGeneration(cluster.repair)
+    for each in requests.values():
+        live.submit(each)
+    live.close()
+    tokens: dict[str, tuple[int, ...]] = {name: r.generated for name, r in requests.items()}
+    for number, told in enumerate(live.events()):
+        for progress in told:
+            tokens[progress.custom_id] += progress.token_ids
+        if number == 2:
+            cluster.stages[1].die()
+    assert cluster.pipeline.epoch == present + 1
+    assert seen[:3] == [("1", True), ("2", False), ("3", True)]
+    assert seen[3:] == [("1", False), ("2", False), ("3", False)], "the last one has tokens by now"
+    assert ages == [None, None, 2.0, None, None, None], "it is older when it comes again"
+    assert tokens == {name: tokens_of(each) for name, each in requests.items()}

@@ -177,7 +177,7 @@ class RraSimulation:
             limit = ceil(len(self.queue) / empty)
             wanted = max(1, wanted)
         else:
-            limit = len(self.queue)
+            limit = most
         limit = min(limit, most - size)
         wanted = min(wanted, limit)
         if wanted <= 0:

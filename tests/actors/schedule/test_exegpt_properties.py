@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from actors.messages import MicroBatch, Request
@@ -126,6 +126,78 @@ def test_requests_come_and_go_and_nothing_is_lost(
     server.check_end(requests)
 
 
+@dataclass
+class Changing(RandomServer):
+    """A server whose schedule changes now and then."""
+
+    others: list[RequestSchedule] = field(default_factory=list)
+
+    def schedule(self) -> None:
+        if self.others and self.rng.random() < 0.1:
+            assert isinstance(self.scheduler, RraScheduler)
+            self.scheduler.follow(self.others.pop())
+        super().schedule()
+
+    def look(self, batch: MicroBatch) -> None:
+        assert isinstance(self.scheduler, RraScheduler)
+        sizes = self.scheduler._sizes
+        assert batch.kind != "mixed"
+        most = sizes.decode_micro_batch if batch.is_decode else sizes.prefill_micro_batch
+        assert len(batch.slots) <= most
+        assert self.scheduler.in_slots <= sizes.slots
+        if not self.cancelled:
+            assert self.pipeline.n_rsrv[-1] <= self.n_slots
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    stages=st.integers(1, 3),
+    schedule=SCHEDULES,
+    others=st.lists(SCHEDULES, max_size=5),
+    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 8)), max_size=60),
+    room=st.integers(20, 300),
+    cancels=st.sampled_from([0.0, 0.05]),
+    seed=st.integers(0, 999),
+)
+def test_another_schedule_takes_its_place_at_any_time(
+    stages: int,
+    schedule: RequestSchedule,
+    others: list[RequestSchedule],
+    lengths: list[tuple[int, int]],
+    room: int,
+    cancels: float,
+    seed: int,
+) -> None:
+    """With more groups or fewer, within the micro-batches and slots that there are."""
+    requests = [request(i, *each) for i, each in enumerate(lengths)]
+    sizes = queue_sizes_of(TurnSizes.of(schedule, room), room)
+    server = Changing.of(stages, sizes, requests, seed, cancels)
+    server.others = others
+    server.run()
+    server.check_end(requests)
+
+
+def test_groups_take_the_size_of_another_schedule() -> None:
+    """Each with its next turns, as requests end."""
+    rng = np.random.default_rng(2)
+    requests = [request(i, 4, int(n)) for i, n in enumerate(rng.integers(4, 20, 900))]
+    pipeline = TokenPipeline(2, 10**5, {r.custom_id: r.max_new_tokens for r in requests})
+    pipeline.expect(requests)
+    large = RequestSchedule("rra", 12, 40, 4, 2, 6, 4.0)
+    small = RequestSchedule("rra", 3, 12, 4, 2, 6, 4.0)
+    scheduler = TurnsSeen(queue_sizes_of(TurnSizes.of(large, 10**5), 10**5), 2)
+    driver = PipelineDriver(scheduler, pipeline)
+    driver.add(requests, last=True)
+    running = driver.run()
+    for turns in (Turns.of(large), Turns.of(small), Turns.of(large)):
+        driver.follow(turns.schedule)
+        for _ in range(150):
+            next(running, None)
+        assert scheduler.waiting > turns.most * 2
+        (_, first, _), (_, second, _) = scheduler.seen[-2:]
+        assert turns.least <= min(first, second) <= max(first, second) <= turns.most
+
+
 def test_nothing_is_lost_over_ten_thousand_requests() -> None:
     rng = np.random.default_rng(3)
     lengths = zip(*rng.integers(1, 12, (2, 10_000)).tolist(), strict=True)
@@ -149,6 +221,7 @@ def test_groups_keep_their_size_while_the_queue_is_long(
     stages: int, schedule: RequestSchedule, seed: int
 ) -> None:
     """Once a group has its size, it has it after every turn."""
+    assume(schedule.decode_requests <= 4 * schedule.prefill_requests)  # else it takes long
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 10, (2, 400)).tolist()
     requests = [request(i, p, n) for i, (p, n) in enumerate(zip(*lengths, strict=True))]

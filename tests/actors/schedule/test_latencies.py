@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from actors.latency_counts import LatencyCounts
-from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, Sampling, TokenIds
+from actors.messages import (
+    Admission,
+    Finished,
+    HostKey,
+    MicroBatch,
+    Request,
+    Sampled,
+    Sampling,
+    TokenIds,
+)
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.latencies import MOST_BEGUN, LatencyRecord
 from actors.schedule.orca import OrcaScheduler
@@ -67,6 +76,34 @@ def test_what_comes_back_with_tokens_began_when_it_was_prefilled_first() -> None
     clock.now_s = 8.0
     record.end([Finished("0", (1,), "stop")])
     assert record.new_seconds() == [1.0], "another run has a request of this name"
+
+
+def test_a_request_that_other_stages_go_on_with_is_counted_by_them_from_its_prefill() -> None:
+    """Unless it ends with its first token; what both take, and the way between them, counts."""
+    clock = Clock()
+    first, second = LatencyRecord(clock), LatencyRecord(clock)
+    prompts = [
+        Request(name, (1, 2), 1, Sampling(), host_key=HostKey(i)) for i, name in enumerate("abc")
+    ]
+    first.expect(prompts)
+    first.begin([Admission(i, each.custom_id, 1, Sampling()) for i, each in enumerate(prompts)])
+    clock.now_s = 2.0
+    first.forget("c")
+    first.end([Finished("a", (1,), "length"), Finished("b", (1,), "stop")])
+    assert first.new_seconds() == [2.0]
+    assert (first.take_age_s("a"), first.take_age_s("b"), first.take_age_s("c")) == (
+        2.0,
+        None,
+        None,
+    )
+    assert first.take_age_s("a") is None
+    clock.now_s = 3.0
+    second.expect([Request("a", (1, 2), 9, Sampling(), (1,), host_key=HostKey(0), age_s=3.0)])
+    clock.now_s = 4.0
+    second.begin([Admission(0, "a", 9, Sampling(), (1,))])
+    clock.now_s = 10.0
+    second.end([Finished("a", (1, 2), "length")])
+    assert second.new_seconds() == [10.0]
 
 
 def test_a_driver_forgets_cancelled_requests() -> None:

@@ -127,3 +127,19 @@ def test_what_cannot_be_used_is_one_line(
 def test_bounds_that_are_none(capsys: pytest.CaptureFixture[str], bound: str) -> None:
     assert exit_code(algo.main, [*ASKED, *NORMAL, "--max_request_latency_s", bound]) == 2
     assert "it must be more than 0 seconds, or inf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["t5-11b", "google-t5/t5-small", "google/flan-t5-xxl", "google/umt5-base", "CONFIG"]
+)
+def test_encoder_decoder_models_are_refused_by_name_without_asking_the_hub(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    if name == "CONFIG":
+        name = str(tmp_path / "config.json")
+        Path(name).write_text('{"model_type": "t5", "is_encoder_decoder": true, "d_model": 512}')
+    words = ["--model", name, *ASKED[2:], *NORMAL, "--max_request_latency_s", "2"]
+    assert algo.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is an encoder-decoder model, which llmpq does not run; choose a decoder-only" in line
+    assert name in line

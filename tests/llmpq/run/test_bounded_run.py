@@ -13,9 +13,10 @@ import ray
 from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
-from llmpq import Plan
+from llmpq import Cluster, Plan
 from llmpq.cli.options.serve import serve_parser
 from llmpq.cli.running.serve import _run_options
+from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
 from tests.actors.models import random_prompts, reference
@@ -61,6 +62,28 @@ def test_a_stage_that_dies_is_survived_token_for_token(
     assert stats[0].queue is not None
     assert stats[0].queue.slots == group.sizes.slots == 14
     assert stats[0].queue.latencies.requests == len(PROMPTS)
+
+
+def test_a_plan_under_a_bound_is_run_by_its_schedule(
+    tiny: tuple[Path, Any], cluster_file: Path
+) -> None:
+    """As planned, without another word."""
+    lengths = RequestLengths(
+        LengthDistribution.of_sample([len(each) for each in PROMPTS]),
+        LengthDistribution.of_sample(range(1, NEW_TOKENS + 1)),
+    )
+    cluster = Cluster.from_yaml(cluster_file)
+    options: dict[str, Any] = {"dtype": "float32", "bits": [16], "schedule": "rra"}
+    plan = cluster.plan(tiny[0], lengths, max_request_latency_s="inf", **options)
+    assert plan.spec.policy.schedule is not None
+    rows = [
+        {"custom_id": str(i), "prompt": list(each), "max_new_tokens": 1 + i % NEW_TOKENS}
+        for i, each in enumerate(PROMPTS)
+    ]
+    found = {each.custom_id: list(each.token_ids) for each in plan.run(rows)}
+    assert found == {
+        str(i): reference(tiny[1], each, 1 + i % NEW_TOKENS) for i, each in enumerate(PROMPTS)
+    }
 
 
 def test_rows_of_a_run_have_their_tokens(tiny: tuple[Path, Any], exegpt: Plan) -> None:

@@ -18,10 +18,11 @@ from actors.processes.stage_actor import StageActor
 from actors.recovery.faults import RunInterruptedError
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
+from planner.scheduling import PolicyOptions
 from quant.common.errors import SpecError
-from tests.actors.models import random_prompts, reference
+from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
-from tests.llmpq.divided_plans import divided_plan
+from tests.llmpq.divided_plans import GIB, divided_plan
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -106,6 +107,9 @@ def test_every_stage_does_one_phase_and_tokens_are_those_of_generate(
     figures = group.observer.figures()
     assert figures is not None
     assert [each.queue is not None for each in figures] == [True, False, True, False]
+    counted = [each.queue.latencies.requests for each in figures if each.queue is not None]
+    alone = sum(len(tokens) == 1 for tokens in found.values())
+    assert counted == [alone, COUNT - alone], "each request where it ends"
 
 
 def test_a_run_that_is_left_gives_all_back_and_the_next_one_is_right(
@@ -213,3 +217,35 @@ def test_a_live_run_takes_and_gives_up_requests_at_any_time(
     after = tokens_of([each for some in group.generate(requests(20)) for each in some])
     assert after == right(20, greedy)
     assert group.parked() == [0] * 4, "also of those that were given up"
+
+
+@pytest.mark.rare  # without Ray in tests/actors/stage/test_handed_over.py
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode", "options"),
+    [
+        ("opt", (GIB,), (GIB,), {}),
+        ("qwen3", (0.0008, 0.0006), (GIB,), {}),
+        ("mistral", (GIB,), (0.0009, 0.0005), {"transport": "ray"}),
+        ("llama", (GIB,), (0.0009, 0.0005), {"kv_bits": 8}),
+    ],
+)
+def test_models_and_plans_of_many_kinds(
+    tmp_path: Path, name: str, prefill: Any, decode: Any, options: dict[str, Any]
+) -> None:
+    """At 8 bit as the stages that decode would alone."""
+    model = save_tiny(tmp_path, CONFIGS[name])
+    kv_bits = options.get("kv_bits", 16)
+    plan = divided_plan(tmp_path, prefill, decode, kv_bits=kv_bits)
+    plan.check()
+    group_options = GroupOptions(transport=options.get("transport", "gloo"))
+    with WatchedGroup(plan, str(tmp_path), group_options) as group:
+        found = tokens_of([each for some in group.generate(requests(40)) for each in some])
+        assert group.stats()[-1].prefill_tokens == 0
+    if kv_bits == 16:
+        whole = [reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+        assert found == right(40, whole)
+        return
+    alone = replace(plan, prefill_plan=None, policy=PolicyOptions())
+    with StageGroup(alone, str(tmp_path), group_options) as stages:
+        both = tokens_of([each for some in stages.generate(requests(40)) for each in some])
+    assert found == both

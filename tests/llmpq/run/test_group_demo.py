@@ -1,4 +1,4 @@
-"""The commands of docs/planning.md for a group of two: a model that neither CPU has room for."""
+"""The demo with a group of two CPUs (`docs/planning.md`): its commands, on a small model."""
 
 from __future__ import annotations
 
@@ -6,36 +6,42 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmpq import Cluster, Job, Plan
-from llmpq.cli.running.algo import main as plan
-from llmpq.cli.running.dist import main as run
-from llmpq.errors import InfeasibleError
-from tests.paths import EXAMPLES, ROOT
+from llmpq import Plan
+from llmpq.cli.running import algo, dist
+from tests.paths import DEMO_MODEL, EXAMPLES, SPECS
 
-MODEL = str(EXAMPLES / "demo_model")
-PROMPTS = EXAMPLES / "demo_prompts.jsonl"
-COUNT, LONGEST = 6, 120
+NEW_TOKENS, PROMPTS = 12, 12
 
 
-@pytest.mark.usefixtures("local_ray")
-def test_the_demo_runs_with_a_group_of_two(tmp_path: Path) -> None:
-    cluster = tmp_path / "two.yaml"
-    text = (ROOT / "cluster_specs" / "demo_group_cpu.yaml").read_text()
-    cluster.write_text(text.replace("memory_gib: 0.12", "memory_gib: 0.0055"))
-    lines = PROMPTS.read_text().splitlines()[:COUNT]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
-    made, out = str(tmp_path / "plan.json"), tmp_path / "out.jsonl"
-    size = ["--prompts", str(COUNT), "--s", str(LONGEST), "--n", "8", "--bits", "16"]
-    words = ["--model", MODEL, "--cluster", str(cluster), *size]
-    assert plan([*words, "--tensor_parallel", "2", "-o", made]) == 0
-    (stage,) = Plan.load(made).stages
-    assert stage.degree == 2
-    one = tmp_path / "one.yaml"
-    one.write_text(cluster.read_text().replace("{CPU: 2}", "{CPU: 1}"))
-    with pytest.raises(InfeasibleError):
-        Cluster.from_yaml(one).plan(MODEL, Job.of(COUNT, LONGEST, 8), bits=[16])
-    assert run(["--plan", made, "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == COUNT
-    assert all(row["error"] is None and row["token_ids"] for row in rows)
+@pytest.mark.usefixtures("local_ray", "no_waiting")
+def test_two_devices_that_share_every_layer_give_the_tokens_of_generate(tmp_path: Path) -> None:
+    lines = (EXAMPLES / "demo_prompts.jsonl").read_text().splitlines()[:PROMPTS]
+    prompts, plan, output = (tmp_path / name for name in ("in.jsonl", "plan.json", "out.jsonl"))
+    prompts.write_text("\n".join(lines))
+    planning = ["--model", str(DEMO_MODEL), "--cluster", str(SPECS / "demo_group_cpu.yaml")]
+    planning += ["--input", str(prompts), "--n", str(NEW_TOKENS), "--tensor_parallel", "2"]
+    exact = ["--bits", "16", "--dtype", "float32"]
+    assert algo.main([*planning, *exact, "-o", str(plan)]) == 0
+    (stage,) = Plan.load(plan).spec.stages
+    assert stage.device_names == ("here/CPU:0", "here/CPU:1")
+    running = ["--plan", str(plan), "--input", str(prompts), "--output", str(output)]
+    assert dist.main([*running, "--ignore_eos"]) == 0
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    expected = generated(list(map(json.loads, lines)))
+    assert {each["custom_id"]: each["token_ids"] for each in found} == expected
+
+
+def generated(rows: list[dict[str, str]]) -> dict[str, list[int]]:
+    """The tokens that transformers' `generate` gives in float32 for each row, by its id."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    found = {}
+    for row in rows:
+        given = tokenizer(row["prompt"], return_tensors="pt")
+        tokens = model.generate(**given, **length)
+        found[row["custom_id"]] = tokens[0, given["input_ids"].shape[1] :].tolist()
+    return found

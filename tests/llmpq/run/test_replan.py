@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from llmpq.cli.running.dist import main
 from llmpq.run.drift.control import Measured
 from llmpq.run.replan import replan, replan_after_loss, replan_measured, replanned_text
 from planner.cluster.device import Slowdown
+from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.optimiser.problem import JobPasses
@@ -74,6 +76,32 @@ def test_options_hold_but_not_a_latency_that_fewer_devices_cannot_keep(tmp_path:
     with pytest.warns(UserWarning, match="max_latency_s"):
         slower = replan(bounded, ["node1/V100-SXM2-32GB:0"])
     assert slower.predicted.latency_s > 1.01 * best_s
+
+
+@pytest.mark.parametrize(
+    ("bound_s", "is_kept"), [(1.2, False), pytest.param(4.0, True, marks=pytest.mark.rare)]
+)
+def test_a_bound_on_requests_holds_for_fewer_devices_or_is_said_to_be_missed(
+    bound_s: float, is_kept: bool
+) -> None:
+    """The plan still names the bound that was asked for, beside the least that is feasible."""
+    lengths = RequestLengths(
+        LengthDistribution.truncated_normal(64, 20, 128),
+        LengthDistribution.truncated_normal(32, 13, 80),
+    )
+    options: dict[str, Any] = {"bits": [8], "group": 8, "schedule": "rra"}
+    cluster = Cluster.from_counts(["T4", "V100-SXM2-32GB"], (2, 1))
+    first = cluster.plan("opt-6.7b", lengths, max_request_latency_s=bound_s, **options).spec
+    expected = nullcontext() if is_kept else pytest.warns(UserWarning, match="1.2 cannot be kept")
+    with expected:
+        second = PlanSpec.from_json(replan(first, ["node1/V100-SXM2-32GB:0"]).to_json())
+    assert first.latency is not None
+    assert second.latency is not None
+    assert second.policy.schedule is not None
+    assert second.latency.lengths == lengths
+    assert second.latency.bound_s == bound_s
+    assert (second.latency.latency_s <= bound_s) == is_kept
+    assert second.latency.requests_per_s < first.latency.requests_per_s
 
 
 def test_files_are_kept_by_absolute_path_and_done_without(

@@ -46,6 +46,19 @@ def test_stages_that_prefill_have_a_table_of_their_own(kind: str, by: str) -> No
     assert "times of prefill stage 0: A100-SXM4-40GB" in text
 
 
+def test_bits_of_both_copies_count() -> None:
+    plan = waa_plan()
+    assert plan.prefill_plan is not None
+    stage = plan.prefill_plan.stages[0]
+    fewer = replace(stage, bitwidths=(3,) * 10 + (16,) * (len(stage.layers) - 10))
+    text = words(
+        plan_table(replace(plan, prefill_plan=replace(plan.prefill_plan, stages=(fewer,)))), 80
+    )
+    assert "expected quality: clearly below 16 bit (24 at 16 bit of 24 layers where stages" in text
+    assert "where stages decode, 14 at 16 bit and 10 at 3 bit where they prefill" in text
+    assert "micro-batches 2 (prefill), 22 (decode)" in text
+
+
 def test_what_is_known_is_told() -> None:
     plan = rra_plan(None)
     assert plan.latency is not None
@@ -53,7 +66,7 @@ def test_what_is_known_is_told() -> None:
     rarer = replace(plan, latency=replace(plan.latency, quantile=0.999, prompts=3000))
     text = words(plan_table(rarer), 80)
     assert "99.9 % of requests within any time" in text
-    assert "3,000 requests: 9 min 31 s at this rate" in text  # 3000 / 5.25
+    assert "3,000 requests: about 9 min 41 s in all" in text  # 3000 / 5.25 and 9.1
 
 
 @pytest.mark.parametrize("plan", [rra_plan(), waa_plan()], ids=["rra", "waa"])

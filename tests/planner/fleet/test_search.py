@@ -83,9 +83,10 @@ def test_device_in_two_pipelines_is_refused(fleet: FleetSpec) -> None:
         ({"options": replace(OPTIONS, in_flight=8)}, "in_flight is of one pipeline"),
         ({"options": PlanOptions(method="uniform")}, "leave replicas out"),
         ({"options": PlanOptions(max_omega=1.0)}, "max_omega is of one pipeline"),
+        ({"options": replace(OPTIONS, tensor_parallel=8)}, "so many equal devices .at most 4"),
     ],
 )
-def test_what_is_of_one_pipeline_is_refused(changes: dict[str, object], words: str) -> None:
+def test_what_cannot_be_asked_of_a_fleet_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         find_fleet(replace(REQUEST, **changes))
 
@@ -99,6 +100,43 @@ def test_model_that_fits_nowhere_says_so() -> None:
                 shape=model_shape("bloom-176b"),
             )
         )
+
+
+LARGE = replace(model_shape("bloom-176b"), layers=40, name="40 layers of bloom-176b")
+T4_NODES = [{"accelerators": {"T4": 4}}] * 12
+SIXTEEN_BIT = PlanOptions(search_time_limit=3.0, quality="fast", bits=(16,))
+
+
+def large_request(nodes: list[dict[str, object]]) -> FleetRequest:
+    """A model that no 16 devices of these nodes hold in 16 bit."""
+    network = {"internode_gbit_per_s": 25}
+    cluster = ClusterSpec.from_dict({"name": "large", "nodes": nodes, "network": network})
+    return FleetRequest(cluster, LARGE, "m", JOB, SIXTEEN_BIT)
+
+
+def test_model_that_needs_more_devices_than_most_pipelines_have_is_planned() -> None:
+    request = large_request(T4_NODES)
+    found = find_fleet(request, time.process_time)
+    assert [len(plan.stages) > 16 for plan in found.replicas] == [True, True]
+    with pytest.raises(InfeasibleError, match=r"replicas is 9.*at most 2 pipelines.*1 to 2"):
+        find_fleet(replace(request, number=9), time.process_time)
+
+
+def test_model_that_no_kind_holds_alone_is_planned() -> None:
+    p100 = [{"accelerators": {"P100-16GB": 4}}] * 3
+    found = find_fleet(large_request([*T4_NODES[:4], *p100]), time.process_time)
+    (plan,) = found.replicas
+    assert len({stage.accelerator for stage in plan.stages}) == 2
+
+
+def test_every_stage_has_the_degree_that_is_asked_for() -> None:
+    """A third V100 is in no group of two, and no pipeline has it as a stage."""
+    cluster = ClusterSpec.from_counts(["T4", "V100-32GB"], [4, 3])
+    options = replace(OPTIONS, tensor_parallel=2)
+    found = find_fleet(replace(REQUEST, cluster=cluster, options=options), time.process_time)
+    stages = [stage for plan in found.replicas for stage in plan.stages]
+    assert {stage.degree for stage in stages} == {2}
+    assert [name.split(":")[0] for name in found.unused_devices] == ["node1/V100-SXM2-32GB"]
 
 
 def test_batch_is_a_job_of_like_prompts() -> None:

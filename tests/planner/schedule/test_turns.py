@@ -87,7 +87,7 @@ def test_a_turn_is_as_near_to_the_plan_as_the_tolerance_allows(
 ) -> None:
     turns = Turns.of(schedule_of(prefill, decode, groups, float(mean), tolerance))
     requests = min(requests, turns.most)
-    turn = GroupTurn(requests, ended, turns.first_credit(0), len(texts), replayed)
+    turn = GroupTurn(requests, ended, turns.first_credit(0), turns.most, replayed)
     texts = texts[: turns.most]
     count = turns.newcomers(turn, texts)
     nominal = prefill // groups

@@ -19,7 +19,7 @@ from planner.search.costs import planning_costs
 from planner.search.groupings import first_sets, groupings, neighbours
 from planner.search.search import find_plan, find_priced_plan
 from planner.workload import Workload
-from quant.common.errors import SpecError
+from quant.common.errors import DoesNotFitError, SpecError
 from tests.paths import SPECS
 
 SHAPE = replace(model_shape("opt-13b"), layers=4, name="four layers of opt-13b")
@@ -107,6 +107,16 @@ def test_plan_with_groups_is_written_read_checked_and_explained(tmp_path) -> Non
 def test_what_no_node_has_is_refused(degree: object, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         find_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, tensor_parallel=degree))
+
+
+def test_groups_that_do_not_fit_say_why_and_that_others_do() -> None:
+    """All seven devices hold the model one by one; the three V100 are in no group of four."""
+    cluster = ClusterSpec.from_counts(["T4", "V100-32GB"], [4, 3])
+    shape, work = replace(model_shape("bloom-176b"), layers=64), Workload(1, 128, 16)
+    with pytest.raises(DoesNotFitError, match=r"64 layers need .*one rank.*tensor_parallel auto"):
+        find_plan(cluster, shape, "m", work, PlanOptions(tensor_parallel=4, theta=1.0))
+    alone = planning_costs(cluster, shape, work, PlanOptions(theta=1.0))[0]
+    assert first_sets(alone) == [cluster.devices]
 
 
 def test_devices_without_a_group_of_the_degree_stay_unused() -> None:

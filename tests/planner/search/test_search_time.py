@@ -14,9 +14,10 @@ from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.candidate_search import LEAST_SOLVE_S, CandidateSearch, SearchTime
 from planner.search.costs import cost_model
+from planner.search.search import find_plan
 from planner.search.tradeoffs.bounded import within_bounds
 from planner.search.tradeoffs.qualities import chosen_by_quality
-from planner.workload import Job
+from planner.workload import Job, Workload
 
 LIMIT_S = 8.0
 
@@ -64,3 +65,26 @@ def test_the_searches_for_one_plan_share_the_limit(
     assert len(limits_s) > 1
     assert max(limits_s) <= LIMIT_S / 2
     assert limits_s == sorted(limits_s, reverse=True), "what is left only falls"
+
+
+@pytest.mark.parametrize(
+    ("work", "theta"),
+    [(Workload(64, 128, 16), None), (Workload(64, 128, 16), 0.0), (Job.of(64, 128, 16), None)],
+)
+def test_a_plan_and_what_is_said_beside_it_keep_the_limit(
+    work: Workload | Job, theta: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every search takes all the time that it is given, and nothing else takes any."""
+    limits_s: list[float] = []
+    made = CandidateSearch.__init__
+
+    def made_slow(self: CandidateSearch, options: PlanOptions, *others: object) -> None:
+        made(self, options, *others)  # type: ignore[arg-type]
+        limits_s.append(options.search_time_limit)
+
+    monkeypatch.setattr(CandidateSearch, "__init__", made_slow)
+    costs = costs_of()
+    options = replace(costs.options, theta=theta)
+    find_plan(costs.cluster, costs.shape, "m", work, options, lambda: sum(limits_s))
+    assert len(limits_s) > 1
+    assert sum(limits_s) <= LIMIT_S + len(limits_s) * LEAST_SOLVE_S

@@ -5,24 +5,37 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.messages import Request, Sampling
 from actors.stage_figures import PhaseWork, StageStats
 from llmpq import Cluster, Workload
-from llmpq.run.drift.control import EVERY_S, MOST_PLANS, DriftControl, Measured, Planning, Progress
+from llmpq.run.drift.control import (
+    EVERY_S,
+    MOST_PLANS,
+    RESCHEDULE_EVERY_S,
+    DriftControl,
+    Measured,
+    Planning,
+    Progress,
+)
 from llmpq.run.drift.decision import Switch
 from llmpq.run.drift.lengths import LengthRecord
 from llmpq.run.drift.rate import planned_tokens_per_s
 from llmpq.run.monitoring.meter import RunState
+from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
 from planner.plan.job_forecast import JobForecast
 from planner.plan.spec import PlanSpec
+from planner.scheduling import RequestSchedule
 from planner.workload import Job
-from quant.common.errors import InfeasibleError
+from quant.common.errors import BoundNotMetError, InfeasibleError
+from tests.planner.bounded import bounded
 
 PROMPT, PLANNED_OUTPUT, ROWS = 128, 64, 100_000
 
@@ -49,8 +62,14 @@ def large() -> PlanSpec:
 class Simulated:
     """A run in which rows of `output` tokens end at a rate; `lines` are what was said."""
 
-    def __init__(self, plan: PlanSpec, plan_again: Callable[..., PlanSpec] | None = None) -> None:
+    def __init__(
+        self,
+        plan: PlanSpec,
+        plan_again: Callable[..., PlanSpec] | None = None,
+        reschedule: Callable[..., PlanSpec] | None = None,
+    ) -> None:
         self.now_s = 0.0
+        self.latencies = NO_LATENCIES
         self.lines: list[str] = []
         self.asked: list[Measured] = []
         self._plan_again = plan_again
@@ -69,10 +88,11 @@ class Simulated:
                 self.lines.append,
                 None if plan_again is None else again,
                 lambda: self.now_s,
+                reschedule,
             ),
         )
-        self.control.begin(plan, 60.0)
-        self.tokens = 0.0
+        self.control.begin(plan, 60.0, has_schedule=plan.policy.schedule is not None)
+        self.tokens = self.ended_tokens = 0.0
         self.stages: tuple[StageStats, ...] = ()
 
     def go_on(
@@ -84,10 +104,11 @@ class Simulated:
         for _ in range(seconds):
             self.now_s += 1.0
             self.tokens += rate
-            while self.record.ended < self.tokens / output - slots:
+            while self.tokens - self.ended_tokens > slots * output:
                 request = Request(str(self.record.ended), (1,) * PROMPT, 256, Sampling())
                 self.record.begin(request)
                 self.record.end(request, output)
+                self.ended_tokens += output
             state = self._state()
             self.control.see(state, 3 * slots)
             progress = Progress(rows_left, 3 * slots, (output // 2,) * slots)
@@ -105,7 +126,7 @@ class Simulated:
         ended = self.record.ended
         return RunState(
             self.now_s, ended, None, int(self.tokens), most, rate, busy, whole, queue, left,
-            self.stages,
+            self.stages, self.latencies,
         )  # fmt: skip
 
 
@@ -189,3 +210,65 @@ def test_a_slow_device_is_planned_for_with_what_was_measured(
     assert device == real.stages[0].device
     assert measured.slowdowns[device].decode == pytest.approx(2.0)
     assert measured.slowdowns[device].prefill == 1.0
+
+
+SCHEDULE = RequestSchedule("rra", 4, 8, 16, 2, 2, float(PROMPT))
+
+
+def expecting(plan: PlanSpec, output: int) -> PlanSpec:
+    """A plan with a schedule for answers of so many tokens, on devices whose speed is followed."""
+    found = bounded(plan, replace(SCHEDULE, decode_steps=output // 4))
+    assert found.latency is not None
+    lengths = RequestLengths(
+        LengthDistribution((PROMPT,), (1.0,)), LengthDistribution((output,), (1.0,))
+    )
+    rate = plan.predicted.tokens_per_s
+    latency = replace(found.latency, lengths=lengths, tokens_per_s=rate)
+    return replace(found, latency=latency)
+
+
+def test_schedules_follow_lengths_as_they_change(small: PlanSpec) -> None:
+    """Of the latest rows: soon after each change, and as often as they do."""
+    asked: list[RequestLengths] = []
+
+    def again(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+        asked.append(lengths)
+        return expecting(plan, round(lengths.outputs.mean))
+
+    run = Simulated(expecting(small, PLANNED_OUTPUT), None, again)
+    assert run.go_on(900, PLANNED_OUTPUT) is None
+    for output in (100, 200, 40, 100, 64):
+        switch = run.go_on(900, output)
+        while switch is not None:
+            assert (switch.how, switch.cost_s) == ("follow", 0.0)
+            run.control.begin(switch.plan, 60.0, has_schedule=True)
+            run.plan = switch.plan
+            switch = run.go_on(900, output)
+        assert asked[-1].outputs.mean == pytest.approx(output, rel=0.2)
+    assert run.asked == []
+
+
+def test_a_bound_that_no_schedule_keeps_is_said_now_and_then(small: PlanSpec) -> None:
+    asked: list[float] = []
+
+    def again(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+        asked.append(run.now_s)
+        raise BoundNotMetError("no schedule keeps 20 s", "max_request_latency_s", 30.0)
+
+    run = Simulated(expecting(small, PLANNED_OUTPUT), None, again)
+    assert run.go_on(1500, 3 * PLANNED_OUTPUT) is None
+    assert run.lines[1] == "no other schedule: no schedule keeps 20 s; the run goes on as it is"
+    assert len(asked) == len(run.lines[1:]) <= 1 + 1500 // EVERY_S
+    assert min(b - a for a, b in pairwise(asked)) >= EVERY_S
+    assert RESCHEDULE_EVERY_S < EVERY_S
+
+
+def test_a_latency_above_the_bound_is_said(small: PlanSpec) -> None:
+    """Of requests since the plan is followed; lengths may be as planned."""
+    run = Simulated(expecting(small, PLANNED_OUTPUT), None, lambda *_: small)
+    run.latencies = LatencyCounts.of([90.0] * 500)
+    assert run.go_on(5, PLANNED_OUTPUT) is None
+    run.latencies = run.latencies.plus(LatencyCounts.of([10.0] * 980 + [25.0] * 20))
+    assert run.go_on(600, PLANNED_OUTPUT) is None
+    (line,) = run.lines
+    assert "25.22 s for 99 % of requests, planned 20 (+26%); lengths and stages are as" in line

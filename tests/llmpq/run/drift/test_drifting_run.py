@@ -5,18 +5,23 @@ every row one result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.recovery.policy import RecoveryEvent
+from actors.stage_group import StageGroup
 from llmpq import Cluster, Plan, Sampling
 from llmpq.run.drift.control import Measured
+from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.plan.spec import PlanSpec
+from planner.scheduling import PolicyOptions, RequestSchedule
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
+from tests.planner.bounded import bounded
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -89,6 +94,53 @@ def test_answers_thrice_as_long_lead_to_another_plan(
     assert set(measured.lengths.output_tokens) == {NEW}
     assert 0 < measured.prompts_left <= ROWS
     assert not measured.slowdowns
+
+
+SCHEDULE = RequestSchedule("rra", 4, 8, 3, 2, 2, float(PROMPT))
+
+
+@pytest.mark.usefixtures("quick")
+def test_another_schedule_is_followed_by_the_same_stages(
+    planned: Callable[..., PlanSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself: nothing is loaded again, and no row waits."""
+    spec = bounded(planned(8, Lengths((PROMPT,), (NEW,))), SCHEDULE)
+    assert spec.latency is not None
+    expected = RequestLengths(
+        LengthDistribution((PROMPT,), (1.0,)), LengthDistribution((PLANNED_NEW,), (1.0,))
+    )
+    spec = replace(spec, latency=replace(spec.latency, lengths=expected))
+    asked: list[RequestLengths] = []
+    started: list[StageGroup] = []
+    enter = StageGroup.__enter__
+
+    def entered(group: StageGroup) -> StageGroup:
+        started.append(group)
+        return enter(group)
+
+    def again(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+        asked.append(lengths)
+        schedule = replace(SCHEDULE, prefill_requests=2, decode_steps=5)
+        assert plan.latency is not None
+        latency = replace(plan.latency, lengths=lengths)
+        return replace(plan, policy=PolicyOptions("exegpt", schedule=schedule), latency=latency)
+
+    monkeypatch.setattr(StageGroup, "__enter__", entered)
+    monkeypatch.setattr("llmpq.run.run.reschedule_measured", again)
+    drift, followed = run(spec)
+    assert "12 tokens an output, planned 4 (+200%); another schedule is looked for" in drift
+    assert followed.startswith(
+        "rescheduled: another schedule for the lengths that were measured: prefill_requests 4 to "
+        "2, decode_steps 3 to 5; predicted 16 tokens/s"
+    )
+    (lengths,), (group,) = asked, started
+    assert (lengths.prompts.lengths, lengths.outputs.lengths) == ((PROMPT,), (NEW,))
+    assert group.sizes.schedule is not None
+    assert group.sizes.schedule.decode_steps == 5
+    assert run(spec, replan="never") == [
+        "drift: the run does not follow its plan: 12 tokens an output, planned 4 (+200%); run with "
+        "--replan auto, or plan again with --lengths and --profiles of what was measured"
+    ]
 
 
 @pytest.mark.rare  # `test_control.py` finds no other plan for a pretend run

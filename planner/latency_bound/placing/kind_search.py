@@ -1,0 +1,148 @@
+"""The search for the best schedule of one kind: by estimates, then by timelines near the best.
+
+The estimates' latencies are off by some factor, which is measured where the search ends; then it
+goes on with the bound that much wider or tighter. What is found is simulated event by event, and
+where that does not keep the bound, the search goes on with a tighter one and for more requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import ceil
+
+from planner.latency_bound.branch_and_bound import (
+    Evaluations,
+    Point,
+    Tolerance,
+    best_evaluated,
+)
+from planner.latency_bound.events.watch import Observed
+from planner.latency_bound.performance import Performance
+from planner.latency_bound.placing.alternation import Alternation, Candidate
+from planner.latency_bound.placing.placed import Placed, Planner
+from planner.latency_bound.timeline import Timeline
+from planner.scheduling import RequestSchedule
+from planner.search.candidate_search import SearchTime
+
+MOST_CALIBRATIONS, CALIBRATED = 3, 0.02
+"""How often the factor is measured at most, and the share by which it may still change."""
+
+
+CHECKS = ((1.0, 1.0), (0.998, 0.9), (0.99, 0.8), (0.98, 0.65), (0.95, 0.5), (0.9, 0.3), (0.8, 0.2))
+"""Shares of the bound, and of the requests that may be later, with which schedules are searched for
+one after the other until simulated events keep the bound."""
+
+LEAST_LATE = 40
+"""Requests beyond the quantile that are to be expected in a simulation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A schedule where its layers lie, and its `latency_s` at the quantile that is bounded, by a
+    simulation of events where there is one of the kind (`observed`), else by its timeline;
+    `seconds` are those of the whole job in its steady state.
+    """
+
+    placed: Placed
+    schedule: RequestSchedule
+    timeline: Timeline
+    observed: Observed | None
+    latency_s: float
+    seconds: float
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests per second in the steady state."""
+        seen = self.observed
+        if seen is None:
+            return self.timeline.performance.requests_per_s
+        return seen.requests_per_s
+
+    def cost_s(self, theta: float) -> float:
+        """Seconds of the job, a unit of sensitivity counting as `theta`."""
+        return self.seconds + theta * self.placed.omega
+
+
+class KindSearch:
+    """Searches the schedules of one kind, at one theta and bound after another; `quantile` is that
+    of the latency, and `prompts` are those of the job.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        prompts: int,
+        quantile: float,
+        search_time: SearchTime,
+        tolerance: Tolerance,
+    ) -> None:
+        self._alternation = Alternation(planner, prompts, search_time, tolerance)
+        self._prompts, self._quantile, self._tolerance = prompts, quantile, tolerance
+        self._factor = 1.0
+        self._known: dict[Hashable, dict[Point, Performance]] = {}
+
+    @property
+    def evaluations(self) -> int:
+        """Points that were evaluated, by estimates and by timelines."""
+        return self._alternation.evaluations + sum(map(len, self._known.values()))
+
+    @property
+    def least(self) -> Scheduled | None:
+        """The schedule with the least latency that was found; None where nothing fits."""
+        least = self._alternation.least
+        return None if least is None else self._scheduled(least.placed, least.point)
+
+    def best(self, theta: float, bound_s: float) -> Scheduled | None:
+        """The best schedule found within the bound at this theta; None where none keeps it."""
+        found = self._calibrated(theta, bound_s)
+        if found is not None:
+            for share, late in CHECKS:
+                quantile = 1 - late * (1 - self._quantile)
+                best = self._refined(found, share * bound_s, quantile)
+                if best is not None and best.latency_s <= bound_s:
+                    return best
+        least = self.least
+        return least if least is not None and least.latency_s <= bound_s else None
+
+    def _calibrated(self, theta: float, bound_s: float) -> Candidate | None:
+        """The best by estimates, as far as these are right."""
+        found = self._alternation.best(theta, bound_s * self._factor)
+        for _ in range(MOST_CALIBRATIONS):
+            if found is None or math.isinf(bound_s):
+                break
+            exact = self._exact(found.placed, found.point, self._quantile)
+            factor = found.performance.latency_s / exact.latency_s
+            if abs(factor / self._factor - 1) < CALIBRATED:
+                break
+            self._factor = factor
+            found = self._alternation.best(theta, bound_s * factor) or found
+        return found
+
+    def _refined(self, found: Candidate, bound_s: float, quantile: float) -> Scheduled | None:
+        """The best schedule near one, by timelines; or anywhere on its placement."""
+        placed = found.placed
+        evaluated = Evaluations(lambda point: self._exact(placed, point, quantile), bound_s)
+        for ranges in (placed.around(found.point), placed.ranges):
+            best = best_evaluated(ranges, evaluated, bound_s, self._tolerance)
+            if best is not None:
+                return self._scheduled(placed, best.point)
+        return None
+
+    def _exact(self, placed: Placed, point: Point, quantile: float) -> Performance:
+        """The performance of a point by its timeline, which is made once."""
+        known = self._known.setdefault((placed.key, quantile), {})
+        if point not in known:
+            known[point] = placed.exact(point, quantile)
+        return known[point]
+
+    def _scheduled(self, placed: Placed, point: Point) -> Scheduled:
+        schedule = placed.schedule(point)
+        timeline = placed.timeline(schedule, self._quantile)
+        rate, latency_s = timeline.performance.requests_per_s, timeline.performance.latency_s
+        count = ceil(LEAST_LATE / (1 - self._quantile))
+        observed = placed.observed(schedule, count)
+        if observed is not None:
+            rate, latency_s = observed.requests_per_s, observed.latency_s(self._quantile)
+        return Scheduled(placed, schedule, timeline, observed, latency_s, self._prompts / rate)
