@@ -1,6 +1,15 @@
 """Schedules under a bound on latency: ExeGPT's evaluation (section 7), and runs of our own.
 
-python -m benchmarks.latency_bounds throughput   # FT, DSI, ORCA, vLLM and ours, on its models
+python -m benchmarks.latency_bounds PART [--help]; parts of the paper's evaluation, simulated:
+
+throughput         FT, DSI, ORCA, vLLM and ours on the paper's models and tasks (fig. 6 and 8)
+existing           the rivals on OPT 13B, all tasks (fig. 7)
+selected           the schedules of OPT 13B and task S (table 6)
+monotonicity       where throughput and latency fall as a control rises (table 5)
+changed_lengths    outputs unlike those that a schedule is for (fig. 11)
+recorded           recorded lengths (fig. 10)
+scheduling_cost    evaluations and CPU seconds beside exhaustive search (section 7.7)
+variance           seconds from turn to turn and from step to step (table 7)
 """
 
 from __future__ import annotations
@@ -9,11 +18,14 @@ import argparse
 from collections.abc import Sequence
 
 from benchmarks.latency_bounds.paper.tables import (
+    changed_lengths,
     existing,
     monotonicity,
+    recorded,
     scheduling_cost,
     selected,
     throughput,
+    variance,
 )
 
 PARTS = {
@@ -21,7 +33,10 @@ PARTS = {
     "existing": existing,
     "selected": selected,
     "monotonicity": monotonicity,
+    "changed_lengths": changed_lengths,
+    "recorded": recorded,
     "scheduling_cost": scheduling_cost,
+    "variance": variance,
 }
 
 

@@ -1,1 +1,1 @@
-"""ExeGPT's evaluation in simulation: its models, tasks and rivals, our schedules beside them."""
+"""ExeGPT's evaluation in simulation: models, tasks, rivals, and our schedules beside them."""

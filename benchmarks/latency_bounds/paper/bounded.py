@@ -11,10 +11,12 @@ from planner.latency_bound.branch_and_bound import (
     Evaluations,
     PerformanceOf,
     Point,
-    Tolerance,
     best_evaluated,
 )
 from planner.latency_bound.performance import Performance
+from planner.latency_bound.timeline import Timeline
+from planner.length_distribution import RequestLengths
+from planner.scheduling import RequestSchedule
 
 LONGEST_S = 1e9
 """A bound that stands for none: schedules without room have an infinite latency."""
@@ -37,35 +39,53 @@ class Schedules(Protocol):
     def label(self, point: Point) -> str:
         """The controls of a point in words."""
 
+    def schedule_at(self, point: Point) -> RequestSchedule:
+        """The schedule of a point."""
+
+    def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
+        """The timeline of a schedule for requests of these lengths, whatever it was made for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """The point that was found on a layout."""
+
+    schedules: Schedules
+    point: Point
+    performance: Performance
+
 
 @dataclass(frozen=True, eq=False)
 class Bounded:
     """The schedules of all layouts. Every point is evaluated once, whatever the bounds."""
 
     layouts: Sequence[Schedules]
-    tolerance: Tolerance = Tolerance()  # noqa: RUF009  (frozen)
 
     def best(self, bound_s: float) -> Chosen | None:
         """The most requests a second within the bound, over all layouts."""
-        best: Chosen | None = None
+        found = self.placed(bound_s)
+        if found is None:
+            return None
+        performance = found.performance
+        label = found.schedules.label(found.point)
+        return Chosen(label, performance.requests_per_s, performance.latency_s)
+
+    def placed(self, bound_s: float) -> Placed | None:
+        """The point with the most requests a second within the bound, and its layout."""
+        best: Placed | None = None
         for schedules in self.layouts:
-            best = self._better(schedules, min(bound_s, LONGEST_S), best) or best
+            least = 0.0 if best is None else best.performance.requests_per_s
+            limit_s = min(bound_s, LONGEST_S)
+            evaluated = Evaluations(remembered(schedules), limit_s, least)
+            found = best_evaluated(schedules.ranges, evaluated, limit_s)
+            if found is not None:
+                best = Placed(schedules, found.point, found.performance)
         return best
 
     @property
     def evaluations(self) -> int:
         """Points that were evaluated."""
         return sum(len(schedules.known) for schedules in self.layouts)
-
-    def _better(self, schedules: Schedules, bound_s: float, best: Chosen | None) -> Chosen | None:
-        """The best schedule on a layout that serves more than the best so far."""
-        least = 0.0 if best is None else best.requests_per_s
-        evaluated = Evaluations(remembered(schedules), bound_s, least)
-        found = best_evaluated(schedules.ranges, evaluated, bound_s, self.tolerance)
-        if found is None:
-            return None
-        label, performance = schedules.label(found.point), found.performance
-        return Chosen(label, performance.requests_per_s, performance.latency_s)
 
 
 def remembered(schedules: Schedules) -> PerformanceOf:

@@ -63,8 +63,9 @@ class Passes:
     @classmethod
     def of(cls, rounds: Sequence[_Round]) -> Passes:
         """The passes of successive rounds."""
-        columns = (np.array(each) for each in zip(*rounds, strict=True))
-        decodes, context, newcomers, prompts = columns
+        decodes, context, newcomers, prompts = (
+            np.array(each) for each in zip(*rounds, strict=True)
+        )
         return cls(decodes, context, newcomers, prompts)
 
 
@@ -200,9 +201,8 @@ def _clocked(seconds: FloatArray, hops: FloatArray, host_s: float) -> tuple[Floa
     rounds, groups, stages = seconds.shape
     stage_free_s, link_free_s, ready_s = [0.0] * stages, [0.0] * stages, [0.0] * groups
     began_s, back_s = np.zeros((rounds, groups)), np.zeros((rounds, groups))
-    for number, (of_round, hops_of_round) in enumerate(
-        zip(seconds.tolist(), hops.tolist(), strict=True)
-    ):
+    pairs = zip(seconds.tolist(), hops.tolist(), strict=True)
+    for number, (of_round, hops_of_round) in enumerate(pairs):
         for group, (computes, sends) in enumerate(zip(of_round, hops_of_round, strict=True)):
             at_s = max(ready_s[group], stage_free_s[0])
             began_s[number, group] = at_s

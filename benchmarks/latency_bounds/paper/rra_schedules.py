@@ -16,6 +16,7 @@ from planner.latency_bound.completions import Completions
 from planner.latency_bound.controls import rra_schedule, shortest_turns
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.rra import rra_timeline
+from planner.latency_bound.timeline import Timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule
 from planner.workload import HOLES
@@ -76,9 +77,17 @@ class RraSchedules:
     def performance_of(self, newcomers: int, steps: int) -> Performance:
         """The performance of these controls."""
         schedule, fits = self.schedule(newcomers, steps)
-        timeline = rra_timeline(self.pipeline.times, self.setting.lengths, schedule, QUANTILE)
+        timeline = self.timeline(schedule, self.setting.lengths)
         latency_s = timeline.latency_of(self.setting.bounded_output) if fits else math.inf
         return Performance(timeline.performance.requests_per_s, latency_s)
+
+    def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
+        """The timeline of a schedule for requests of these lengths."""
+        return rra_timeline(self.pipeline.times, lengths, schedule, QUANTILE)
+
+    def schedule_at(self, point: Point) -> RequestSchedule:
+        """The schedule of a point."""
+        return self.schedule(self.newcomers[point[0]], self.steps[point[1]])[0]
 
     def schedule(self, newcomers: int, steps: int) -> tuple[RequestSchedule, bool]:
         """The schedule with the best prefill micro-batch that has room, and whether any has."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
+from scipy.stats import skewnorm
 
 from planner.length_distribution import LengthDistribution, RequestLengths
 
@@ -71,16 +72,48 @@ TASKS = {
 def truncated_normal_of(mean: float, deviation: float, longest: int) -> LengthDistribution:
     """The truncated normal on 1 to `longest` tokens whose own mean and deviation come nearest."""
 
-    def made(parameters: npt.NDArray[np.float64]) -> LengthDistribution:
-        centre, logarithm = parameters.tolist()
-        return LengthDistribution.truncated_normal(centre, math.exp(logarithm), longest)
+    def made(centre: float, scale: float) -> LengthDistribution:
+        return LengthDistribution.truncated_normal(centre, scale, longest)
+
+    return _fitted(made, mean, deviation, longest)
+
+
+def skewed_normal_of(
+    mean: float, deviation: float, longest: int, skewness: float
+) -> LengthDistribution:
+    """The skew normal distribution of this skewness before it is cut to 1 to `longest` tokens,
+    whose own mean and deviation come nearest.
+    """
+    share = abs(skewness) ** (2 / 3)
+    ratio = share / (share + ((4 - math.pi) / 2) ** (2 / 3))
+    delta = math.copysign(math.sqrt(math.pi / 2 * ratio), skewness)
+    shape = delta / math.sqrt(1 - delta**2)
+
+    def made(centre: float, scale: float) -> LengthDistribution:
+        edges = skewnorm.cdf(np.arange(longest + 1) + 0.5, shape, centre, scale)
+        chances = np.diff(edges)
+        kept = np.flatnonzero(chances > 0)
+        shares = chances[kept] / chances[kept].sum()
+        return LengthDistribution(tuple((kept + 1).tolist()), tuple(shares.tolist()))
+
+    return _fitted(made, mean, deviation, longest)
+
+
+def _fitted(
+    made: Callable[[float, float], LengthDistribution], mean: float, deviation: float, longest: int
+) -> LengthDistribution:
+    """The distribution that is made of a centre and a scale so that its own mean and deviation come
+    nearest to these.
+    """
 
     def errors(parameters: npt.NDArray[np.float64]) -> list[float]:
-        found = made(parameters)
+        centre, logarithm = parameters.tolist()
+        found = made(centre, math.exp(logarithm))
         return [found.mean / mean - 1, math.sqrt(found.variance) / deviation - 1]
 
     bounds = ([0.0, 0.0], [float(longest), math.log(WIDEST * longest)])
-    return made(least_squares(errors, [mean, math.log(deviation)], bounds=bounds).x)
+    best = least_squares(errors, [mean, math.log(deviation)], bounds=bounds).x
+    return made(float(best[0]), math.exp(best[1]))
 
 
 def tasks_table() -> Iterator[str]:

@@ -22,6 +22,7 @@ from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import waa_decode_requests
 from planner.latency_bound.controls import shortest_turns
 from planner.latency_bound.performance import Performance
+from planner.latency_bound.timeline import Timeline
 from planner.latency_bound.waa import waa_timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import RequestSchedule, ScheduleKind
@@ -77,29 +78,27 @@ class WaaSchedules:
     def label(self, point: Point) -> str:
         """The controls of a point as in table 6, and the GPUs that prefill."""
         gpus = sum(device.degree for device in self.divided.prefill.stages)
-        groups = self.schedule(point).decode_micro_batches
+        groups = self.schedule_at(point).decode_micro_batches
         return f"B_E={point[0]}, B_m={groups}{self.layout.label}, {gpus} prefill"
 
     def performance(self, point: Point) -> Performance:
         """The performance of a point; latency is infinite where requests have no room."""
-        return self.performance_of(self.schedule(point))
+        return self.performance_of(self.schedule_at(point))
 
     def performance_of(self, schedule: RequestSchedule) -> Performance:
         """The performance of a schedule."""
-        divided, lengths = self.divided, self.setting.lengths
-        timeline = waa_timeline(
-            divided.prefill.times,
-            divided.decode.times,
-            divided.handover_s_per_token,
-            lengths,
-            schedule,
-            QUANTILE,
-        )
-        fits = waa_has_room(divided, lengths, schedule)
+        timeline = self.timeline(schedule, self.setting.lengths)
+        fits = waa_has_room(self.divided, self.setting.lengths, schedule)
         latency_s = timeline.latency_of(self.setting.bounded_output) if fits else math.inf
         return Performance(timeline.performance.requests_per_s, latency_s)
 
-    def schedule(self, point: Point) -> RequestSchedule:
+    def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
+        """The timeline of a schedule for requests of these lengths."""
+        both, handover_s = self.divided, self.divided.handover_s_per_token
+        prefill, decode = both.prefill.times, both.decode.times
+        return waa_timeline(prefill, decode, handover_s, lengths, schedule, QUANTILE)
+
+    def schedule_at(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
         (newcomers,) = point
         lengths, decode = self.setting.lengths, self.divided.decode
