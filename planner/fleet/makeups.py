@@ -18,9 +18,9 @@ from planner.cluster.spec import ClusterSpec
 FALLING = 0.97
 """Share of the most tokens per second and device below which no larger make-up is tried."""
 
-MOST_DEVICES = 16
-"""Devices of a pipeline that is not the whole cluster's, or its share of one of few; of a model
-that needs so many, twice the fewest that hold it."""
+USUAL_DEVICES = 16
+"""Most devices of a pipeline that is not the whole cluster's, or its share of one of few; where a
+model needs so many, twice the fewest that hold it."""
 
 MOST_SHARE = 32
 """Devices of a share of the whole cluster that is priced, beside smaller make-ups."""
@@ -206,7 +206,7 @@ def most_devices(pools: Pools, least: Mapping[int, int]) -> int:
     than there are where none do.
     """
     held = [count for kind, count in least.items() if count <= pools.devices_of(kind)]
-    return max(MOST_DEVICES, 2 * min(held, default=0))
+    return max(USUAL_DEVICES, 2 * min(held, default=0))
 
 
 def mixed_kinds(pools: Pools, one: int, least: Mapping[int, int]) -> Iterator[MakeUp]:

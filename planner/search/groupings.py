@@ -36,8 +36,7 @@ def degrees_of(costs: CostModel) -> tuple[int, ...]:
     """
     asked = costs.options.tensor_parallel
     if asked == AUTO:
-        possible = possible_degrees(costs.shape)
-        return tuple(each for each in possible if refusal(costs.shape, each) is None)
+        return possible_degrees(costs.shape)
     if (problem := refusal(costs.shape, int(asked))) is not None:
         raise SpecError(problem)
     return (int(asked),)
