@@ -36,6 +36,7 @@ def sizes_of(requests: int, groups: int, kv_tokens: int = KV_TOKENS) -> QueueSiz
         decode_micro_batch=-(-requests // groups),
         slot_tokens=kv_tokens,
         policy="exegpt",
+        role="decode",
         kv_tokens=kv_tokens,
         schedule=schedule,
     )
