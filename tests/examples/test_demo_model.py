@@ -125,6 +125,7 @@ def test_the_model_was_trained(
     assert trained_perplexity < untrained / 10
 
 
+@pytest.mark.rare  # of the file that is shipped, which seldom changes
 def test_fewer_bits_cost_quality(
     trained_perplexity: float, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]
 ) -> None:
@@ -148,6 +149,7 @@ def test_the_record_agrees_with_the_weights(trained_perplexity: float) -> None:
     assert scores["16-bit"] < scores["4-bit"] < scores["3-bit"]
 
 
+@pytest.mark.rare  # of the file that is shipped, which seldom changes
 def test_sampled_answers_differ_in_length(
     tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]
 ) -> None:

@@ -135,7 +135,14 @@ def test_without_numba_one_message_says_so(
     numba_loops.has_numba.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "kv_bits"), [("llama", 8), ("llama", 16), ("bloom", 16)])
+@pytest.mark.parametrize(
+    ("name", "kv_bits"),
+    [
+        ("bloom", 16),
+        pytest.param("llama", 8, marks=pytest.mark.rare),
+        pytest.param("llama", 16, marks=pytest.mark.rare),
+    ],
+)
 def test_the_first_token_finds_its_loop_compiled(name: str, kv_bits: int, tmp_path: Path) -> None:
     cpu_decode._kernel.cache_clear()  # of other tests
     save_tiny(tmp_path, CONFIGS[name])

@@ -211,7 +211,7 @@ def test_nothing_is_lost_over_ten_thousand_requests() -> None:
     server.check_end(requests)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     stages=st.integers(1, 3),
     schedule=SCHEDULES,

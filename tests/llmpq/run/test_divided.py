@@ -139,7 +139,9 @@ def test_a_run_that_is_left_gives_all_back_and_the_next_one_is_right(
         list(interrupted)
 
 
-@pytest.mark.parametrize("lost", [0, 3, (1, 2)])
+@pytest.mark.parametrize(
+    "lost", [(1, 2), *(pytest.param(each, marks=pytest.mark.rare) for each in (0, 3))]
+)
 def test_stages_of_either_kind_that_die_cost_no_request_and_no_token(
     watched: tuple[WatchedGroup, list[RecoveryEvent]], greedy: list[list[int]], lost: Any
 ) -> None:
@@ -164,7 +166,7 @@ def test_stages_of_either_kind_that_die_cost_no_request_and_no_token(
     assert group.parked() == [0] * 4
 
 
-@pytest.mark.parametrize("dies", [None, 1, 2])
+@pytest.mark.parametrize("dies", [None, 1, pytest.param(2, marks=pytest.mark.rare)])
 def test_a_live_run_takes_and_gives_up_requests_at_any_time(
     watched: tuple[WatchedGroup, list[RecoveryEvent]], greedy: list[list[int]], dies: int | None
 ) -> None:

@@ -16,6 +16,7 @@ from tests.paths import DEMO_MODEL, EXAMPLES, SPECS
 NEW_TOKENS, PROMPTS = 12, 12
 
 
+@pytest.mark.rare  # the demo; test_rank_groups.py has smaller models
 @pytest.mark.usefixtures("local_ray", "no_waiting")
 def test_two_devices_that_share_every_layer_give_the_tokens_of_generate(tmp_path: Path) -> None:
     lines = (EXAMPLES / "demo_prompts.jsonl").read_text().splitlines()[:PROMPTS]

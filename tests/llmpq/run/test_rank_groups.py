@@ -125,6 +125,7 @@ class FaultyGroup(StageGroup):
     rank_class = FaultyRank
 
 
+@pytest.mark.rare  # another load, of ten seconds
 def test_a_rank_that_is_short_of_memory_keeps_its_weights(
     tiny: tuple[Path, Any], cluster: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_rank_that_hangs_is_its_stages_loss(tiny: tuple[Path, Any], cluster: P
     assert run.faults == [("hung", GROUP)]
 
 
+@pytest.mark.rare  # another load; without Ray in tests/actors/stage/
 def test_importance_and_parking_with_a_group(tiny: tuple[Path, Any], cluster: Path) -> None:
     """Weights of 3 bit are those of a stage that is not divided; requests are preempted."""
     spec = grouped(tiny[0], cluster, bits=3)
@@ -182,7 +184,7 @@ def test_importance_and_parking_with_a_group(tiny: tuple[Path, Any], cluster: Pa
     assert [list(ended[str(i)].token_ids) for i in range(len(prompts))] == expected
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("ranks", [(2, 1), pytest.param((1, 2), marks=pytest.mark.rare)])
 def test_ranks_hand_over_the_heads_that_they_hold(
     tiny: tuple[Path, Any], tmp_path: Path, ranks: tuple[int, int]
 ) -> None:

@@ -62,6 +62,7 @@ class CountedEngine(pipeline_engine.PipelineEngine):
         return super().generate(request)
 
 
+@pytest.mark.rare  # pretended engines and tests/llmpq/run/test_fleet.py have the parts
 @pytest.mark.usefixtures("local_ray")
 def test_the_command_serves_a_fleet_from_all_its_pipelines(
     fleet_file: str, monkeypatch: pytest.MonkeyPatch

@@ -149,7 +149,7 @@ async def assert_completions_have_them(engine: PipelineEngine) -> None:
     assert best["top_logprobs"] == [{token: own} for token, own in alone]
 
 
-@pytest.mark.parametrize("name", ["plan", "divided"])
+@pytest.mark.parametrize("name", ["plan", pytest.param("divided", marks=pytest.mark.rare)])
 def test_many_answers_at_once_are_those_of_generate(
     name: str, request: pytest.FixtureRequest
 ) -> None:
