@@ -85,10 +85,16 @@ def lengths(asked: LatencyForecast | BoundRequest) -> str:
     """The lengths on which every figure rests."""
     prompts, outputs = asked.lengths.prompts, asked.lengths.outputs
     at = outputs.quantile(asked.quantile)
+    order = ""
+    if asked.lengths.are_correlated:
+        order = (
+            f"; they are correlated ({asked.lengths.correlation:.2f}), so that a run takes rows "
+            "in random order"
+        )
     return (
         f"prompts of {prompts.mean:,.0f} tokens in the mean, {count(prompts.longest)} at most; "
         f"answers of {outputs.mean:,.0f} in the mean, {whole_percent(asked.quantile)} of at most "
-        f"{count(at)}, {count(outputs.longest)} at most"
+        f"{count(at)}, {count(outputs.longest)} at most{order}"
     )
 
 

@@ -201,6 +201,13 @@ class RunOptions:
         follows = self.scheduling(plan).name == BOUNDED
         return follows and self.replan != "never"
 
+    def takes_random_order(self, plan: PlanSpec) -> bool:
+        """Whether a run of `plan` takes its rows in random order: under a schedule for lengths of
+        prompts and answers that are correlated.
+        """
+        follows = self.scheduling(plan).name == BOUNDED
+        return follows and plan.latency is not None and plan.latency.lengths.are_correlated
+
     @property
     def trace_path(self) -> Path | None:
         """The trace file, if one is to be written."""

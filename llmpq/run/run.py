@@ -20,6 +20,7 @@ from llmpq.run.drift.decision import Switch
 from llmpq.run.drift.rate import planned_latency
 from llmpq.run.expected_lengths import NO_PREDICTOR
 from llmpq.run.monitoring.meter import RunMeter, RunState
+from llmpq.run.random_order import in_random_order
 from llmpq.run.replan import (
     replan_after_loss,
     replan_measured,
@@ -138,7 +139,10 @@ class Run:
         with self._shared.stages.joined(self.give_up):
             self._began_s = time.perf_counter()
             if first is not None:
-                yield from self._generate_all(self.rows.requests(chain((first,), items)))
+                items = chain((first,), items)
+                if self._options.takes_random_order(self.plan):
+                    items = in_random_order(items)
+                yield from self._generate_all(self.rows.requests(items))
             if self.rows.long.prompts:
                 self._take_long_plan()
                 yield from self._generate_all(self.rows.long_requests())

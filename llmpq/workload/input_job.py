@@ -20,7 +20,7 @@ from llmpq.workload.long_rows import Cut, LongRowRule, best_cut, cut_at
 from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
 from llmpq.workload.named_rows import NamedRows, longest_row, named_rows, tokens_at
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.length_distribution import RequestLengths
 from planner.lengths import (
     MOST_UNSEEN,
     BoolArray,
@@ -276,9 +276,8 @@ class _InputRows:
         return expected_outputs(self.observed, self.rows.prompts, self.rows.limits)
 
     def _requests(self, chosen: BoolArray, outputs: IntArray) -> RequestLengths:
-        """The distributions of the lengths of the chosen rows [rows]."""
-        of_sample = LengthDistribution.of_sample
-        return RequestLengths(of_sample(self.rows.prompts[chosen]), of_sample(outputs[chosen]))
+        """The lengths of the chosen rows [rows]."""
+        return RequestLengths.of_pairs(self.rows.prompts[chosen], outputs[chosen])
 
     def _job(self, chosen: BoolArray, outputs: IntArray) -> Job:
         """The job of the chosen rows, by lengths of those that stand for all and of the longest."""

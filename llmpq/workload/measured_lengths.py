@@ -18,7 +18,7 @@ from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, reason
 from llmpq.jobs.output.job_folder import JobFolder
 from llmpq.jobs.output.result_rows import finished_rows
 from llmpq.jobs.records.disk import Disk
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.length_distribution import RequestLengths
 from planner.lengths import Lengths
 from planner.profiles.csv_table import Line, read_lines
 from planner.workload import MAX_TOKENS
@@ -111,9 +111,7 @@ def _table(path: Path) -> MeasuredLengths:
     if not rows:
         raise SpecError(f"{path}: no rows; give one line of {','.join(COLUMNS)} for each row")
     prompts, outputs = zip(*rows, strict=True)
-    requests = RequestLengths(
-        LengthDistribution.of_sample(prompts), LengthDistribution.of_sample(outputs)
-    )
+    requests = RequestLengths.of_pairs(prompts, outputs)
     return MeasuredLengths(path.name, Lengths.of(rows, path.name), requests)
 
 

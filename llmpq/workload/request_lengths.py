@@ -45,7 +45,7 @@ def request_lengths(path: str | Path, new_tokens: int | None = None) -> RequestL
         )
     if new_tokens is None:
         return found
-    return RequestLengths(found.prompts, found.outputs.at_most(new_tokens))
+    return replace(found, outputs=found.outputs.at_most(new_tokens))
 
 
 def normal_lengths(name: str, given: Sequence[float]) -> LengthDistribution:
@@ -93,8 +93,7 @@ def requests_of(workload: Workload | Job | InputJob | Requests | RequestLengths)
         )
     if isinstance(workload, Job):
         sample = workload.lengths
-        of_sample = LengthDistribution.of_sample
-        lengths = RequestLengths(of_sample(sample.prompt_tokens), of_sample(sample.output_tokens))
+        lengths = RequestLengths.of_pairs(sample.prompt_tokens, sample.output_tokens)
         return Requests(lengths, workload.prompts, workload.default_new_tokens)
     lengths = workload.requests or requests_of(workload.ordinary).lengths
     limit = workload.ordinary.default_new_tokens

@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import truncnorm
 
 from llmpq import Job, Workload, job_of_input
+from llmpq.report.latency import lengths
 from llmpq.workload.request_lengths import (
     Requests,
     bound_request,
@@ -120,7 +121,9 @@ def test_a_job_has_requests_and_a_batch_has_none() -> None:
     found = requests_of(job)
     assert found == Requests(
         RequestLengths(
-            LengthDistribution.of_sample([5, 5, 9]), LengthDistribution.of_sample([2, 4, 4])
+            LengthDistribution.of_sample([5, 5, 9]),
+            LengthDistribution.of_sample([2, 4, 4]),
+            pytest.approx(0.5),
         ),
         prompts=7,
         default_new_tokens=3,
@@ -139,3 +142,19 @@ def test_what_is_asked_of_a_schedule() -> None:
     unbounded = PlanOptions(max_request_latency_s=math.inf, schedule="waa-m")
     asked = bound_request(requests, unbounded)
     assert (asked.bound_s, asked.kinds) == (None, ("waa-m",))
+
+
+def test_lengths_that_rise_together_are_correlated(tmp_path: Path) -> None:
+    """ExeGPT section 7.1: low in most tasks, high in translation."""
+    drawn = np.random.default_rng(5).integers(1, 400, (500, 2))
+    options = PlanOptions(max_request_latency_s=20.0)
+    alike = np.column_stack([drawn[:, 0], drawn[:, 0] // 2 + drawn[:, 1] // 4 + 1])
+    path = tmp_path / "lengths.csv"
+    for rows, is_correlated in ((drawn, False), (alike, True)):
+        path.write_text(HEADER + "".join(f"{prompt},{output}\n" for prompt, output in rows))
+        found = request_lengths(path)
+        assert found.correlation == pytest.approx(np.corrcoef(rows.T)[0, 1])
+        assert found.are_correlated is is_correlated
+        assert ("random order" in lengths(bound_request(Requests(found), options))) is is_correlated
+    path.write_text(f"{HEADER}5,10\n5,20\n")
+    assert request_lengths(path).correlation == 0
