@@ -142,7 +142,7 @@ class RequestLengths:
         """The lengths of requests [n] that were seen, with their correlation."""
         tokens = np.array([prompts, outputs], dtype=np.float64)
         varied = bool((tokens.min(axis=1) < tokens.max(axis=1)).all())
-        correlation = float(np.corrcoef(tokens)[0, 1]) if varied else 0.0
+        correlation = float(np.corrcoef(*tokens).min()) if varied else 0.0
         of_sample = LengthDistribution.of_sample
         return cls(of_sample(prompts), of_sample(outputs), correlation)
 
