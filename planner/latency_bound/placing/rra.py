@@ -182,7 +182,7 @@ class RraPlaced:
         """The timeline of a schedule."""
         return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
 
-    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed:
         """What is seen of so many requests in a simulation of a schedule's events."""
         watch = Watch(SETTLING * schedule.decode_requests, count)
         generator = np.random.default_rng(0)

@@ -223,7 +223,7 @@ class WaaPlaced:
         times = self.prefill.times, self.decode.times
         return waa_timeline(*times, self._handover_s, self.request.lengths, schedule, quantile)
 
-    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed:
         """What is seen of so many requests in a simulation of a schedule's events."""
         watch = Watch(SETTLING * schedule.decode_requests, count)
         times, lengths = (self.prefill.times, self.decode.times), self.request.lengths
