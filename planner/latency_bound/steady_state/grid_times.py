@@ -81,7 +81,7 @@ def decodes_s(
 
 
 def mean_prefill_s(times: StageTimes, requests: float, prompts: LengthDistribution) -> FloatArray:
-    """Mean compute seconds [N] of a micro-batch of so many requests with prompts of these lengths."""
+    """Mean compute seconds [N] of a micro-batch of so many prompts of these lengths."""
     if isinstance(times, GridTimes):
         return times.mean_prefill_s(requests, prompts)
     classes = zip(*_classes(prompts), strict=True)
