@@ -44,6 +44,14 @@ class LengthDistribution:
                 f"probabilities of lengths sum to {total:g}; give ones above 0, in all 1"
             )
 
+    def __hash__(self) -> int:
+        """A hash of all lengths, which is found once: what is known of them is looked up often."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.lengths, self.probabilities))
+
     @classmethod
     def of_sample(cls, tokens: Sequence[int] | IntArray) -> LengthDistribution:
         """The distribution of lengths that were seen."""

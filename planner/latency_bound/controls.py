@@ -17,11 +17,12 @@ monotone is no control:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, floor
 
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import Completions
-from planner.length_distribution import RequestLengths
+from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MOST_PREFILL_TOKENS
 from planner.scheduling import RequestSchedule, ScheduleKind
 
@@ -79,16 +80,21 @@ def rra_schedule(
     prefill_micro_batch: int,
 ) -> RequestSchedule:
     """The schedule of these controls, with as many requests decoding as its turns bring."""
-    completions = Completions(lengths.outputs, decode_steps)
     return RequestSchedule(
         "rra",
         prefill_requests,
-        max(1, round(completions.decode_requests(prefill_requests))),
+        max(1, round(prefill_requests * mean_phases(lengths.outputs, decode_steps))),
         decode_steps,
         groups,
         prefill_micro_batch,
         lengths.prompts.mean,
     )
+
+
+@lru_cache(maxsize=4096)
+def mean_phases(outputs: LengthDistribution, decode_steps: int) -> float:
+    """Mean number of phases for which a request stays (`planner.latency_bound.completions`)."""
+    return Completions(outputs, decode_steps).phases
 
 
 def waa_schedule(

@@ -16,7 +16,7 @@ from planner.latency_bound.completions import Completions
 from planner.latency_bound.controls import prefill_sizes
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.timeline import mean_prefill_s
+from planner.latency_bound.steady_state.grid_times import decodes_s, mean_prefill_s
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -95,10 +95,11 @@ def shortest_turns(
 
 def shortest_round(times: StageTimes, requests: int, context: float, most_groups: int) -> int:
     """The number of groups, at most so many, of which a decode step of all takes the least time."""
-    return min(
-        range(1, most_groups + 1),
-        key=lambda groups: round_s(times, groups, requests / groups, context),
-    )
+    groups = np.arange(1.0, most_groups + 1)
+    sizes = np.maximum(1.0, requests / groups)
+    compute_s, hop_s = decodes_s(times, sizes, np.full(most_groups, context))
+    busiest_s = groups * np.maximum(compute_s, hop_s).max(axis=1)
+    return 1 + int(np.maximum(busiest_s, (compute_s + hop_s).sum(axis=1)).argmin())
 
 
 def round_s(times: StageTimes, groups: int, requests: float, context: float) -> float:
@@ -115,10 +116,9 @@ def _rounds_s(times: StageTimes, lengths: RequestLengths, schedule: RequestSched
     newcomers = schedule.prefill_requests / groups
     timed, alive, before = _timed_steps(lengths.outputs, count)
     contexts = lengths.prompts.mean + 1 + before
-    seconds = [
-        round_s(times, groups, newcomers * share, context)
-        for share, context in zip(alive.tolist(), contexts.tolist(), strict=True)
-    ]
+    compute_s, hop_s = decodes_s(times, np.maximum(1.0, newcomers * alive), contexts)
+    busiest_s = groups * np.maximum(compute_s, hop_s).max(axis=1)
+    seconds = np.maximum(busiest_s, (compute_s + hop_s).sum(axis=1))
     return np.asarray(np.interp(np.arange(count), timed, seconds))
 
 

@@ -10,6 +10,7 @@ from planner.cluster.device import Device
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel, expanded
 from planner.latency_bound.stage_times import PipelineTimes
+from planner.latency_bound.steady_state.grid_times import GridTimes
 from planner.micro_batches import MicroBatches
 from planner.plan.builder import Solution, solution_quality
 from planner.simulation.simulation import OccupiedStages, occupied_stages
@@ -27,8 +28,13 @@ class Placement:
         self.stages: OccupiedStages = occupied_stages(solution.devices, first_layer)
 
     @cached_property
-    def times(self) -> PipelineTimes:
-        """Seconds of passes on the stages."""
+    def times(self) -> GridTimes:
+        """Seconds of passes on the stages, quick enough for a search."""
+        return GridTimes(self.exact_times)
+
+    @cached_property
+    def exact_times(self) -> PipelineTimes:
+        """Seconds of passes on the stages, as the plan has them."""
         stages = self.stages
         return PipelineTimes(self.costs, stages.devices, stages.first_layer, self.bitwidth)
 

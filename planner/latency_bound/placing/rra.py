@@ -19,6 +19,7 @@ from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.estimates import estimated_rra, shortest_turns
+from planner.latency_bound.placing.known_room import KnownRoom, Need
 from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
@@ -181,11 +182,11 @@ class RraPlaced:
         """The timeline of a schedule."""
         return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
 
-    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed:
         """What is seen of so many requests in a simulation of a schedule's events."""
         watch = Watch(SETTLING * schedule.decode_requests, count)
         generator = np.random.default_rng(0)
-        times, lengths = self.placement.times, self.request.lengths
+        times, lengths = self.placement.exact_times, self.request.lengths
         return simulate_rra(times, lengths, schedule, watch, generator)
 
     def start(self, schedule: RequestSchedule) -> Start:
@@ -230,9 +231,18 @@ class RraPlaced:
         return self._known_turns[key]
 
     def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:
-        workload = self.placement.costs.in_flight(self.job, most_in_flight(schedule))
-        sizes = MicroBatches(prefill_micro_batch, most_in_group(schedule))
-        return self.placement.has_room(workload, sizes)
+        need = most_in_flight(schedule), prefill_micro_batch, most_in_group(schedule)
+        return self._room(need)
+
+    @cached_property
+    def _room(self) -> KnownRoom:
+        """Whether requests in flight have room, in micro-batches of either phase."""
+
+        def has_room(need: Need) -> bool:
+            workload = self.placement.costs.in_flight(self.job, need[0])
+            return self.placement.has_room(workload, MicroBatches(*need[1:]))
+
+        return KnownRoom(has_room)
 
     @cached_property
     def _controls(self) -> RraControls:

@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+import numpy as np
+
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.controls import prefill_sizes, waa_schedule
-from planner.latency_bound.events.watch import Observed
+from planner.latency_bound.events.waa import simulate_waa
+from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.divisions import Division, balanced_divisions
@@ -37,6 +40,9 @@ from planner.search.groupings import first_sets
 from planner.search.job.in_flight import JobSearch
 from planner.workload import MAX_REQUESTS, Job, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError
+
+SETTLING = 3
+"""Times as many requests as decode that begin before any are watched."""
 
 SHARES = (0.5, 1 / 8)
 """Shares of the requests that stages which decode have room for, to begin with."""
@@ -217,9 +223,12 @@ class WaaPlaced:
         times = self.prefill.times, self.decode.times
         return waa_timeline(*times, self._handover_s, self.request.lengths, schedule, quantile)
 
-    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
-        """Nothing: there is no simulation of events yet."""
-        return None
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed:
+        """What is seen of so many requests in a simulation of a schedule's events."""
+        watch = Watch(SETTLING * schedule.decode_requests, count)
+        times, lengths = (self.prefill.times, self.decode.times), self.request.lengths
+        generator = np.random.default_rng(0)
+        return simulate_waa(times, self._handover_s, lengths, schedule, watch, generator)
 
     def start(self, schedule: RequestSchedule) -> Start:
         """To place layers again for a schedule. A side that is slower than it need be to keep up

@@ -8,6 +8,7 @@ more in a phase without newcomers, which counts where turns are small and freque
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from planner.latency_bound.steady_state.group_sizes import GroupSizes
 from planner.length_distribution import FloatArray, LengthDistribution
 from planner.scheduling import RequestSchedule
 
-_ROUNDS_TO_SETTLE = 4
+_ROUNDS_TO_SETTLE, _SETTLED = 4, 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +36,22 @@ class Phases:
     def of(cls, schedule: RequestSchedule, outputs: LengthDistribution) -> Phases:
         """The phases of groups that follow `schedule`."""
         steps = schedule.decode_steps
-        short, long = (Completions(outputs, count) for count in (steps, steps + 1))
+        short, long = (_completions(outputs, count) for count in (steps, steps + 1))
         more = 0.0  # share of phases with a step more
         for _ in range(_ROUNDS_TO_SETTLE):
             ended = (1 - more) / short.phases + more / long.phases
             sizes = GroupSizes.of(schedule, min(1.0, ended))
-            more = sizes.none_come
+            before, more = more, sizes.none_come
+            if abs(more - before) < _SETTLED:
+                break
         left = (1 - more) * short.decoding / short.phases
         left += more * long.decoding[1:] / long.phases
         reached = 1 - sizes.all_ended(1 - left)
         requests = np.divide(sizes.mean * left, reached, out=np.ones(steps), where=reached > 0)
         tokens = (1 - more) * short.answer_tokens + more * long.answer_tokens[1:]
         return cls(sizes, reached, np.maximum(requests, 1.0), tokens)
+
+
+@lru_cache(maxsize=1024)
+def _completions(outputs: LengthDistribution, decode_steps: int) -> Completions:
+    return Completions(outputs, decode_steps)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import comb
 
 import numpy as np
 
 from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.steady_state.grid_times import decodes_s
 from planner.latency_bound.steady_state.phases import Phases
 from planner.latency_bound.steady_state.tandem import PassTimes
 from planner.length_distribution import FloatArray
@@ -14,6 +17,9 @@ from planner.length_distribution import FloatArray
 _TIMED_ROUNDS = 16
 """Rounds of a phase that are timed; requests end one after the other, so that time changes little
 and steadily between them."""
+
+_SURE = 1e-9
+"""A chance of less is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +50,12 @@ class DecodeRounds:
         reached = self.phases.reached
         last = max(0, int(np.count_nonzero(reached > 1e-12)) - 1)
         timed = np.unique(np.linspace(0, last, min(last + 1, _TIMED_ROUNDS)).round().astype(int))
-        steps = [self.step(int(place)) for place in timed]
+        contexts = self.prompt_tokens + self.phases.answer_tokens[timed]
+        compute_s, hop_s = decodes_s(self.times, self.phases.requests[timed], contexts)
         places = np.arange(len(reached))
-        busiest_s = np.interp(places, timed, [each.busiest_s for each in steps])
-        alone_s = np.interp(places, timed, [each.alone_s for each in steps])
+        longest_s = np.maximum(compute_s, hop_s).max(axis=1)
+        busiest_s = np.interp(places, timed, longest_s)
+        alone_s = np.interp(places, timed, (compute_s + hop_s).sum(axis=1))
         return (
             _expected_s(self.groups, reached, busiest_s, alone_s, 0),
             _expected_s(self.groups - 1, reached, busiest_s, alone_s, 1),
@@ -64,12 +72,20 @@ def _expected_s(
     """Mean seconds of rounds in which each of `groups` groups has requests with chance `reached`,
     and `surely` more have.
     """
-    from scipy.special import gammaln  # takes a tenth of a second, which commands do not wait for
+    all_of_them = groups + surely
+    expected_s = np.maximum(all_of_them * busiest_s, alone_s) if all_of_them else 0 * alone_s
+    some = np.flatnonzero(reached < 1 - _SURE)
+    if len(some):
+        count = np.arange(groups + 1)[None, :]
+        chance = np.clip(reached[some], 0.0, 1.0)[:, None]
+        chances = _ways(groups) * chance**count * (1 - chance) ** (groups - count)
+        active = count + surely
+        each_s = np.maximum(active * busiest_s[some, None], alone_s[some, None])
+        expected_s[some] = (chances * np.where(active, each_s, 0.0)).sum(axis=1)
+    return np.asarray(expected_s)
 
-    count = np.arange(groups + 1)[None, :]
-    chance = np.clip(reached, 0.0, 1.0)[:, None]
-    ways = np.exp(gammaln(groups + 1) - gammaln(count + 1) - gammaln(groups - count + 1))
-    chances = ways * chance**count * (1 - chance) ** (groups - count)
-    active = count + surely
-    seconds = np.where(active, np.maximum(active * busiest_s[:, None], alone_s[:, None]), 0.0)
-    return np.asarray((chances * seconds).sum(axis=1))
+
+@lru_cache(maxsize=256)
+def _ways(groups: int) -> FloatArray:
+    """Ways to choose 0, 1, … of so many groups [groups + 1]."""
+    return np.array([float(comb(groups, count)) for count in range(groups + 1)])

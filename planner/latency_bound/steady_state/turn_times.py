@@ -9,9 +9,9 @@ from math import sqrt
 import numpy as np
 
 from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.steady_state.grid_times import mean_prefill_s
 from planner.latency_bound.steady_state.group_sizes import GroupSizes
 from planner.latency_bound.steady_state.tandem import PassTimes
-from planner.latency_bound.timeline import mean_prefill_s
 from planner.length_distribution import FloatArray, LengthDistribution
 
 GOLDEN, SILVER = (sqrt(5) - 1) / 2, sqrt(2) - 1

@@ -1,0 +1,269 @@
+"""Discrete-event simulation of WAA with lengths drawn at random: some stages prefill, their keys
+and values are handed over one micro-batch after the other, and other stages decode.
+
+Names of the paper and here: B_E is `prefill_requests` of the schedule, B_D `decode_requests`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil, inf
+
+import numpy as np
+
+from planner.latency_bound.events.decode_group import DecodeGroup
+from planner.latency_bound.events.drawn_requests import DrawnRequest, RequestQueue
+from planner.latency_bound.events.passes import PipelineOfRequests
+from planner.latency_bound.events.watch import Observed, Watch
+from planner.latency_bound.stage_times import StageTimes
+from planner.length_distribution import RequestLengths
+from planner.scheduling import RequestSchedule
+
+WAITING = 1
+"""Prefill micro-batches, and turns, under way beside one for each stage that prefills."""
+
+SHORT_PROMPTS = 2
+"""The requests of a micro-batch, or turn, that short prompts may make of one that was planned."""
+
+
+def simulate_waa(
+    times: tuple[StageTimes, StageTimes],
+    handover_s_per_token: float,
+    lengths: RequestLengths,
+    schedule: RequestSchedule,
+    watch: Watch,
+    generator: np.random.Generator,
+) -> Observed:
+    """Simulate what the runtime does under `schedule`, from when all stages are empty; `times` are
+    those of stages that prefill, and of stages that decode. Latencies count from when a prefill is
+    submitted.
+
+    The keys and values of a prompt take `handover_s_per_token` for each of its tokens. Memory is
+    never short, and what stages do is known at once.
+    """
+    prefill_times, decode_times = times
+    usual = lengths.prompts.mean, lengths.prompts.longest
+    run = _WaaRun(
+        RequestQueue(lengths, generator),
+        _Prefill(prefill_times, schedule, usual, watch),
+        _Decode(decode_times, schedule),
+        _Pace(schedule, prefill_times.stages),
+        watch,
+    )
+    run.run(handover_s_per_token)
+    return watch.observed()
+
+
+class _Prefill:
+    """The stages that prefill: a queue, and the micro-batches under way."""
+
+    def __init__(
+        self, times: StageTimes, schedule: RequestSchedule, usual: tuple[float, int], watch: Watch
+    ) -> None:
+        self._pipeline, self._watch = PipelineOfRequests(times), watch
+        self._most_under_way = times.stages + WAITING
+        size, (mean, longest) = schedule.prefill_micro_batch, usual
+        self._most = SHORT_PROMPTS * size
+        self._usual_tokens, self._most_tokens = size * mean, size * longest
+        self._even_tokens = self._usual_tokens * (1 + schedule.tolerance)
+        self._waiting: deque[DrawnRequest] = deque()
+        self._waiting_tokens = 0
+        self._under_way: deque[tuple[float, list[DrawnRequest]]] = deque()
+
+    @property
+    def next_s(self) -> float:
+        """When the oldest micro-batch is back."""
+        return self._under_way[0][0] if self._under_way else inf
+
+    def add(self, requests: Sequence[DrawnRequest]) -> None:
+        """Put requests at the end of the queue."""
+        self._waiting.extend(requests)
+        self._waiting_tokens += sum(each.prompt for each in requests)
+
+    def submit(self, now_s: float) -> None:
+        """Submit what may be under way."""
+        while self._waiting and len(self._under_way) < self._most_under_way:
+            taken = [self._waiting.popleft() for _ in range(self._newcomers())]
+            prompts = [each.prompt for each in taken]
+            self._waiting_tokens -= sum(prompts)
+            self._watch.begin(taken, now_s, bounds=True)
+            self._under_way.append((self._pipeline.prefill(prompts, now_s), taken))
+
+    def take_back(self) -> list[DrawnRequest]:
+        """The requests of the oldest micro-batch, which is back."""
+        return self._under_way.popleft()[1]
+
+    def _newcomers(self) -> int:
+        """How many requests make the next micro-batch: about as many tokens as usual, and of what
+        is less than two of these, halves.
+        """
+        left, wanted = self._waiting_tokens, self._usual_tokens
+        if left < 2 * wanted:
+            wanted = left if left <= self._even_tokens else left / 2
+        taken = total = 0
+        for request in islice(self._waiting, self._most):
+            text = request.prompt
+            if taken and (total + text / 2 > wanted or total + text > self._most_tokens):
+                break
+            total += text
+            taken += 1
+        return taken
+
+
+class _Decode:
+    """The stages that decode: groups, each with a step under way or resting, and the requests that
+    have come and join a group between two of its steps.
+    """
+
+    def __init__(self, times: StageTimes, schedule: RequestSchedule) -> None:
+        self._pipeline = PipelineOfRequests(times)
+        most = most_requests(schedule)
+        self._most_in_group = -(-most // schedule.decode_micro_batches)
+        self._groups = [DecodeGroup() for _ in range(-(-most // self._most_in_group))]
+        self._resting = deque(self._groups)
+        self._under_way: deque[tuple[float, DecodeGroup]] = deque()
+        self._arrived: deque[DrawnRequest] = deque()
+        self._in_groups = 0
+
+    @property
+    def next_s(self) -> float:
+        """When the oldest step is back."""
+        return self._under_way[0][0] if self._under_way else inf
+
+    def add(self, requests: Sequence[DrawnRequest]) -> None:
+        """Take in requests whose keys and values have come."""
+        self._arrived.extend(requests)
+
+    def submit(self, now_s: float) -> None:
+        """Have every resting group make a step that has requests, in the order of their coming."""
+        for _ in range(len(self._resting)):
+            group = self._resting.popleft()
+            self._join(group)
+            if group.size:
+                back_s = self._pipeline.decode(group.size, group.context_tokens, now_s)
+                self._under_way.append((back_s, group))
+            else:
+                self._resting.append(group)
+
+    def take_back(self) -> list[DrawnRequest]:
+        """Count the oldest step, which is back; returns who has ended with it."""
+        _, group = self._under_way.popleft()
+        ended = group.made_step()
+        self._in_groups -= len(ended)
+        self._resting.append(group)
+        return ended
+
+    def _join(self, group: DecodeGroup) -> None:
+        if not self._arrived:
+            return
+        even = ceil((self._in_groups + len(self._arrived)) / len(self._groups))
+        room = max(0, min(even, self._most_in_group) - group.size)
+        joining = [self._arrived.popleft() for _ in range(min(room, len(self._arrived)))]
+        group.join(joining)
+        self._in_groups += len(joining)
+
+
+class _Pace:
+    """Says how many prompts make the next turn (ExeGPT section 5.2)."""
+
+    def __init__(self, schedule: RequestSchedule, stages: int) -> None:
+        self._schedule = schedule
+        self._most = most_requests(schedule)
+        self._most_prefilling = (stages + WAITING) * schedule.prefill_requests
+        self._ahead = SHORT_PROMPTS * schedule.prefill_requests
+
+    def turn(self, queue: RequestQueue, load: _Load) -> list[DrawnRequest]:
+        """Take the requests that begin now, if any do."""
+        schedule = self._schedule
+        present = load.decoding + max(0, load.prefilling - load.leaving)
+        if present > schedule.decode_requests:
+            return []
+        room = min(self._most - present, self._most_prefilling - load.prefilling, self._ahead)
+        wanted = min(schedule.prefill_requests, room)
+        if wanted < 1:
+            return []
+        tokens = wanted * schedule.mean_prompt_tokens
+        within = (1 - schedule.tolerance) * tokens, (1 + schedule.tolerance) * tokens
+        return queue.take(wanted, 0, room, within)
+
+
+@dataclass(slots=True)
+class _Load:
+    """Requests in flight: those whose prompts wait or are prefilled, and those that are handed over
+    and `decoding`; so many of these were `leaving` while the last one was prefilled.
+    """
+
+    prefilling: int = 0
+    decoding: int = 0
+    leaving: int = 0
+    ended: int = 0
+
+
+class _WaaRun:
+    """The state of a simulation."""
+
+    def __init__(
+        self, queue: RequestQueue, prefill: _Prefill, decode: _Decode, pace: _Pace, watch: Watch
+    ) -> None:
+        self._queue, self._pace, self._watch = queue, pace, watch
+        self._prefill, self._decode = prefill, decode
+        self._load = _Load()
+        self._ended_before: deque[int] = deque()  # those that had when each began that prefills
+        self._moving: deque[tuple[float, list[DrawnRequest]]] = deque()
+        self._moved_s = 0.0
+
+    def run(self, handover_s_per_token: float) -> None:
+        """Run until all that are watched have ended."""
+        self._begin(0.0)
+        while not self._watch.done:
+            prefilled_s, decoded_s = self._prefill.next_s, self._decode.next_s
+            moved_s = self._moving[0][0] if self._moving else inf
+            if decoded_s <= prefilled_s and decoded_s <= moved_s:
+                now_s = decoded_s
+                self._end(self._decode.take_back(), now_s)
+            elif moved_s <= prefilled_s:
+                now_s = moved_s
+                self._decode.add(self._moving.popleft()[1])
+            else:
+                now_s = prefilled_s
+                self._take_prefilled(now_s, handover_s_per_token)
+            self._begin(now_s)
+            self._decode.submit(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        """Begin what may begin."""
+        load = self._load
+        while turn := self._pace.turn(self._queue, load):
+            load.prefilling += len(turn)
+            self._ended_before.extend([load.ended] * len(turn))
+            self._prefill.add(turn)
+        self._prefill.submit(now_s)
+
+    def _take_prefilled(self, now_s: float, handover_s_per_token: float) -> None:
+        """Take in first tokens; those who want more are handed over, after those before them."""
+        requests, load = self._prefill.take_back(), self._load
+        going = [each for each in requests if each.output > 1]
+        for each in requests:
+            load.leaving = load.ended - self._ended_before.popleft()
+            if each.output == 1:
+                load.ended += 1
+        load.prefilling -= len(requests)
+        load.decoding += len(going)
+        self._watch.end((each for each in requests if each.output == 1), now_s)
+        if going:
+            seconds = handover_s_per_token * sum(each.prompt for each in going)
+            self._moved_s = max(self._moved_s, now_s) + seconds
+            self._moving.append((self._moved_s, going))
+
+    def _end(self, requests: Sequence[DrawnRequest], now_s: float) -> None:
+        self._watch.end(requests, now_s)
+        self._load.decoding -= len(requests)
+        self._load.ended += len(requests)
+
+
+def most_requests(schedule: RequestSchedule) -> int:
+    """The most requests in flight that the tolerance allows."""
+    return max(schedule.decode_requests, int((1 + schedule.tolerance) * schedule.decode_requests))
