@@ -17,7 +17,7 @@ PROMPT, ANSWER = 100, 11
 
 @dataclass(frozen=True)
 class _OneStage:
-    """A stage whose prefills take so long for each request, and decode steps alike; no transfers."""
+    """A stage whose prefills take so long for each request, and all decode steps the same."""
 
     prompt_s: float
     step_s: float
