@@ -39,11 +39,11 @@ class GridTimes:
 
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         """Compute seconds of the prompts of a micro-batch [N]."""
-        return self._prefill.at(np.array([requests]), np.array([prompt_tokens]))[0]
+        return np.asarray(self._prefill.at(np.array([requests]), np.array([prompt_tokens]))[0])
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         """Compute seconds of a decode step [N]."""
-        return self._decode.at(np.array([requests]), np.array([context_tokens]))[0]
+        return np.asarray(self._decode.at(np.array([requests]), np.array([context_tokens]))[0])
 
     def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         """Seconds of the transfers behind the stages for the prompts of a micro-batch [N]."""
