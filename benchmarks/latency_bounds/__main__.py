@@ -10,6 +10,11 @@ changed_lengths    outputs unlike those that a schedule is for (fig. 11)
 recorded           recorded lengths (fig. 10)
 scheduling_cost    evaluations and CPU seconds beside exhaustive search (section 7.7)
 variance           seconds from turn to turn and from step to step (table 7)
+
+and of our own:
+
+timelines          random schedules beside simulations of their events
+emulated           two mixed clusters played by actors: as run beside as planned
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from benchmarks.latency_bounds import emulated, timelines
 from benchmarks.latency_bounds.paper.tables import (
     changed_lengths,
     existing,
@@ -37,6 +43,8 @@ PARTS = {
     "recorded": recorded,
     "scheduling_cost": scheduling_cost,
     "variance": variance,
+    "timelines": timelines,
+    "emulated": emulated,
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.latency_bounds.random_times import random_times
 from planner.latency_bound.completions import Completions, waa_decode_requests
+from planner.latency_bound.controls import prefill_sizes
 from planner.latency_bound.stage_times import StageTimes
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
@@ -89,7 +90,7 @@ def random_waa(rng: np.random.Generator) -> WaaCase:
         max(1, in_flight),
         1,
         int(rng.integers(1, stages - prefill + 2)),
-        _log_uniform(rng, 1, 16),
+        int(rng.choice(prefill_sizes(newcomers, lengths.prompts.mean))),
         lengths.prompts.mean,
     )
     decode = random_times(rng, stages - prefill)

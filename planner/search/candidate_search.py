@@ -44,6 +44,11 @@ class SearchTime:
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         self._end_s, self._clock = clock() + limit_s, clock
 
+    @property
+    def is_over(self) -> bool:
+        """Whether time is up, so that only what has to be is searched for."""
+        return self._clock() >= self._end_s
+
     def next_s(self) -> float:
         """Seconds for the next search; once time is up enough for its first plan only."""
         return max(LEAST_SOLVE_S, (self._end_s - self._clock()) / 2)

@@ -71,6 +71,7 @@ class Alternation:
         self._planner, self._prompts = planner, prompts
         self._search_time, self._tolerance = search_time, tolerance
         self._pool: dict[Hashable, Placed] = {}
+        self._placed: dict[tuple[Start, float], Placed | None] = {}
         self._known: dict[Hashable, dict[Point, Performance]] = {}
 
     @property
@@ -89,12 +90,15 @@ class Alternation:
         """The best schedule found within the bound at this theta; None where none keeps it."""
         if not self._pool:
             for start in self._planner.starts():
-                self._place(start, theta)
+                if start.only_bits is None or not self._search_time.is_over:
+                    self._place(start, theta)
         best = self._best_known(theta, bound_s)
         if best is None:
             return None
         best = self._descend(best.start, theta, bound_s, best)
         for start in best.placed.near(best.placed.schedule(best.point)):
+            if self._search_time.is_over:
+                break
             best = self._descend(start, theta, bound_s, best)
         return self._best_crossed(theta, bound_s, best)
 
@@ -126,6 +130,8 @@ class Alternation:
     def _best_crossed(self, theta: float, bound_s: float, best: Candidate) -> Candidate:
         """The best schedule on parts of the best placement and of others."""
         for _ in range(MOST_TURNS):
+            if self._search_time.is_over:
+                break
             before = best
             for placed in self._crossed(before.placed):
                 best = self._better(placed, theta, bound_s, best) or best
@@ -140,15 +146,21 @@ class Alternation:
 
     def _place(self, start: Start, theta: float) -> Placed | None:
         """The best placement for a schedule, which is known from then on; None where none fits."""
-        try:
-            placed = self._planner.placed(start, theta, self._search_time.next_s())
-        except InfeasibleError:
-            return None
-        return self._pool.setdefault(placed.key, placed)
+        key = start, theta
+        if key not in self._placed:
+            try:
+                placed = self._planner.placed(start, theta, self._search_time.next_s())
+            except InfeasibleError:
+                self._placed[key] = None
+            else:
+                self._placed[key] = self._pool.setdefault(placed.key, placed)
+        return self._placed[key]
 
     def _descend(self, start: Start, theta: float, bound_s: float, best: Candidate) -> Candidate:
         """Improve in turns from `start` on; the best there is then."""
         for _ in range(MOST_TURNS):
+            if self._search_time.is_over:
+                return best
             placed = self._place(start, theta)
             found = None if placed is None else self._better(placed, theta, bound_s, best)
             if found is None:

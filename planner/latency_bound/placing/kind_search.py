@@ -79,6 +79,8 @@ class KindSearch:
         tolerance: Tolerance,
     ) -> None:
         self._alternation = Alternation(planner, prompts, search_time, tolerance)
+        self._search_time = search_time
+        self._simulated: dict[tuple[Hashable, Point], Scheduled] = {}
         self._prompts, self._quantile, self._tolerance = prompts, quantile, tolerance
         self._factor = 1.0
         self._known: dict[Hashable, dict[Point, Performance]] = {}
@@ -110,7 +112,7 @@ class KindSearch:
         """The best by estimates, as far as these are right."""
         found = self._alternation.best(theta, bound_s * self._factor)
         for _ in range(MOST_CALIBRATIONS):
-            if found is None or math.isinf(bound_s):
+            if found is None or math.isinf(bound_s) or self._search_time.is_over:
                 break
             exact = self._exact(found.placed, found.point, self._quantile)
             factor = found.performance.latency_s / exact.latency_s
@@ -138,6 +140,13 @@ class KindSearch:
         return known[point]
 
     def _scheduled(self, placed: Placed, point: Point) -> Scheduled:
+        """The schedule of a point, simulated once."""
+        key = placed.key, point
+        if key not in self._simulated:
+            self._simulated[key] = self._seen(placed, point)
+        return self._simulated[key]
+
+    def _seen(self, placed: Placed, point: Point) -> Scheduled:
         schedule = placed.schedule(point)
         timeline = placed.timeline(schedule, self._quantile)
         rate, latency_s = timeline.performance.requests_per_s, timeline.performance.latency_s
