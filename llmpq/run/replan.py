@@ -13,6 +13,7 @@ from llmpq.workload.bounded_plan import bounded_plan
 from llmpq.workload.request_lengths import Requests, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.request import BOUND
+from planner.latency_bound.rescheduling import reschedule
 from planner.length_distribution import RequestLengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
@@ -88,13 +89,7 @@ def _planned(
 ) -> PlanSpec:
     """The best plan for the model of `plan` and for `workload`, from another origin."""
     cluster, options = origin.cluster_spec(), _usable(origin.options)
-    shape = model_shape(model or plan.model.source)
-    if shape.fingerprint() != plan.model.fingerprint:
-        raise SpecError(
-            f"{model or plan.model.source} is not the {plan.model.name} of the plan; pass its "
-            "folder as --model"
-        )
-    source = plan.model.source
+    shape, source = _shape_of(plan, model), plan.model.source
     if options.bounds_requests:
         found = _within_bound(plan, cluster, shape, options, _requests(plan, workload))
         return replace(found, origin=origin, importance=plan.importance)
@@ -106,6 +101,17 @@ def _planned(
         found = find(cluster, shape, source, workload, replace(options, max_latency_s=None))
         _warn(f"max_latency_s {options.max_latency_s:g} cannot be kept with what is left")
     return replace(found, origin=origin, importance=plan.importance)  # the same codes again
+
+
+def _shape_of(plan: PlanSpec, model: str | None) -> ModelShape:
+    """The model of `plan`, at another place where one is given; raises `SpecError` for another."""
+    shape = model_shape(model or plan.model.source)
+    if shape.fingerprint() != plan.model.fingerprint:
+        raise SpecError(
+            f"{model or plan.model.source} is not the {plan.model.name} of the plan; pass its "
+            "folder as --model"
+        )
+    return shape
 
 
 def _requests(plan: PlanSpec, workload: Workload | Job) -> Requests:
@@ -152,18 +158,24 @@ def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None =
         ) from error
 
 
-def reschedule_measured(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+def reschedule_measured(
+    plan: PlanSpec, lengths: RequestLengths, model: str | None = None
+) -> PlanSpec:
     """Make another schedule for the stages of `plan` and requests of the lengths that its run has
     measured; layers and bits stay where they are (ExeGPT section 7.6).
 
-    Raises `SpecError` where stages only prefill or decode, and what the search raises.
+    `model`: another place of the same model. Raises `SpecError` where stages only prefill or
+    decode, and what the search raises.
     """
     if plan.policy.followed_schedule.divides:
-        raise SpecError("stages that only prefill or decode keep their schedule while they run")
-    from planner.latency_bound.rescheduling import reschedule  # type: ignore[import-not-found, unused-ignore]
-
-    found: PlanSpec = reschedule(plan, lengths)
-    return found
+        raise SpecError(
+            "stages that only prefill or only decode keep their schedule while they run, as their "
+            "layers are placed for it; plan again with --lengths of what was measured"
+        )
+    # Bits are as they are, so nothing that is about quality is read again.
+    origin = _origin_of(plan)
+    options = replace(origin.options, omega_file=None, importance=None, max_ppl_delta=None)
+    return reschedule(plan, _shape_of(plan, model), _usable(options), lengths)
 
 
 def rescheduled_text(old: PlanSpec, new: PlanSpec) -> str:

@@ -32,6 +32,7 @@ from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
+from planner.length_distribution import RequestLengths
 from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
 from planner.scheduling import BOUNDED
@@ -240,12 +241,15 @@ class Run:
         def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
             return replan_measured(plan, measured, self._shared.model_folder)
 
+        def other(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+            return reschedule_measured(plan, lengths, self._shared.model_folder)
+
         options = self._options
         planning = Planning(
             options.drift,
             partial(self._shared.tell, "drift", 0.0),
             again if options.replan == "auto" else None,
-            reschedule=reschedule_measured if options.reschedules(self.plan) else None,
+            reschedule=other if options.reschedules(self.plan) else None,
         )
         return DriftControl(self.rows.record, planning)
 

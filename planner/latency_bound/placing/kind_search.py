@@ -138,11 +138,16 @@ class KindSearch:
         return known[point]
 
     def _scheduled(self, placed: Placed, point: Point) -> Scheduled:
-        schedule = placed.schedule(point)
-        timeline = placed.timeline(schedule, self._quantile)
-        rate, latency_s = timeline.performance.requests_per_s, timeline.performance.latency_s
-        count = ceil(LEAST_LATE / (1 - self._quantile))
-        observed = placed.observed(schedule, count)
-        if observed is not None:
-            rate, latency_s = observed.requests_per_s, observed.latency_s(self._quantile)
-        return Scheduled(placed, schedule, timeline, observed, latency_s, self._prompts / rate)
+        return scheduled(placed, placed.schedule(point), self._quantile, self._prompts)
+
+
+def scheduled(
+    placed: Placed, schedule: RequestSchedule, quantile: float, prompts: int
+) -> Scheduled:
+    """What a schedule of a job of so many prompts reaches where its layers lie."""
+    timeline = placed.timeline(schedule, quantile)
+    rate, latency_s = timeline.performance.requests_per_s, timeline.performance.latency_s
+    observed = placed.observed(schedule, ceil(LEAST_LATE / (1 - quantile)))
+    if observed is not None:
+        rate, latency_s = observed.requests_per_s, observed.latency_s(quantile)
+    return Scheduled(placed, schedule, timeline, observed, latency_s, prompts / rate)
