@@ -79,7 +79,6 @@ def latency_forecast(
     scheduled: Scheduled, request: BoundRequest, evaluations: int
 ) -> LatencyForecast:
     """What a schedule should reach."""
-    seen, timeline = scheduled.observed, scheduled.timeline
     rate = scheduled.requests_per_s
     return LatencyForecast(
         lengths=request.lengths,
@@ -88,8 +87,8 @@ def latency_forecast(
         requests_per_s=rate,
         tokens_per_s=rate * request.lengths.outputs.mean,
         latency_s=scheduled.latency_s,
-        mean_latency_s=timeline.mean_latency_s if seen is None else seen.mean_latency_s,
-        admission_wait_s=timeline.admission_wait_s,
+        mean_latency_s=scheduled.observed.mean_latency_s,
+        admission_wait_s=scheduled.timeline.admission_wait_s,
         evaluations=evaluations,
     )
 

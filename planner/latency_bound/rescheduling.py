@@ -5,20 +5,17 @@ they run.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import partial
 
 from planner.cluster.device import Device
 from planner.cluster.groups import devices_of
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_search import TOLERANCE
-from planner.latency_bound.controls import rra_schedule
+from planner.latency_bound.branch_and_bound import Evaluations, best_evaluated
 from planner.latency_bound.job import PROMPTS, most_in_flight, sampled_lengths
-from planner.latency_bound.placing.kind_search import LEAST_LATE, KindSearch, Scheduled
-from planner.latency_bound.placing.placed import Start
+from planner.latency_bound.placing.kind_search import CHECKS, Scheduled, scheduled
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.placing.rra import RraPlaced
 from planner.latency_bound.plan import latency_forecast
@@ -32,22 +29,25 @@ from planner.plan.builder import Solution
 from planner.plan.spec import PlanSpec
 from planner.schedule.turns import Turns
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
-from planner.search.candidate_search import SearchTime
 from planner.search.remedies import PlanningRequest
 from planner.search.search import costs_of
 from planner.workload import Job
 from quant.common.errors import InfeasibleError, SpecError
 
+SAMPLING_ERROR = 0.03
+"""By which the mean prompt of a few hundred rows may be off. Where token slots are short, turns are
+smaller; a tenth of them is in use only while groups are larger than in the mean."""
+
 
 @dataclass(frozen=True)
 class RunningSizes:
     """What stages that run have been given: the most requests in flight and in one decode
-    micro-batch, the token slots of the KV cache, and the requests of a prefill micro-batch.
+    micro-batch, the token slots that they may reserve, and the requests of a prefill micro-batch.
     """
 
     in_flight: int
     decode_micro_batch: int
-    kv_tokens: int
+    reservable_tokens: int
     prefill_micro_batch: int
 
     @classmethod
@@ -58,7 +58,7 @@ class RunningSizes:
         return cls(
             max(plan.workload.global_batch, most_in_flight(now)),
             max(in_group, Turns.of(now).most),
-            plan.workload.kv_tokens,
+            plan.workload.reservable_tokens,
             now.prefill_micro_batch,
         )
 
@@ -69,24 +69,9 @@ class _RunningStages(RraPlaced):
 
     sizes: RunningSizes
 
-    def near(self, schedule: RequestSchedule) -> Iterator[Start]:
-        """Yield nothing: layers stay where they are."""
-        return iter(())
-
-    def as_now(self, now: RequestSchedule) -> Scheduled | None:
-        """The controls that are followed now, with as many requests in flight as their turns bring
-        of the new lengths; None where these have no room.
-        """
-        lengths, size = self.request.lengths, self.sizes.prefill_micro_batch
-        groups, steps = now.decode_micro_batches, now.decode_steps
-        schedule = rra_schedule(lengths, now.prefill_requests, steps, groups, size)
-        if not self._has_room(schedule, size):
-            return None
-        timeline = self.timeline(schedule, self.request.quantile)
-        seen = self.observed(schedule, ceil(LEAST_LATE / (1 - self.request.quantile)))
-        latency_s = seen.latency_s(self.request.quantile)
-        seconds = self.job.prompts / seen.requests_per_s
-        return Scheduled(self, schedule, timeline, seen, latency_s, seconds)
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the stages may follow a schedule as it is."""
+        return self._has_room(schedule, self.sizes.prefill_micro_batch)
 
     def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
         return (self.sizes.prefill_micro_batch,)
@@ -95,24 +80,9 @@ class _RunningStages(RraPlaced):
         sizes, in_flight = self.sizes, most_in_flight(schedule)
         if in_flight > sizes.in_flight or Turns.of(schedule).most > sizes.decode_micro_batch:
             return False
-        workload = self.placement.costs.in_flight(self.job, in_flight)
-        return workload.kv_tokens <= sizes.kv_tokens
-
-
-@dataclass(frozen=True)
-class _AsItIs:
-    """Plans nothing: the one placement is that of the stages."""
-
-    stages: _RunningStages
-    begun: RequestSchedule
-
-    def starts(self) -> Iterator[Start]:
-        """Yield the schedule that is followed now."""
-        yield Start(self.begun)
-
-    def placed(self, start: Start, theta: float, limit_s: float) -> _RunningStages:
-        """The stages as they are."""
-        return self.stages
+        # Lengths are drawn apart from each other, and every request reserves all new tokens.
+        reserved = self.request.lengths.prompts.mean + self.job.lengths.longest_output
+        return in_flight * reserved <= (1 + SAMPLING_ERROR) * sizes.reservable_tokens
 
 
 def reschedule(
@@ -120,7 +90,6 @@ def reschedule(
     shape: ModelShape,
     options: PlanOptions,
     lengths: RequestLengths,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> PlanSpec:
     """`plan` with the schedule of most throughput for requests of these `lengths`, within its bound
     and the memory of its stages; `options` are those of its origin, without files that are gone.
@@ -138,14 +107,56 @@ def reschedule(
     job = _job(plan, request)
     placement = _placement(plan, plan.origin.cluster_spec(), shape, options, job)
     stages = _RunningStages(placement, job, request, sizes=RunningSizes.of(plan))
-    search_time = SearchTime(options.search_time_limit, clock)
-    search = KindSearch(_AsItIs(stages, now), job.prompts, request.quantile, search_time, TOLERANCE)
-    found = _better(search.best(0.0, request.limit_s), stages.as_now(now), request.limit_s)
-    if found is None:
-        raise _refusal(search.least, request)
+    found, evaluations = _best(stages, now)
     policy = PolicyOptions(BOUNDED, schedule=found.schedule)
-    made = latency_forecast(found, request, search.evaluations)
+    made = latency_forecast(found, request, evaluations)
     return replace(plan, policy=policy, latency=replace(made, prompts=forecast.prompts))
+
+
+def _best(stages: _RunningStages, now: RequestSchedule) -> tuple[Scheduled, int]:
+    """The best schedule, and how many points were evaluated: the one that timelines lead to, or the
+    present one where that keeps the bound and is as fast.
+    """
+    request = stages.request
+    found, evaluations = _searched(stages)
+    if stages.has_room(now):
+        present = scheduled(stages, now, request.quantile, stages.job.prompts)
+        keeps = present.latency_s <= request.limit_s
+        if keeps and (found is None or present.seconds <= found.seconds):
+            found = present
+    if found is None:
+        found = _least(stages)
+    if found.latency_s > request.limit_s:
+        raise bound_not_met(request, found.latency_s, "rra, with layers where they are")
+    return found, evaluations
+
+
+def _searched(stages: _RunningStages) -> tuple[Scheduled | None, int]:
+    """The schedule that branch and bound finds; it goes by timelines, of which a second is enough
+    for all controls where there is one placement.
+    """
+    request, evaluations = stages.request, 0
+    for share, late in CHECKS:
+        quantile, bound_s = 1 - late * (1 - request.quantile), share * request.limit_s
+        evaluated = Evaluations(partial(stages.exact, quantile=quantile), bound_s)
+        best = best_evaluated(stages.ranges, evaluated, bound_s, TOLERANCE)
+        evaluations += evaluated.count
+        if best is None:
+            break
+        schedule = stages.schedule(best.point)
+        found = scheduled(stages, schedule, request.quantile, stages.job.prompts)
+        if found.latency_s <= request.limit_s:
+            return found, evaluations
+    return None, evaluations
+
+
+def _least(stages: _RunningStages) -> Scheduled:
+    """The schedule with the least latency; InfeasibleError where not even that has room."""
+    low = tuple(each[0] for each in stages.ranges)
+    schedule = stages.schedule(low)
+    if not stages.has_room(schedule):
+        raise InfeasibleError("the token slots of the stages have no room for the longer requests")
+    return scheduled(stages, schedule, stages.request.quantile, stages.job.prompts)
 
 
 def _job(plan: PlanSpec, request: BoundRequest) -> Job:
@@ -182,15 +193,3 @@ def _solution(plan: PlanSpec, costs: CostModel, devices: tuple[Device, ...]) -> 
         seconds=0.0,
         head_on_first=plan.head_on_first,
     )
-
-
-def _better(found: Scheduled | None, as_now: Scheduled | None, limit_s: float) -> Scheduled | None:
-    """The one with the most throughput of those within the limit."""
-    kept = (each for each in (found, as_now) if each is not None and each.latency_s <= limit_s)
-    return min(kept, key=lambda each: each.seconds, default=None)
-
-
-def _refusal(least: Scheduled | None, request: BoundRequest) -> InfeasibleError:
-    if least is None:
-        return InfeasibleError("the token slots of the stages have no room for the longer requests")
-    return bound_not_met(request, least.latency_s, "rra, with layers where they are")

@@ -40,25 +40,22 @@ LEAST_LATE = 40
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A schedule where its layers lie, and its `latency_s` at the quantile that is bounded, by a
-    simulation of events where there is one of the kind (`observed`), else by its timeline;
-    `seconds` are those of the whole job in its steady state.
+    """A schedule where its layers lie, its `timeline`, what was `observed` in a simulation of its
+    events, and the `latency_s` of that at the quantile that is bounded; `seconds` are those of the
+    whole job in its steady state.
     """
 
     placed: Placed
     schedule: RequestSchedule
     timeline: Timeline
-    observed: Observed | None
+    observed: Observed
     latency_s: float
     seconds: float
 
     @property
     def requests_per_s(self) -> float:
         """Requests per second in the steady state."""
-        seen = self.observed
-        if seen is None:
-            return self.timeline.performance.requests_per_s
-        return seen.requests_per_s
+        return self.observed.requests_per_s
 
     def cost_s(self, theta: float) -> float:
         """Seconds of the job, a unit of sensitivity counting as `theta`."""
@@ -143,15 +140,21 @@ class KindSearch:
         """The schedule of a point, simulated once."""
         key = placed.key, point
         if key not in self._simulated:
-            self._simulated[key] = self._seen(placed, point)
+            schedule = placed.schedule(point)
+            self._simulated[key] = scheduled(placed, schedule, self._quantile, self._prompts)
         return self._simulated[key]
 
-    def _seen(self, placed: Placed, point: Point) -> Scheduled:
-        schedule = placed.schedule(point)
-        timeline = placed.timeline(schedule, self._quantile)
-        rate, latency_s = timeline.performance.requests_per_s, timeline.performance.latency_s
-        count = ceil(LEAST_LATE / (1 - self._quantile))
-        observed = placed.observed(schedule, count)
-        if observed is not None:
-            rate, latency_s = observed.requests_per_s, observed.latency_s(self._quantile)
-        return Scheduled(placed, schedule, timeline, observed, latency_s, self._prompts / rate)
+
+def scheduled(
+    placed: Placed, schedule: RequestSchedule, quantile: float, prompts: int
+) -> Scheduled:
+    """What a schedule of a job of so many prompts reaches where its layers lie."""
+    observed = placed.observed(schedule, ceil(LEAST_LATE / (1 - quantile)))
+    return Scheduled(
+        placed,
+        schedule,
+        placed.timeline(schedule, quantile),
+        observed,
+        observed.latency_s(quantile),
+        prompts / observed.requests_per_s,
+    )

@@ -69,10 +69,8 @@ class Placed(Protocol):
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
 
-    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
-        """What is seen of so many requests in a simulation of a schedule's events; None where there
-        is none of the kind.
-        """
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed:
+        """What is seen of so many requests in a simulation of a schedule's events."""
 
     def start(self, schedule: RequestSchedule) -> Start:
         """To place layers again for a schedule."""

@@ -27,15 +27,15 @@ CLUSTER = small_cluster([15.0, 31.0])
 SHAPE = model_shape("opt-1.3b")
 OPTIONS = PlanOptions(bits=(8,), keep_all_devices=True)
 PROMPTS = LengthDistribution.truncated_normal(128, 60, 256)
-BOUND_S = 4.0
+BOUND_S = 2.0
 
 
 def lengths(mean: float) -> RequestLengths:
-    """Outputs of about so many tokens, of at most 200."""
-    return RequestLengths(PROMPTS, LengthDistribution.truncated_normal(mean, mean / 3, 200))
+    """Outputs of about so many tokens, of at most 80."""
+    return RequestLengths(PROMPTS, LengthDistribution.truncated_normal(mean, mean / 3, 80))
 
 
-PLANNED, LONGER, SHORTER = lengths(60), lengths(120), lengths(25)
+PLANNED, LONGER, SHORTER = lengths(24), lengths(48), lengths(10)
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +95,21 @@ def test_stages_have_room_for_one_schedule_after_the_other(plan: PlanSpec) -> No
         assert Turns.of(schedule).most <= sizes.decode_micro_batch <= plan.micro_batches.decode
         assert schedule.prefill_micro_batch == plan.micro_batches.prefill
         reserved = measured.prompts.mean + plan.workload.new_tokens
-        assert schedule.decode_requests * reserved <= plan.workload.kv_tokens
+        assert schedule.decode_requests * reserved <= plan.workload.reservable_tokens
 
 
-def test_stages_go_on_at_the_throughput_they_were_planned_with(plan: PlanSpec) -> None:
-    """For the same lengths what the whole search found, up to its tolerance."""
+def test_for_the_lengths_that_were_planned_the_schedule_stays_or_is_faster(plan: PlanSpec) -> None:
+    """A search on layers that lie where they are never makes a run slower."""
     found = again(plan, PLANNED)
     assert plan.latency is not None
     assert found.latency is not None
-    assert found.latency.requests_per_s >= 0.96 * plan.latency.requests_per_s
+    assert found.latency.requests_per_s >= plan.latency.requests_per_s
     assert found.latency.latency_s <= BOUND_S
 
 
 def test_a_bound_below_all_schedules_is_refused_with_the_least(plan: PlanSpec) -> None:
     assert plan.latency is not None
-    tight = replace(plan, latency=replace(plan.latency, bound_s=0.3))
+    tight = replace(plan, latency=replace(plan.latency, bound_s=0.1))
     with pytest.raises(BoundNotMetError, match="layers where they are") as refused:
         again(tight, LONGER)
     assert refused.value.option == BOUND
