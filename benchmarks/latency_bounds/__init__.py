@@ -1,1 +1,3 @@
-"""ExeGPT's experiments (section 7): throughput under bounds on latency, beside other schedulers."""
+"""ExeGPT's evaluation (section 7): throughput under bounds on latency, beside other schedulers;
+what its issue calls the benchmark `exegpt`.
+"""

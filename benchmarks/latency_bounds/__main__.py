@@ -3,6 +3,7 @@
 python -m benchmarks.latency_bounds PART [--help]; parts of the paper's evaluation, simulated:
 
 throughput         FT, DSI, ORCA, vLLM and ours on the paper's models and tasks (fig. 6 and 8)
+claims             whether chosen schedules keep their bounds, event by event
 existing           the rivals on OPT 13B, all tasks (fig. 7)
 selected           the schedules of OPT 13B and task S (table 6)
 monotonicity       where throughput and latency fall as a control rises (table 5)
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from benchmarks.latency_bounds import emulated, timelines
 from benchmarks.latency_bounds.paper.tables import (
     changed_lengths,
+    claims,
     existing,
     monotonicity,
     recorded,
@@ -36,6 +38,7 @@ from benchmarks.latency_bounds.paper.tables import (
 
 PARTS = {
     "throughput": throughput,
+    "claims": claims,
     "existing": existing,
     "selected": selected,
     "monotonicity": monotonicity,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from benchmarks.latency_bounds.paper.setting import Chosen
+from benchmarks.latency_bounds.paper.setting import Chosen, Setting
 from planner.latency_bound.branch_and_bound import (
     Evaluations,
     PerformanceOf,
     Point,
     best_evaluated,
 )
+from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.timeline import Timeline
 from planner.length_distribution import RequestLengths
@@ -41,6 +43,9 @@ class Schedules(Protocol):
 
     def schedule_at(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
+
+    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> Observed:
+        """What is seen in a simulation of a schedule's events."""
 
     def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
         """The timeline of a schedule for requests of these lengths, whatever it was made for."""
@@ -86,6 +91,18 @@ class Bounded:
     def evaluations(self) -> int:
         """Points that were evaluated."""
         return sum(len(schedules.known) for schedules in self.layouts)
+
+
+def bounded_performance(
+    timeline: Timeline, setting: Setting, quantile: float | None, fits: bool
+) -> Performance:
+    """The performance by a timeline: its latency is that at the quantile of all requests, or
+    without one that of the bounded output; infinite where requests have no room.
+    """
+    latency_s = timeline.performance.latency_s
+    if quantile is None:
+        latency_s = timeline.latency_of(setting.bounded_output)
+    return Performance(timeline.performance.requests_per_s, latency_s if fits else math.inf)
 
 
 def remembered(schedules: Schedules) -> PerformanceOf:

@@ -16,6 +16,7 @@ from planner.cluster.groups import group_of
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.latency_bound.stage_times import PipelineTimes
+from planner.latency_bound.steady_state.grid_times import GridTimes
 from planner.length_distribution import RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.workload import Workload
@@ -83,6 +84,11 @@ class Pipeline:
         """Seconds of its stages."""
         bitwidth = (0,) * self.costs.shape.layers
         return PipelineTimes(self.costs, self.stages, self.first_layer, bitwidth)
+
+    @cached_property
+    def grid_times(self) -> GridTimes:
+        """The same on a grid of sizes and lengths, as searches have them."""
+        return GridTimes(self.times)
 
     def token_slots(self, work: Work) -> int:
         """Tokens whose keys and values have room beside weights and the activations of `work`;

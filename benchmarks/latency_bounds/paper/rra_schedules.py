@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from benchmarks.latency_bounds.paper.bounded import Bounded
+import numpy as np
+
+from benchmarks.latency_bounds.paper.bounded import Bounded, bounded_performance
 from benchmarks.latency_bounds.paper.layouts import layouts_of
 from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline, Work
 from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import Completions
 from planner.latency_bound.controls import rra_schedule
+from planner.latency_bound.events.rra import simulate_rra
+from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.estimates import shortest_turns
 from planner.latency_bound.rra import rra_timeline
@@ -32,12 +36,14 @@ class RraSchedules:
 
     A point is the place of newcomers (B_E) in `newcomers`, which ascend, and that of decode steps
     (N_D) in `steps`, which descend: so both raise throughput and latency. There is a group of
-    requests for each stage, as far as there are newcomers for all of them.
+    requests for each stage, as far as there are newcomers for all of them. Of latency `quantile` is
+    that over all requests, or without one the output is bounded of which `setting` says so.
     """
 
     setting: Setting
     layout: Layout
     pipeline: Pipeline
+    quantile: float | None = None
     known: dict[Point, Performance] = field(default_factory=dict)
     _prefills: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
@@ -79,12 +85,16 @@ class RraSchedules:
         """The performance of these controls."""
         schedule, fits = self.schedule(newcomers, steps)
         timeline = self.timeline(schedule, self.setting.lengths)
-        latency_s = timeline.latency_of(self.setting.bounded_output) if fits else math.inf
-        return Performance(timeline.performance.requests_per_s, latency_s)
+        return bounded_performance(timeline, self.setting, self.quantile, fits)
 
     def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
         """The timeline of a schedule for requests of these lengths."""
-        return rra_timeline(self.pipeline.times, lengths, schedule, QUANTILE)
+        return rra_timeline(self.pipeline.grid_times, lengths, schedule, self.quantile or QUANTILE)
+
+    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> Observed:
+        """What is seen in a simulation of a schedule's events, at the times before the grid."""
+        generator = np.random.default_rng(seed)
+        return simulate_rra(self.pipeline.times, self.setting.lengths, schedule, watch, generator)
 
     def schedule_at(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
@@ -105,23 +115,23 @@ class RraSchedules:
         """Prefill micro-batches for so many newcomers of a group, the best one first."""
         if (newcomers, groups) not in self._prefills:
             prompts = self.setting.lengths.prompts
-            found = shortest_turns(self.pipeline.times, prompts, newcomers, groups)
+            found = shortest_turns(self.pipeline.grid_times, prompts, newcomers, groups)
             self._prefills[newcomers, groups] = found
         return self._prefills[newcomers, groups]
 
 
-def rra_of(setting: Setting) -> Bounded:
+def rra_of(setting: Setting, quantile: float | None = None) -> Bounded:
     """RRA on every layout of the model's GPUs."""
-    return Bounded(tuple(_rra_schedules(setting)))
+    return Bounded(tuple(_rra_schedules(setting, quantile)))
 
 
-def _rra_schedules(setting: Setting) -> Iterator[RraSchedules]:
+def _rra_schedules(setting: Setting, quantile: float | None) -> Iterator[RraSchedules]:
     model = setting.model
     for layout in layouts_of(model, model.count):
         devices = model.costs.cluster.devices
         pipeline = Pipeline.of(model.costs, devices, layout, setting.lengths)
         if pipeline is not None:
-            yield RraSchedules(setting, layout, pipeline)
+            yield RraSchedules(setting, layout, pipeline, quantile)
 
 
 def numbers_up_to(most: int) -> Iterator[int]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from benchmarks.latency_bounds.paper.bounded import Bounded
+import numpy as np
+
+from benchmarks.latency_bounds.paper.bounded import Bounded, bounded_performance
 from benchmarks.latency_bounds.paper.layouts import layouts_of
 from benchmarks.latency_bounds.paper.models import BITS
 from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline, Work
@@ -20,6 +22,9 @@ from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import waa_decode_requests
+from planner.latency_bound.controls import waa_schedule
+from planner.latency_bound.events.waa import simulate_waa
+from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.estimates import shortest_turns
 from planner.latency_bound.timeline import Timeline
@@ -60,26 +65,30 @@ class Divided:
 class WaaSchedules:
     """Schedules of WAA on one layout.
 
-    Points are (newcomers B_E,), which raises throughput and latency. Requests that decode are in as
-    many groups (B_m) as make a round shortest, which is best for both.
+    Points are (requests that decode B_D,), which raises throughput and latency; a turn has as many
+    newcomers (B_E) as end in a round, but at least one. Requests that decode are in as many groups
+    (B_m) as make a round shortest, which is best for both. `quantile` as of RRA.
     """
 
     setting: Setting
     kind: ScheduleKind
     layout: Layout
     divided: Divided
+    quantile: float | None = None
     known: dict[Point, Performance] = field(default_factory=dict)
 
     @property
     def ranges(self) -> tuple[range]:
         """The box of points."""
-        return (range(1, self._most_newcomers() + 1),)
+        return (range(1, self._most_decoding() + 1),)
 
     def label(self, point: Point) -> str:
         """The controls of a point as in table 6, and the GPUs that prefill."""
         gpus = sum(device.degree for device in self.divided.prefill.stages)
-        groups = self.schedule_at(point).decode_micro_batches
-        return f"B_E={point[0]}, B_m={groups}{self.layout.label}, {gpus} prefill"
+        schedule = self.schedule_at(point)
+        controls = f"B_E={schedule.prefill_requests}, B_D={point[0]}"
+        groups = schedule.decode_micro_batches
+        return f"{controls}, B_m={groups}{self.layout.label}, {gpus} prefill"
 
     def performance(self, point: Point) -> Performance:
         """The performance of a point; latency is infinite where requests have no room."""
@@ -89,28 +98,38 @@ class WaaSchedules:
         """The performance of a schedule."""
         timeline = self.timeline(schedule, self.setting.lengths)
         fits = waa_has_room(self.divided, self.setting.lengths, schedule)
-        latency_s = timeline.latency_of(self.setting.bounded_output) if fits else math.inf
-        return Performance(timeline.performance.requests_per_s, latency_s)
+        return bounded_performance(timeline, self.setting, self.quantile, fits)
 
     def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
         """The timeline of a schedule for requests of these lengths."""
         both, handover_s = self.divided, self.divided.handover_s_per_token
-        prefill, decode = both.prefill.times, both.decode.times
-        return waa_timeline(prefill, decode, handover_s, lengths, schedule, QUANTILE)
+        prefill, decode = both.prefill.grid_times, both.decode.grid_times
+        return waa_timeline(
+            prefill, decode, handover_s, lengths, schedule, self.quantile or QUANTILE
+        )
+
+    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> Observed:
+        """What is seen in a simulation of a schedule's events, at the times before the grid."""
+        both, generator = self.divided, np.random.default_rng(seed)
+        times, lengths = (both.prefill.times, both.decode.times), self.setting.lengths
+        return simulate_waa(times, both.handover_s_per_token, lengths, schedule, watch, generator)
 
     def schedule_at(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
-        (newcomers,) = point
-        lengths, decode = self.setting.lengths, self.divided.decode
-        size = shortest_turns(self.divided.prefill.times, lengths.prompts, newcomers, 1)[0]
-        decoding = max(1, round(waa_decode_requests(lengths.outputs, newcomers)))
-        groups = shortest_round(decode, lengths, decoding)
-        mean = lengths.prompts.mean
-        return RequestSchedule(self.kind, newcomers, decoding, 1, groups, size, mean)
-
-    def _most_newcomers(self) -> int:
+        (decoding,) = point
         lengths = self.setting.lengths
-        each = reserved_tokens(lengths, waa_decode_requests(lengths.outputs, 1.0))
+        groups = shortest_round(self.divided.decode, lengths, decoding)
+        schedule = waa_schedule(self.kind, lengths, decoding, groups, 1)
+        newcomers, prefill = schedule.prefill_requests, self.divided.prefill
+        size = shortest_turns(prefill.grid_times, lengths.prompts, newcomers, 1)[0]
+        return replace(schedule, prefill_micro_batch=size)
+
+    def point_of(self, newcomers: int) -> Point:
+        """The point with so many newcomers of a turn."""
+        return (max(1, round(waa_decode_requests(self.setting.lengths.outputs, newcomers))),)
+
+    def _most_decoding(self) -> int:
+        each = reserved_tokens(self.setting.lengths, 1.0)
         return max(1, int(self.divided.decode.token_slots(Work(1, 1.0, 1, 1)) / each))
 
 
@@ -128,17 +147,17 @@ def waa_has_room(divided: Divided, lengths: RequestLengths, schedule: RequestSch
     return room >= reserved_tokens(lengths, schedule.decode_requests)
 
 
-def waa_of(setting: Setting) -> Bounded:
+def waa_of(setting: Setting, quantile: float | None = None) -> Bounded:
     """WAA-C and WAA-M on every layout of the model's GPUs."""
-    return Bounded(tuple(_waa_schedules(setting)))
+    return Bounded(tuple(_waa_schedules(setting, quantile)))
 
 
-def _waa_schedules(setting: Setting) -> Iterator[WaaSchedules]:
+def _waa_schedules(setting: Setting, quantile: float | None) -> Iterator[WaaSchedules]:
     for layout in layouts_of(setting.model, setting.model.count):
         for gpus, kind in sorted(divisions(setting, layout.degree).items()):
             divided = divided_of(setting, layout, gpus)
             if divided is not None:
-                yield WaaSchedules(setting, kind, layout, divided)
+                yield WaaSchedules(setting, kind, layout, divided, quantile)
 
 
 def divisions(setting: Setting, degree: int) -> dict[int, ScheduleKind]:

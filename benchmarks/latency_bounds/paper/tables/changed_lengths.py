@@ -94,14 +94,13 @@ def changes(kind: str) -> Iterator[Changed]:
 
 
 def distributions() -> Iterator[tuple[str, float, LengthDistribution]]:
-    """Yield changed outputs; where they may become longer, so does the longest."""
+    """Yield changed outputs; where their mean grows, so does the longest."""
     mean, deviation, longest = TASK.outputs.mean, TASK.outputs.deviation, TASK.outputs.longest
     for factor in FACTORS:
         most = round(longest * max(1.0, factor))
         yield "mean", factor, truncated_normal_of(factor * mean, deviation, most)
     for factor in FACTORS:
-        most = round(longest * max(1.0, factor))
-        yield "deviation", factor, truncated_normal_of(mean, factor * deviation, most)
+        yield "deviation", factor, truncated_normal_of(mean, factor * deviation, longest)
     for skewness in SKEWNESS:
         yield "skewness", skewness, skewed_normal_of(mean, deviation, longest, skewness)
 

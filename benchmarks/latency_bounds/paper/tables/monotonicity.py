@@ -131,7 +131,7 @@ def waa_swept(setting: Setting) -> Swept:
         def performance(requests: int, groups: int, own: WaaSchedules = schedules) -> Performance:
             if groups > len(own.divided.decode.stages):
                 return DOES_NOT_FIT
-            schedule = replace(own.schedule_at((requests,)), decode_micro_batches=groups)
+            schedule = replace(own.schedule_at(own.point_of(requests)), decode_micro_batches=groups)
             return own.performance_of(schedule)
 
         layers.append(grid((newcomers, GROUPS[::-1]), performance))

@@ -107,7 +107,7 @@ def as_published(setting: Setting, row: PaperRow) -> Performance:
             divided = divided_of(setting, layout, gpus)
             if divided is not None:
                 schedules = WaaSchedules(setting, "waa-c", layout, divided)
-                found.append(schedules.performance((row.newcomers,)))
+                found.append(schedules.performance(schedules.point_of(row.newcomers)))
     fitting = [each for each in found if math.isfinite(each.latency_s)]
     return max(fitting, key=lambda each: each.requests_per_s, default=DOES_NOT_FIT)
 

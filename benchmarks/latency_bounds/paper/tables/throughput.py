@@ -151,6 +151,8 @@ def summary(cells: Sequence[Cell]) -> Iterator[str]:
     yield "| ours / FT | cells | mean | where FT keeps it | mean, bound at one output | the paper |"
     yield "|---" * 6 + "|"
     for name, own in kinds.items():
+        if not own:
+            continue
         strict = np.array([c.ratio() for c in own])
         even = np.array([c.ratio(even=True) for c in own])
         kept = int((~np.isnan(strict)).sum())
