@@ -15,10 +15,11 @@ from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import StageGroup
 from llmpq import Cluster, Plan, Sampling
 from llmpq.run.drift.control import Measured
+from llmpq.run.replan import reschedule_measured
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.plan.spec import PlanSpec
-from planner.scheduling import PolicyOptions, RequestSchedule
+from planner.scheduling import RequestSchedule
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
 from tests.planner.bounded import bounded
@@ -118,12 +119,9 @@ def test_another_schedule_is_followed_by_the_same_stages(
         started.append(group)
         return enter(group)
 
-    def again(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+    def again(plan: PlanSpec, lengths: RequestLengths, model: str | None) -> PlanSpec:
         asked.append(lengths)
-        schedule = replace(SCHEDULE, prefill_requests=2, decode_steps=5)
-        assert plan.latency is not None
-        latency = replace(plan.latency, lengths=lengths)
-        return replace(plan, policy=PolicyOptions("exegpt", schedule=schedule), latency=latency)
+        return reschedule_measured(plan, lengths, model)
 
     monkeypatch.setattr(StageGroup, "__enter__", entered)
     monkeypatch.setattr("llmpq.run.run.reschedule_measured", again)
@@ -131,12 +129,12 @@ def test_another_schedule_is_followed_by_the_same_stages(
     assert "12 tokens an output, planned 4 (+200%); another schedule is looked for" in drift
     assert followed.startswith(
         "rescheduled: another schedule for the lengths that were measured: prefill_requests 4 to "
-        "2, decode_steps 3 to 5; predicted 16 tokens/s"
     )
     (lengths,), (group,) = asked, started
     assert (lengths.prompts.lengths, lengths.outputs.lengths) == ((PROMPT,), (NEW,))
     assert group.sizes.schedule is not None
-    assert group.sizes.schedule.decode_steps == 5
+    assert group.sizes.schedule != SCHEDULE
+    assert group.sizes.schedule == group.plan.policy.schedule
     assert run(spec, replan="never") == [
         "drift: the run does not follow its plan: 12 tokens an output, planned 4 (+200%); run with "
         "--replan auto, or plan again with --lengths and --profiles of what was measured"
