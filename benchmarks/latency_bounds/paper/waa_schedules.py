@@ -22,11 +22,11 @@ from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import waa_decode_requests
-from planner.latency_bound.placing.estimates import shortest_turns
 from planner.latency_bound.controls import waa_schedule
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.performance import Performance
+from planner.latency_bound.placing.estimates import shortest_turns
 from planner.latency_bound.timeline import Timeline
 from planner.latency_bound.waa import waa_timeline
 from planner.length_distribution import RequestLengths
