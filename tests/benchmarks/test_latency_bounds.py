@@ -1,0 +1,94 @@
+"""ExeGPT's evaluation: every part can be called, and its figures beside the paper's."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.latency_bounds.__main__ import PARTS, main
+from benchmarks.latency_bounds.paper.bounded import Placed
+from benchmarks.latency_bounds.paper.layouts import layouts_with
+from benchmarks.latency_bounds.paper.models import MODELS
+from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline
+from benchmarks.latency_bounds.paper.rra_schedules import RraSchedules
+from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
+from benchmarks.latency_bounds.paper.tables.claims import simulated
+from benchmarks.latency_bounds.paper.tables.monotonicity import Swept
+from benchmarks.latency_bounds.paper.tables.selected import PAPER, PaperRow, as_published
+from benchmarks.latency_bounds.paper.tasks import TASKS
+from benchmarks.latency_bounds.paper.waa_schedules import WaaSchedules, divided_of
+
+OPT_13B, S = MODELS[0], TASKS["S"]
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    return Setting(OPT_13B, S.lengths)
+
+
+def test_help_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert all(f"    {part} " in printed for part in PARTS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_has_options(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([part, "--help"])
+    assert not ended.value.code
+    assert f"{part} [-h]" in capsys.readouterr().out
+
+
+def test_ours_serve_more_than_ft(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["throughput", "--models", "13B", "--tasks", "S"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    cells = [row for row in rows if row[0] == f"| {OPT_13B.label}"]
+    assert len(cells) == 4
+    for ft, rra, waa in ((row[3], row[7], row[8]) for row in cells):
+        assert max(float(rra), float(waa)) > 1.5 * float(ft)
+
+
+@pytest.mark.parametrize("row", [PAPER[0], PAPER[2], PAPER[3]], ids=lambda row: row.label)
+def test_the_schedules_of_table_6_do_what_was_measured(setting: Setting, row: PaperRow) -> None:
+    found = as_published(setting, row)
+    assert found.latency_s == pytest.approx(row.latency_s, rel=0.15)
+    assert found.requests_per_s == pytest.approx(row.requests_per_s, rel=0.15)
+
+
+def test_events_of_rra_are_near_its_timeline(setting: Setting) -> None:
+    costs = OPT_13B.costs
+    pipeline = Pipeline.of(costs, costs.cluster.devices, Layout(4, 4), setting.lengths)
+    assert pipeline is not None
+    schedules = RraSchedules(setting, Layout(4, 4), pipeline, QUANTILE)
+    point = schedules.newcomers.index(24), schedules.steps.index(16)
+    performance = schedules.performance(point)
+    seen = simulated(Placed(schedules, point, performance), 1000, 0)
+    assert seen.requests_per_s == pytest.approx(performance.requests_per_s, rel=0.05)
+    assert seen.latency_s(QUANTILE) == pytest.approx(performance.latency_s, rel=0.1)
+
+
+def test_waa_has_as_many_newcomers_as_end(setting: Setting) -> None:
+    divided = divided_of(setting, Layout(2, 2), 2)
+    assert divided is not None
+    schedules = WaaSchedules(setting, "waa-c", Layout(2, 2), divided)
+    for newcomers in (1, 2, 3):
+        (decoding,) = point = schedules.point_of(newcomers)
+        schedule = schedules.schedule_at(point)
+        assert decoding == pytest.approx(newcomers * (S.outputs.mean - 1), rel=0.02)
+        assert (schedule.prefill_requests, schedule.decode_requests) == (newcomers, decoding)
+
+
+def test_falls_are_counted_beyond_the_tolerance() -> None:
+    latency = np.array([[1.0, 2.0, 1.5], [3.0, math.nan, 4.0]])
+    swept = Swept(("one", "two"), latency, 10 * latency)
+    assert swept.falls("two", 0.4, 6.0) == (50.0, 0.0)  # of the two steps that are known
+    assert swept.falls("one", 0.4, 6.0) == (0.0, 0.0)
+
+
+def test_layouts_have_fewer_and_fewer_groups() -> None:
+    assert [each.grouped for each in layouts_with(MODELS[1], 4)] == [16, 12, 8, 4, 0]
