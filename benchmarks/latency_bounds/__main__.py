@@ -15,7 +15,9 @@ variance           seconds from turn to turn and from step to step (table 7)
 and of our own:
 
 timelines          random schedules beside simulations of their events
+search_cost        what branch and bound evaluates of random functions
 emulated           two mixed clusters played by actors: as run beside as planned
+real               a LLaMA on CPU stages that was profiled: as run beside as planned
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.latency_bounds import emulated, timelines
+from benchmarks.latency_bounds import emulated, real, search_cost, timelines
 from benchmarks.latency_bounds.paper.tables import (
     changed_lengths,
     claims,
@@ -47,7 +49,9 @@ PARTS = {
     "scheduling_cost": scheduling_cost,
     "variance": variance,
     "timelines": timelines,
+    "search_cost": search_cost,
     "emulated": emulated,
+    "real": real,
 }
 
 

@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.emulation import VOCABULARY, write_stand_in
+from benchmarks.latency_bounds.runs import HEAD, line, measure, rows
 from benchmarks.machine import processor_name
-from llmpq import Cluster, InfeasibleError, LengthDistribution, Plan, RequestLengths, Sampling
+from llmpq import Cluster, InfeasibleError, LengthDistribution, Plan, RequestLengths
 from planner.cluster.spec import ClusterSpec
-from planner.latency_bound.job import most_in_flight
 from planner.scheduling import SCHEDULE_KINDS, ScheduleKind
 
 LENGTHS = RequestLengths(
@@ -37,9 +34,6 @@ LENGTHS = RequestLengths(
 """Task S, summarization."""
 
 MODEL = "opt-30b"
-FIRST_TOKEN = 3
-"""Tokens before it have a meaning of their own."""
-
 POSITIONS = 1024
 
 
@@ -56,15 +50,6 @@ CASES = (
     Case("2 T4, A100", (("T4", 2), ("A100-SXM4-40GB", 1)), 30.0),
     Case("2 P100, V100", (("P100-PCIE-16GB", 2), ("V100-SXM2-32GB", 1)), 60.0),
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Results a second while stages are full, and the latency at the plan's quantile."""
-
-    requests_per_s: float
-    latency_s: float
-    errors: int
 
 
 def cluster_of(case: Case, time_scale: float, stand_in: Path) -> Cluster:
@@ -84,49 +69,6 @@ def cluster_of(case: Case, time_scale: float, stand_in: Path) -> Cluster:
     )
 
 
-def rows(count: int, seed: int = 0) -> list[dict[str, object]]:
-    """So many requests with lengths in their proportions, in random order: else a few hundred have
-    other means than the distributions, by some percent.
-    """
-    generator = np.random.default_rng(seed)
-    prompts, outputs = (
-        [each.quantile(share) for share in generator.permutation((np.arange(count) + 0.5) / count)]
-        for each in (LENGTHS.prompts, LENGTHS.outputs)
-    )
-    span = VOCABULARY - FIRST_TOKEN
-    return [
-        {
-            "custom_id": str(i),
-            "prompt": [FIRST_TOKEN + (i + k) % span for k in range(prompt)],
-            "max_new_tokens": output,
-        }
-        for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-    ]
-
-
-def measure(plan: Plan, requests: list[dict[str, object]]) -> Measured:
-    """Run the requests; raises SystemExit where some have no result."""
-    ended_s: list[float] = []
-    with plan.run(requests, sampling=Sampling(ignore_eos=True), replan="never") as results:
-        for _ in results:
-            ended_s.append(time.perf_counter())
-        summary = results.summary
-    if summary is None or summary.latency is None or len(ended_s) != len(requests):
-        raise SystemExit(f"{len(ended_s)} of {len(requests)} requests ended")
-    schedule = plan.spec.policy.followed_schedule
-    in_flight = most_in_flight(schedule)
-    window = slice(min(2 * in_flight, len(ended_s) // 3), len(ended_s) - in_flight)
-    return Measured(slope(ended_s, window), summary.latency.quantile_s, summary.errors)
-
-
-def slope(ended_s: Sequence[float], window: slice) -> float:
-    """Results a second by the least squares of their number over time in a window of them."""
-    chosen = ended_s[window]
-    if len(chosen) < 2:
-        raise SystemExit("too few requests for a steady state; give more --requests")
-    return float(np.polyfit(chosen, np.arange(len(chosen)), 1)[0])
-
-
 def planned(
     case: Case, kind: ScheduleKind, cluster: Cluster, bound_s: float
 ) -> Plan | InfeasibleError:
@@ -135,19 +77,6 @@ def planned(
         return cluster.plan(MODEL, LENGTHS, max_request_latency_s=bound_s, schedule=kind)
     except InfeasibleError as error:
         return error
-
-
-def line(case: Case, kind: ScheduleKind, plan: Plan, found: Measured, time_scale: float) -> str:
-    """A row of the table, in seconds of the devices."""
-    forecast = plan.spec.latency
-    assert forecast is not None
-    rate, latency_s = found.requests_per_s * time_scale, found.latency_s / time_scale
-    ratio = rate / forecast.requests_per_s
-    kept = "yes" if latency_s <= case.bound_s else "**no**"
-    return (
-        f"| {case.name} | {kind} | {forecast.requests_per_s:.3f} | {rate:.3f} | {ratio:.3f} "
-        f"| {case.bound_s:g} | {forecast.latency_s:.2f} | {latency_s:.2f} | {kept} |"
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,8 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the table."""
     print(f"{MODEL}, task S, {options.requests} requests each; {processor_name()}", flush=True)
-    print("| cluster | kind | planned req/s | run | ratio | bound s | planned p99 s | run | kept |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    print(HEAD, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         write_stand_in(Path(folder), POSITIONS)
         for case in (CASES[i] for i in options.cases):
@@ -172,8 +100,8 @@ def run(options: argparse.Namespace) -> None:
                 if isinstance(plan, InfeasibleError):
                     print(f"| {case.name} | {kind} | {plan} |", flush=True)
                     continue
-                found = measure(plan, rows(options.requests))
-                print(line(case, kind, plan, found, options.time_scale), flush=True)
+                found = measure(plan, rows(LENGTHS, VOCABULARY, options.requests))
+                print(line(case.name, plan, found, options.time_scale), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Evaluations of branch and bound against exhaustive search, on random cases.
 
-    python -m benchmarks.latency_bounds.search_cost [--cases 300]
+    python -m benchmarks.latency_bounds search_cost [--cases 300]
 
 Throughput and latency are random functions of two to four controls that rise with each of them,
 half of them with noise within the tolerance: services that saturate as schedules do, powers, and
@@ -177,12 +177,21 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how many cases there are."""
     parser.add_argument("--cases", type=int, default=CASES, help="number of random cases")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table."""
     print(table([outcome_of(case) for case in random_cases(options.cases)]), end="")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run this part alone."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add_arguments(parser)
+    run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":
