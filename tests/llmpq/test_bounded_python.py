@@ -25,7 +25,7 @@ def cluster() -> Cluster:
 
 def test_a_looser_bound_never_has_less_throughput(cluster: Cluster) -> None:
     rates = []
-    for bound_s in (0.05, 0.2, math.inf):
+    for bound_s in (0.1, math.inf):
         plan = cluster.plan(DEMO_MODEL, LENGTHS, max_request_latency_s=bound_s, **QUICK)
         assert plan.spec.latency is not None
         assert plan.spec.latency.latency_s <= bound_s

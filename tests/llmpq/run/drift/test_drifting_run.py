@@ -63,13 +63,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmpq.run.drift.decision.MARGIN", 0.0)
 
 
-def run(plan: PlanSpec, **options: Any) -> list[str]:
+def run(plan: PlanSpec, count: int = ROWS, **options: Any) -> list[str]:
     """The texts of all events; every row must have one result of all its tokens."""
     events: list[RecoveryEvent] = []
-    rows = [{"custom_id": str(i), "prompt": [3 + i % 90] * PROMPT} for i in range(ROWS)]
+    rows = [{"custom_id": str(i), "prompt": [3 + i % 90] * PROMPT} for i in range(count)]
     sampling = Sampling(ignore_eos=True, max_new_tokens=NEW)
     results = list(Plan(plan).run(rows, sampling, on_event=events.append, **options))
-    assert sorted(int(result.custom_id) for result in results) == list(range(ROWS))
+    assert sorted(int(result.custom_id) for result in results) == list(range(count))
     assert all(len(result.token_ids) == NEW for result in results)
     return [f"{event.kind}: {event.text}" for event in events]
 
@@ -135,7 +135,7 @@ def test_another_schedule_is_followed_by_the_same_stages(
     assert group.sizes.schedule is not None
     assert group.sizes.schedule != SCHEDULE
     assert group.sizes.schedule == group.plan.policy.schedule
-    assert run(spec, replan="never") == [
+    assert run(spec, 150, replan="never") == [
         "drift: the run does not follow its plan: 12 tokens an output, planned 4 (+200%); run with "
         "--replan auto, or plan again with --lengths and --profiles of what was measured"
     ]

@@ -1,0 +1,85 @@
+"""The search for schedules beside all schedules on all placements, and with hardly any time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from planner.latency_bound.job import job_of
+from planner.latency_bound.placing.placed import Start
+from planner.latency_bound.placing.rra import RraPlaced, RraPlanner
+from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.search import find_bounded_plan
+from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.options import PlanOptions
+from tests.planner.latency_bound.settings import (
+    THREE_LAYERS,
+    bounded_costs,
+    every_placement,
+    small_cluster,
+)
+
+LENGTHS = RequestLengths(
+    LengthDistribution((100, 300), (0.5, 0.5)), LengthDistribution((1, 4, 6), (0.2, 0.5, 0.3))
+)
+OPTIONS = PlanOptions(bits=(4, 16), head="last", memory_margin=0.0, theta=0.0)
+ONE = small_cluster([2.0], ["T4"])
+JOB = 12
+"""Prompts of the job, more than which a turn cannot have."""
+
+
+def rates_and_latencies(request: BoundRequest) -> Iterator[tuple[float, float]]:
+    """Yield those of all schedules on all placements, by timelines."""
+    for placement in every_placement(bounded_costs(ONE, request, THREE_LAYERS, OPTIONS)):
+        placed = RraPlaced(placement, job_of(request), request)
+        for point in itertools.product(*placed.ranges):
+            found = placed.exact(point, request.quantile)
+            yield found.requests_per_s, found.latency_s
+
+
+@pytest.fixture(scope="module")
+def every() -> list[tuple[float, float]]:
+    return list(rates_and_latencies(BoundRequest(LENGTHS, 100.0, kinds=("rra",), prompts=JOB)))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5, 0.9])
+def test_nothing_within_the_bound_is_much_faster(
+    every: list[tuple[float, float]], share: float
+) -> None:
+    """The bound is a quantile of all latencies; the search may miss 2 %, timelines be 3 % off."""
+    latencies_s = sorted(latency_s for _, latency_s in every)
+    bound_s = latencies_s[int(share * len(latencies_s))]
+    best = max(rate for rate, latency_s in every if latency_s <= bound_s)
+    request = BoundRequest(LENGTHS, bound_s, kinds=("rra",), prompts=JOB)
+    found = find_bounded_plan(ONE, THREE_LAYERS, "three", request, OPTIONS).latency
+    assert found is not None
+    assert found.latency_s <= bound_s
+    assert found.requests_per_s >= 0.95 * best
+
+
+def test_a_search_without_time_has_a_plan_that_keeps_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that has gone on by a minute whenever it is looked at."""
+    placed: list[Start] = []
+
+    def counted(planner: RraPlanner, start: Start, theta: float, limit_s: float) -> RraPlaced:
+        placed.append(start)
+        return place(planner, start, theta, limit_s)
+
+    place = RraPlanner.placed
+    monkeypatch.setattr(RraPlanner, "placed", counted)
+    minutes = itertools.count()
+    cluster, request = small_cluster([15.0, 31.0]), BoundRequest(LENGTHS, 1.0, kinds=("rra",))
+    found, searched = [], []
+    for clock in (lambda: 60.0 * next(minutes), lambda: 0.0):
+        placed.clear()
+        plan = find_bounded_plan(cluster, THREE_LAYERS, "three", request, OPTIONS, clock)
+        assert plan.latency is not None
+        assert plan.latency.latency_s <= 1.0
+        found.append(plan.latency.requests_per_s)
+        searched.append(len(placed))
+    assert searched[0] < searched[1] / 2
+    assert found[0] <= 1.02 * found[1]

@@ -1,0 +1,71 @@
+"""Times on a grid beside those that they stand for, and room that is known beside what is asked."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from planner.latency_bound.placing.known_room import KnownRoom, Need
+from planner.latency_bound.placing.placement import Placement
+from planner.latency_bound.request import BoundRequest
+from tests.planner.latency_bound.settings import (
+    TASK_S,
+    bounded_costs,
+    every_placement,
+    small_cluster,
+)
+
+
+@pytest.fixture(scope="module")
+def placement() -> Placement:
+    costs = bounded_costs(small_cluster([15.0, 31.0]), BoundRequest(TASK_S, None))
+    return next(each for each in every_placement(costs) if len(each.devices) == 2)
+
+
+def test_small_numbers_are_on_the_grid(placement: Placement) -> None:
+    grid, exact = placement.times, placement.exact_times
+    for requests, tokens in itertools.product((1, 2, 17, 64), (1, 7, 32)):
+        assert grid.prefill_s(requests, tokens) == pytest.approx(exact.prefill_s(requests, tokens))
+        assert grid.decode_s(requests, tokens) == pytest.approx(exact.decode_s(requests, tokens))
+
+
+def test_between_its_points_a_grid_is_near(placement: Placement) -> None:
+    grid, exact = placement.times, placement.exact_times
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        requests, tokens = np.exp(generator.uniform(0, np.log((900, 3000))))
+        assert grid.prefill_s(requests, tokens) == pytest.approx(
+            exact.prefill_s(requests, tokens), rel=0.03
+        )
+        assert grid.decode_s(requests, tokens) == pytest.approx(
+            exact.decode_s(requests, tokens), rel=0.03
+        )
+        assert grid.decode_hop_s(requests) == pytest.approx(exact.decode_hop_s(requests))
+
+
+def test_many_steps_at_once_are_those_one_by_one(placement: Placement) -> None:
+    grid = placement.times
+    requests, contexts = np.array([1.0, 3.5, 90.0]), np.array([40.0, 333.0, 801.0])
+    compute_s, hop_s = grid.decodes_s(requests, contexts)
+    for at, (size, context) in enumerate(zip(requests, contexts, strict=True)):
+        assert compute_s[at] == pytest.approx(grid.decode_s(size, context))
+        assert hop_s[at] == pytest.approx(grid.decode_hop_s(size))
+
+
+def test_known_room_says_what_is_true_and_asks_seldom() -> None:
+    def true(need: Need) -> bool:
+        return 3 * need[0] + 5 * need[1] + need[2] <= 60
+
+    asked: list[Need] = []
+
+    def has_room(need: Need) -> bool:
+        asked.append(need)
+        return true(need)
+
+    room = KnownRoom(has_room)
+    needs = list(itertools.product(range(1, 16), range(1, 12), range(1, 16)))
+    np.random.default_rng(1).shuffle(needs)
+    assert all(room(tuple(need)) == true(tuple(need)) for need in needs)
+    assert len(asked) < len(needs) / 4
