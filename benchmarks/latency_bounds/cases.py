@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.latency_bounds.random_times import random_times
-from planner.latency_bound.completions import Completions, waa_decode_requests
 from planner.latency_bound.controls import prefill_sizes
 from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.steady_state.completions import Completions, waa_decode_requests
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 

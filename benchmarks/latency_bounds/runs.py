@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmpq import Plan, RequestLengths, Sampling
-from planner.latency_bound.job import most_in_flight
+from planner.latency_bound.placing.job import most_in_flight
 
 FIRST_TOKEN = 3
 """Tokens before it have a meaning of their own."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.latency_bound.branch_and_bound import Point, Tolerance, best_within
-from planner.latency_bound.performance import Performance
+from planner.latency_bound.steady_state.performance import Performance
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -22,9 +22,9 @@ from benchmarks.machine import processor_name
 from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.rra import rra_timeline
-from planner.latency_bound.timeline import Timeline
-from planner.latency_bound.waa import waa_timeline
+from planner.latency_bound.steady_state.rra import rra_timeline
+from planner.latency_bound.steady_state.timeline import Timeline
+from planner.latency_bound.steady_state.waa import waa_timeline
 
 QUANTILE, NEAR = 0.99, 0.05
 SETTLING = 3

@@ -40,7 +40,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from planner.latency_bound.performance import DOES_NOT_FIT, Performance
+from planner.latency_bound.steady_state.performance import DOES_NOT_FIT, Performance
 
 Point = tuple[int, ...]
 PerformanceOf = Callable[[Point], Performance]

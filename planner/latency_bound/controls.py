@@ -21,7 +21,7 @@ from functools import lru_cache
 from math import ceil, floor
 
 from planner.latency_bound.branch_and_bound import Point
-from planner.latency_bound.completions import Completions
+from planner.latency_bound.steady_state.completions import Completions
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MOST_PREFILL_TOKENS
 from planner.scheduling import RequestSchedule, ScheduleKind
@@ -93,7 +93,7 @@ def rra_schedule(
 
 @lru_cache(maxsize=4096)
 def mean_phases(outputs: LengthDistribution, decode_steps: int) -> float:
-    """Mean number of phases for which a request stays (`planner.latency_bound.completions`)."""
+    """Mean number of phases for which a request stays."""
     return Completions(outputs, decode_steps).phases
 
 

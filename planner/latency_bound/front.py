@@ -12,7 +12,7 @@ import numpy as np
 
 from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.bounded_search import BoundedSearch
-from planner.latency_bound.job import job_of
+from planner.latency_bound.placing.job import job_of
 from planner.latency_bound.placing.kind_search import Scheduled
 from planner.latency_bound.refusals import NoScheduleError, nothing_fits
 from planner.latency_bound.request import BoundRequest

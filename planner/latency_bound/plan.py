@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.costs.model import CostModel
-from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
+from planner.latency_bound.placing.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.placing.kind_search import Scheduled
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.placing.waa import prompts_in_flight

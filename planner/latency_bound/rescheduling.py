@@ -14,7 +14,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_search import TOLERANCE
 from planner.latency_bound.branch_and_bound import Evaluations, best_evaluated
-from planner.latency_bound.job import PROMPTS, most_in_flight, sampled_lengths
+from planner.latency_bound.placing.job import PROMPTS, most_in_flight, sampled_lengths
 from planner.latency_bound.placing.kind_search import CHECKS, Scheduled, scheduled
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.placing.rra import RraPlaced

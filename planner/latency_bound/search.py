@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.bounded_search import BoundedSearch
-from planner.latency_bound.job import job_of
+from planner.latency_bound.placing.job import job_of
 from planner.latency_bound.plan import bounded_plan, latency_forecast
 from planner.latency_bound.refusals import NoScheduleError, bound_not_met, nothing_fits
 from planner.latency_bound.request import BOUND, BoundRequest

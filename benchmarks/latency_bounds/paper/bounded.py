@@ -15,8 +15,8 @@ from planner.latency_bound.branch_and_bound import (
     best_evaluated,
 )
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.performance import Performance
-from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.timeline import Timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import RequestSchedule
 

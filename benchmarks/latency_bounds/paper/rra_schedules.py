@@ -14,14 +14,14 @@ from benchmarks.latency_bounds.paper.layouts import layouts_of
 from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline, Work
 from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
 from planner.latency_bound.branch_and_bound import Point
-from planner.latency_bound.completions import Completions
 from planner.latency_bound.controls import rra_schedule
 from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.estimates import shortest_turns
-from planner.latency_bound.rra import rra_timeline
-from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.steady_state.completions import Completions
+from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.rra import rra_timeline
+from planner.latency_bound.steady_state.timeline import Timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule
 from planner.workload import HOLES

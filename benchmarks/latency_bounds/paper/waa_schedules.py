@@ -21,14 +21,14 @@ from benchmarks.latency_bounds.paper.rra_schedules import reserved_tokens
 from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.latency_bound.branch_and_bound import Point
-from planner.latency_bound.completions import waa_decode_requests
 from planner.latency_bound.controls import waa_schedule
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.estimates import shortest_turns
-from planner.latency_bound.timeline import Timeline
-from planner.latency_bound.waa import waa_timeline
+from planner.latency_bound.steady_state.completions import waa_decode_requests
+from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.timeline import Timeline
+from planner.latency_bound.steady_state.waa import waa_timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import RequestSchedule, ScheduleKind
 

@@ -24,8 +24,8 @@ from planner.latency_bound.branch_and_bound import (
     best_evaluated,
     climbed,
 )
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.placed import Placed, Planner, Start
+from planner.latency_bound.steady_state.performance import Performance
 from planner.search.candidate_search import SearchTime
 from quant.common.errors import InfeasibleError
 

@@ -12,11 +12,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from planner.latency_bound.completions import Completions
 from planner.latency_bound.controls import prefill_sizes
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.steady_state.completions import Completions
 from planner.latency_bound.steady_state.grid_times import decodes_s, mean_prefill_s
+from planner.latency_bound.steady_state.performance import Performance
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 

@@ -19,10 +19,10 @@ from planner.latency_bound.branch_and_bound import (
     best_evaluated,
 )
 from planner.latency_bound.events.watch import Observed
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.alternation import Alternation, Candidate
 from planner.latency_bound.placing.placed import Placed, Planner
-from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.timeline import Timeline
 from planner.scheduling import RequestSchedule
 from planner.search.candidate_search import SearchTime
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.events.watch import Observed
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.divisions import Division
 from planner.latency_bound.placing.placement import Placement
-from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.timeline import Timeline
 from planner.scheduling import RequestSchedule, ScheduleKind
 
 

@@ -12,19 +12,19 @@ import numpy as np
 
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Point
-from planner.latency_bound.completions import Completions
 from planner.latency_bound.controls import RraControls, rra_schedule
 from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.estimates import estimated_rra, shortest_turns
+from planner.latency_bound.placing.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.placing.known_room import KnownRoom, Need
 from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
-from planner.latency_bound.rra import rra_timeline
-from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.steady_state.completions import Completions
+from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.rra import rra_timeline
+from planner.latency_bound.steady_state.timeline import Timeline
 from planner.micro_batches import MicroBatches
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search

@@ -16,8 +16,6 @@ from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.controls import prefill_sizes, waa_schedule
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.divisions import Division, balanced_divisions
 from planner.latency_bound.placing.estimates import (
     LEAST_STEPS,
@@ -27,11 +25,13 @@ from planner.latency_bound.placing.estimates import (
     shortest_round,
 )
 from planner.latency_bound.placing.handover import handover_s_per_token
+from planner.latency_bound.placing.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
-from planner.latency_bound.timeline import Timeline
-from planner.latency_bound.waa import waa_timeline
+from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.timeline import Timeline
+from planner.latency_bound.steady_state.waa import waa_timeline
 from planner.micro_batches import MicroBatches
 from planner.schedule.steady_cycle import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind

@@ -1,1 +1,1 @@
-"""Parts of the steady-state timelines: sizes of groups, turns, decode rounds, passes in a row."""
+"""The steady state of schedules: timelines of RRA and WAA, and the parts that they are made of."""

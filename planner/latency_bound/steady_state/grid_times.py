@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.timeline import PROMPT_CLASSES
+from planner.latency_bound.steady_state.timeline import PROMPT_CLASSES
 from planner.length_distribution import FloatArray, LengthDistribution
 from planner.lengths import IntArray
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.latency_bound.job import job_of
+from planner.latency_bound.placing.job import job_of
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.search import bounded_options

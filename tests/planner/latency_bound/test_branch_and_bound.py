@@ -18,7 +18,7 @@ from planner.latency_bound.branch_and_bound import (
     best_within,
     least_latency,
 )
-from planner.latency_bound.performance import DOES_NOT_FIT, Performance
+from planner.latency_bound.steady_state.performance import DOES_NOT_FIT, Performance
 
 EXACT = Tolerance(0.0, 0.0)
 

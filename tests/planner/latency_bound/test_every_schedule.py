@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from planner.latency_bound.job import job_of
+from planner.latency_bound.placing.job import job_of
 from planner.latency_bound.placing.placed import Start
 from planner.latency_bound.placing.rra import RraPlaced, RraPlanner
 from planner.latency_bound.request import BoundRequest

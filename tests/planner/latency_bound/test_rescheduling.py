@@ -9,7 +9,7 @@ import pytest
 
 from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.job import most_in_flight
+from planner.latency_bound.placing.job import most_in_flight
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.rescheduling import RunningSizes, reschedule
 from planner.latency_bound.search import find_bounded_plan

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.latency_bounds.timelines import of_rra, of_waa
-from planner.latency_bound.rra import rra_timeline
-from planner.latency_bound.waa import waa_timeline
+from planner.latency_bound.steady_state.rra import rra_timeline
+from planner.latency_bound.steady_state.waa import waa_timeline
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 

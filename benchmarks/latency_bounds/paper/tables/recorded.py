@@ -25,7 +25,7 @@ from benchmarks.latency_bounds.paper.rra_schedules import rra_of
 from benchmarks.latency_bounds.paper.setting import Setting
 from benchmarks.latency_bounds.paper.waa_schedules import waa_of
 from benchmarks.planner import update_page
-from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.steady_state.timeline import Timeline
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import IntArray
 

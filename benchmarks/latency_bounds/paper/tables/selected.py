@@ -18,7 +18,7 @@ from benchmarks.latency_bounds.paper.setting import Chosen, Setting
 from benchmarks.latency_bounds.paper.tasks import TASKS
 from benchmarks.latency_bounds.paper.waa_schedules import WaaSchedules, divided_of, waa_of
 from benchmarks.planner import update_page
-from planner.latency_bound.performance import DOES_NOT_FIT, Performance
+from planner.latency_bound.steady_state.performance import DOES_NOT_FIT, Performance
 
 SECTION = "selected"
 

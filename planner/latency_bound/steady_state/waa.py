@@ -12,13 +12,13 @@ from itertools import islice
 
 import numpy as np
 
-from planner.latency_bound.completions import waa_decode_requests
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.steady_state.completions import waa_decode_requests
 from planner.latency_bound.steady_state.group_sizes import GroupSizes, whole_numbers
+from planner.latency_bound.steady_state.performance import Performance
 from planner.latency_bound.steady_state.tandem import PassTimes, Tandem
+from planner.latency_bound.steady_state.timeline import Timeline, mixed_quantile
 from planner.latency_bound.steady_state.turn_times import Turn, TurnTimes
-from planner.latency_bound.timeline import Timeline, mixed_quantile
 from planner.length_distribution import RequestLengths
 from planner.schedule.turns import even_parts
 from planner.scheduling import RequestSchedule

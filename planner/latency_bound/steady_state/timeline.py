@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.steady_state.performance import Performance
 from planner.length_distribution import FloatArray, LengthDistribution
 
 PROMPT_CLASSES = 12

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.cycle import Cycle, cycle_of
+from planner.latency_bound.steady_state.performance import Performance
 from planner.latency_bound.steady_state.phases import Phases
 from planner.latency_bound.steady_state.rounds import DecodeRounds
+from planner.latency_bound.steady_state.timeline import Timeline, mixed_quantile
 from planner.latency_bound.steady_state.turn_times import TurnTimes
-from planner.latency_bound.timeline import Timeline, mixed_quantile
 from planner.length_distribution import FloatArray, RequestLengths
 from planner.scheduling import RequestSchedule
 
