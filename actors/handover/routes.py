@@ -69,8 +69,8 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
 
 def _stand_in_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> Iterator[Route]:
     """One route for each stage that decodes: the layer that computes in place of the planned ones
-    comes from a stage that holds one of these by its plan. It takes as long as the slowest of all
-    that they would come by.
+    comes from a stage that holds one of these by its plan. It takes as long as all of them would:
+    nodes send at once, and each what its stages hold.
     """
     heads = range(shape.kv_heads)
     for target in plan.stages:
@@ -81,14 +81,14 @@ def _stand_in_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> It
             End(stage.index, 0, KvPart(_stand_in_layers(each, stage, shape), heads))
             for each, stage in ((prefill, holders[0]), (plan, target))
         ]
-        links = [
-            handover_link(
-                plan, prefill, (stage, target), len(_overlap(stage.layers, target.layers))
-            )
-            for stage in holders
-        ]
-        known = [link for link in links if link is not None]
-        slowest = max(known, key=lambda link: link.seconds(1), default=None)
+        by_node: dict[str, HandoverLink] = {}
+        for stage in holders:
+            layers = len(_overlap(stage.layers, target.layers))
+            link = handover_link(plan, prefill, (stage, target), layers)
+            if link is not None:
+                before = by_node.get(stage.node)
+                by_node[stage.node] = link if before is None else before.beside(link)
+        slowest = max(by_node.values(), key=lambda link: link.seconds(1), default=None)
         yield Route(ends[0], ends[1], ends[0].part, ends[1].part, slowest)
 
 

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.latency_bounds.random_times import random_times
+from benchmarks.latency_bounds.random_times import RandomTimes, random_times
+from planner.costs.preemption import COPY_LAUNCH_S
 from planner.latency_bound.controls import prefill_sizes
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.completions import Completions, waa_decode_requests
+from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
+from planner.latency_bound.steady_state.waa.sides import WaaSides
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -30,10 +33,7 @@ class RraCase:
 class WaaCase:
     """A schedule of WAA."""
 
-    prefill: StageTimes
-    decode: StageTimes
-    handover_s_per_token: float
-    lengths: RequestLengths
+    sides: WaaSides
     schedule: RequestSchedule
 
 
@@ -94,8 +94,19 @@ def random_waa(rng: np.random.Generator) -> WaaCase:
         lengths.prompts.mean,
     )
     decode = random_times(rng, stages - prefill)
-    handover_s = float(np.exp(rng.uniform(np.log(1e-7), np.log(2e-5))))
-    return WaaCase(random_times(rng, prefill), decode, handover_s, lengths, schedule)
+    sent_s = float(np.exp(rng.uniform(np.log(1e-7), np.log(2e-5))))
+    times = random_times(rng, prefill)
+    copies = (_random_copies(rng, each) for each in (times, decode))
+    handover = Handover(*copies, 0.0, sent_s)
+    return WaaCase(WaaSides(times, decode, handover, lengths), schedule)
+
+
+def _random_copies(rng: np.random.Generator, times: RandomTimes) -> StageCopies:
+    """Copies of half-precision keys and values over PCI Express."""
+    bytes_per_s = np.exp(rng.uniform(np.log(6e9), np.log(5e10), times.stages))
+    return StageCopies(
+        2 * times.layers * COPY_LAUNCH_S, 4 * times.hidden * times.layers / bytes_per_s
+    )
 
 
 def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:

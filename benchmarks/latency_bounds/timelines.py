@@ -24,7 +24,7 @@ from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.steady_state.rra import rra_timeline
 from planner.latency_bound.steady_state.timeline import Timeline
-from planner.latency_bound.steady_state.waa import waa_timeline
+from planner.latency_bound.steady_state.waa.timeline import waa_timeline
 
 QUANTILE, NEAR = 0.99, 0.05
 SETTLING = 3
@@ -57,12 +57,10 @@ def of_rra(seed: int, requests: int) -> Deviation:
 def of_waa(seed: int, requests: int) -> Deviation:
     """The deviation of a random schedule of WAA."""
     case: WaaCase = random_waa(np.random.default_rng([7, seed]))
-    sides, rest = (case.prefill, case.decode), (case.lengths, case.schedule)
-    handover_s = case.handover_s_per_token
     watch = Watch(SETTLING * case.schedule.decode_requests, requests)
     return _deviation(
-        lambda: waa_timeline(*sides, handover_s, *rest, QUANTILE),
-        lambda: simulate_waa(sides, handover_s, *rest, watch, np.random.default_rng(seed)),
+        lambda: waa_timeline(case.sides, case.schedule, QUANTILE),
+        lambda: simulate_waa(case.sides, case.schedule, watch, np.random.default_rng(seed)),
     )
 
 

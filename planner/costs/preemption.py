@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quant.scheme import FULL_BITS
+
 FloatArray = npt.NDArray[np.float64]
 
 COPY_LAUNCH_S = 10e-6
@@ -32,6 +34,13 @@ class HostCopies:
         """Seconds in which `tokens` tokens of one request go there, or back."""
         bytes_s = tokens * self.kv_bytes_per_token / self.host_link_bytes_per_s
         return bytes_s + self.tensors * COPY_LAUNCH_S
+
+
+def cache_tensors(kv_bits: int, layers: int) -> int:
+    """Tensors in which the cache of so many layers has a request's keys and values: codes come with
+    their scales.
+    """
+    return (2 if kv_bits == FULL_BITS else 4) * layers
 
 
 @dataclass(frozen=True)

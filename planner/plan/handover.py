@@ -20,6 +20,10 @@ class HandoverLink:
         """Seconds of so many tokens."""
         return self.latency_s + tokens * self.token_s
 
+    def beside(self, other: HandoverLink) -> HandoverLink:
+        """Both over one network link, one after the other."""
+        return HandoverLink(max(self.latency_s, other.latency_s), self.token_s + other.token_s)
+
 
 def handover_link(
     plan: PlanSpec, prefill: PlanSpec, pair: tuple[StagePlan, StagePlan], layers: int

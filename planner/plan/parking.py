@@ -12,11 +12,11 @@ from planner.costs.preemption import (
     FloatArray,
     HostCopies,
     PreemptedStage,
+    cache_tensors,
     park_tokens_from,
 )
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS
 
 HOST_SHARE = 0.5
 """Share of a node's memory that its stages may park in: loading and Ray's object store need the
@@ -74,7 +74,7 @@ def host_copies(plan: PlanSpec) -> list[HostCopies]:
     return [
         HostCopies(
             stage.memory.kv_cache / plan.workload.kv_tokens,
-            (2 if plan.kv_bits == FULL_BITS else 4) * len(stage.layers),
+            cache_tensors(plan.kv_bits, len(stage.layers)),
             devices.get(stage.device, stage.kind).host_link_bytes_per_s,
         )
         for stage in plan.stages

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline, Work
 from benchmarks.latency_bounds.paper.rra_schedules import reserved_tokens
 from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
+from planner.costs.preemption import HostCopies, cache_tensors
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.controls import waa_schedule
 from planner.latency_bound.events.waa import simulate_waa
@@ -28,7 +30,9 @@ from planner.latency_bound.placing.estimates import shortest_turns
 from planner.latency_bound.steady_state.completions import waa_decode_requests
 from planner.latency_bound.steady_state.performance import Performance
 from planner.latency_bound.steady_state.timeline import Timeline
-from planner.latency_bound.steady_state.waa import waa_timeline
+from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
+from planner.latency_bound.steady_state.waa.sides import WaaSides
+from planner.latency_bound.steady_state.waa.timeline import waa_timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import RequestSchedule, ScheduleKind
 
@@ -41,24 +45,28 @@ LOADS = (1, 4, 16, 64)
 
 @dataclass(frozen=True, eq=False)
 class Divided:
-    """The pipelines of both phases, and what handing over takes for each token of a prompt."""
+    """The pipelines of both phases, and what handing over takes."""
 
     prefill: Pipeline
     decode: Pipeline
 
     @cached_property
-    def handover_s_per_token(self) -> float:
-        """Seconds from the memory of a prefill stage through the hosts to a decode stage: the
-        slowest stage of either side, and the network between nodes. Stages copy side by side.
+    def handover(self) -> Handover:
+        """From the memory of stages that prefill through the hosts to stages that decode: copies of
+        each stage, and the network between nodes.
         """
         costs = self.prefill.costs
         dtype = costs.dtype(self.prefill.stages[0])
-        both = [_slowest_copy_s(each) for each in (self.prefill, self.decode)]
         token_bytes = 2 * costs.shape.layers * kv_token_bytes(costs.shape, BITS, dtype)
         nodes = {device.node for device in self.prefill.stages}
         apart = not nodes >= {device.node for device in self.decode.stages}
         network_s = token_bytes / costs.cluster.internode_bytes_per_s / len(nodes)
-        return sum(both) + apart * network_s
+        return Handover(_copies(self.prefill), _copies(self.decode), 0.0, apart * network_s)
+
+    def sides(self, lengths: RequestLengths) -> WaaSides:
+        """Both sides on the grid that searches have, for requests of these lengths."""
+        times = self.prefill.grid_times, self.decode.grid_times
+        return WaaSides(*times, self.handover, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,17 +110,19 @@ class WaaSchedules:
 
     def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
         """The timeline of a schedule for requests of these lengths."""
-        both, handover_s = self.divided, self.divided.handover_s_per_token
-        prefill, decode = both.prefill.grid_times, both.decode.grid_times
-        return waa_timeline(
-            prefill, decode, handover_s, lengths, schedule, self.quantile or QUANTILE
-        )
+        both, own = self.divided, self.setting.lengths
+        sides = self._sides if lengths is own else both.sides(lengths)
+        return waa_timeline(sides, schedule, self.quantile or QUANTILE)
 
     def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> Observed:
         """What is seen in a simulation of a schedule's events, at the times before the grid."""
-        both, generator = self.divided, np.random.default_rng(seed)
-        times, lengths = (both.prefill.times, both.decode.times), self.setting.lengths
-        return simulate_waa(times, both.handover_s_per_token, lengths, schedule, watch, generator)
+        both = self.divided
+        exact = WaaSides(both.prefill.times, both.decode.times, both.handover, self.setting.lengths)
+        return simulate_waa(exact, schedule, watch, np.random.default_rng(seed))
+
+    @cached_property
+    def _sides(self) -> WaaSides:
+        return self.divided.sides(self.setting.lengths)
 
     def schedule_at(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
@@ -219,15 +229,16 @@ def memory_share(setting: Setting) -> float:
     return (weights + newcomers * prefill * token) / (left + 2 * weights)
 
 
-def _slowest_copy_s(pipeline: Pipeline) -> float:
-    """Seconds of a token's keys and values between the memory of a stage and its host."""
-    costs, bounds = pipeline.costs, pipeline.first_layer
-    seconds = []
-    for stage, device in enumerate(pipeline.stages):
-        layers = bounds[stage + 1] - bounds[stage]
-        token = 2 * layers * kv_token_bytes(costs.shape_on(device), BITS, costs.dtype(device))
-        seconds.append(token / device.host_link_bytes_per_s)
-    return max(seconds)
+def _copies(pipeline: Pipeline) -> StageCopies:
+    """Copies of keys and values between the memory of each stage and its host."""
+    costs, copies = pipeline.costs, []
+    counted = zip(pipeline.stages, pairwise(pipeline.first_layer), strict=True)
+    for device, (start, stop) in counted:
+        layers, shape = stop - start, costs.shape_on(device)
+        token_bytes = 2 * layers * kv_token_bytes(shape, BITS, costs.dtype(device))
+        tensors = cache_tensors(BITS, layers)
+        copies.append(HostCopies(token_bytes, tensors, device.host_link_bytes_per_s))
+    return StageCopies.of(copies)
 
 
 def shortest_round(decode: Pipeline, lengths: RequestLengths, requests: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import ceil, inf
 
 import numpy as np
@@ -18,57 +17,51 @@ from planner.latency_bound.events.decode_group import DecodeGroup
 from planner.latency_bound.events.drawn_requests import DrawnRequest, RequestQueue
 from planner.latency_bound.events.passes import PipelineOfRequests
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.stage_times import StageTimes
-from planner.length_distribution import RequestLengths
+from planner.latency_bound.steady_state.waa.handover import Handover
+from planner.latency_bound.steady_state.waa.prefill_queue import (
+    SHORT_PROMPTS,
+    WAITING,
+    PrefillSizes,
+    most_requests,
+)
+from planner.latency_bound.steady_state.waa.sides import WaaSides
 from planner.scheduling import RequestSchedule
-
-WAITING = 1
-"""Prefill micro-batches, and turns, under way beside one for each stage that prefills."""
-
-SHORT_PROMPTS = 2
-"""The requests of a micro-batch, or turn, that short prompts may make of one that was planned."""
 
 
 def simulate_waa(
-    times: tuple[StageTimes, StageTimes],
-    handover_s_per_token: float,
-    lengths: RequestLengths,
+    sides: WaaSides,
     schedule: RequestSchedule,
     watch: Watch,
     generator: np.random.Generator,
 ) -> Observed:
-    """Simulate what the runtime does under `schedule`, from when all stages are empty; `times` are
-    those of stages that prefill, and of stages that decode. Latencies count from when a prefill is
-    submitted.
+    """Simulate what the runtime does under `schedule`, from when all stages are empty. Latencies
+    count from when a prefill is submitted.
 
-    The keys and values of a prompt take `handover_s_per_token` for each of its tokens. Memory is
-    never short, and what stages do is known at once.
+    Memory is never short, and what stages do is known at once.
     """
-    prefill_times, decode_times = times
-    usual = lengths.prompts.mean, lengths.prompts.longest
+    lengths, handover = sides.lengths, sides.handover
+    pace = _Pace(schedule, sides.prefill.stages)
     run = _WaaRun(
         RequestQueue(lengths, generator),
-        _Prefill(prefill_times, schedule, usual, watch),
-        _Decode(decode_times, schedule),
-        _Pace(schedule, prefill_times.stages),
+        _Prefill(
+            PipelineOfRequests(sides.prefill, handover.keep),
+            PrefillSizes.of(schedule, lengths.prompts),
+            watch,
+        ),
+        _Decode(PipelineOfRequests(sides.decode, handover.restore), schedule),
+        pace,
         watch,
     )
-    run.run(handover_s_per_token)
+    run.run(handover)
     return watch.observed()
 
 
 class _Prefill:
     """The stages that prefill: a queue, and the micro-batches under way."""
 
-    def __init__(
-        self, times: StageTimes, schedule: RequestSchedule, usual: tuple[float, int], watch: Watch
-    ) -> None:
-        self._pipeline, self._watch = PipelineOfRequests(times), watch
-        self._most_under_way = times.stages + WAITING
-        size, (mean, longest) = schedule.prefill_micro_batch, usual
-        self._most = SHORT_PROMPTS * size
-        self._usual_tokens, self._most_tokens = size * mean, size * longest
-        self._even_tokens = self._usual_tokens * (1 + schedule.tolerance)
+    def __init__(self, pipeline: PipelineOfRequests, sizes: PrefillSizes, watch: Watch) -> None:
+        self._pipeline, self._sizes, self._watch = pipeline, sizes, watch
+        self._most_under_way = pipeline.stages + WAITING
         self._waiting: deque[DrawnRequest] = deque()
         self._waiting_tokens = 0
         self._under_way: deque[tuple[float, list[DrawnRequest]]] = deque()
@@ -86,31 +79,18 @@ class _Prefill:
     def submit(self, now_s: float) -> None:
         """Submit what may be under way."""
         while self._waiting and len(self._under_way) < self._most_under_way:
-            taken = [self._waiting.popleft() for _ in range(self._newcomers())]
+            waiting = (each.prompt for each in self._waiting)
+            count = self._sizes.next_part(waiting, self._waiting_tokens)
+            taken = [self._waiting.popleft() for _ in range(count)]
             prompts = [each.prompt for each in taken]
             self._waiting_tokens -= sum(prompts)
             self._watch.begin(taken, now_s, bounds=True)
-            self._under_way.append((self._pipeline.prefill(prompts, now_s), taken))
+            kept = [each.prompt for each in taken if each.output > 1]
+            self._under_way.append((self._pipeline.prefill(prompts, now_s, kept), taken))
 
     def take_back(self) -> list[DrawnRequest]:
         """The requests of the oldest micro-batch, which is back."""
         return self._under_way.popleft()[1]
-
-    def _newcomers(self) -> int:
-        """How many requests make the next micro-batch: about as many tokens as usual, and of what
-        is less than two of these, halves.
-        """
-        left, wanted = self._waiting_tokens, self._usual_tokens
-        if left < 2 * wanted:
-            wanted = left if left <= self._even_tokens else left / 2
-        taken = total = 0
-        for request in islice(self._waiting, self._most):
-            text = request.prompt
-            if taken and (total + text / 2 > wanted or total + text > self._most_tokens):
-                break
-            total += text
-            taken += 1
-        return taken
 
 
 class _Decode:
@@ -118,8 +98,8 @@ class _Decode:
     have come and join a group between two of its steps.
     """
 
-    def __init__(self, times: StageTimes, schedule: RequestSchedule) -> None:
-        self._pipeline = PipelineOfRequests(times)
+    def __init__(self, pipeline: PipelineOfRequests, schedule: RequestSchedule) -> None:
+        self._pipeline = pipeline
         most = most_requests(schedule)
         self._most_in_group = -(-most // schedule.decode_micro_batches)
         self._groups = [DecodeGroup() for _ in range(-(-most // self._most_in_group))]
@@ -141,9 +121,10 @@ class _Decode:
         """Have every resting group make a step that has requests, in the order of their coming."""
         for _ in range(len(self._resting)):
             group = self._resting.popleft()
-            self._join(group)
+            restored = self._join(group)
             if group.size:
-                back_s = self._pipeline.decode(group.size, group.context_tokens, now_s)
+                context = group.context_tokens
+                back_s = self._pipeline.decode(group.size, context, now_s, restored)
                 self._under_way.append((back_s, group))
             else:
                 self._resting.append(group)
@@ -156,14 +137,16 @@ class _Decode:
         self._resting.append(group)
         return ended
 
-    def _join(self, group: DecodeGroup) -> None:
+    def _join(self, group: DecodeGroup) -> list[int]:
+        """Let requests join; returns the tokens of their prompts."""
         if not self._arrived:
-            return
+            return []
         even = ceil((self._in_groups + len(self._arrived)) / len(self._groups))
         room = max(0, min(even, self._most_in_group) - group.size)
         joining = [self._arrived.popleft() for _ in range(min(room, len(self._arrived)))]
         group.join(joining)
         self._in_groups += len(joining)
+        return [each.prompt for each in joining]
 
 
 class _Pace:
@@ -215,7 +198,7 @@ class _WaaRun:
         self._moving: deque[tuple[float, list[DrawnRequest]]] = deque()
         self._moved_s = 0.0
 
-    def run(self, handover_s_per_token: float) -> None:
+    def run(self, handover: Handover) -> None:
         """Run until all that are watched have ended."""
         self._begin(0.0)
         while not self._watch.done:
@@ -229,7 +212,7 @@ class _WaaRun:
                 self._decode.add(self._moving.popleft()[1])
             else:
                 now_s = prefilled_s
-                self._take_prefilled(now_s, handover_s_per_token)
+                self._take_prefilled(now_s, handover)
             self._begin(now_s)
             self._decode.submit(now_s)
 
@@ -242,7 +225,7 @@ class _WaaRun:
             self._prefill.add(turn)
         self._prefill.submit(now_s)
 
-    def _take_prefilled(self, now_s: float, handover_s_per_token: float) -> None:
+    def _take_prefilled(self, now_s: float, handover: Handover) -> None:
         """Take in first tokens; those who want more are handed over, after those before them."""
         requests, load = self._prefill.take_back(), self._load
         going = [each for each in requests if each.output > 1]
@@ -254,7 +237,7 @@ class _WaaRun:
         load.decoding += len(going)
         self._watch.end((each for each in requests if each.output == 1), now_s)
         if going:
-            seconds = handover_s_per_token * sum(each.prompt for each in going)
+            seconds = handover.sent_s(sum(each.prompt for each in going))
             self._moved_s = max(self._moved_s, now_s) + seconds
             self._moving.append((self._moved_s, going))
 
@@ -262,8 +245,3 @@ class _WaaRun:
         self._watch.end(requests, now_s)
         self._load.decoding -= len(requests)
         self._load.ended += len(requests)
-
-
-def most_requests(schedule: RequestSchedule) -> int:
-    """The most requests in flight that the tolerance allows."""
-    return max(schedule.decode_requests, int((1 + schedule.tolerance) * schedule.decode_requests))

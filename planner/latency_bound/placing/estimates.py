@@ -17,17 +17,14 @@ from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.completions import Completions
 from planner.latency_bound.steady_state.grid_times import decodes_s, mean_prefill_s
 from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.steady_state.waa.decode_steps import mean_context
+from planner.latency_bound.steady_state.waa.handover import LEAST_STEPS
+from planner.latency_bound.steady_state.waa.sides import WaaSides
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
 TIMED_STEPS = 8
 """Decode steps of a phase that are timed; between them time is linear."""
-
-LEAST_STEPS = 1e-9
-"""Decode steps of a request that are counted where all answers have one token."""
-
-Sides = tuple[StageTimes, StageTimes]
-"""Times of stages that prefill, and of stages that decode."""
 
 
 def estimated_rra(
@@ -47,27 +44,21 @@ def estimated_rra(
     return Performance(rate, prefill_s + phases * cycle_s + float(rounds_s[: last + 1].sum()))
 
 
-def estimated_waa(
-    times: Sides,
-    handover_s_per_token: float,
-    lengths: RequestLengths,
-    schedule: RequestSchedule,
-    quantile: float,
-) -> Performance:
+def estimated_waa(sides: WaaSides, schedule: RequestSchedule, quantile: float) -> Performance:
     """The performance of some stages that prefill and others that decode."""
-    prefill, decode = times
+    prefill, decode, lengths = sides.prefill_and_keep, sides.restore_and_decode, sides.lengths
     size, newcomers = schedule.prefill_micro_batch, schedule.prefill_requests
     once_s = turn_s(prefill, lengths.prompts, newcomers, 1, size)
-    steps, context = lengths.outputs.mean - 1, _mean_context(lengths)
+    steps, context = lengths.outputs.mean - 1, mean_context(lengths)
     groups, decoding = schedule.decode_micro_batches, schedule.decode_requests
     together_s = round_s(decode, groups, decoding / groups, context)
     rate = min(
         prefill_rate(prefill, lengths.prompts, size),
         decoding / max(steps, LEAST_STEPS) / together_s,
     )
-    handover_s = handover_s_per_token * lengths.prompts.mean * newcomers
+    sent_s = sides.handover.sent_s(lengths.prompts.mean * size)
     decoded_s = together_s * (lengths.outputs.quantile(quantile) - 0.5)
-    return Performance(rate, once_s + handover_s + decoded_s)
+    return Performance(rate, once_s + sent_s + decoded_s)
 
 
 def prefill_rate(times: StageTimes, prompts: LengthDistribution, size: int) -> float:
@@ -139,10 +130,3 @@ def _timed_steps(
 def _prefill_s(times: StageTimes, prompts: LengthDistribution, size: float) -> FloatArray:
     """Seconds of a prefill micro-batch and its transfer on each stage [N]."""
     return mean_prefill_s(times, size, prompts) + times.prefill_hop_s(size, prompts.mean)
-
-
-def _mean_context(lengths: RequestLengths) -> float:
-    """Mean tokens before the new one, over the requests that decode at a time."""
-    outputs = lengths.outputs
-    squares = outputs.variance + outputs.mean**2
-    return lengths.prompts.mean + squares / outputs.mean / 2

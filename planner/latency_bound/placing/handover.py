@@ -1,46 +1,50 @@
-"""Seconds in which keys and values go from stages that prefill to stages that decode."""
+"""How keys and values go from where prompts are prefilled to where they are decoded."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from planner.cluster.device import Device
 from planner.costs.communication import handover_terms
+from planner.costs.preemption import HostCopies, cache_tensors
 from planner.latency_bound.placing.placement import Placement
+from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
 
 
-def handover_s_per_token(prefill: Placement, decode: Placement) -> float:
-    """Seconds for a token of a prompt: copied to the hosts of all stages that prefill at once, sent
-    to other nodes layer by layer, and copied to the stages that decode.
+def handover_of(prefill: Placement, decode: Placement) -> Handover:
+    """The handover between placements of all layers. Nodes send at once what they hold, each over
+    its own link, and the slowest one counts.
     """
     cluster = prefill.costs.cluster
-    owners = _owners(prefill), _owners(decode)
-    network_s = sum(
-        handover_terms(cluster, sender, receiver)[1] * _token_bytes(prefill, sender)
-        for sender, receiver in zip(*owners, strict=True)
+    message_s: dict[str, float] = defaultdict(float)
+    token_s: dict[str, float] = defaultdict(float)
+    for sender, receiver in zip(_owners(prefill), _owners(decode), strict=True):
+        latency_s, byte_s = handover_terms(cluster, sender, receiver)
+        message_s[sender.node] = max(message_s[sender.node], latency_s)
+        token_s[sender.node] += byte_s * _token_bytes(prefill, sender)
+    return Handover(
+        _copies(prefill), _copies(decode), max(message_s.values()), max(token_s.values())
     )
-    return _slowest_copy_s(prefill) + network_s + _slowest_copy_s(decode)
 
 
 def _owners(placement: Placement) -> list[Device]:
     """The device of each layer [L]."""
-    bounds = placement.stages.first_layer
-    return [
-        device
-        for j, device in enumerate(placement.devices)
-        for _ in range(bounds[j], bounds[j + 1])
-    ]
+    counted = zip(placement.devices, placement.layer_counts, strict=True)
+    return [device for device, layers in counted for _ in range(layers)]
 
 
-def _slowest_copy_s(placement: Placement) -> float:
-    """Seconds of a token's copy between devices and hosts, where it takes longest; the ranks of a
-    group copy theirs at once.
-    """
-    bounds = placement.stages.first_layer
-    return max(
-        (bounds[j + 1] - bounds[j])
-        * _token_bytes(placement, device)
-        / device.degree
-        / device.host_link_bytes_per_s
-        for j, device in enumerate(placement.devices)
+def _copies(placement: Placement) -> StageCopies:
+    """The copies of each stage; the ranks of a group copy theirs at once."""
+    kv_bits = placement.costs.kv_bits
+    return StageCopies.of(
+        [
+            HostCopies(
+                layers * _token_bytes(placement, device) / device.degree,
+                cache_tensors(kv_bits, layers),
+                device.host_link_bytes_per_s,
+            )
+            for device, layers in zip(placement.devices, placement.layer_counts, strict=True)
+        ]
     )
 
 

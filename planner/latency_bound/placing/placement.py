@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 
 from planner.cluster.device import Device
 from planner.costs.memory import layer_weight_bytes
@@ -49,6 +50,11 @@ class Placement:
         return self.stages.devices
 
     @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """Layers of each stage [N]."""
+        return tuple(stop - start for start, stop in pairwise(self.stages.first_layer))
+
+    @property
     def key(self) -> Hashable:
         """A key that is equal for equal placements."""
         names = tuple(device.member_names for device in self.devices)
@@ -57,8 +63,7 @@ class Placement:
     def has_room(self, workload: Workload, sizes: MicroBatches) -> bool:
         """Whether every stage has room for requests of `workload` in micro-batches of `sizes`."""
         costs = replace(self.costs, workload=workload)
-        for j, device in enumerate(self.devices):
-            layers = self.stages.first_layer[j + 1] - self.stages.first_layer[j]
+        for j, (device, layers) in enumerate(zip(self.devices, self.layer_counts, strict=True)):
             taken = self._weights[j] + layers * costs.kv_bytes_per_layer(device)
             if taken > costs.limit_bytes(device):
                 return False

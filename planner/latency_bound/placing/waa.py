@@ -18,20 +18,21 @@ from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.placing.divisions import Division, balanced_divisions
 from planner.latency_bound.placing.estimates import (
-    LEAST_STEPS,
     estimated_waa,
     prefill_rate,
     round_s,
     shortest_round,
 )
-from planner.latency_bound.placing.handover import handover_s_per_token
+from planner.latency_bound.placing.handover import handover_of
 from planner.latency_bound.placing.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.steady_state.performance import Performance
 from planner.latency_bound.steady_state.timeline import Timeline
-from planner.latency_bound.steady_state.waa import waa_timeline
+from planner.latency_bound.steady_state.waa.handover import LEAST_STEPS
+from planner.latency_bound.steady_state.waa.sides import WaaSides
+from planner.latency_bound.steady_state.waa.timeline import waa_timeline
 from planner.micro_batches import MicroBatches
 from planner.schedule.steady_cycle import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
@@ -220,15 +221,12 @@ class WaaPlaced:
 
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
-        times = self.prefill.times, self.decode.times
-        return waa_timeline(*times, self._handover_s, self.request.lengths, schedule, quantile)
+        return waa_timeline(self.sides, schedule, quantile)
 
     def observed(self, schedule: RequestSchedule, count: int) -> Observed:
         """What is seen of so many requests in a simulation of a schedule's events."""
         watch = Watch(SETTLING * schedule.decode_requests, count)
-        times, lengths = (self.prefill.times, self.decode.times), self.request.lengths
-        generator = np.random.default_rng(0)
-        return simulate_waa(times, self._handover_s, lengths, schedule, watch, generator)
+        return simulate_waa(self.sides, schedule, watch, np.random.default_rng(0))
 
     def start(self, schedule: RequestSchedule) -> Start:
         """To place layers again for a schedule. A side that is slower than it need be to keep up
@@ -260,8 +258,10 @@ class WaaPlaced:
                 yield replace(self, prefill=other.prefill)
 
     @cached_property
-    def _handover_s(self) -> float:
-        return handover_s_per_token(self.prefill, self.decode)
+    def sides(self) -> WaaSides:
+        """The times of both sides, and of the way between them."""
+        handover = handover_of(self.prefill, self.decode)
+        return WaaSides(self.prefill.times, self.decode.times, handover, self.request.lengths)
 
     def _best(self, point: Point) -> tuple[RequestSchedule, bool]:
         """The schedule of a point, in the prefill micro-batches that have room with which most
@@ -279,8 +279,7 @@ class WaaPlaced:
         return round(found.requests_per_s, 9), -found.latency_s
 
     def _estimate(self, schedule: RequestSchedule) -> Performance:
-        request, times = self.request, (self.prefill.times, self.decode.times)
-        return estimated_waa(times, self._handover_s, request.lengths, schedule, request.quantile)
+        return estimated_waa(self.sides, schedule, self.request.quantile)
 
     def _of(self, requests: int) -> RequestSchedule:
         """The schedule of so many requests that decode, in the groups whose round is shortest."""
@@ -306,6 +305,6 @@ class WaaPlaced:
         size, prompts = schedule.prefill_micro_batch, self.request.lengths.prompts
         groups, decoding = schedule.decode_micro_batches, schedule.decode_requests
         context, steps = self.job.lengths.mean_context, self.request.lengths.outputs.mean - 1
-        together_s = round_s(self.decode.times, groups, decoding / groups, context)
-        prefilled = prefill_rate(self.prefill.times, prompts, size)
+        together_s = round_s(self.sides.restore_and_decode, groups, decoding / groups, context)
+        prefilled = prefill_rate(self.sides.prefill_and_keep, prompts, size)
         return prefilled, decoding / max(steps, LEAST_STEPS) / together_s

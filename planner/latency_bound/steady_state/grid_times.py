@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -20,7 +21,21 @@ _HIGHEST_REQUESTS, _HIGHEST_LENGTH = 1 << 16, 1 << 17
 """Beyond these numbers time goes on as before them."""
 
 
-class GridTimes:
+class ManyTimes(ABC):
+    """Stage times that are found for many passes at once."""
+
+    @abstractmethod
+    def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
+        """Mean compute seconds [N] of a micro-batch with prompts of these lengths."""
+
+    @abstractmethod
+    def decodes_s(
+        self, requests: FloatArray, context_tokens: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Compute and transfer seconds of decode steps [n], both [n, N]."""
+
+
+class GridTimes(ManyTimes):
     """The times `exact` of stages, on a grid of requests and tokens, and linear between its points,
     each of which is found once. Transfers take what they do in `exact`, where they are linear.
     """
@@ -73,7 +88,7 @@ def decodes_s(
     times: StageTimes, requests: FloatArray, context_tokens: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """Compute and transfer seconds of decode steps [n], both [n, N]."""
-    if isinstance(times, GridTimes):
+    if isinstance(times, ManyTimes):
         return times.decodes_s(requests, context_tokens)
     sizes = requests.tolist()
     compute_s = map(times.decode_s, sizes, context_tokens.tolist())
@@ -82,7 +97,7 @@ def decodes_s(
 
 def mean_prefill_s(times: StageTimes, requests: float, prompts: LengthDistribution) -> FloatArray:
     """Mean compute seconds [N] of a micro-batch of so many prompts of these lengths."""
-    if isinstance(times, GridTimes):
+    if isinstance(times, ManyTimes):
         return times.mean_prefill_s(requests, prompts)
     classes = zip(*_classes(prompts), strict=True)
     return np.asarray(sum(share * times.prefill_s(requests, tokens) for tokens, share in classes))

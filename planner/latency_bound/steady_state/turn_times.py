@@ -56,15 +56,19 @@ class TurnTimes:
             part += parts
             yield Turn(each, tuple(made))
 
+    def part(self, size: int, tokens: float) -> PassTimes:
+        """A micro-batch of so many prompts, which have so many tokens together."""
+        each = tokens / size
+        if size == 1:
+            return PassTimes.of(self.times.prefill_s(1, each), self.times.prefill_hop_s(1, each))
+        mean_s, per_token_s = self._of_size(size)
+        compute_s = np.maximum(mean_s + (each - self.prompts.mean) * per_token_s, mean_s / size)
+        return PassTimes.of(compute_s, self.times.prefill_hop_s(size, each))
+
     def _part(self, size: int, share: float) -> PassTimes:
         """A micro-batch of prompts as long, in sum, as such a `share` of all do not exceed."""
         mean, at = self.prompts.mean, self.prompts.quantile(share)
-        if size == 1:
-            return PassTimes.of(self.times.prefill_s(1, at), self.times.prefill_hop_s(1, at))
-        beyond = (at - mean) / sqrt(size)
-        mean_s, per_token_s = self._of_size(size)
-        compute_s = np.maximum(mean_s + beyond * per_token_s, mean_s / size)
-        return PassTimes.of(compute_s, self.times.prefill_hop_s(size, mean + beyond))
+        return self.part(size, size * mean + sqrt(size) * (at - mean))
 
     def _of_size(self, size: int) -> tuple[FloatArray, FloatArray]:
         """Mean seconds of so many prompts [N], and those of one token more in each of them [N]."""

@@ -9,7 +9,9 @@ import pytest
 
 from benchmarks.latency_bounds.timelines import of_rra, of_waa
 from planner.latency_bound.steady_state.rra import rra_timeline
-from planner.latency_bound.steady_state.waa import waa_timeline
+from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
+from planner.latency_bound.steady_state.waa.sides import WaaSides
+from planner.latency_bound.steady_state.waa.timeline import waa_timeline
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -18,12 +20,13 @@ ALIKE = RequestLengths(LengthDistribution((10,), (1.0,)), LengthDistribution((5,
 
 @dataclass(frozen=True)
 class _OneStage:
-    """A stage with a prefill of 2 s for each request and decode steps of 1 s."""
+    """A stage with a prefill of so many seconds for each request and decode steps of 1 s."""
 
+    prompt_s: float = 2.0
     stages: int = 1
 
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        return np.array([2.0 * requests])
+        return np.array([self.prompt_s * requests])
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         return np.array([1.0])
@@ -57,19 +60,63 @@ def test_rra_of_requests_that_are_alike() -> None:
     assert found.performance.latency_s == pytest.approx(10)
 
 
+def _sides(
+    prompt_s: float = 2.0, token_s: float = 0.0, keep_s: float = 0.0, restore_s: float = 0.0
+) -> WaaSides:
+    """One stage for either phase; messages of so many seconds a token, and copies of each request
+    on the stages.
+    """
+    copies = (StageCopies(np.array([each]), np.zeros(1)) for each in (keep_s, restore_s))
+    handover = Handover(*copies, 0.0, token_s)
+    return WaaSides(_OneStage(prompt_s), _OneStage(), handover, ALIKE)
+
+
+def _waa(decode_requests: int) -> RequestSchedule:
+    return RequestSchedule("waa-c", 1, decode_requests, 1, 1, 1, 10.0)
+
+
 def test_waa_that_prefills_too_slowly() -> None:
     """Two prefills are under way on the one stage, so that each takes twice its time; then comes
     half of a step until one ends, and four steps.
     """
-    schedule = RequestSchedule("waa-c", 1, 100, 1, 1, 1, 10.0)
-    found = waa_timeline(_OneStage(), _OneStage(), 0.0, ALIKE, schedule, 0.99)
-    assert found.performance.requests_per_s == pytest.approx(1 / 2)
-    assert found.performance.latency_s == pytest.approx(4 + 0.5 + 4)
+    found = waa_timeline(_sides(), _waa(100), 0.99).performance
+    assert found.requests_per_s == pytest.approx(1 / 2)
+    assert found.latency_s == pytest.approx(4 + 0.5 + 4, rel=1e-3)
+
+
+def test_waa_that_keeps_keys_and_values() -> None:
+    """A prompt of 2 s is copied for half a second after it."""
+    found = waa_timeline(_sides(keep_s=0.5), _waa(100), 0.99).performance
+    assert found.requests_per_s == pytest.approx(1 / 2.5)
+    assert found.latency_s == pytest.approx(5 + 0.5 + 4, rel=1e-3)
+
+
+def test_waa_that_hands_over_too_slowly() -> None:
+    """A message for each prompt of ten tokens takes 4 s."""
+    found = waa_timeline(_sides(token_s=0.4), _waa(100), 0.99).performance
+    assert found.requests_per_s == pytest.approx(1 / 4)
 
 
 def test_waa_that_decodes_too_slowly() -> None:
-    """A request in four steps of one second ends; its prefill waits for nobody."""
-    schedule = RequestSchedule("waa-c", 1, 1, 1, 1, 1, 10.0)
-    found = waa_timeline(_OneStage(), _OneStage(), 0.1, ALIKE, schedule, 0.99)
-    assert found.performance.requests_per_s == pytest.approx(1 / 4)
-    assert found.performance.latency_s == pytest.approx(2 + 0.1 * 10 + 0.5 + 4)
+    """Of 20 requests each makes four steps of one second; their prefills wait for nobody."""
+    found = waa_timeline(_sides(prompt_s=1e-4), _waa(20), 0.99).performance
+    assert found.requests_per_s == pytest.approx(20 / 4, rel=0.01)
+    assert found.latency_s == pytest.approx(0.5 + 4, rel=0.02)
+
+
+def test_waa_that_restores_keys_and_values() -> None:
+    """Of 20 requests five begin with each step, which is longer by their copies."""
+    found = waa_timeline(_sides(prompt_s=1e-4, restore_s=0.04), _waa(20), 0.99).performance
+    step_s = 1 + 5 * 0.04
+    assert found.requests_per_s == pytest.approx(20 / 4 / step_s, rel=0.02)
+
+
+def test_waa_whose_sides_are_as_fast_as_each_other() -> None:
+    """Either side could serve 1/2 a second. By chance one waits for the other now and then, so that
+    less is served, and the more the fewer decode.
+    """
+    rates = [
+        waa_timeline(_sides(), _waa(decoding), 0.99).performance.requests_per_s
+        for decoding in (2, 8, 32)
+    ]
+    assert rates[0] < rates[1] < rates[2] <= 1 / 2

@@ -9,6 +9,8 @@ import pytest
 
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
+from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
+from planner.latency_bound.steady_state.waa.sides import WaaSides
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -36,14 +38,25 @@ class _OneStage:
         return np.zeros(1)
 
 
-def _observed(prompt_s: float, token_s: float, answer: int = ANSWER, decoding: int = 1) -> Observed:
+NOTHING = StageCopies(np.zeros(1), np.zeros(1))
+
+
+def _observed(
+    prompt_s: float,
+    token_s: float,
+    answer: int = ANSWER,
+    decoding: int = 1,
+    keep: StageCopies = NOTHING,
+    restore: StageCopies = NOTHING,
+) -> Observed:
     """Steps of a second, turns of one prompt."""
     lengths = RequestLengths(
         LengthDistribution((PROMPT,), (1.0,)), LengthDistribution((answer,), (1.0,))
     )
     schedule = RequestSchedule("waa-c", 1, decoding, 1, 1, 1, float(PROMPT))
     times, generator = _OneStage(prompt_s, 1.0), np.random.default_rng(0)
-    return simulate_waa((times, times), token_s, lengths, schedule, Watch(50, 200), generator)
+    sides = WaaSides(times, times, Handover(keep, restore, 0.0, token_s), lengths)
+    return simulate_waa(sides, schedule, Watch(50, 200), generator)
 
 
 def test_slow_prefills_decide_how_many_requests_are_served() -> None:
@@ -74,4 +87,26 @@ def test_answers_of_one_token_end_with_their_prefill() -> None:
     """
     seen = _observed(2.0, 1000.0, answer=1)
     assert seen.requests_per_s == pytest.approx(1 / 2)
+    assert set(np.round(seen.latencies_s, 6)) == {2.0}
+
+
+def test_stages_that_prefill_copy_what_they_have_computed() -> None:
+    """A prompt of 100 tokens takes 20 s, and 2 + 100 * 0.03 s of copies."""
+    seen = _observed(20.0, 0.0, decoding=8, keep=StageCopies(np.array([2.0]), np.array([0.03])))
+    assert seen.requests_per_s == pytest.approx(1 / 25)
+    assert seen.latencies_s == pytest.approx(np.full(len(seen.latencies_s), 25 + 25 + 10))
+
+
+def test_a_step_that_requests_join_is_longer_by_their_copies() -> None:
+    """One request at a time decodes for 10 s, and is copied for 5 s before; the next one's prompt
+    is prefilled meanwhile.
+    """
+    copies = StageCopies(np.array([2.0]), np.array([0.03]))
+    seen = _observed(1e-6, 0.0, restore=copies)
+    assert seen.latencies_s == pytest.approx(np.full(len(seen.latencies_s), 15.0))
+
+
+def test_answers_of_one_token_are_not_copied() -> None:
+    copies = StageCopies(np.array([1000.0]), np.array([1000.0]))
+    seen = _observed(2.0, 0.0, answer=1, keep=copies, restore=copies)
     assert set(np.round(seen.latencies_s, 6)) == {2.0}
