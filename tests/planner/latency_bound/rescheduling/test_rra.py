@@ -11,7 +11,8 @@ from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.placing.job import most_in_flight
 from planner.latency_bound.request import BOUND, BoundRequest
-from planner.latency_bound.rescheduling import RunningSizes, reschedule
+from planner.latency_bound.rescheduling.reschedule import reschedule
+from planner.latency_bound.rescheduling.sizes import RunningSizes
 from planner.latency_bound.search import find_bounded_plan
 from planner.latency_bound.stage_times import PipelineTimes
 from planner.length_distribution import LengthDistribution, RequestLengths
@@ -120,5 +121,5 @@ def test_a_bound_below_all_schedules_is_refused_with_the_least(plan: PlanSpec) -
 
 
 def test_only_plans_with_a_schedule_have_another(plan: PlanSpec) -> None:
-    with pytest.raises(SpecError, match="schedule rra"):
+    with pytest.raises(SpecError, match="forecast of its schedule"):
         reschedule(replace(plan, latency=None), SHAPE, OPTIONS, LONGER)
