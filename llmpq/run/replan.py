@@ -164,14 +164,8 @@ def reschedule_measured(
     """Make another schedule for the stages of `plan` and requests of the lengths that its run has
     measured; layers and bits stay where they are (ExeGPT section 7.6).
 
-    `model`: another place of the same model. Raises `SpecError` where stages only prefill or
-    decode, and what the search raises.
+    `model`: another place of the same model. Raises what the search raises.
     """
-    if plan.policy.followed_schedule.divides:
-        raise SpecError(
-            "stages that only prefill or only decode keep their schedule while they run, as their "
-            "layers are placed for it; plan again with --lengths of what was measured"
-        )
     # Bits are as they are, so nothing that is about quality is read again.
     origin = _origin_of(plan)
     options = replace(origin.options, omega_file=None, importance=None, max_ppl_delta=None)
