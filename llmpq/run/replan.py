@@ -32,6 +32,15 @@ from quant.common.errors import (
 Planner = Callable[[ClusterSpec, ModelShape, str, Workload | Job, PlanOptions], PlanSpec]
 """Finds the best plan, as `find_plan` does."""
 
+SHOWN_CONTROLS = (
+    "prefill_requests",
+    "decode_requests",
+    "decode_steps",
+    "decode_micro_batches",
+    "prefill_micro_batch",
+)
+"""The controls of a schedule whose changes are told."""
+
 
 def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = None) -> PlanSpec:
     """Make `plan` again, from what it was made from, without `lost_devices`.
@@ -179,10 +188,11 @@ def rescheduled_text(old: PlanSpec, new: PlanSpec) -> str:
         return "the schedule stays the best for the lengths that were measured"
     changes = [
         f"{name} {getattr(before, name)} to {getattr(now, name)}"
-        for name in ("prefill_requests", "decode_requests", "decode_steps", "decode_micro_batches")
+        for name in SHOWN_CONTROLS
         if getattr(before, name) != getattr(now, name)
     ]
-    text = f"another schedule for the lengths that were measured: {', '.join(changes)}"
+    even = f"turns of prompts of {now.mean_prompt_tokens:.4g} tokens in the mean"
+    text = f"another schedule for the lengths that were measured: {', '.join(changes) or even}"
     if new.latency is None:
         return text
     return (
