@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from planner.latency_bound.bounded_search import TOLERANCE
-from planner.latency_bound.branch_and_bound import Evaluations, best_evaluated
+from planner.latency_bound.branch_and_bound import Evaluations, Point, best_evaluated
 from planner.latency_bound.placing.job import PROMPTS, sampled_lengths
 from planner.latency_bound.placing.kind_search import CHECKS, Scheduled, scheduled
 from planner.latency_bound.plan import latency_forecast
@@ -24,6 +24,9 @@ from planner.plan.spec import PlanSpec
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
 from planner.workload import Job
 from quant.common.errors import InfeasibleError, SpecError
+
+HALVINGS = 6
+"""Simulations, each of a part of a second, where no timeline led to a schedule within the bound."""
 
 
 def reschedule(
@@ -78,6 +81,7 @@ def _searched(stages: RunningStages) -> tuple[Scheduled | None, int]:
     for all controls where there is one placement.
     """
     request, evaluations = stages.request, 0
+    point: Point | None = None
     for share, late in CHECKS:
         quantile, bound_s = 1 - late * (1 - request.quantile), share * request.limit_s
         evaluated = Evaluations(partial(stages.exact, quantile=quantile), bound_s)
@@ -85,19 +89,42 @@ def _searched(stages: RunningStages) -> tuple[Scheduled | None, int]:
         evaluations += evaluated.count
         if best is None:
             break
-        schedule = stages.schedule(best.point)
-        found = scheduled(stages, schedule, request.quantile, stages.job.prompts)
+        point, found = best.point, _scheduled(stages, best.point)
         if found.latency_s <= request.limit_s:
             return found, evaluations
-    return None, evaluations
+    return None if point is None else _below(stages, point), evaluations
+
+
+def _below(stages: RunningStages, point: Point) -> Scheduled | None:
+    """The schedule nearest to one that is too slow for the bound, on the line from there to the one
+    with the least latency, that keeps it by events: latency grows with every control.
+    """
+    found, low, high = None, 0.0, 1.0
+    for _ in range(HALVINGS):
+        share = (low + high) / 2
+        between = zip(_least_point(stages), point, strict=True)
+        tried = _scheduled(stages, tuple(a + int(share * (b - a)) for a, b in between))
+        if tried.latency_s <= stages.request.limit_s and stages.has_room(tried.schedule):
+            found, low = tried, share
+        else:
+            high = share
+    return found
 
 
 def _least(stages: RunningStages) -> Scheduled:
     """The schedule with the least latency; InfeasibleError where not even that has room."""
-    low = tuple(each[0] for each in stages.ranges)
-    schedule = stages.schedule(low)
-    if not stages.has_room(schedule):
+    found = stages.schedule(_least_point(stages))
+    if not stages.has_room(found):
         raise InfeasibleError("the token slots of the stages have no room for the longer requests")
+    return _scheduled(stages, _least_point(stages))
+
+
+def _least_point(stages: RunningStages) -> Point:
+    return tuple(each[0] for each in stages.ranges)
+
+
+def _scheduled(stages: RunningStages, point: Point) -> Scheduled:
+    schedule = stages.schedule(point)
     return scheduled(stages, schedule, stages.request.quantile, stages.job.prompts)
 
 

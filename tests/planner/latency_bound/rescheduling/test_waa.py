@@ -134,6 +134,19 @@ def test_a_schedule_that_is_slow_gives_way_to_a_faster_one(plan: PlanSpec) -> No
     assert now.latency_s(0.99) <= 1.03 * BOUND_S
 
 
+def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(
+    plan: PlanSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they were three times too short: with most of the throughput, not the least latency."""
+    usual = again(plan, LONGER).latency
+    monkeypatch.setattr("planner.latency_bound.rescheduling.reschedule.CHECKS", ((3.0, 1.0),))
+    found = again(plan, LONGER).latency
+    assert usual is not None
+    assert found is not None
+    assert found.latency_s <= BOUND_S
+    assert found.requests_per_s > 0.7 * usual.requests_per_s
+
+
 def test_stages_have_room_for_one_schedule_after_the_other(plan: PlanSpec) -> None:
     """Nothing but the schedule and its forecast differs, and what memory was allocated for."""
     sizes, now = RunningSizes.of(plan), plan
