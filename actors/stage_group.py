@@ -37,7 +37,7 @@ from actors.telemetry.observer import Observer
 from actors.transport.rendezvous import CONTROL
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.scheduling import PolicyOptions
+from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.importance.store import ImportanceStore
 
@@ -143,7 +143,13 @@ class StageGroup:
         schedule.
         """
         self._plan = plan
-        self._pipeline.follow(plan.policy.followed_schedule)
+        self.follow_schedule(plan.policy.followed_schedule)
+
+    def follow_schedule(self, schedule: RequestSchedule) -> None:
+        """Go on by another schedule, which may be that of a plan with other stages beside these, as
+        in `follow`.
+        """
+        self._pipeline.follow(schedule)
 
     def __enter__(self) -> StageGroup:
         """Place and load all stages; on any error nothing stays behind."""

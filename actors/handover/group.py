@@ -112,6 +112,16 @@ class DividedGroup:
         """All stages, those that prefill before those that decode."""
         return (*self.prefill.stages, *self.decode.stages)
 
+    def follow(self, plan: PlanSpec) -> None:
+        """Go on by `plan`, of which nothing but the schedule differs, as `StageGroup.follow`: new
+        turns begin by it, and no more requests decode than there are slots.
+        """
+        schedule = plan.policy.followed_schedule
+        self._plan = plan
+        self._pace.follow(schedule)
+        self.prefill.follow_schedule(schedule)
+        self.decode.follow(plan)
+
     def __enter__(self) -> DividedGroup:
         """Place and load all stages; on any error nothing stays behind."""
         try:

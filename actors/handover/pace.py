@@ -44,7 +44,7 @@ class PrefillPace:
     counted that will by then, and is smaller where there would be more than the tolerance allows.
     Prompts are taken in their order, so many that they have the tokens of as many of the mean.
     There is a turn for each of the `stages` that prefill, and one that waits. Nothing begins for
-    which there is no room in host memory, or in the token slots of the stages that decode.
+    which there is no room in host memory, or in the slots of the stages that decode.
 
     `prefill_tokens`, `decode_tokens`: the most tokens of a request on either kind of stages.
     """
@@ -53,11 +53,14 @@ class PrefillPace:
         self, schedule: RequestSchedule, stages: int, prefill: QueueSizes, decode: QueueSizes
     ) -> None:
         self._schedule = schedule
-        self._most = most_requests(schedule)
-        self._most_prefilling = (stages + 1) * schedule.prefill_requests
+        self._stages, self._slots = stages, decode.slots
         self._host_tokens = min(prefill.parked_tokens, decode.parked_tokens)
         self._kv_tokens = decode.n_slots or decode.kv_tokens
         self.prefill_tokens, self.decode_tokens = prefill.slot_tokens, decode.slot_tokens
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Have turns begin by another schedule from now on; any thread may call this."""
+        self._schedule = schedule
 
     @property
     def ahead(self) -> int:
@@ -66,13 +69,15 @@ class PrefillPace:
 
     def turn(self, waiting: Sequence[Request], load: Load) -> int:
         """How many of those `waiting`, in their order, begin now."""
-        present = load.decoding + load.arriving
-        if present > self._schedule.decode_requests:
+        schedule, present = self._schedule, load.decoding + load.arriving
+        if present > schedule.decode_requests:
             return 0
-        room = min(self._most - present, self._most_prefilling - load.prefilling)
-        wanted = min(self._schedule.prefill_requests, room)
+        most = min(most_requests(schedule), self._slots)
+        most_prefilling = (self._stages + 1) * schedule.prefill_requests
+        room = min(most - present, most_prefilling - load.prefilling)
+        wanted = min(schedule.prefill_requests, room)
         texts = [len(request.prompt_ids) for request in waiting]
-        even = evened(self._schedule, wanted, room, texts)
+        even = evened(schedule, wanted, room, texts)
         left, taken = self._room_of(load), 0
         for request in waiting[:even]:
             left = left.less(request)

@@ -24,9 +24,10 @@ from quant.common.errors import SpecError
 
 @dataclass(eq=False)
 class _Group:
-    """The slots of the requests that decode together."""
+    """The slots of the requests that decode together; others may join where it `is_open`."""
 
     slots: list[int] = field(default_factory=list)
+    is_open: bool = True
 
 
 class DecodeScheduler:
@@ -48,9 +49,8 @@ class DecodeScheduler:
         self._sizes = sizes
         n_slots = sizes.n_slots or sizes.kv_tokens
         self._slots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
-        count = -(-sizes.slots // sizes.decode_micro_batch)
-        self._groups = [_Group() for _ in range(count)]
-        self._resting = deque(self._groups)  # without a step under way
+        self._groups: list[_Group] = []
+        self._resting = deque[_Group]()  # without a step under way
         self._under_way: deque[_Group | None] = deque()  # of each step; None: a prefill
         self._arrived: deque[Request] = deque()
         self._bare: deque[Request] = deque()  # without keys and values
@@ -58,6 +58,23 @@ class DecodeScheduler:
         self._joined = 0
         self._closed = False
         self._steps_next = False
+        self.follow(sizes.followed_schedule)
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Decode by this schedule from now on, with the slots and in steps of the most requests
+        that there are.
+
+        Groups that are too many for it take nobody any more, and make steps until they are empty.
+        """
+        self._most = min(self._sizes.slots, most_requests(schedule))
+        even = -(-self._most // schedule.decode_micro_batches)
+        self._most_in_group = min(self._sizes.decode_micro_batch, even)
+        count = -(-self._most // self._most_in_group)
+        more = [_Group() for _ in range(len(self._groups), count)]
+        self._groups += more
+        self._resting += more
+        for number, group in enumerate(self._groups):
+            group.is_open = number < count
 
     def add(self, requests: Sequence[Request], last: bool) -> None:
         """Put `requests` at the end of the queue; after the `last` ones no more come.
@@ -85,7 +102,7 @@ class DecodeScheduler:
     @property
     def most_under_way(self) -> int:
         """Most micro-batches that may be under way: a step of each group, and a prefill."""
-        return len(self._groups) + 1
+        return sum(group.is_open or bool(group.slots) for group in self._groups) + 1
 
     @property
     def waiting(self) -> int:
@@ -111,7 +128,7 @@ class DecodeScheduler:
     @property
     def wants_requests(self) -> bool:
         """Whether a request could join that is not there yet."""
-        return not self._closed and not self.waiting and self._slots.free > 0
+        return not self._closed and not self.waiting and self.in_slots < self._most
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """The next prefill or step, by turns where there are both."""
@@ -145,8 +162,7 @@ class DecodeScheduler:
         """
         slots: list[int] = []
         moves: tuple[Move, ...] = ()
-        even = -(-(self.in_slots + len(self._arrived)) // len(self._groups))
-        most = min(even, self._sizes.decode_micro_batch)
+        most = self._even_size if group.is_open else 0
         while self._arrived and len(group.slots) < most and self._fits(self._arrived[0]):
             slot, more = self._take(self._arrived.popleft(), group)
             slots.append(slot)
@@ -155,6 +171,18 @@ class DecodeScheduler:
             request = self._slots.requests[slot]
             self._slots.written[slot] = len(request.prompt_ids) + len(request.generated) - 1
         return slots, moves
+
+    @property
+    def _open_groups(self) -> list[_Group]:
+        """Those that requests may join: a schedule before may have had more."""
+        return [group for group in self._groups if group.is_open]
+
+    @property
+    def _even_size(self) -> int:
+        """The requests of a group when all that have come are in even ones, as far as they may."""
+        groups = self._open_groups
+        requests = sum(len(group.slots) for group in groups) + len(self._arrived)
+        return min(-(-requests // len(groups)), self._most_in_group)
 
     def _restore(self, slot: int) -> Park:
         key = self._slots.requests[slot].host_key
@@ -168,7 +196,7 @@ class DecodeScheduler:
         moves: tuple[Move, ...] = ()
         most = self._sizes.prefill_micro_batch
         while self._bare and len(slots) < most and self._fits(self._bare[0]):
-            group = min(self._groups, key=lambda each: len(each.slots))
+            group = min(self._open_groups, key=lambda each: len(each.slots))
             slot, more = self._take(self._bare.popleft(), group)
             slots.append(slot)
             moves += more
@@ -178,7 +206,7 @@ class DecodeScheduler:
         return self._slots.batch(np.array(slots, dtype=np.int64), slots, moves)
 
     def _fits(self, request: Request) -> bool:
-        return self._slots.free > 0 and most_tokens(request) <= self._slots.available
+        return self.in_slots < self._most and most_tokens(request) <= self._slots.available
 
     def _take(self, request: Request, group: _Group) -> tuple[int, tuple[Move, ...]]:
         slot = self._slots.take(request, self._joined)
@@ -207,15 +235,15 @@ def _has_arrived(request: Request) -> bool:
 
 
 def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
-    """The sizes for stages of `plan` that decode by a schedule that divides the phases: as many
-    requests as its tolerance allows, in its groups.
+    """The sizes for stages of `plan` that decode by a schedule that divides the phases: those that
+    the plan has memory for, and at least what the schedule's tolerance allows, in its groups.
     """
-    schedule, workload = options.followed_schedule, plan.workload
+    schedule, workload, planned = options.followed_schedule, plan.workload, plan.micro_batches
     most = most_requests(schedule)
     return QueueSizes(
-        slots=most,
-        prefill_micro_batch=min(most, plan.micro_batches.prefill),
-        decode_micro_batch=-(-most // schedule.decode_micro_batches),
+        slots=max(most, workload.global_batch),
+        prefill_micro_batch=min(most, planned.prefill),
+        decode_micro_batch=max(planned.decode, -(-most // schedule.decode_micro_batches)),
         slot_tokens=workload.total_length,
         policy="exegpt",
         kv_tokens=workload.kv_tokens,

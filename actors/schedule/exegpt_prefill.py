@@ -24,7 +24,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
-from planner.scheduling import PolicyOptions
+from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 
 SHORT_PROMPTS = 2
@@ -39,10 +39,11 @@ only wait longer, which counts as latency."""
 class PrefillScheduler:
     """A scheduler of requests for one token each, first come, first served.
 
-    Prompts follow each other in micro-batches of about as many tokens as `prefill_micro_batch` of
-    the mean length have; where the queue has less than two of these, halves of it. A request is
-    done with one pass, and what other stages need of it is kept in host memory. So the next
-    micro-batch has the whole KV cache again, as every stage takes them in their order.
+    Prompts follow each other in micro-batches of about as many tokens as the schedule's
+    `prefill_micro_batch` of the mean length have; where the queue has less than two of these,
+    halves of it. A request is done with one pass, and what other stages need of it is kept in host
+    memory. So the next micro-batch has the whole KV cache again, as every stage takes them in their
+    order.
     """
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
@@ -54,15 +55,20 @@ class PrefillScheduler:
             )
         self._sizes = sizes
         self._stages = stages
-        size = sizes.prefill_micro_batch
-        mean = sizes.slot_tokens if sizes.schedule is None else sizes.schedule.mean_prompt_tokens
-        self._usual_tokens = size * mean
-        self._most_tokens = min(sizes.kv_tokens, size * sizes.slot_tokens)
         self._waiting: deque[Request] = deque()
         self._free = deque(range(sizes.slots))
         self._requests: dict[int, Request] = {}
         self._cancelled: set[int] = set()
         self._closed = False
+        self.follow(sizes.followed_schedule)
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Make micro-batches by this schedule from now on, of the most requests that there are."""
+        size, longest = self._sizes.prefill_micro_batch, self._sizes.slot_tokens
+        self._size = min(size, schedule.prefill_micro_batch)
+        self._usual_tokens = self._size * schedule.mean_prompt_tokens
+        self._most_usual_tokens = (1 + schedule.tolerance) * self._usual_tokens
+        self._most_tokens = min(self._sizes.kv_tokens, self._size * longest)
 
     def add(self, requests: Sequence[Request], last: bool) -> None:
         """Put `requests` at the end of the queue; after the `last` ones no more come."""
@@ -107,7 +113,7 @@ class PrefillScheduler:
     @property
     def wants_requests(self) -> bool:
         """Whether the queue has less than a micro-batch."""
-        return not self._closed and len(self._waiting) < self._sizes.prefill_micro_batch
+        return not self._closed and len(self._waiting) < self._size
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """Prefill the requests that came first, from the beginning of the KV cache on."""
@@ -136,13 +142,15 @@ class PrefillScheduler:
         return batch, np.concatenate(texts)
 
     def _newcomers(self) -> int:
-        """How many requests make the next micro-batch."""
+        """How many requests make the next micro-batch; one of up to `_most_usual_tokens` is as even
+        as others (ExeGPT section 5.2).
+        """
         texts = [len(r.prompt_ids) + len(r.generated) for r in self._waiting]
         left = sum(texts)
         wanted = self._usual_tokens
         if left < 2 * wanted:
             wanted = left if left <= self._most_usual_tokens else left / 2
-        most = min(SHORT_PROMPTS * self._sizes.prefill_micro_batch, len(self._free))
+        most = min(SHORT_PROMPTS * self._size, len(self._free))
         taken = total = 0
         for text in texts[:most]:
             if taken and (total + text / 2 > wanted or total + text > self._most_tokens):
@@ -150,12 +158,6 @@ class PrefillScheduler:
             total += text
             taken += 1
         return taken
-
-    @property
-    def _most_usual_tokens(self) -> float:
-        """The tokens up to which a micro-batch is as even as others (ExeGPT section 5.2)."""
-        schedule = self._sizes.schedule
-        return self._usual_tokens * (1 + (0.0 if schedule is None else schedule.tolerance))
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         """Take in the tokens of `batch`; returns its requests, all of which have ended."""

@@ -59,6 +59,13 @@ class QueueSizes:
         prefill, decode = min(sizes.prefill, slots), min(sizes.decode, slots)
         return cls(slots, prefill, decode, workload.total_length)
 
+    @property
+    def followed_schedule(self) -> RequestSchedule:
+        """The schedule; SpecError where there is none."""
+        if self.schedule is None:
+            raise SpecError(f"there is no schedule, and the policy {self.policy} follows one")
+        return self.schedule
+
     def limits(self, max_tokens: int, kv_tokens: int, columns: int) -> Limits:
         """The most that messages may hold, a micro-batch of each phase in one, where a request has
         at most `max_tokens` and the KV cache `kv_tokens`.

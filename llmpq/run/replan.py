@@ -13,7 +13,7 @@ from llmpq.workload.bounded_plan import bounded_plan
 from llmpq.workload.request_lengths import Requests, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.request import BOUND
-from planner.latency_bound.rescheduling import reschedule
+from planner.latency_bound.rescheduling.reschedule import reschedule
 from planner.length_distribution import RequestLengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
@@ -31,6 +31,15 @@ from quant.common.errors import (
 
 Planner = Callable[[ClusterSpec, ModelShape, str, Workload | Job, PlanOptions], PlanSpec]
 """Finds the best plan, as `find_plan` does."""
+
+SHOWN_CONTROLS = (
+    "prefill_requests",
+    "decode_requests",
+    "decode_steps",
+    "decode_micro_batches",
+    "prefill_micro_batch",
+)
+"""The controls of a schedule whose changes are told."""
 
 
 def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = None) -> PlanSpec:
@@ -164,14 +173,8 @@ def reschedule_measured(
     """Make another schedule for the stages of `plan` and requests of the lengths that its run has
     measured; layers and bits stay where they are (ExeGPT section 7.6).
 
-    `model`: another place of the same model. Raises `SpecError` where stages only prefill or
-    decode, and what the search raises.
+    `model`: another place of the same model. Raises what the search raises.
     """
-    if plan.policy.followed_schedule.divides:
-        raise SpecError(
-            "stages that only prefill or only decode keep their schedule while they run, as their "
-            "layers are placed for it; plan again with --lengths of what was measured"
-        )
     # Bits are as they are, so nothing that is about quality is read again.
     origin = _origin_of(plan)
     options = replace(origin.options, omega_file=None, importance=None, max_ppl_delta=None)
@@ -185,10 +188,11 @@ def rescheduled_text(old: PlanSpec, new: PlanSpec) -> str:
         return "the schedule stays the best for the lengths that were measured"
     changes = [
         f"{name} {getattr(before, name)} to {getattr(now, name)}"
-        for name in ("prefill_requests", "decode_requests", "decode_steps", "decode_micro_batches")
+        for name in SHOWN_CONTROLS
         if getattr(before, name) != getattr(now, name)
     ]
-    text = f"another schedule for the lengths that were measured: {', '.join(changes)}"
+    even = f"turns of prompts of {now.mean_prompt_tokens:.4g} tokens in the mean"
+    text = f"another schedule for the lengths that were measured: {', '.join(changes) or even}"
     if new.latency is None:
         return text
     return (

@@ -192,7 +192,7 @@ class Run:
         ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
-            self._pace.begin(shown, stages.start_s, self._has_schedule(group))
+            self._pace.begin(self.plan, stages.start_s, self._has_schedule(group))
             for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)

@@ -15,6 +15,7 @@ from planner.cluster.device import Slowdown
 from planner.length_distribution import RequestLengths
 from planner.lengths import Lengths
 from planner.phases import PHASES, Phase
+from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
 from quant.common.errors import LlmpqError
 
@@ -93,7 +94,7 @@ class DriftControl:
         its schedule, and may follow another.
         """
         self._plan, self._start_s, self._has_schedule = plan, start_s, has_schedule
-        self._watch = DriftWatch(plan, self._record, self._planning.share)
+        self._watch = DriftWatch(undivided(plan), self._record, self._planning.share)
         self._said.clear()
         self._search = None
         self._has_switched = False

@@ -62,7 +62,7 @@ def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
     if isinstance(spec, PlanSpec) and len(pipelines) == 1:
         return
     kind = "a plan of stages that only decode" if isinstance(spec, PlanSpec) else "a fleet"
-    if options.replan == "auto":
+    if options.replan == "auto" and isinstance(spec, FleetSpec):
         again = "its pipelines are started again, but not planned again"
         raise SpecError(f"replan auto has no effect with {kind} ({source}): {again}; leave it out")
     if options.trace is not None:

@@ -108,34 +108,80 @@ def test_a_request_that_never_has_room_runs_when_nothing_else_does() -> None:
     assert pace.turn(waiting, Load(decoding=1, reserved=36)) == 0
 
 
-@pytest.mark.parametrize(("passes", "steps"), [(1, 10), (3, 10), (6, 20), (2, 64)])
-def test_in_the_steady_state_the_planned_number_decodes(passes: int, steps: int) -> None:
-    """In rounds, by a queue of its own: stages that could prefill half as many requests again as
-    end, each of which takes so many passes; then they decode for 1 to `2 * steps - 1` rounds.
+def test_turns_are_those_of_another_schedule_from_the_next_one_on() -> None:
+    """Though not for more requests than the stages that decode have slots for."""
+    pace, waiting = pace_of(), requests([16] * 100)
+    other = RequestSchedule("waa-c", 2, 20, 1, 1, 2, 16.0, tolerance=0.1)
+    pace.follow(other)
+    assert pace.ahead == 4
+    assert [pace.turn(waiting, Load(0, n)) for n in (0, 20, 21, 40)] == [2, 2, 0, 0]
+    assert [pace.turn(waiting, Load(n, 0)) for n in (4, 5, 6)] == [2, 1, 0], "three turns"
+    pace.follow(replace(other, decode_requests=400, prefill_requests=8))
+    assert [pace.turn(waiting, Load(0, n)) for n in (30, 40, 44, 100)] == [8, 4, 0, 0]
+    pace.follow(replace(other, mean_prompt_tokens=32.0))
+    assert pace.turn(waiting, IDLE) == 4, "as many tokens"
+
+
+class Rounds:
+    """Stages that prefill in so many passes, half as many requests again as a turn has in each, and
+    others that decode in rounds, for 1 to `2 * steps - 1` of them; `counts`: who decodes in each.
     """
-    random, turn, planned = Random(1), 4, 4 * steps
-    prefill = replace(PREFILL, parked_tokens=10**6)
-    decode = replace(DECODE, kv_tokens=10**6, parked_tokens=10**6)
-    ledger = DividedLedger(pace_of(turn, planned, passes, prefill, decode), count())
-    numbers, queue, counts = count(), deque[str](), list[int]()
-    under_way: deque[list[str]] = deque([] for _ in range(passes))
-    left: dict[str, int] = {}
-    for _ in range(40 * steps):
-        ended = [name for name, rounds in left.items() if rounds == 1]
-        left = {name: rounds - 1 for name, rounds in left.items() if rounds > 1}
+
+    def __init__(self, pace: PrefillPace, turn: int, passes: int, steps: int) -> None:
+        self._ledger, self._random = DividedLedger(pace, count()), Random(1)
+        self._turn, self._steps = turn, steps
+        self._numbers, self._queue = count(), deque[str]()
+        self._under_way: deque[list[str]] = deque([] for _ in range(passes))
+        self._left: dict[str, int] = {}
+        self.counts = list[int]()
+
+    def go_on(self, rounds: int) -> list[int]:
+        """Run so many rounds; returns who decoded in the second half of them."""
+        for _ in range(rounds):
+            self._round()
+        return self.counts[-rounds // 2 :]
+
+    def _round(self) -> None:
+        ledger = self._ledger
+        ended = [name for name, rounds in self._left.items() if rounds == 1]
+        self._left = {name: rounds - 1 for name, rounds in self._left.items() if rounds > 1}
         ledger.decoded([Progress(name, (5,), "length") for name in ended])
-        firsts = [Progress(name, (4,), "length") for name in under_way.popleft()]
+        firsts = [Progress(name, (4,), "length") for name in self._under_way.popleft()]
         moving = ledger.prefilled(firsts).moving
         ledger.moved(moving, (), 1)
-        left |= {name: random.randint(1, 2 * steps - 1) for name in moving}
-        begun = True
-        while begun:
+        self._left |= {name: self._random.randint(1, 2 * self._steps - 1) for name in moving}
+        turn: tuple[Request, ...] | None = None
+        while turn != ():
             while ledger.wanted:
-                ledger.add(Request(str(next(numbers)), (3,) * 16, 30, Sampling()))
-            begun = ledger.begin().prefill
-            queue.extend(each.custom_id for each in begun)
-        under_way.append([queue.popleft() for _ in range(min(len(queue), 3 * turn // 2))])
-        counts.append(len(left))
-    settled = counts[10 * steps :]
+                ledger.add(Request(str(next(self._numbers)), (3,) * 16, 30, Sampling()))
+            turn = ledger.begin().prefill
+            self._queue.extend(each.custom_id for each in turn)
+        most = min(len(self._queue), 3 * self._turn // 2)
+        self._under_way.append([self._queue.popleft() for _ in range(most)])
+        self.counts.append(len(self._left))
+
+
+def roomy(slots: int) -> tuple[QueueSizes, QueueSizes]:
+    """Sizes of either side with memory for everything, and so many slots."""
+    decode = replace(DECODE, slots=slots, kv_tokens=10**6, parked_tokens=10**6)
+    return replace(PREFILL, parked_tokens=10**6), decode
+
+
+@pytest.mark.parametrize(("passes", "steps"), [(1, 10), (3, 10), (6, 20), (2, 64)])
+def test_in_the_steady_state_the_planned_number_decodes(passes: int, steps: int) -> None:
+    turn, planned = 4, 4 * steps
+    rounds = Rounds(pace_of(turn, planned, passes, *roomy(10**6)), turn, passes, steps)
+    settled = rounds.go_on(40 * steps)
     assert 0.9 * planned <= sum(settled) / len(settled) <= 1.1 * planned
-    assert max(counts) <= 1.3 * planned
+    assert max(rounds.counts) <= 1.3 * planned
+
+
+def test_the_number_that_decodes_becomes_that_of_another_schedule() -> None:
+    """Less, more, and no more than the slots."""
+    pace = pace_of(4, 40, 2, *roomy(66))
+    rounds = Rounds(pace, 4, 2, 10)
+    for planned, expected in ((40, 40), (20, 20), (60, 60), (600, 66)):
+        pace.follow(RequestSchedule("waa-c", planned // 10, planned, 1, 1, 2, 16.0, tolerance=0.1))
+        settled = rounds.go_on(200)
+        assert 0.85 * expected <= sum(settled) / len(settled) <= 1.1 * expected
+        assert max(settled) <= 1.3 * expected

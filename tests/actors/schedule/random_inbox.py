@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from random import Random
 
-from actors.messages import Request
+from actors.messages import MicroBatch, Request, TokenIds
+from actors.schedule.driver import PipelineDriver
 from actors.schedule.live import Inbox, Mail
+from planner.scheduling import RequestSchedule
+from tests.actors.schedule.token_pipeline import TokenPipeline
 
 
 class RandomInbox(Inbox):
@@ -32,3 +36,35 @@ class RandomInbox(Inbox):
         elif not self.coming:
             self.close()
         return super().take(wait)
+
+
+class ChangingInbox(RandomInbox):
+    """Has `driver` follow one of the other schedules, one after the other, by chance."""
+
+    def __init__(
+        self,
+        random: Random,
+        requests: list[Request],
+        driver: PipelineDriver,
+        others: list[RequestSchedule],
+    ) -> None:
+        super().__init__(random, requests)
+        self._driver, self._others = driver, others
+
+    def take(self, wait: bool) -> Mail:
+        if self._others and self._random.random() < 0.05:
+            self._driver.follow(self._others.pop())
+        return super().take(wait)
+
+
+@dataclass
+class LimitedPipeline(TokenPipeline):
+    """Refuses micro-batches of more than `most` requests, and slots from `slots` on."""
+
+    most: int = 0
+    slots: int = 0
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
+        assert len(batch.slots) <= self.most
+        assert max(batch.slots.tolist()) < self.slots
+        return super().submit(batch, token_ids)

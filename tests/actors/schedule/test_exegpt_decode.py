@@ -17,7 +17,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
-from tests.actors.schedule.random_inbox import RandomInbox
+from tests.actors.schedule.random_inbox import ChangingInbox, LimitedPipeline
 from tests.actors.schedule.token_pipeline import (
     NUMBERS,
     TokenPipeline,
@@ -28,8 +28,11 @@ from tests.actors.schedule.token_pipeline import (
 KV_TOKENS = 60
 
 
+def schedule_of(requests: int, groups: int) -> RequestSchedule:
+    return RequestSchedule("waa-c", 2, requests, 1, groups, 2, 5.0)
+
+
 def sizes_of(requests: int, groups: int, kv_tokens: int = KV_TOKENS) -> QueueSizes:
-    schedule = RequestSchedule("waa-c", 2, requests, 1, groups, 2, 5.0)
     return QueueSizes(
         requests,
         prefill_micro_batch=2,
@@ -38,7 +41,7 @@ def sizes_of(requests: int, groups: int, kv_tokens: int = KV_TOKENS) -> QueueSiz
         policy="exegpt",
         role="decode",
         kv_tokens=kv_tokens,
-        schedule=schedule,
+        schedule=schedule_of(requests, groups),
     )
 
 
@@ -119,14 +122,53 @@ def test_short_memory_makes_more_and_smaller_groups() -> None:
     assert kinds(pipeline.batches) == [(2, 2)] * 4 + [(2, 0)] * 4
 
 
+def test_groups_of_another_schedule_are_fewer_and_then_more() -> None:
+    """Nobody joins a group that is too many, nor any while more decode than should; later on there
+    are as many groups as before.
+    """
+    outputs = [3 + 5 * i % 7 for i in range(60)]
+    pipeline = TokenPipeline(1, 400, {str(i): count for i, count in enumerate(outputs)})
+    requests = [arrived(request(i, 5, 9, generated=1), pipeline) for i in range(60)]
+    pipeline.expect(requests)
+    scheduler = DecodeScheduler(sizes_of(6, 3, 400), 1)
+    driver = PipelineDriver(scheduler, pipeline)
+    driver.add(requests, last=True)
+    running = driver.run()
+    finished = [*next(running)]
+    assert pipeline.names == [("0", "1"), ("2", "3"), ("4", "5")]
+    driver.follow(schedule_of(2, 1))
+    before = scheduler.in_slots
+    while before > 2:
+        finished += next(running)
+        assert scheduler.in_slots <= before, "one more joined"
+        before = scheduler.in_slots
+    for _ in range(30):
+        finished += next(running)
+        assert scheduler.in_slots <= 2
+    closed = {"2", "3", "4", "5"}
+    assert all(set(each) <= closed for each in pipeline.names if closed & set(each))
+    assert scheduler.most_under_way == 2
+    driver.follow(schedule_of(60, 3))
+    for _ in range(10):
+        finished += next(running)
+    assert [len(each) for each in pipeline.names[-3:]] == [2, 2, 2], "in the slots that there are"
+    finished += [each for some in running for each in some]
+    assert_right_tokens(finished, requests, outputs)
+
+
+@pytest.mark.parametrize("changes", [0, 4])
 @pytest.mark.parametrize("seed", range(80))
 def test_requests_that_come_and_go_have_every_token_once_and_all_memory_comes_back(
-    seed: int,
+    seed: int, changes: int
 ) -> None:
-    """Some have arrived, some are to be prefilled, and some are given up at any moment."""
+    """Some have arrived, some are to be prefilled, and some are given up at any moment; and as
+    often another schedule is to be followed.
+    """
     random = Random(seed)
     stages, most = random.randint(1, 3), random.randint(1, 6)
-    pipeline = TokenPipeline(stages, KV_TOKENS, {})
+    sizes = sizes_of(most, random.randint(1, most))
+    largest = max(sizes.decode_micro_batch, sizes.prefill_micro_batch)
+    pipeline = LimitedPipeline(stages, KV_TOKENS, {}, most=largest, slots=sizes.slots)
     requests = []
     for i in range(random.randint(1, 20)):
         made = request(i, random.randint(1, 9), 7, generated=random.randint(0, 3))
@@ -134,9 +176,10 @@ def test_requests_that_come_and_go_have_every_token_once_and_all_memory_comes_ba
         has_keys = made.generated and random.random() < 0.7
         requests.append(arrived(made, pipeline) if has_keys else made)
     pipeline.expect(requests)
-    scheduler = make_scheduler(sizes_of(most, random.randint(1, most)), stages)
+    scheduler = make_scheduler(sizes, stages)
     driver = PipelineDriver(scheduler, pipeline)
-    inbox = RandomInbox(Random(seed), requests)
+    others = [schedule_of(random.randint(1, 9), random.randint(1, 9)) for _ in range(changes)]
+    inbox = ChangingInbox(Random(seed), requests, driver, others)
     tokens: dict[str, list[int]] = defaultdict(list)
     for told in LiveRun(driver, inbox, KV_TOKENS).events():
         for each in told:

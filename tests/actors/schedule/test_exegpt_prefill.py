@@ -15,7 +15,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
-from tests.actors.schedule.random_inbox import RandomInbox
+from tests.actors.schedule.random_inbox import ChangingInbox, LimitedPipeline
 from tests.actors.schedule.token_pipeline import (
     NUMBERS,
     TokenPipeline,
@@ -106,20 +106,51 @@ def test_as_many_micro_batches_are_under_way_as_keep_all_stages_busy() -> None:
         assert driver.under_way == scheduler.most_under_way == stages + 1
 
 
+def test_micro_batches_are_those_of_another_schedule_from_the_next_one_on() -> None:
+    """Smaller ones, and no larger ones than there were to begin with."""
+    pipeline = TokenPipeline(1, SIZES.kv_tokens, {str(i): 1 for i in range(60)}, fixed_rooms=False)
+    requests = [request(i, 10, 1) for i in range(60)]
+    pipeline.expect(requests)
+    scheduler = PrefillScheduler(SIZES, 1)
+    driver = PipelineDriver(scheduler, pipeline)
+    driver.add(requests, last=True)
+    found: list[list[int]] = []
+    for size, mean in ((3, 10.0), (1, 10.0), (2, 15.0), (50, 10.0), (50, 5.0)):
+        driver.follow(RequestSchedule("waa-c", 50, 30, 1, 2, size, mean_prompt_tokens=mean))
+        for _ in range(3):
+            driver.submit_next()
+            driver.take_back()
+        found.append([len(batch.slots) for batch in pipeline.batches[-3:]])
+    assert found == [[3] * 3, [1] * 3, [3] * 3, [3] * 3, [2] * 3]
+
+
+@pytest.mark.parametrize("changes", [0, 4])
 @pytest.mark.parametrize("seed", range(40))
-def test_requests_that_come_and_go_have_their_token_once(seed: int) -> None:
+def test_requests_that_come_and_go_have_their_token_once(seed: int, changes: int) -> None:
+    """Under one schedule, or several after each other."""
     random = Random(seed)
     stages, count = random.randint(1, 3), random.randint(1, 30)
     requests: list[Request] = [request(i, random.randint(1, 20), 1) for i in range(count)]
-    pipeline = TokenPipeline(
-        stages, SIZES.kv_tokens, {each.custom_id: 1 for each in requests}, fixed_rooms=False
+    sizes = replace(SIZES, slots=6 * (stages + 1))
+    pipeline = LimitedPipeline(
+        stages,
+        SIZES.kv_tokens,
+        {each.custom_id: 1 for each in requests},
+        fixed_rooms=False,
+        most=2 * sizes.prefill_micro_batch,
+        slots=sizes.slots,
     )
     pipeline.expect(requests)
-    scheduler = make_scheduler(replace(SIZES, slots=6 * (stages + 1)), stages)
+    scheduler = make_scheduler(sizes, stages)
     assert isinstance(scheduler, PrefillScheduler)
-    inbox = RandomInbox(random, requests)
+    driver = PipelineDriver(scheduler, pipeline)
+    others = [
+        RequestSchedule("waa-c", 9, 30, 1, 2, random.randint(1, 9), random.uniform(1, 20))
+        for _ in range(changes)
+    ]
+    inbox = ChangingInbox(random, requests, driver, others)
     told: dict[str, Progress] = {}
-    for some in LiveRun(PipelineDriver(scheduler, pipeline), inbox, LONGEST).events():
+    for some in LiveRun(driver, inbox, LONGEST).events():
         for each in some:
             assert each.custom_id not in told.keys() | inbox.cancelled
             told[each.custom_id] = each

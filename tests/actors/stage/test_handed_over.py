@@ -17,6 +17,7 @@ from actors.schedule.exegpt_prefill import PrefillScheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.stage import Stage
+from planner.scheduling import RequestSchedule
 from tests.actors.batches import batch_in_ranges
 from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import (
@@ -34,6 +35,7 @@ NEW_TOKENS = 10
 LONGEST = max(LENGTHS) + NEW_TOKENS
 PROMPTS = random_prompts(LENGTHS)
 SLOTS, GROUPS, MOST_PARKED = 5, 2, 10**4
+SCHEDULE = RequestSchedule("waa-c", 2, SLOTS, 1, GROUPS, 2, float(LONGEST))
 
 Tiny = Callable[[str], tuple[Path, list[list[int]]]]
 
@@ -54,7 +56,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def prefilled(stages: Sequence[Stage], requests: Sequence[Request]) -> list[Request]:
     """The requests with their first tokens."""
     sizes = QueueSizes(
-        12, 2, 2, LONGEST, "exegpt", kv_tokens=4 * LONGEST, parked_tokens=MOST_PARKED
+        12,
+        2,
+        2,
+        LONGEST,
+        "exegpt",
+        kv_tokens=4 * LONGEST,
+        parked_tokens=MOST_PARKED,
+        schedule=SCHEDULE,
     )
     scheduler = PrefillScheduler(sizes, len(stages))
     scheduler.add([replace(each, max_new_tokens=1) for each in requests], last=True)
@@ -88,6 +97,7 @@ def decoded(stages: Sequence[Stage], requests: Sequence[Request]) -> dict[str, l
         "exegpt",
         kv_tokens=SLOTS * LONGEST,
         parked_tokens=MOST_PARKED,
+        schedule=SCHEDULE,
     )
     scheduler = DecodeScheduler(sizes, len(stages))
     scheduler.add(requests, last=True)

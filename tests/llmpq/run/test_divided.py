@@ -18,11 +18,11 @@ from actors.processes.stage_actor import StageActor
 from actors.recovery.faults import RunInterruptedError
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
-from planner.scheduling import PolicyOptions
+from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
-from tests.llmpq.divided_plans import GIB, divided_plan
+from tests.llmpq.divided_plans import GIB, SCHEDULE, divided_plan
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -163,6 +163,37 @@ def test_stages_of_either_kind_that_die_cost_no_request_and_no_token(
         "prefill" if event.stage < 2 else "decode" for event in died if event.stage is not None
     ]
     assert [event.text.split(":")[0] for event in died] == roles
+    assert group.parked() == [0] * 4
+
+
+def test_another_schedule_is_followed_in_the_middle_and_after_a_death(
+    watched: tuple[WatchedGroup, list[RecoveryEvent]], greedy: list[list[int]]
+) -> None:
+    """With one newcomer and two that decode at a time; the stage that decides so is lost later."""
+    group, events = watched
+    events.clear()
+    planned = group.decode.plan
+    few = RequestSchedule("waa-c", 1, 2, 1, 1, 1, SCHEDULE.mean_prompt_tokens)
+    told, finished = group.generate(requests(2 * COUNT)), list[Finished]()
+    while len(finished) < COUNT // 3:
+        finished += next(told)
+    group.follow(replace(planned, policy=PolicyOptions("exegpt", schedule=few)))
+    while len(finished) < COUNT:
+        finished += next(told)
+    ray.kill(group.decode.stages[0].actor)
+    finished += [each for some in told for each in some]
+    assert tokens_of(finished) == right(2 * COUNT, greedy)
+    assert [event.kind for event in events if event.kind != "handover"] == ["died"]
+    assert [side.sizes.schedule for side in (group.prefill, group.decode)] == [few, few]
+    before = group.stats()[2].decode  # of the actor that was started last
+    assert before.micro_batches > COUNT
+    assert 1 < before.requests / before.micro_batches <= 2
+    group.follow(planned)
+    again = tokens_of([each for some in group.generate(requests(COUNT)) for each in some])
+    assert again == right(COUNT, greedy)
+    after = group.stats()[2].decode
+    steps = after.micro_batches - before.micro_batches
+    assert (after.requests - before.requests) / steps > 2.5
     assert group.parked() == [0] * 4
 
 

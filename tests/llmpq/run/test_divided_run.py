@@ -99,7 +99,6 @@ def test_all_stages_of_a_plan_are_shown_in_the_order_of_a_prompts_way(spec: Plan
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"replan": "auto"}, "replan auto has no effect with a plan of stages that only decode"),
         ({"trace": "t.json"}, "trace has no effect with a plan of stages that only decode"),
         ({"policy": "orca"}, "policy orca needs stages that do both phases"),
     ],

@@ -12,7 +12,13 @@ import pytest
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli.running.dist import main
 from llmpq.run.drift.control import Measured
-from llmpq.run.replan import replan, replan_after_loss, replan_measured, replanned_text
+from llmpq.run.replan import (
+    replan,
+    replan_after_loss,
+    replan_measured,
+    replanned_text,
+    rescheduled_text,
+)
 from planner.cluster.device import Slowdown
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
@@ -24,8 +30,10 @@ from planner.plan.job_forecast import JobForecast
 from planner.plan.origin import origin_of
 from planner.plan.plans_beside import PlansBeside
 from planner.plan.spec import PlanSpec
+from planner.scheduling import RequestSchedule
 from planner.workload import Job
 from quant.common.errors import DeviceLostError, InfeasibleError, SpecError
+from tests.planner.bounded import bounded
 
 WORKLOAD = Workload(8, 128, 32)
 FILES = {"plan": "plan.json", "input": "in.jsonl", "output": "out.jsonl"}
@@ -104,6 +112,21 @@ def test_a_bound_on_requests_holds_for_fewer_devices_or_is_said_to_be_missed(
     assert second.latency.requests_per_s < first.latency.requests_per_s
 
 
+def test_what_differs_of_a_schedule_is_told() -> None:
+    plan, other = planned(), RequestSchedule("waa-c", 4, 80, 1, 2, 4, 100.0)
+    before = bounded(plan, other)
+    for changes, words in (
+        ({}, "the schedule stays the best for the lengths that were measured"),
+        ({"mean_prompt_tokens": 90.0}, "measured: turns of prompts of 90 tokens in the mean; pred"),
+        ({"prefill_micro_batch": 3}, "measured: prefill_micro_batch 4 to 3; predicted 16 tokens/s"),
+        (
+            {"prefill_requests": 2, "decode_requests": 40, "decode_micro_batches": 1},
+            "prefill_requests 4 to 2, decode_requests 80 to 40, decode_micro_batches 2 to 1; pred",
+        ),
+    ):
+        assert words in rescheduled_text(before, bounded(plan, replace(other, **changes)))
+
+
 def test_files_are_kept_by_absolute_path_and_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,9 +140,9 @@ def test_files_are_kept_by_absolute_path_and_done_without(
         replan(plan, ["node0/T4-16GB:0"])
     assert [str(warning.message).split()[3] for warning in caught] == ["omega_file", "profiles"]
     options = replace(origin.options, max_ppl_delta=0.1, profiles=None)
-    bounded = replace(origin, options=options)
+    limited = replace(origin, options=options)
     with pytest.raises(SpecError, match="max_ppl_delta"):
-        replan(replace(plan, origin=bounded), ["node0/T4-16GB:0"])
+        replan(replace(plan, origin=limited), ["node0/T4-16GB:0"])
 
 
 def test_what_does_not_fit_and_plans_that_do_not_say_their_origin() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from actors.handover.group import DividedGroup
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import StageGroup
 from llmpq import Cluster, Plan, Sampling
@@ -22,7 +23,8 @@ from planner.plan.spec import PlanSpec
 from planner.scheduling import RequestSchedule
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
-from tests.planner.bounded import bounded
+from tests.llmpq.divided_plans import divided_plan
+from tests.planner.bounded import FORECAST, bounded
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -98,6 +100,35 @@ def test_answers_thrice_as_long_lead_to_another_plan(
 
 
 SCHEDULE = RequestSchedule("rra", 4, 8, 3, 2, 2, float(PROMPT))
+DIVIDED = RequestSchedule("waa-c", 2, 4, 1, 2, 2, float(PROMPT))
+
+
+class Watch:
+    """The groups that start, and the lengths for which another schedule is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group_class: type[Any]) -> None:
+        self.asked: list[RequestLengths] = []
+        self.started: list[Any] = []
+        enter = group_class.__enter__
+
+        def entered(group: Any) -> Any:
+            self.started.append(group)
+            return enter(group)
+
+        def again(plan: PlanSpec, lengths: RequestLengths, model: str | None) -> PlanSpec:
+            self.asked.append(lengths)
+            return reschedule_measured(plan, lengths, model)
+
+        monkeypatch.setattr(group_class, "__enter__", entered)
+        monkeypatch.setattr("llmpq.run.run.reschedule_measured", again)
+
+
+def expecting_short(spec: PlanSpec) -> PlanSpec:
+    """A plan that was made for answers a third as long."""
+    lengths = RequestLengths(
+        LengthDistribution((PROMPT,), (1.0,)), LengthDistribution((PLANNED_NEW,), (1.0,))
+    )
+    return replace(spec, latency=replace(FORECAST, lengths=lengths))
 
 
 @pytest.mark.usefixtures("quick")
@@ -105,40 +136,39 @@ def test_another_schedule_is_followed_by_the_same_stages(
     planned: Callable[..., PlanSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself: nothing is loaded again, and no row waits."""
-    spec = bounded(planned(8, Lengths((PROMPT,), (NEW,))), SCHEDULE)
-    assert spec.latency is not None
-    expected = RequestLengths(
-        LengthDistribution((PROMPT,), (1.0,)), LengthDistribution((PLANNED_NEW,), (1.0,))
-    )
-    spec = replace(spec, latency=replace(spec.latency, lengths=expected))
-    asked: list[RequestLengths] = []
-    started: list[StageGroup] = []
-    enter = StageGroup.__enter__
-
-    def entered(group: StageGroup) -> StageGroup:
-        started.append(group)
-        return enter(group)
-
-    def again(plan: PlanSpec, lengths: RequestLengths, model: str | None) -> PlanSpec:
-        asked.append(lengths)
-        return reschedule_measured(plan, lengths, model)
-
-    monkeypatch.setattr(StageGroup, "__enter__", entered)
-    monkeypatch.setattr("llmpq.run.run.reschedule_measured", again)
+    spec = expecting_short(bounded(planned(8, Lengths((PROMPT,), (NEW,))), SCHEDULE))
+    watch = Watch(monkeypatch, StageGroup)
     drift, followed = run(spec)
     assert "12 tokens an output, planned 4 (+200%); another schedule is looked for" in drift
     assert followed.startswith(
         "rescheduled: another schedule for the lengths that were measured: prefill_requests 4 to "
     )
-    (lengths,), (group,) = asked, started
+    (lengths,), (group,) = watch.asked, watch.started
     assert (lengths.prompts.lengths, lengths.outputs.lengths) == ((PROMPT,), (NEW,))
-    assert group.sizes.schedule is not None
     assert group.sizes.schedule != SCHEDULE
     assert group.sizes.schedule == group.plan.policy.schedule
     assert run(spec, 150, replan="never") == [
         "drift: the run does not follow its plan: 12 tokens an output, planned 4 (+200%); run with "
         "--replan auto, or plan again with --lengths and --profiles of what was measured"
     ]
+
+
+@pytest.mark.usefixtures("quick")
+def test_stages_of_one_phase_each_follow_another_schedule(
+    tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests decode, as there are slots; both kinds of stages are the same."""
+    spec = expecting_short(divided_plan(tiny[0], schedule=DIVIDED, lengths=(PROMPT, NEW)))
+    watch = Watch(monkeypatch, DividedGroup)
+    drift, followed = run(spec, 400, replan="auto")
+    assert "12 tokens an output, planned 4 (+200%); another schedule is looked for" in drift
+    assert followed.startswith("rescheduled: another schedule for the lengths that were measured: ")
+    assert "decode_requests 4 to 7" in followed
+    (lengths,), (group,) = watch.asked, watch.started
+    assert (lengths.prompts.lengths, lengths.outputs.lengths) == ((PROMPT,), (NEW,))
+    found = group.plan.policy.schedule
+    assert (found.kind, found.decode_requests) == ("waa-c", 7)
+    assert [each.sizes.schedule for each in (group.prefill, group.decode)] == [found, found]
 
 
 @pytest.mark.rare  # `test_control.py` finds no other plan for a pretend run

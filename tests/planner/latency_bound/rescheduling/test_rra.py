@@ -11,7 +11,8 @@ from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.placing.job import most_in_flight
 from planner.latency_bound.request import BOUND, BoundRequest
-from planner.latency_bound.rescheduling import RunningSizes, reschedule
+from planner.latency_bound.rescheduling.reschedule import reschedule
+from planner.latency_bound.rescheduling.sizes import RunningSizes
 from planner.latency_bound.search import find_bounded_plan
 from planner.latency_bound.stage_times import PipelineTimes
 from planner.length_distribution import LengthDistribution, RequestLengths
@@ -84,6 +85,19 @@ def test_shorter_outputs_have_a_schedule_of_more_throughput(plan: PlanSpec) -> N
     assert now.latency_s(0.99) <= 1.03 * BOUND_S
 
 
+def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(
+    plan: PlanSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they were three times too short: with half of the throughput, not the least latency."""
+    usual = again(plan, LONGER).latency
+    monkeypatch.setattr("planner.latency_bound.rescheduling.reschedule.CHECKS", ((3.0, 1.0),))
+    found = again(plan, LONGER).latency
+    assert usual is not None
+    assert found is not None
+    assert found.latency_s <= BOUND_S
+    assert found.requests_per_s > 0.5 * usual.requests_per_s
+
+
 def test_stages_have_room_for_one_schedule_after_the_other(plan: PlanSpec) -> None:
     """Nothing but the schedule and its forecast differs, and what memory was allocated for."""
     sizes, now = RunningSizes.of(plan), plan
@@ -120,5 +134,5 @@ def test_a_bound_below_all_schedules_is_refused_with_the_least(plan: PlanSpec) -
 
 
 def test_only_plans_with_a_schedule_have_another(plan: PlanSpec) -> None:
-    with pytest.raises(SpecError, match="schedule rra"):
+    with pytest.raises(SpecError, match="forecast of its schedule"):
         reschedule(replace(plan, latency=None), SHAPE, OPTIONS, LONGER)
