@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.latency_bound.events.waa import WAITING
 from planner.latency_bound.placing.job import most_in_flight, most_in_group
+from planner.latency_bound.steady_state.waa.prefill_queue import WAITING
 from planner.plan.divided import parts_of
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec

@@ -11,13 +11,14 @@ import pytest
 
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.placing.handover import handover_s_per_token
+from planner.latency_bound.placing.handover import handover_of
 from planner.latency_bound.placing.job import most_in_flight, most_in_group
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.rescheduling.reschedule import reschedule
 from planner.latency_bound.rescheduling.sizes import RunningSizes
 from planner.latency_bound.search import find_bounded_plan
+from planner.latency_bound.steady_state.waa.sides import WaaSides
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -85,10 +86,10 @@ def observed(plan: PlanSpec, schedule: RequestSchedule, measured: RequestLengths
         return placement_of(replace(costs, head_on_first=part.head_on_first), devices, counts)
 
     prefill, decode = side(plan.prefill_plan), side(plan)
-    handover = handover_s_per_token(prefill, decode)
+    handover = handover_of(prefill, decode)
+    sides = WaaSides(prefill.exact_times, decode.exact_times, handover, measured)
     watch = Watch(3 * schedule.decode_requests, 6000)
-    times = prefill.exact_times, decode.exact_times
-    return simulate_waa(times, handover, measured, schedule, watch, np.random.default_rng(7))
+    return simulate_waa(sides, schedule, watch, np.random.default_rng(7))
 
 
 def test_longer_outputs_have_a_schedule_that_keeps_the_bound(plan: PlanSpec) -> None:
