@@ -22,7 +22,7 @@ from benchmarks.machine import processor_name
 from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.steady_state.rra import rra_timeline
+from planner.latency_bound.steady_state.rra.timeline import rra_timeline
 from planner.latency_bound.steady_state.timeline import Timeline
 from planner.latency_bound.steady_state.waa.timeline import waa_timeline
 

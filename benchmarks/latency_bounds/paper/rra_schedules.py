@@ -20,7 +20,7 @@ from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.placing.estimates import shortest_turns
 from planner.latency_bound.steady_state.completions import Completions
 from planner.latency_bound.steady_state.performance import Performance
-from planner.latency_bound.steady_state.rra import rra_timeline
+from planner.latency_bound.steady_state.rra.timeline import rra_timeline
 from planner.latency_bound.steady_state.timeline import Timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule

@@ -23,7 +23,7 @@ from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.steady_state.completions import Completions
 from planner.latency_bound.steady_state.performance import Performance
-from planner.latency_bound.steady_state.rra import rra_timeline
+from planner.latency_bound.steady_state.rra.timeline import rra_timeline
 from planner.latency_bound.steady_state.timeline import Timeline
 from planner.micro_batches import MicroBatches
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind

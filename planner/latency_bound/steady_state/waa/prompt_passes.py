@@ -15,8 +15,8 @@ import numpy as np
 
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.draws import even_shares
+from planner.latency_bound.steady_state.prompt_times import PromptTimes
 from planner.latency_bound.steady_state.tandem import Tandem
-from planner.latency_bound.steady_state.turn_times import TurnTimes
 from planner.latency_bound.steady_state.waa.prefill_queue import (
     SHORT_PROMPTS,
     WAITING,
@@ -101,7 +101,7 @@ class PromptPasses:
         self, times: StageTimes, prompts: LengthDistribution, schedule: RequestSchedule
     ) -> None:
         self._schedule = schedule
-        self._times = TurnTimes(times, prompts, schedule.prefill_micro_batch)
+        self._times = PromptTimes(times, prompts)
         self._queue = PrefillQueue(PrefillSizes.of(schedule, prompts))
         self.prompts = representative_prompts(prompts, schedule.prefill_micro_batch)
         self._next = 0

@@ -12,9 +12,9 @@ from itertools import islice
 
 import numpy as np
 
-from planner.latency_bound.steady_state.rounds import DecodeRounds
+from planner.latency_bound.steady_state.rra.rounds import DecodeRounds
+from planner.latency_bound.steady_state.rra.turns import GOLDEN, Turn
 from planner.latency_bound.steady_state.tandem import PassTimes, Tandem
-from planner.latency_bound.steady_state.turn_times import GOLDEN, Turn
 from planner.length_distribution import FloatArray
 
 _TURNS, _PARTS = 24, 64

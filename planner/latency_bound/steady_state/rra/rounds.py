@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.grid_times import decodes_s
-from planner.latency_bound.steady_state.phases import Phases
+from planner.latency_bound.steady_state.rra.phases import Phases
 from planner.latency_bound.steady_state.tandem import PassTimes
 from planner.length_distribution import FloatArray
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.steady_state.cycle import Cycle, cycle_of
 from planner.latency_bound.steady_state.performance import Performance
-from planner.latency_bound.steady_state.phases import Phases
-from planner.latency_bound.steady_state.rounds import DecodeRounds
+from planner.latency_bound.steady_state.prompt_times import PromptTimes
+from planner.latency_bound.steady_state.rra.cycle import Cycle, cycle_of
+from planner.latency_bound.steady_state.rra.phases import Phases
+from planner.latency_bound.steady_state.rra.rounds import DecodeRounds
+from planner.latency_bound.steady_state.rra.turns import turns
 from planner.latency_bound.steady_state.timeline import Timeline, mixed_quantile
-from planner.latency_bound.steady_state.turn_times import TurnTimes
 from planner.length_distribution import FloatArray, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -23,9 +24,9 @@ def rra_timeline(
     """
     groups, outputs = schedule.decode_micro_batches, lengths.outputs
     phases = Phases.of(schedule, outputs)
-    turns = TurnTimes(times, lengths.prompts, schedule.prefill_micro_batch)
+    prompt_times = PromptTimes(times, lengths.prompts)
     rounds = DecodeRounds(times, phases, groups, lengths.prompts.mean)
-    cycle = cycle_of(rounds, turns.turns(phases.sizes))
+    cycle = cycle_of(rounds, turns(prompt_times, schedule.prefill_micro_batch, phases.sizes))
     mean_s, cycles = _latencies(cycle, phases.sizes.none_come, outputs.longest)
     chosen = np.array(outputs.lengths)
     chances = np.array(outputs.probabilities)

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.latency_bound.steady_state.completions import Completions
-from planner.latency_bound.steady_state.group_sizes import GroupSizes
+from planner.latency_bound.steady_state.rra.group_sizes import GroupSizes
 from planner.length_distribution import FloatArray, LengthDistribution
 from planner.scheduling import RequestSchedule
 

@@ -1,0 +1,1 @@
+"""The steady state of schedules whose stages have both phases in turns."""
