@@ -8,7 +8,7 @@ where that does not keep the bound, the search goes on with a tighter one and fo
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import ceil
 
@@ -33,6 +33,9 @@ MOST_CALIBRATIONS, CALIBRATED = 3, 0.02
 CHECKS = ((1.0, 1.0), (0.998, 0.9), (0.99, 0.8), (0.98, 0.65), (0.95, 0.5), (0.9, 0.3), (0.8, 0.2))
 """Shares of the bound, and of the requests that may be later, with which schedules are searched for
 one after the other until simulated events keep the bound."""
+
+HALVINGS = 6
+"""Simulations, each of a part of a second, where no timeline led to a schedule within the bound."""
 
 LEAST_LATE = 40
 """Requests beyond the quantile that are to be expected in a simulation."""
@@ -95,15 +98,20 @@ class KindSearch:
 
     def best(self, theta: float, bound_s: float) -> Scheduled | None:
         """The best schedule found within the bound at this theta; None where none keeps it."""
-        found = self._calibrated(theta, bound_s)
+        found, below = self._calibrated(theta, bound_s), None
         if found is not None:
+            point = found.point
             for share, late in CHECKS:
                 quantile = 1 - late * (1 - self._quantile)
-                best = self._refined(found, share * bound_s, quantile)
-                if best is not None and best.latency_s <= bound_s:
+                refined = self._refined(found, share * bound_s, quantile)
+                if refined is None:
+                    break
+                point, best = refined, self._scheduled(found.placed, refined)
+                if best.latency_s <= bound_s:
                     return best
-        least = self.least
-        return least if least is not None and least.latency_s <= bound_s else None
+            below = kept_below(found.placed, point, bound_s, self._scheduled)
+        kept = [each for each in (below, self.least) if each and each.latency_s <= bound_s]
+        return min(kept, key=lambda each: each.cost_s(theta), default=None)
 
     def _calibrated(self, theta: float, bound_s: float) -> Candidate | None:
         """The best by estimates, as far as these are right."""
@@ -119,14 +127,14 @@ class KindSearch:
             found = self._alternation.best(theta, bound_s * factor) or found
         return found
 
-    def _refined(self, found: Candidate, bound_s: float, quantile: float) -> Scheduled | None:
-        """The best schedule near one, by timelines; or anywhere on its placement."""
+    def _refined(self, found: Candidate, bound_s: float, quantile: float) -> Point | None:
+        """The point of the best schedule near one, by timelines; or anywhere on its placement."""
         placed = found.placed
         evaluated = Evaluations(lambda point: self._exact(placed, point, quantile), bound_s)
         for ranges in (placed.around(found.point), placed.ranges):
             best = best_evaluated(ranges, evaluated, bound_s, self._tolerance)
             if best is not None:
-                return self._scheduled(placed, best.point)
+                return best.point
         return None
 
     def _exact(self, placed: Placed, point: Point, quantile: float) -> Performance:
@@ -143,6 +151,26 @@ class KindSearch:
             schedule = placed.schedule(point)
             self._simulated[key] = scheduled(placed, schedule, self._quantile, self._prompts)
         return self._simulated[key]
+
+
+def kept_below(
+    placed: Placed, point: Point, bound_s: float, made: Callable[[Placed, Point], Scheduled]
+) -> Scheduled | None:
+    """The schedule nearest to one that is too slow for the bound, on the line from there to the one
+    with the least latency, that keeps it by events: latency grows with every control. `made` says
+    what the schedule of a point reaches.
+    """
+    least = [each[0] for each in placed.ranges]
+    found, low, high = None, 0.0, 1.0
+    for _ in range(HALVINGS):
+        share = (low + high) / 2
+        tried = tuple(a + int(share * (b - a)) for a, b in zip(least, point, strict=True))
+        reached = made(placed, tried)
+        if reached.latency_s <= bound_s and placed.has_room(reached.schedule):
+            found, low = reached, share
+        else:
+            high = share
+    return found
 
 
 def scheduled(

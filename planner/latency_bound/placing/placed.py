@@ -66,6 +66,9 @@ class Placed(Protocol):
     def schedule(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
 
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the requests of a schedule have room, as it is."""
+
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
 

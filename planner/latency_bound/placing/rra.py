@@ -178,6 +178,10 @@ class RraPlaced:
         """The schedule of a point."""
         return self._schedule(point)[0]
 
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the requests of a schedule have room, as it is."""
+        return self._has_room(schedule, schedule.prefill_micro_batch)
+
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
         return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)

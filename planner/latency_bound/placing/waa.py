@@ -219,6 +219,10 @@ class WaaPlaced:
         """The schedule of a point."""
         return self._best(point)[0]
 
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the requests of a schedule have room, as it is."""
+        return self._decodes(schedule) and self._prefills(schedule)
+
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
         return waa_timeline(self.sides, schedule, quantile)

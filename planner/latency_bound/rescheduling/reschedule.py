@@ -11,7 +11,7 @@ from functools import partial
 from planner.latency_bound.bounded_search import TOLERANCE
 from planner.latency_bound.branch_and_bound import Evaluations, Point, best_evaluated
 from planner.latency_bound.placing.job import PROMPTS, sampled_lengths
-from planner.latency_bound.placing.kind_search import CHECKS, Scheduled, scheduled
+from planner.latency_bound.placing.kind_search import CHECKS, Scheduled, kept_below, scheduled
 from planner.latency_bound.plan import latency_forecast
 from planner.latency_bound.refusals import bound_not_met
 from planner.latency_bound.request import BoundRequest
@@ -24,9 +24,6 @@ from planner.plan.spec import PlanSpec
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
 from planner.workload import Job
 from quant.common.errors import InfeasibleError, SpecError
-
-HALVINGS = 6
-"""Simulations, each of a part of a second, where no timeline led to a schedule within the bound."""
 
 
 def reschedule(
@@ -92,23 +89,10 @@ def _searched(stages: RunningStages) -> tuple[Scheduled | None, int]:
         point, found = best.point, _scheduled(stages, best.point)
         if found.latency_s <= request.limit_s:
             return found, evaluations
-    return None if point is None else _below(stages, point), evaluations
-
-
-def _below(stages: RunningStages, point: Point) -> Scheduled | None:
-    """The schedule nearest to one that is too slow for the bound, on the line from there to the one
-    with the least latency, that keeps it by events: latency grows with every control.
-    """
-    found, low, high = None, 0.0, 1.0
-    for _ in range(HALVINGS):
-        share = (low + high) / 2
-        between = zip(_least_point(stages), point, strict=True)
-        tried = _scheduled(stages, tuple(a + int(share * (b - a)) for a, b in between))
-        if tried.latency_s <= stages.request.limit_s and stages.has_room(tried.schedule):
-            found, low = tried, share
-        else:
-            high = share
-    return found
+    if point is None:
+        return None, evaluations
+    kept = kept_below(stages, point, request.limit_s, lambda _, each: _scheduled(stages, each))
+    return kept, evaluations
 
 
 def _least(stages: RunningStages) -> Scheduled:

@@ -32,9 +32,6 @@ class RunningStages(Placed, Protocol):
     def request(self) -> BoundRequest:
         """The requests, and the bound on their latency."""
 
-    def has_room(self, schedule: RequestSchedule) -> bool:
-        """Whether the stages may follow a schedule as it is."""
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunningRra(RraPlaced):
@@ -43,7 +40,7 @@ class RunningRra(RraPlaced):
     sizes: RunningSizes
 
     def has_room(self, schedule: RequestSchedule) -> bool:
-        """Run `RunningStages.has_room`."""
+        """Whether the stages may follow a schedule as it is."""
         return self._has_room(schedule, self.sizes.prefill_micro_batch)
 
     def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
@@ -61,10 +58,6 @@ class RunningWaa(WaaPlaced):
     """
 
     sizes: RunningSizes
-
-    def has_room(self, schedule: RequestSchedule) -> bool:
-        """Run `RunningStages.has_room`."""
-        return self._decodes(schedule) and self._prefills(schedule)
 
     def _of(self, requests: int) -> RequestSchedule:
         fastest = super()._of(requests)
