@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.costs.latency_model import LatencyModel
+from planner.costs.latency_model import LatencyModel, LayerSeconds, TimedInParts
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
+from planner.phases import Phase
 from quant.scheme import FULL_BITS
 
 
 @dataclass(frozen=True)
-class EightBitCacheLatency:
-    """Times of `measured`, scaled as the roofline's times change with `kv_bits`.
+class EightBitCacheLatency(TimedInParts):
+    """Times of `measured`, their attention scaled as the roofline's changes with `kv_bits`.
 
     Profiles are of layers whose keys and values are in the compute type.
     """
@@ -27,21 +28,14 @@ class EightBitCacheLatency:
         """The model that the times are of."""
         return self.measured.shape
 
-    def layer_prefill_s(
-        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
-    ) -> float:
-        full, coded = self._estimates()
-        workload = (device, bits, micro_batch, prompt_length, dtype)
-        factor = coded.layer_prefill_s(*workload) / full.layer_prefill_s(*workload)
-        return self.measured.layer_prefill_s(*workload) * factor
-
-    def layer_decode_s(
-        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
-    ) -> float:
-        full, coded = self._estimates()
-        workload = (device, bits, micro_batch, context_length, dtype)
-        factor = coded.layer_decode_s(*workload) / full.layer_decode_s(*workload)
-        return self.measured.layer_decode_s(*workload) * factor
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        """Seconds of attention and of the rest of one decoder layer."""
+        workload = (device, bits, phase, micro_batch, length, dtype)
+        full, coded = (each.layer_seconds(*workload).attention_s for each in self._estimates())
+        measured = self.measured.layer_seconds(*workload)
+        return LayerSeconds(measured.attention_s * (coded / full), measured.rest_s)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         return self.measured.embedding_s(device, tokens, dtype)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from planner.cluster.device import Device
 from planner.cluster.links import MeasuredSum
 from planner.costs.collectives import Collectives
-from planner.costs.latency_model import LatencyModel
+from planner.costs.latency_model import LatencyModel, LayerSeconds, TimedInParts
 from planner.costs.roofline import RooflineLatency
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
+from planner.phases import Phase
 from quant.scheme import DTYPE_BYTES, FULL_BITS
 
 _SUMS_PER_LAYER = 2  # after attention's output, and after the MLP's
@@ -19,11 +20,12 @@ _LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class GroupLatency:
+class GroupLatency(TimedInParts):
     """The times of `single` for devices, and for groups those of a rank's part with its sums.
 
-    A rank's part takes the time of the whole on one device as the roofline's time changes with the
-    division; what is measured of the whole so carries over. `sums` are measured ones.
+    Attention of a rank's heads, and its part of the rest, take the time of the whole on one device
+    as the roofline's time changes with the division; what is measured of the whole so carries over.
+    `sums`, which are measured ones, belong to the rest.
     """
 
     single: LatencyModel
@@ -35,30 +37,22 @@ class GroupLatency:
         """The model whose parts are timed."""
         return self.single.shape
 
-    def layer_prefill_s(
-        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
-    ) -> float:
-        """Seconds of one decoder layer over the prompts of a micro-batch."""
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        """Seconds of attention over a rank's heads, and of the rest of its part with the sums."""
+        one = replace(device, ranks=()) if device.ranks else device
+        workload = (one, bits, phase, micro_batch, length, dtype)
+        single = self.single.layer_seconds(*workload)
         if not device.ranks:
-            return self.single.layer_prefill_s(device, bits, micro_batch, prompt_length, dtype)
-        one = replace(device, ranks=())
-        workload = (one, bits, micro_batch, prompt_length, dtype)
-        whole, part = self._estimates(device)
-        factor = part.layer_prefill_s(*workload) / whole.layer_prefill_s(*workload)
-        sums_s = self._sums_s(device, micro_batch * prompt_length, dtype)
-        return self.single.layer_prefill_s(*workload) * factor + sums_s
-
-    def layer_decode_s(
-        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
-    ) -> float:
-        if not device.ranks:
-            return self.single.layer_decode_s(device, bits, micro_batch, context_length, dtype)
-        one = replace(device, ranks=())
-        workload = (one, bits, micro_batch, context_length, dtype)
-        whole, part = self._estimates(device)
-        factor = part.layer_decode_s(*workload) / whole.layer_decode_s(*workload)
-        sums_s = self._sums_s(device, micro_batch, dtype)
-        return self.single.layer_decode_s(*workload) * factor + sums_s
+            return single
+        whole, part = (each.layer_seconds(*workload) for each in self._estimates(device))
+        tokens = micro_batch * length if phase == "prefill" else micro_batch
+        rest_s = single.rest_s * (part.rest_s / whole.rest_s)
+        return LayerSeconds(
+            single.attention_s * (part.attention_s / whole.attention_s),
+            rest_s + self._sums_s(device, tokens, dtype),
+        )
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """Seconds of looking up `tokens` tokens, each of which one rank knows, and their sum."""

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
+from planner.phases import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """Seconds of both parts of a decoder layer, which ExeGPT profiles apart (section 3).
+
+    `attention_s` is by requests and their lengths: products of queries with keys and of shares with
+    values, keys and values written and read. `rest_s`, everything else, is by new tokens, however
+    they are divided among requests.
+    """
+
+    attention_s: float
+    rest_s: float
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds of the layer."""
+        return self.attention_s + self.rest_s
 
 
 class LatencyModel(Protocol):
@@ -29,6 +50,13 @@ class LatencyModel(Protocol):
     ) -> float:
         """Seconds of one decoder layer for a new token a request after `context_length` others."""
 
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        """Seconds of attention and of the rest of one decoder layer, which add up to those above;
+        `length` is that of each prompt, or of each context.
+        """
+
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """Seconds of looking up `tokens` tokens on the first stage."""
 
@@ -41,30 +69,52 @@ class LatencyModel(Protocol):
         """
 
 
-class RememberedLatency:
+class TimedInParts(ABC):
+    """Whole layers of a latency model that says the seconds of their parts."""
+
+    @abstractmethod
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        """Seconds of attention and of the rest of one decoder layer."""
+
+    def layer_prefill_s(
+        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
+    ) -> float:
+        """Seconds of one decoder layer over the prompts of a micro-batch."""
+        parts = self.layer_seconds(device, bits, "prefill", micro_batch, prompt_length, dtype)
+        return parts.whole_s
+
+    def layer_decode_s(
+        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
+    ) -> float:
+        """Seconds of one decoder layer for a new token a request after `context_length` others."""
+        parts = self.layer_seconds(device, bits, "decode", micro_batch, context_length, dtype)
+        return parts.whole_s
+
+
+class RememberedLatency(TimedInParts):
     """A latency model that keeps the answers of `model`, as searches ask the same many times."""
 
     def __init__(self, model: LatencyModel) -> None:
         self._model = model
         self._known: dict[tuple[Hashable, ...], float] = {}
+        self._layers: dict[tuple[Hashable, ...], LayerSeconds] = {}
 
     @property
     def shape(self) -> ModelShape:
         """The model whose parts are timed."""
         return self._model.shape
 
-    def layer_prefill_s(
-        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
-    ) -> float:
-        """Seconds of one decoder layer over the prompts of a micro-batch."""
-        workload = bits, micro_batch, prompt_length, dtype
-        return self._once(self._model.layer_prefill_s, device, *workload)
-
-    def layer_decode_s(
-        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
-    ) -> float:
-        workload = bits, micro_batch, context_length, dtype
-        return self._once(self._model.layer_decode_s, device, *workload)
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        """Seconds of attention and of the rest of one decoder layer."""
+        key = device.time_kind, bits, phase, micro_batch, length, dtype
+        if key not in self._layers:
+            workload = bits, phase, micro_batch, length, dtype
+            self._layers[key] = self._model.layer_seconds(device, *workload)
+        return self._layers[key]
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """Seconds of looking up `tokens` tokens on the first stage."""

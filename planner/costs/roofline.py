@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
+from planner.costs.latency_model import LayerSeconds, TimedInParts
 from planner.costs.memory import kv_token_bytes
 from planner.model.finding import ModelShape
+from planner.phases import Phase
 from quant.backends.selection import rule_for
 from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
@@ -71,30 +73,31 @@ _CPU_CODE_BYTES = 1.8
 
 
 @dataclass(frozen=True)
-class RooflineLatency:
+class RooflineLatency(TimedInParts):
     """A `LatencyModel` without measurements, for `shape` with keys and values of `kv_bits`."""
 
     shape: ModelShape
     kv_bits: int = FULL_BITS
 
-    def layer_prefill_s(
-        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
-    ) -> float:
-        """Seconds of one decoder layer over prompts; attention counts the causal half."""
-        machine = _Machine.of(device, dtype)
-        tokens = micro_batch * prompt_length
-        seen = min(prompt_length, self.shape.sliding_window or prompt_length)
-        pairs = micro_batch * (seen * prompt_length - seen * seen / 2)
-        return self._layer_s(machine, bits, tokens, pairs, kv_tokens=tokens)
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        """Seconds of attention and of the rest of one decoder layer.
 
-    def layer_decode_s(
-        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
-    ) -> float:
-        """Seconds of one decoder layer for one token a request, which reads its keys and values."""
+        Over prompts attention counts the causal half; in a decode step the one token of each
+        request reads all its keys and values.
+        """
         machine = _Machine.of(device, dtype)
-        window = self.shape.sliding_window or context_length + 1
-        kv_tokens = micro_batch * min(context_length + 1, window)
-        return self._layer_s(machine, bits, micro_batch, kv_tokens, kv_tokens)
+        window = self.shape.sliding_window
+        if phase == "prefill":
+            tokens = kv_tokens = micro_batch * length
+            seen = min(length, window or length)
+            pairs = micro_batch * (seen * length - seen * seen / 2)
+        else:
+            tokens = micro_batch
+            pairs = kv_tokens = micro_batch * min(length + 1, window or length + 1)
+        attention_s = self._attention_s(machine, pairs, tokens, kv_tokens)
+        return LayerSeconds(attention_s, self._rest_s(machine, bits, tokens))
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """Seconds of reading and writing table rows, and of the projection where there is one."""
@@ -117,19 +120,21 @@ class RooflineLatency:
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return PROVENANCE
 
-    def _layer_s(
-        self, machine: _Machine, bits: int, tokens: int, pairs: float, kv_tokens: int
-    ) -> float:
-        """Seconds of a layer with `pairs` of queries and keys, reading keys of `kv_tokens`."""
+    def _attention_s(self, machine: _Machine, pairs: float, tokens: int, kv_tokens: int) -> float:
+        """Seconds of `pairs` of queries and keys: their products, or the reading of keys and values
+        of `kv_tokens` where that takes longer, after writing those of `tokens`.
+        """
+        read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
+        products_s = machine.compute_s(4 * pairs * self.shape.query_width) / _ATTENTION_SHARE
+        return made_s + max(products_s, read_s)
+
+    def _rest_s(self, machine: _Machine, bits: int, tokens: int) -> float:
+        """Seconds of linears, element-wise work and launches over `tokens` new tokens."""
         shape = self.shape
         linears = sum(machine.linear_s(linear, bits, tokens) for linear in shape.layer_linears())
-        read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
-        attention = made_s + max(
-            machine.compute_s(4 * pairs * shape.query_width) / _ATTENTION_SHARE, read_s
-        )
         widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
-        return machine.overhead_s + linears + attention + element_wise
+        return machine.overhead_s + linears + element_wise
 
     def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
         """Seconds of reading keys and values of `kv_tokens`, and of making codes of `tokens`.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cluster.device import AS_MODELLED, Device
-from planner.costs.latency_model import LatencyModel
+from planner.costs.latency_model import LatencyModel, LayerSeconds, TimedInParts
 from planner.model.finding import ModelShape
+from planner.phases import Phase
 
 
-class SlowedLatency:
+class SlowedLatency(TimedInParts):
     """The times of `model`, multiplied by the `slowdown` of each device.
 
     Layers of prefill and of decode have a factor each. Embedding and head, whose phase a latency
@@ -24,18 +25,16 @@ class SlowedLatency:
         """The model whose parts are timed."""
         return self._model.shape
 
-    def layer_prefill_s(
-        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
-    ) -> float:
-        """Seconds of one decoder layer over the prompts of a micro-batch."""
-        modelled_s = self._model.layer_prefill_s(device, bits, micro_batch, prompt_length, dtype)
-        return device.slowdown.prefill * modelled_s
-
-    def layer_decode_s(
-        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
-    ) -> float:
-        modelled_s = self._model.layer_decode_s(device, bits, micro_batch, context_length, dtype)
-        return device.slowdown.decode * modelled_s
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        """Seconds of attention and of the rest of one decoder layer, by the factor of its phase."""
+        modelled = self._model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
+        if device.slowdown == AS_MODELLED:
+            return modelled
+        slowdown = device.slowdown
+        factor = slowdown.prefill if phase == "prefill" else slowdown.decode
+        return LayerSeconds(factor * modelled.attention_s, factor * modelled.rest_s)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """Seconds of looking up `tokens` tokens on the first stage."""

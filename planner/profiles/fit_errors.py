@@ -10,7 +10,8 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.costs.latency_model import LatencyModel
 from planner.phases import PHASES, Phase
-from planner.profiles.fit import FittedLatency, row_length
+from planner.profiles.fit import FittedLatency
+from planner.profiles.fitting.layer_fit import row_length
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import ProfileRow
 

@@ -35,6 +35,7 @@ OPTIONAL_COLUMNS = (
     "linear_parameters",
     "query_width",
     "kv_width",
+    "attention_ms_per_layer",
     "spread",
     "repetitions",
 )
@@ -66,10 +67,10 @@ class ProfileRow:
     """A measured layer time.
 
     `prompt_length` tokens of each request enter (1 in decode) after `context_length` others; the
-    batch counts requests. `backend`, `dtype` and `threads` are None where the file does not say,
-    and then match any. `layer` has the sizes of the model that was measured, `source` names the
-    file. `spread` is the interquartile range over `seconds`, the median of `repetitions`; None:
-    unknown.
+    batch counts requests. `attention_s` is the part of `seconds` that attention takes; None: not
+    measured apart. `backend`, `dtype` and `threads` are None where the file does not say, and then
+    match any. `layer` has the sizes of the model that was measured, `source` names the file.
+    `spread` is the interquartile range over `seconds`, the median of `repetitions`; None: unknown.
     """
 
     device: str
@@ -86,6 +87,7 @@ class ProfileRow:
     backend_version: str | None = None
     dtype: str | None = None
     threads: int | None = None
+    attention_s: float | None = None
     spread: float | None = None
     repetitions: int | None = None
     source: str = field(default="", compare=False)
@@ -141,6 +143,7 @@ def _values(row: ProfileRow) -> dict[str, object]:
         "linear_parameters": row.layer.linear_parameters,
         "query_width": row.layer.query_width,
         "kv_width": row.layer.kv_width,
+        "attention_ms_per_layer": None if row.attention_s is None else row.attention_s * 1e3,
         "spread": row.spread,
         "repetitions": row.repetitions,
     }
@@ -169,11 +172,12 @@ def _row(line: Line, source: str, own: Iterable[Accelerator]) -> ProfileRow:
         batch_size=fields.integer("batch_size"),
         prompt_length=fields.integer("prompt_length"),
         context_length=fields.integer("context_length", least=0),
-        seconds=fields.milliseconds() / 1e3,
+        seconds=fields.seconds("ms_per_layer"),
         backend=fields.text("backend"),
         backend_version=fields.text("backend_version"),
         dtype=fields.dtype(),
         threads=fields.integer("threads") if fields.text("threads") else None,
+        attention_s=fields.attention_s(),
         spread=fields.real("spread", least=0.0) if fields.text("spread") else None,
         repetitions=fields.integer("repetitions") if fields.text("repetitions") else None,
         source=source,
@@ -229,13 +233,24 @@ class _Fields:
             raise self.error(f"has dtype {text!r}; one of {', '.join(DTYPE_BYTES)} belongs there")
         return text
 
-    def milliseconds(self) -> float:
-        value = self.real("ms_per_layer")
-        if value / 1e3 <= 0:  # the smallest numbers underflow in seconds
+    def seconds(self, name: str) -> float:
+        """Read positive milliseconds as seconds."""
+        seconds = self.real(name) / 1e3
+        if seconds <= 0:  # the smallest numbers underflow
+            raise self.error(f"has {name} {self.text(name)}; a positive number belongs there")
+        return seconds
+
+    def attention_s(self) -> float | None:
+        """Read the seconds of attention, which are fewer than those of the layer."""
+        if not self.text("attention_ms_per_layer"):
+            return None
+        attention_s = self.seconds("attention_ms_per_layer")
+        if attention_s >= self.seconds("ms_per_layer"):
             raise self.error(
-                f"has ms_per_layer {self.text('ms_per_layer')}; a positive number belongs there"
+                f"has attention_ms_per_layer {self.text('attention_ms_per_layer')}; less than its "
+                f"ms_per_layer, {self.text('ms_per_layer')}, belongs there"
             )
-        return value
+        return attention_s
 
     def real(self, name: str, least: float | None = None) -> float:
         text = self.text(name) or ""

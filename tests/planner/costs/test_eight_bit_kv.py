@@ -10,11 +10,13 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.eight_bit_kv import EightBitCacheLatency
+from planner.costs.latency_model import LayerSeconds
 from planner.costs.memory import StageEnds, StageWork, temporary_bytes
 from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.phases import Phase
 from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.search.tradeoffs.front import trace_front
@@ -101,10 +103,12 @@ def test_measured_times_change_in_the_proportion_of_the_estimates() -> None:
     class Measured(RooflineLatency):
         """Of half the estimated speed."""
 
-        def layer_decode_s(
-            self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
-        ) -> float:
-            return 2 * super().layer_decode_s(device, bits, micro_batch, context_length, dtype)
+        def layer_seconds(
+            self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+        ) -> LayerSeconds:
+            parts = super().layer_seconds(device, bits, phase, micro_batch, length, dtype)
+            factor = 2 if phase == "decode" else 1
+            return LayerSeconds(factor * parts.attention_s, factor * parts.rest_s)
 
     model = EightBitCacheLatency(Measured(SHAPE), 8)
     coded, work = RooflineLatency(SHAPE, 8), (device("CPU"), 4, 8, 1000, "bfloat16")

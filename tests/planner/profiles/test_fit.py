@@ -15,10 +15,10 @@ from planner.phases import Phase
 from planner.profiles.fit import (
     FittedLatency,
     ProfiledLatency,
-    layer_features,
     read_profiles,
     write_profiles,
 )
+from planner.profiles.fitting.terms import layer_features
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow
 from quant.common.errors import InputError, SpecError
