@@ -131,7 +131,7 @@ class _Profiler:
         self._task = task
         self._device = torch.device(task.device)
         self._processor = local_processor(self._device)
-        self._reference = ReferenceWork(self._device)
+        self._reference = ReferenceWork(self._device, getattr(torch, task.dtype))
         self._random = random.Random(task.seed)
         self._passes: list[_Passes] = []
         self._too_large = 0

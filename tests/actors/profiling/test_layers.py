@@ -128,6 +128,13 @@ def test_reference_work_takes_some_time() -> None:
     assert times.seconds("prefill") ** 2 == pytest.approx(times.compute_s * times.memory_s)
 
 
+def test_a_cpu_that_computes_in_float32_is_not_held_up_by_bfloat16() -> None:
+    """Those without instructions for it take 200 times as long for its product."""
+    used = {work._left.dtype for work in (ReferenceWork(CPU), ReferenceWork(CPU, torch.float16))}
+    assert used == {torch.bfloat16}
+    assert ReferenceWork(CPU, torch.float32)._left.dtype == torch.float32
+
+
 def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """5 prompts of 9 tokens, 20 at once: two, two and one; the same results as all at once."""
     layers = timed(CONFIGS["llama"])
