@@ -22,6 +22,7 @@ from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend
 from actors.attention.cpu_prefill import attend_fresh, prefers_blocks
 from actors.attention.kv_cache import KVCache, Stored
 from actors.attention.masks import Scoring
+from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 
 RAGGED_ATTENTION = "llmpq_ragged"
@@ -50,12 +51,13 @@ class Part:
 @dataclass(frozen=True)
 class RaggedContext:
     """The cache, the addresses and the parts of a micro-batch that a pass through the stage's
-    layers needs.
+    layers needs. A `timer` times each layer's attention.
     """
 
     cache: KVCache
     where: Addresses
     parts: tuple[Part, ...]
+    timer: AttentionTimer | None = None
 
     @classmethod
     def of(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
@@ -117,6 +119,15 @@ def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring)
 
     Returns `[tokens, heads, head_dim]`.
     """
+    if context.timer is None:
+        return _stored_and_attended(context, layer, new, scoring)
+    with context.timer:
+        return _stored_and_attended(context, layer, new, scoring)
+
+
+def _stored_and_attended(
+    context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring
+) -> Tensor:
     keys, values = context.cache.append(layer, context.where, new.key, new.value)
     new = replace(new, query=keys.asked(new.query))
     if len(context.parts) == 1:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.kv_cache import CacheForm, KVCache
-from actors.messages import MicroBatch
+from actors.attention.timer import AttentionTimer
+from actors.messages import MicroBatch, TokenIds
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.stage import kv_shape, make_cache, run_in_passes
 from actors.stage.transformers_config import with_layers
@@ -73,10 +74,10 @@ class TimedLayers:
         return prepared
 
     @torch.inference_mode()
-    def pass_through(self, prepared: PreparedWorkload) -> None:
-        """Pass once through `prepared.copies` layers, as a stage does."""
+    def pass_through(self, prepared: PreparedWorkload, timer: AttentionTimer | None = None) -> None:
+        """Pass once through `prepared.copies` layers, as a stage does; `timer` times attention."""
         self._use(prepared.copies)
-        run_in_passes(self._model, prepared.cache, prepared.batch, prepared.inputs)
+        run_in_passes(self._model, prepared.cache, prepared.batch, prepared.inputs, timer)
 
     def kv_bytes(self, workload: LayerWorkload) -> int:
         """Bytes of keys and values that `prepare` will allocate."""
@@ -129,12 +130,12 @@ class TimedLayers:
         """A cache with random keys and values of earlier tokens, in ranges as long as needed."""
         form, requests, length = self._form, workload.batch_size, workload.length
         past = length if workload.phase == "decode" else 0
-        room, held = _room(workload), CacheForm(form.dtype, form.device)
-        cache = make_cache(self._model.config, range(copies), requests * room, held)
+        rooms, held = _rooms(workload), CacheForm(form.dtype, form.device)
+        cache = make_cache(self._model.config, range(copies), int(rooms.sum()), held)
         made = torch.randn(past, *kv_shape(self._model.config), generator=self._generator)
         made = made.to(form.device, form.dtype)
         for slot in range(requests if past else 0):
-            slots, starts, counts, begins = np.array([[slot], [0], [past], [slot * room]])
+            slots, starts, counts, begins = np.array([[slot], [0], [past], [slot * rooms[0]]])
             where = cache.addresses(MicroBatch(slots, starts, counts, begins))
             for layer in range(copies):
                 cache.append(layer, where, made, made)
@@ -142,16 +143,17 @@ class TimedLayers:
 
 
 def _micro_batch(workload: LayerWorkload) -> MicroBatch:
-    requests = workload.batch_size
+    requests, lengths = workload.batch_size, np.array(workload.lengths)
     is_prefill = workload.phase == "prefill"
+    rooms = _rooms(workload)
     return MicroBatch(
         slots=np.arange(requests),
-        starts=np.full(requests, 0 if is_prefill else workload.length),
-        counts=np.full(requests, workload.length if is_prefill else 1),
-        begins=np.arange(requests) * _room(workload),
+        starts=np.zeros_like(lengths) if is_prefill else lengths,
+        counts=lengths if is_prefill else np.ones_like(lengths),
+        begins=np.cumsum(rooms) - rooms,
     )
 
 
-def _room(workload: LayerWorkload) -> int:
-    """Token slots of each request."""
-    return workload.length + (workload.phase == "decode")
+def _rooms(workload: LayerWorkload) -> TokenIds:
+    """Token slots of each request [requests]."""
+    return np.array(workload.lengths) + (workload.phase == "decode")

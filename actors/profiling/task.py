@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.attention.timer import AttentionTimer
 from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.profiling.reference_work import ReferenceWork
 from actors.stage.transformers_config import config_of_values
@@ -60,7 +61,8 @@ class ProfileTask:
 class MeasuredLayer:
     """Median seconds of one layer, corrected by the reference work, and as they were (`raw_s`).
 
-    `spread` is the interquartile range over the median.
+    `spread` is the interquartile range over the median. `attention_s`: those of `seconds` in which
+    attention ran; None where that was not to be told.
     """
 
     bits: int
@@ -69,6 +71,7 @@ class MeasuredLayer:
     raw_s: float
     spread: float
     repetitions: int
+    attention_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,12 +96,15 @@ class ProfileState:
 
 @dataclass
 class _Passes:
-    """Seconds of each pass of one workload, and of the reference work around the pass."""
+    """Seconds of each pass of one workload, and of the reference work around the pass;
+    `attention_shares` of them are attention's.
+    """
 
     bits: int
     workload: LayerWorkload
     seconds: list[float] = field(default_factory=list)
     reference_s: list[float] = field(default_factory=list)
+    attention_shares: list[float] = field(default_factory=list)
 
     def is_known(self, copies: int) -> bool:
         """Whether more passes through `copies` layers would add little."""
@@ -112,6 +118,7 @@ class _Passes:
         low, median, high = np.quantile(
             raw / np.array(self.reference_s) * usual_reference_s, (0.25, 0.5, 0.75)
         )
+        share = float(np.median(self.attention_shares or [0.0]))
         return MeasuredLayer(
             self.bits,
             self.workload,
@@ -119,6 +126,7 @@ class _Passes:
             float(np.median(raw)),
             float((high - low) / median),
             len(raw),
+            share * float(median) if 0 < share < 1 else None,
         )
 
 
@@ -132,6 +140,7 @@ class _Profiler:
         self._device = torch.device(task.device)
         self._processor = local_processor(self._device)
         self._reference = ReferenceWork(self._device, getattr(torch, task.dtype))
+        self._timer = AttentionTimer(self._device)
         self._random = random.Random(task.seed)
         self._passes: list[_Passes] = []
         self._too_large = 0
@@ -191,14 +200,30 @@ class _Profiler:
             for passes, prepared in self._random.sample(ready, len(ready)):
                 if turn >= LEAST_ROUNDS and passes.is_known(prepared.copies):
                     continue
-                began = self._reference.now()
-                layers.pass_through(prepared)
-                seconds = self._reference.now() - began
+                seconds, attention_s = self._timed(layers, prepared)
                 after, phase = self._reference.run(), passes.workload.phase
                 passes.seconds.append(seconds / prepared.copies)
+                passes.attention_shares.append(attention_s / seconds)
                 passes.reference_s.append(math.sqrt(before.seconds(phase) * after.seconds(phase)))
                 before = after
         self._passes += [passes for passes, _ in ready]
+
+    def _timed(self, layers: TimedLayers, prepared: PreparedWorkload) -> tuple[float, float]:
+        """Seconds of a pass, and of attention in it.
+
+        Attention is timed where it runs: alone, it would find its keys and values in the caches,
+        and as a difference it would have the noise of two passes, of which it may be a small part.
+        On a GPU, where this slows a pass down, in a second pass.
+        """
+        began = self._reference.now()
+        if self._device.type == "cpu":
+            layers.pass_through(prepared, self._timer)
+            return self._reference.now() - began, self._timer.take_s()
+        layers.pass_through(prepared)
+        seconds = self._reference.now() - began
+        self._reference.run()  # which empties the caches as before the first pass
+        layers.pass_through(prepared, self._timer)
+        return seconds, self._timer.take_s()
 
     def _median_reference_s(self) -> dict[Phase, float]:
         seconds: dict[Phase, list[float]] = {}

@@ -17,6 +17,7 @@ from actors.attention.cpu_decode import warm_up
 from actors.attention.key_factors import key_factors
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
+from actors.attention.timer import AttentionTimer
 from actors.collectives.group import ALONE, RankGroup
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.handed_over import HeldKeysValues
@@ -229,12 +230,19 @@ class Stage:
 
 
 def run_in_passes(
-    model: PreTrainedModel, cache: KVCache, batch: MicroBatch, inputs: Tensor
+    model: PreTrainedModel,
+    cache: KVCache,
+    batch: MicroBatch,
+    inputs: Tensor,
+    timer: AttentionTimer | None = None,
 ) -> Tensor:
-    """`run_decoder` over a whole micro-batch, on a CPU in parts of `CPU_TOKENS_AT_ONCE`."""
+    """`run_decoder` over a whole micro-batch, on a CPU in parts of `CPU_TOKENS_AT_ONCE`; `timer`
+    times attention.
+    """
 
     def one(part: MicroBatch, tokens: Tensor) -> Tensor:
-        return run_decoder(model, RaggedContext.of(cache, part), tokens)
+        context = RaggedContext.of(cache, part)
+        return run_decoder(model, replace(context, timer=timer) if timer else context, tokens)
 
     if inputs.device.type != "cpu" or len(inputs) <= CPU_TOKENS_AT_ONCE:
         return one(batch, inputs)

@@ -198,6 +198,7 @@ class Profile:
                 backend_version=state.torch_version,
                 dtype=dtype,
                 threads=device.threads,
+                attention_s=each.attention_s,
                 spread=each.spread,
                 repetitions=each.repetitions,
                 source=self._path.name,

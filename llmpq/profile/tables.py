@@ -1,18 +1,59 @@
-"""Measured loading, hops and sums as tables for a terminal."""
+"""Measured parts of layers, loading, hops and sums as tables for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
 from planner.model.finding import model_shape
+from planner.phases import PHASES
 from planner.plan.spec import PlanSpec
+from planner.profiles.fitting.layer_fit import row_length
 from planner.profiles.links import LinkRow, fit_links
 from planner.profiles.loading import LoadRow, loading_path, loading_s, read_loading
+from planner.profiles.rows import ProfileRow
 from planner.profiles.sums import SumRow, fit_sums
+
+
+def parts_table(rows: Sequence[ProfileRow]) -> Table:
+    """Attention and the rest of a layer, for the smallest and the largest workloads measured of
+    each bitwidth and phase; no rows where they were not measured apart.
+    """
+    table = _table(
+        "attention, and the rest of a layer",
+        ("bits", "phase", "requests", "tokens each", "attention", "rest", "attention's share"),
+        left=("phase",),
+    )
+    for row in _outermost([row for row in rows if row.attention_s is not None]):
+        attention_s = row.attention_s or 0.0
+        table.add_row(
+            str(row.bits),
+            row.phase,
+            str(row.batch_size),
+            str(row_length(row)),
+            f"{attention_s * 1e3:.3g} ms",
+            f"{(row.seconds - attention_s) * 1e3:.3g} ms",
+            f"{attention_s / row.seconds:.0%}",
+        )
+    return table
+
+
+def _outermost(rows: Sequence[ProfileRow]) -> Iterator[ProfileRow]:
+    """Yield, of each bitwidth and phase, one request and most requests with fewest and most tokens
+    each.
+    """
+    for bits in sorted({row.bits for row in rows}):
+        for phase in PHASES:
+            own = [row for row in rows if (row.bits, row.phase) == (bits, phase)]
+            sizes = [row.batch_size for row in own]
+            for size in sorted({min(sizes), max(sizes)}) if own else ():
+                of_size = sorted((row for row in own if row.batch_size == size), key=row_length)
+                yield of_size[0]
+                if len(of_size) > 1:
+                    yield of_size[-1]
 
 
 def loading_table(rows: Iterable[LoadRow]) -> Table:

@@ -19,17 +19,29 @@ _LENGTHS = 24
 @dataclass(frozen=True)
 class LayerWorkload:
     """The work of one decoder layer. `length`: prompt tokens of each request in prefill, tokens
-    before the new one in decode.
+    before the new one in decode. Prompts of unlike lengths are in `prompts`, and `length` is then
+    the longest.
     """
 
     phase: Phase
     batch_size: int
     length: int
+    prompts: tuple[int, ...] = ()
+
+    @classmethod
+    def of_prompts(cls, prompts: Sequence[int]) -> LayerWorkload:
+        """The prefill of prompts of any lengths."""
+        return cls("prefill", len(prompts), max(prompts), tuple(prompts))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The length of each request [batch_size]."""
+        return self.prompts or (self.length,) * self.batch_size
 
     @property
     def tokens(self) -> int:
         """Tokens of all requests: those that enter in prefill, those attended to in decode."""
-        return self.batch_size * self.length
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from llmpq.profile.layers import (
     devices_to_profile,
     points_left,
 )
-from llmpq.profile.tables import hop_table, loading_table, sum_table
+from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.run.monitoring.log_times import about
 from llmpq.tables import Fitting, new_table
@@ -128,7 +128,9 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 
 
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
-    """Print the fit's error on held-out points, and how much the machine's speed varied."""
+    """Print the fit's error on held-out points, attention beside the rest of layers, and how much
+    the machine's speed varied.
+    """
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     threads = profile.device.threads
     title = (
@@ -137,6 +139,9 @@ def _print(profile: DeviceProfile, shape: ModelShape) -> None:
         + ": error of the fit on points left out of it"
     )
     console().print(Fitting(title, [lambda: _error_table(errors)]))
+    parts = parts_table(profile.rows)
+    if parts.rows:
+        console().print(parts)
     state = profile.state
     if state.measured:
         console().print(

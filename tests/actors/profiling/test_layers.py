@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from transformers import PretrainedConfig
 
+from actors.attention.timer import AttentionTimer
 from actors.profiling.layers import TimedLayers
 from actors.profiling.reference_work import ReferenceWork
 from actors.profiling.task import ProfileTask, _Passes, measure
@@ -38,9 +40,10 @@ def timed(config: PretrainedConfig, bits: int = 16) -> TimedLayers:
     return TimedLayers(config, LayerForm(bits, local_processor(CPU), torch.bfloat16, CPU))
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "qwen2-sliding", "qwen3", "mistral-sliding", "gpt_neox", "opt", "bloom"]
-)
+FAMILIES = ("llama", "qwen2-sliding", "qwen3", "mistral-sliding", "gpt_neox", "opt", "bloom")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_architecture_passes_through_all_its_copies(name: str) -> None:
     layers = timed(CONFIGS[name])
     called: list[int] = []
@@ -52,6 +55,45 @@ def test_every_architecture_passes_through_all_its_copies(name: str) -> None:
         layers.pass_through(prepared)
         assert called == list(range(prepared.copies))
     assert prepared.copies > 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_of_every_layer_is_timed_where_it_runs(name: str) -> None:
+    """On a clock that goes on by a second whenever it is asked."""
+    layers, timer = timed(CONFIGS[name]), AttentionTimer(CPU)
+    for workload in (LayerWorkload("prefill", 2, 9), DECODE):
+        prepared = layers.prepare(workload)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "actors.attention.timer.time.perf_counter",
+                map(float, itertools.count()).__next__,
+            )
+            layers.pass_through(prepared, timer)
+        assert timer.take_s() == prepared.copies
+        assert timer.take_s() == 0
+
+
+def test_prompts_of_unlike_lengths_are_a_workload() -> None:
+    """Ranges one after another, and as many tokens as all have."""
+    prompts = LayerWorkload.of_prompts([9, 2, 30])
+    layers = timed(CONFIGS["llama"])
+    prepared = layers.prepare(prompts)
+    batch = prepared.batch
+    assert (batch.counts.tolist(), batch.begins.tolist()) == ([9, 2, 30], [0, 9, 11])
+    assert len(prepared.inputs) == prompts.tokens == 41
+    assert layers.kv_bytes(prompts) == layers.kv_bytes(LayerWorkload("prefill", 1, 41))
+
+
+def test_attention_grows_with_the_square_of_the_length_and_the_rest_with_the_length() -> None:
+    """Measured here: four heads of 16, beside which the linears of a layer are small."""
+    todo = {16: tuple(LayerWorkload("prefill", 1, length) for length in (1024, 4096))}
+    *_, state = measure(ProfileTask(TINY, "float32", todo, threads=1, rounds=7))
+    short, long = sorted(state.measured, key=lambda each: each.workload.length)
+    assert short.attention_s is not None
+    assert long.attention_s is not None
+    assert 9 < long.attention_s / short.attention_s < 25
+    rest_s = [each.seconds - (each.attention_s or 0.0) for each in (short, long)]
+    assert 2 < rest_s[1] / rest_s[0] < 7
 
 
 def test_what_stands_before_is_filled() -> None:

@@ -57,6 +57,7 @@ def test_the_file_has_the_design_and_is_planned_with(
     assert len({(r.bits, workload_of(r)) for r in rows}) == len(rows) == 20
     assert {r.backend for r in rows} == {"int4pack", "plain"}
     assert all(r.spread is not None and r.repetitions == 1 and r.threads == 1 for r in rows)
+    assert all(r.attention_s is not None and 0 < r.attention_s < r.seconds for r in rows)
     (tmp_path / "cluster.yaml").write_text(CPU_CLUSTER)
     assert algo.main(
         ["--model", model, "--cluster", str(tmp_path / "cluster.yaml"), "--profiles", str(times),
@@ -108,6 +109,8 @@ def test_what_is_measured_is_kept_and_the_rest_added(
     kept = path.read_text().splitlines()
     assert kept[1 : len(torn) - 1] == torn[1:-1]
     assert len(kept) == len(lines) + 1
+    parts = told.out.partition("attention, and the rest of a layer")[2]
+    assert all(f" {phase} " in parts for phase in ("prefill", "decode"))
     again = path.read_bytes()
     assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
     assert path.read_bytes() == again
