@@ -40,6 +40,7 @@ from benchmarks.job_cases import ALIKE, LOGNORMAL, PROMPTS, RowLengths, Setting,
 from benchmarks.paper_tables import DATA
 from benchmarks.planner import update_page
 from benchmarks.profiles_2023 import profile_rows
+from planner.costs.unlike_prompts import near_length
 from planner.explanation.planned_assignment import planned_assignment
 from planner.micro_batches import MicroBatches
 from planner.options import PlanOptions
@@ -51,7 +52,6 @@ from planner.simulation.simulation import (
     PassSeconds,
     PipelineClock,
     assignment_timing,
-    near_length,
     occupied_stages,
 )
 from planner.workload import Job, Workload

@@ -11,6 +11,7 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
+from planner.costs.unlike_prompts import near_length
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
@@ -26,7 +27,6 @@ from planner.simulation.simulation import (
     assignment_timing,
     check_assignment,
     job_schedule,
-    near_length,
     occupied_stages,
     sizes_of_policy,
 )

@@ -16,7 +16,11 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes, transfer_terms
+from planner.costs.latency_model import LayerSeconds
 from planner.costs.model import CostModel
+from planner.costs.unlike_prompts import LENGTH_STEP as LENGTH_STEP
+from planner.costs.unlike_prompts import near_length as near_length
+from planner.costs.unlike_prompts import unlike_prompts_s
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
@@ -29,8 +33,6 @@ from planner.scheduling import PREDICTING
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES
-
-LENGTH_STEP = 0.02  # relative
 
 
 @dataclass(frozen=True)
@@ -279,15 +281,14 @@ class AssignmentTiming:
     devices: tuple[Device, ...]
     counts: tuple[Counter[int], ...]
     _passes: dict[tuple[Phase, int, int, int], PassSeconds] = field(default_factory=dict)
-    _layers: dict[tuple[Phase, int, int], FloatArray] = field(default_factory=dict)
+    _layers: dict[tuple[Phase, int, int], tuple[FloatArray, FloatArray]] = field(
+        default_factory=dict
+    )
     _whole: dict[tuple[Phase, int, int], FloatArray] = field(default_factory=dict)
     _links: list[tuple[float, float, float]] = field(default_factory=list)
 
     def seconds(self, each: Pass) -> PassSeconds:
-        """Seconds of one pass; equal passes are computed once.
-
-        A prefill of unlike prompts takes the mean of prefills whose prompts all have their lengths.
-        """
+        """Seconds of one pass; equal passes are computed once."""
         if isinstance(each, MixedPass):
             return self._mixed(each)
         if each.prompts:
@@ -345,39 +346,45 @@ class AssignmentTiming:
         head_stage = self.costs.head_stage(len(self.devices))
         head = self.devices[head_stage]
         if each.prompts:
-            lengths = Counter(near_length(prompt) for prompt in each.prompts)
-            prompts = [n * self._layers_s(each, length) for length, n in lengths.items()]
-            stage_s = np.sum(prompts, axis=0) / each.requests
+            stage_s = unlike_prompts_s(each.prompts, self.prefill_parts)
         else:
             length = each.tokens if each.phase == "prefill" else each.context_length
-            stage_s = self._layers_s(each, length).copy()
+            attention_s, rest_s = self._layers_s(each.phase, each.requests, length)
+            stage_s = attention_s + rest_s
         stage_s[0] += latency.embedding_s(first, each.all_tokens, self.costs.dtype(first))
         stage_s[head_stage] += latency.final_s(head, each.requests, self.costs.dtype(head))
         return tuple(stage_s.tolist())
 
-    def _layers_s(self, each: Pass, length: int) -> FloatArray:
-        """Seconds of each stage's layers [N], if all requests of the pass have this length."""
-        key = each.phase, each.requests, length
+    def prefill_parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of attention and of the rest of each stage's layers, both [N], for prompts that
+        are all so long.
+        """
+        return self._layers_s("prefill", requests, length)
+
+    def _layers_s(self, phase: Phase, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of attention and of the rest of each stage's layers, both [N], if all requests
+        have this length.
+        """
+        key = phase, requests, length
         if key not in self._layers:
-            kinds: dict[tuple[Hashable, int], float] = {}
+            kinds: dict[tuple[Hashable, int], LayerSeconds] = {}
             for device, counts in zip(self.devices, self.counts, strict=True):
                 for bits in counts:
                     kind = device.time_kind, bits
                     if kind not in kinds:
-                        kinds[kind] = self._layer_s(device, bits, each, length)
-            self._layers[key] = np.array(
-                [
-                    sum(count * kinds[device.time_kind, bits] for bits, count in counts.items())
-                    for device, counts in zip(self.devices, self.counts, strict=True)
-                ]
+                        dtype = self.costs.dtype(device)
+                        kinds[kind] = self.costs.latency.layer_seconds(
+                            device, bits, phase, requests, length, dtype
+                        )
+            stages = [
+                [(count, kinds[device.time_kind, bits]) for bits, count in counts.items()]
+                for device, counts in zip(self.devices, self.counts, strict=True)
+            ]
+            self._layers[key] = (
+                np.array([sum(n * layer.attention_s for n, layer in own) for own in stages]),
+                np.array([sum(n * layer.rest_s for n, layer in own) for own in stages]),
             )
         return self._layers[key]
-
-    def _layer_s(self, device: Device, bits: int, each: Pass, length: int) -> float:
-        latency, dtype = self.costs.latency, self.costs.dtype(device)
-        if each.phase == "prefill":
-            return latency.layer_prefill_s(device, bits, each.requests, length, dtype)
-        return latency.layer_decode_s(device, bits, each.requests, length, dtype)
 
     def _transfer(self, each: Pass) -> tuple[float, ...]:
         costs, prompt = self.costs, each.all_tokens / each.requests
@@ -404,12 +411,3 @@ def link_terms(costs: CostModel, devices: Sequence[Device]) -> list[tuple[float,
             returned = shape.word_embedding_size * DTYPE_BYTES[dtype]
         terms.append((latency_s, 0.0, returned * per_byte_s))
     return terms
-
-
-def near_length(tokens: int) -> int:
-    """A length that stands for this one: within a half `LENGTH_STEP` of it, exact if it is short.
-
-    Latency models are asked for few lengths then, however many a job has.
-    """
-    step = max(1, round(tokens * LENGTH_STEP))
-    return step * ((2 * tokens + step) // (2 * step))

@@ -201,11 +201,13 @@ def test_assignment_takes_the_latency_models_times_at_each_length() -> None:
     for each, _ in events.flights:
         size = each.requests
         if each.phase == "prefill":
-            own_s = [
-                latency.layer_prefill_s(device, bits, size, prompt, "float16")
+            layer_s = latency.layer_seconds(
+                device, bits, "prefill", 1, sum(each.prompts), "float16"
+            ).rest_s
+            layer_s += sum(
+                latency.layer_seconds(device, bits, "prefill", 1, prompt, "float16").attention_s
                 for prompt in each.prompts
-            ]
-            layer_s = float(np.mean(own_s))
+            )
         else:
             layer_s = latency.layer_decode_s(device, bits, size, each.context_length, "float16")
         ends_s = latency.embedding_s(device, each.all_tokens, "float16")
