@@ -39,6 +39,11 @@ class RandomTimes:
         pairs = tokens * prompt_tokens / 2
         return self._layers_s(tokens, 4 * pairs * self.hidden, 0.0)
 
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """The part of those seconds that is attention's [N]."""
+        flops = 2 * requests * prompt_tokens**2 * self.hidden
+        return np.asarray(self.layers * flops / self.flops)
+
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         """Compute seconds of a decode step [N]."""
         read = requests * (context_tokens + 1)

@@ -6,22 +6,23 @@ A search asks for thousands of sizes and lengths, fractions among them, since si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, floor
-from typing import Protocol
+from math import floor
+from typing import Literal, Protocol
 
 import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
+from planner.costs.unlike_prompts import lengths_around
 from planner.length_distribution import FloatArray
-from planner.phases import Phase
 from planner.simulation.simulation import (
-    LENGTH_STEP,
     assignment_timing,
     check_assignment,
     link_terms,
     occupied_stages,
 )
+
+_Work = Literal["prefill", "decode", "attention"]
 
 
 class StageTimes(Protocol):
@@ -38,6 +39,9 @@ class StageTimes(Protocol):
 
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         """Compute seconds of the prompts of a micro-batch."""
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """The part of those seconds that is attention's; the rest is by their tokens together."""
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         """Compute seconds of a decode step."""
@@ -70,7 +74,7 @@ class PipelineTimes:
         occupied = occupied_stages(devices, first_layer)
         self._timing = assignment_timing(costs, occupied, bitwidth)
         self._links = np.array(link_terms(costs, occupied.devices))
-        self._known: dict[tuple[Phase, int, int], FloatArray] = {}
+        self._known: dict[tuple[_Work, int, int], FloatArray] = {}
 
     @property
     def stages(self) -> int:
@@ -80,6 +84,10 @@ class PipelineTimes:
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         """Compute seconds of the prompts of a micro-batch [N]."""
         return self._between_requests("prefill", requests, max(prompt_tokens, 1.0))
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """The part of those seconds that is attention's [N]."""
+        return self._between_requests("attention", requests, max(prompt_tokens, 1.0))
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         """Compute seconds of a decode step [N]."""
@@ -95,30 +103,27 @@ class PipelineTimes:
         """Seconds of the transfers behind the stages for a decode step [N]."""
         return self.prefill_hop_s(requests, 1.0)
 
-    def _between_requests(self, phase: Phase, requests: float, length: float) -> FloatArray:
+    def _between_requests(self, work: _Work, requests: float, length: float) -> FloatArray:
         requests = max(requests, 1.0)
         low, share = floor(requests), requests - floor(requests)
-        seconds = self._between_lengths(phase, low, length)
+        seconds = self._between_lengths(work, low, length)
         if share:
-            seconds = seconds + share * (self._between_lengths(phase, low + 1, length) - seconds)
+            seconds = seconds + share * (self._between_lengths(work, low + 1, length) - seconds)
         return seconds
 
-    def _between_lengths(self, phase: Phase, requests: int, length: float) -> FloatArray:
-        low, high = _lengths_around(length)
-        seconds = self._of(phase, requests, low)
+    def _between_lengths(self, work: _Work, requests: int, length: float) -> FloatArray:
+        low, high = lengths_around(length)
+        seconds = self._of(work, requests, low)
         if high > low:
-            above = self._of(phase, requests, high)
+            above = self._of(work, requests, high)
             seconds = seconds + (length - low) / (high - low) * (above - seconds)
         return seconds
 
-    def _of(self, phase: Phase, requests: int, length: int) -> FloatArray:
-        key = phase, requests, length
+    def _of(self, work: _Work, requests: int, length: int) -> FloatArray:
+        key = work, requests, length
         if key not in self._known:
-            self._known[key] = np.array(self._timing.compute_s(phase, requests, length))
+            if work == "attention":
+                self._known[key] = self._timing.prefill_parts(requests, length)[0]
+            else:
+                self._known[key] = np.array(self._timing.compute_s(work, requests, length))
         return self._known[key]
-
-
-def _lengths_around(length: float) -> tuple[int, int]:
-    """The lengths between which time is taken as linear: whole, and some `LENGTH_STEP` apart."""
-    step = 1 << max(0, floor(length * LENGTH_STEP).bit_length() - 1)
-    return floor(length / step) * step, ceil(length / step) * step

@@ -18,9 +18,7 @@ from planner.cluster.device import Device
 from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes, transfer_terms
 from planner.costs.latency_model import LayerSeconds
 from planner.costs.model import CostModel
-from planner.costs.unlike_prompts import LENGTH_STEP as LENGTH_STEP
-from planner.costs.unlike_prompts import near_length as near_length
-from planner.costs.unlike_prompts import unlike_prompts_s
+from planner.costs.unlike_prompts import near_length, unlike_prompts_s
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase

@@ -41,6 +41,9 @@ class LinearTimes:
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         return np.full(self.stages, self.prefill + self.each * requests)
 
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return np.zeros(self.stages)
+
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         return np.full(self.stages, self.decode + self.each * requests)
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
+from planner.costs.unlike_prompts import near_length, unlike_prompts_s
 from planner.latency_bound.events.drawn_requests import DrawnRequest
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.tandem import PassTimes, Tandem
 from planner.latency_bound.steady_state.waa.handover import StageCopies
 from planner.length_distribution import FloatArray
-from planner.simulation.simulation import near_length
 
 
 class PipelineOfRequests:
-    """A pipeline with these times. A prefill of unlike prompts takes the mean of prefills whose
-    prompts all have their lengths. Stages copy keys and values of some prompts by `copies` (None:
+    """A pipeline with these times. Stages copy keys and values of some prompts by `copies` (None:
     of none), and compute nothing meanwhile.
     """
 
@@ -27,7 +25,7 @@ class PipelineOfRequests:
         self.stages = times.stages
         self._tandem = Tandem(times.stages)
         self._steps: dict[tuple[int, int], PassTimes] = {}
-        self._prompts: dict[tuple[int, int], FloatArray] = {}
+        self._prompts: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
 
     def decode(
         self, requests: int, context_tokens: int, at_s: float, copied: Sequence[int] = ()
@@ -49,13 +47,17 @@ class PipelineOfRequests:
         `copied`.
         """
         size, tokens = len(prompts), sum(prompts)
-        compute_s = self._copies_s(copied)
-        for length, count in Counter(near_length(prompt) for prompt in prompts).items():
-            if (size, length) not in self._prompts:
-                self._prompts[size, length] = self._times.prefill_s(size, length)
-            compute_s += count / size * self._prompts[size, length]
+        compute_s = unlike_prompts_s(prompts, self._parts) + self._copies_s(copied)
         hop_s = self._times.prefill_hop_s(size, tokens / size)
         return self._tandem.run(PassTimes.of(compute_s, hop_s), at_s)
+
+    def _parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of attention and of the rest [N] for prompts that are all so long."""
+        key = requests, length
+        if key not in self._prompts:
+            attention_s = self._times.attention_s(*key)
+            self._prompts[key] = attention_s, self._times.prefill_s(*key) - attention_s
+        return self._prompts[key]
 
     def _copies_s(self, prompts: Sequence[int]) -> FloatArray:
         """Seconds in which stages copy keys and values of prompts of so many tokens [N]."""

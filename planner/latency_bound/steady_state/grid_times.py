@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
+from math import sqrt
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class GridTimes(ManyTimes):
     def __init__(self, exact: StageTimes) -> None:
         self.exact = exact
         self._prefill, self._decode = _Grid(exact.prefill_s), _Grid(exact.decode_s)
+        self._attention = _Grid(exact.attention_s)
         self._one_hop_s = exact.decode_hop_s(1.0)
         self._more_hop_s = exact.decode_hop_s(2.0) - self._one_hop_s
         self._means: dict[tuple[float, LengthDistribution], FloatArray] = {}
@@ -55,6 +57,10 @@ class GridTimes(ManyTimes):
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         """Compute seconds of the prompts of a micro-batch [N]."""
         return np.asarray(self._prefill.at(np.array([requests]), np.array([prompt_tokens]))[0])
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """The part of those seconds that is attention's [N]."""
+        return np.asarray(self._attention.at(np.array([requests]), np.array([prompt_tokens]))[0])
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         """Compute seconds of a decode step [N]."""
@@ -72,8 +78,7 @@ class GridTimes(ManyTimes):
         """Mean compute seconds [N] of a micro-batch with prompts of these lengths."""
         key = requests, prompts
         if key not in self._means:
-            tokens, shares = _classes(prompts)
-            self._means[key] = shares @ self._prefill.at(np.full(len(tokens), requests), tokens)
+            self._means[key] = _mean_s(requests, prompts, self._prefill.at, self._attention.at)
         return self._means[key]
 
     def decodes_s(
@@ -99,8 +104,32 @@ def mean_prefill_s(times: StageTimes, requests: float, prompts: LengthDistributi
     """Mean compute seconds [N] of a micro-batch of so many prompts of these lengths."""
     if isinstance(times, ManyTimes):
         return times.mean_prefill_s(requests, prompts)
-    classes = zip(*_classes(prompts), strict=True)
-    return np.asarray(sum(share * times.prefill_s(requests, tokens) for tokens, share in classes))
+    alike, attention = _one_by_one(times.prefill_s), _one_by_one(times.attention_s)
+    return _mean_s(requests, prompts, alike, attention)
+
+
+_SecondsAt = Callable[[FloatArray, FloatArray], FloatArray]
+"""Seconds [n, N] of passes with so many requests and tokens each [n]."""
+
+
+def _mean_s(
+    requests: float, prompts: LengthDistribution, prefill_at: _SecondsAt, attention_at: _SecondsAt
+) -> FloatArray:
+    """Mean seconds [N] of unlike prompts: the rest of layers by their mean length, which deviates
+    less than a length does, and attention of each length.
+    """
+    tokens, shares = _classes(prompts)
+    sizes = np.full(len(tokens), requests)
+    means = prompts.mean + (tokens - prompts.mean) / sqrt(requests)
+    rest_s = prefill_at(sizes, means) - attention_at(sizes, means)
+    return np.asarray(shares @ (rest_s + attention_at(sizes, tokens)))
+
+
+def _one_by_one(seconds: Callable[[float, float], FloatArray]) -> _SecondsAt:
+    def at(requests: FloatArray, tokens: FloatArray) -> FloatArray:
+        return np.array([seconds(*each) for each in zip(requests, tokens, strict=True)])
+
+    return at
 
 
 class _Grid:

@@ -7,9 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
+from planner.costs.unlike_prompts import unlike_prompts_s
 from planner.latency_bound.placing.known_room import KnownRoom, Need
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.steady_state.grid_times import mean_prefill_s
+from planner.length_distribution import FloatArray, LengthDistribution
 from tests.planner.latency_bound.settings import (
     TASK_S,
     bounded_costs,
@@ -43,6 +46,27 @@ def test_between_its_points_a_grid_is_near(placement: Placement) -> None:
             exact.decode_s(requests, tokens), rel=0.03
         )
         assert grid.decode_hop_s(requests) == pytest.approx(exact.decode_hop_s(requests))
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_mean_prefill_is_that_of_drawn_prompts(placement: Placement, size: int) -> None:
+    """Of prompts each as long as by chance, whose sum deviates less than they do."""
+    times, prompts = placement.exact_times, TASK_S.prompts
+
+    def parts(requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        attention_s = times.attention_s(requests, length)
+        return attention_s, times.prefill_s(requests, length) - attention_s
+
+    drawn = prompts.drawn(1500 * size, np.random.default_rng(0)).reshape(-1, size)
+    mean_s = np.mean([unlike_prompts_s(each, parts) for each in drawn.tolist()], axis=0)
+    for found in (mean_prefill_s(each, size, prompts) for each in (times, placement.times)):
+        assert found == pytest.approx(mean_s, rel=0.02)
+
+
+def test_a_mean_prefill_of_prompts_alike_is_theirs(placement: Placement) -> None:
+    times = placement.exact_times
+    alike = LengthDistribution((300,), (1.0,))
+    assert mean_prefill_s(times, 7, alike) == pytest.approx(times.prefill_s(7, 300))
 
 
 def test_many_steps_at_once_are_those_one_by_one(placement: Placement) -> None:

@@ -92,6 +92,9 @@ class _CopyingTimes(ManyTimes):
         copied_s = self._prompts.seconds(requests, requests * prompt_tokens)
         return self._times.prefill_s(requests, prompt_tokens) + copied_s
 
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return self._times.attention_s(requests, prompt_tokens)
+
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         return self._times.decode_s(requests, context_tokens) + requests * self._step_s
 

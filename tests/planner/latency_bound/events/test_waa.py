@@ -28,6 +28,9 @@ class _OneStage:
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         return np.array([requests * self.prompt_s])
 
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return np.zeros(1)
+
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         return np.array([self.step_s])
 
