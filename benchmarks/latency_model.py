@@ -112,7 +112,9 @@ def rows_of(
     for each in state.measured:
         if each.workload.phase == phase:
             seconds = each.raw_s if as_clocked else each.seconds
-            yield row("CPU", shape, each.workload, each.bits, seconds)
+            found = row("CPU", shape, each.workload, each.bits, seconds)
+            attention_s = each.attention_s and each.attention_s * seconds / each.seconds
+            yield replace(found, attention_s=attention_s)
 
 
 def row(
