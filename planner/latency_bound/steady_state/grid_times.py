@@ -10,9 +10,11 @@ from math import sqrt
 import numpy as np
 
 from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.steady_state.timeline import PROMPT_CLASSES
 from planner.length_distribution import FloatArray, LengthDistribution
 from planner.lengths import IntArray
+
+_PROMPT_CLASSES = 12
+"""Classes of equal numbers in which prompts are timed, each at its mean length."""
 
 _REQUEST_BITS, _LENGTH_BITS = 6, 5
 """Of the numbers on the grid: all up to 64 requests and 32 tokens, then 32 and 16 an octave.
@@ -191,5 +193,5 @@ def _below(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
 @lru_cache(maxsize=64)
 def _classes(prompts: LengthDistribution) -> tuple[FloatArray, FloatArray]:
     """Mean lengths of the classes of prompts, and their shares."""
-    tokens, shares = zip(*prompts.classes(PROMPT_CLASSES), strict=True)
+    tokens, shares = zip(*prompts.classes(_PROMPT_CLASSES), strict=True)
     return np.array(tokens), np.array(shares)

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.performance import Performance
-from planner.length_distribution import FloatArray, LengthDistribution
-
-PROMPT_CLASSES = 12
-"""Classes of equal numbers in which prompts are timed, each at its mean length."""
+from planner.length_distribution import FloatArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +31,6 @@ class Timeline:
     def latency_of(self, output_tokens: int) -> float:
         """Mean seconds from when the prefill of a request begins to its last token."""
         return float(self.latency_s[min(output_tokens, len(self.latency_s) - 1)])
-
-
-def mean_prefill_s(times: StageTimes, requests: float, prompts: LengthDistribution) -> FloatArray:
-    """Mean seconds [N] of a micro-batch of so many requests with prompts of these lengths."""
-    classes = prompts.classes(PROMPT_CLASSES)
-    return np.asarray(sum(share * times.prefill_s(requests, tokens) for tokens, share in classes))
 
 
 def mixed_quantile(

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.tandem import PassTimes
-from planner.latency_bound.steady_state.waa.handover import LEAST_STEPS, StageCopies, going_on
+from planner.latency_bound.steady_state.waa.handover import StageCopies, going_on
 from planner.length_distribution import LengthDistribution, RequestLengths
 
 
@@ -45,6 +45,6 @@ def mean_context(lengths: RequestLengths) -> float:
 
 
 def mean_steps(outputs: LengthDistribution) -> float:
-    """Mean decode steps of a request, of those that make any."""
+    """Mean decode steps of a request, of those that make any; 1 where none does."""
     going = going_on(outputs)
-    return max((outputs.mean - 1) / going if going else 0.0, LEAST_STEPS)
+    return (outputs.mean - 1) / going if going else 1.0
