@@ -44,6 +44,7 @@ def test_every_part_has_options(part: str, capsys: pytest.CaptureFixture[str]) -
     assert f"{part} [-h]" in capsys.readouterr().out
 
 
+@pytest.mark.rare
 def test_ours_serve_more_than_ft(capsys: pytest.CaptureFixture[str]) -> None:
     main(["throughput", "--models", "13B", "--tasks", "S"])
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]

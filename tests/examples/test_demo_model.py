@@ -246,6 +246,7 @@ def test_windows_score_like_one_pass(
     assert found.bits_per_byte == pytest.approx(bits / len(text.encode()), rel=1e-4)
 
 
+@pytest.mark.rare
 def test_the_script_makes_a_model_that_loads(
     train_demo_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

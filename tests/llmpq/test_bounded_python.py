@@ -23,6 +23,7 @@ def cluster() -> Cluster:
     return Cluster.from_yaml(SPECS / "demo_mixed_cpu.yaml")
 
 
+@pytest.mark.rare
 def test_a_looser_bound_never_has_less_throughput(cluster: Cluster) -> None:
     rates = []
     for bound_s in (0.1, math.inf):

@@ -135,7 +135,7 @@ def test_a_group_of_workloads_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatc
     """All are measured in turns, so that none is done long before the others."""
     monkeypatch.setattr("actors.profiling.task.TELL_S", -1.0)
     todo = {16: (LayerWorkload("prefill", 2, 8), DECODE)}
-    *within, done, last = measure(ProfileTask(TINY, "bfloat16", todo, threads=1, rounds=12))
+    *within, done, last = measure(ProfileTask(TINY, "float32", todo, threads=1, rounds=12))
     assert len(within) == 12
     assert all(state.measured == () and state.left == 2 for state in within)
     told = [state.under_way for state in within]

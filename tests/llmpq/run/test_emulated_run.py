@@ -69,6 +69,7 @@ def test_the_stand_ins_folder_and_tokens_are_those_of_the_run(played: Plan) -> N
         tuple(plan.run(rows))
 
 
+@pytest.mark.rare
 def test_keys_and_values_take_the_time_of_the_emulated_network(tiny: tuple[Path, Any]) -> None:
     """OPT-13B has 0.8 MB of them a token: 16 tokens take a tenth of a second at 1 Gbit/s, and as
     many times that as all else here.

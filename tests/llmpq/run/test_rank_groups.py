@@ -184,6 +184,7 @@ def test_importance_and_parking_with_a_group(tiny: tuple[Path, Any], cluster: Pa
     assert [list(ended[str(i)].token_ids) for i in range(len(prompts))] == expected
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("ranks", [(2, 1), pytest.param((1, 2), marks=pytest.mark.rare)])
 def test_ranks_hand_over_the_heads_that_they_hold(
     tiny: tuple[Path, Any], tmp_path: Path, ranks: tuple[int, int]

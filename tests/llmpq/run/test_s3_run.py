@@ -96,6 +96,7 @@ def test_a_stage_dies_while_requests_are_preempted(
         assert (counts.parked > 0, counts.recomputed > 0) == (parks, not parks)
 
 
+@pytest.mark.rare
 def test_a_live_run_loses_and_doubles_no_token(
     tiny: tuple[Path, Any], plan: Plan, expected: dict[str, list[int]]
 ) -> None:

@@ -174,6 +174,7 @@ def test_it_can_be_iterated_beside_other_tasks(session: Session, greedy: list[li
     assert tokens_of(session.run(ROWS)) == greedy
 
 
+@pytest.mark.rare
 def test_twenty_calls_leave_nothing_behind(session: Session) -> None:
     """Threads, open files, processes and actors; one in two calls is left half-way."""
     me = psutil.Process()

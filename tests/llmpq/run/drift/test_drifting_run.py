@@ -153,6 +153,7 @@ def test_another_schedule_is_followed_by_the_same_stages(
     ]
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("quick")
 def test_stages_of_one_phase_each_follow_another_schedule(
     tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(
     assert found.requests_per_s > 0.5 * usual.requests_per_s
 
 
+@pytest.mark.rare
 def test_stages_have_room_for_one_schedule_after_the_other(plan: PlanSpec) -> None:
     """Nothing but the schedule and its forecast differs, and what memory was allocated for."""
     sizes, now = RunningSizes.of(plan), plan

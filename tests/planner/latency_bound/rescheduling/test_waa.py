@@ -135,6 +135,7 @@ def test_a_schedule_that_is_slow_gives_way_to_a_faster_one(plan: PlanSpec) -> No
     assert now.latency_s(0.99) <= 1.03 * BOUND_S
 
 
+@pytest.mark.rare
 def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(
     plan: PlanSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
