@@ -41,6 +41,16 @@ def processor_name() -> str:
     return f"{names[0]} ({len(names)} cores)" if names else platform.machine()
 
 
+def native_dtype() -> str:
+    """The compute type that this CPU has units for: bfloat16 is emulated where it has none."""
+    import torch
+
+    from quant.processor import local_processor
+
+    has_bf16 = "avx512_bf16" in local_processor(torch.device("cpu")).instruction_sets
+    return "bfloat16" if has_bf16 else "float32"
+
+
 def pace_probe() -> Callable[[], Pace]:
     """A function that takes the machine's pace (medians, a third of a second in all)."""
     import torch

@@ -24,7 +24,7 @@ import torch
 from actors.profiling.on_cluster import measure_on_cluster
 from actors.profiling.task import MeasuredLayer, ProfileState, ProfileTask
 from benchmarks.latency_model import layer_values, row, this_cpu
-from benchmarks.machine import processor_name
+from benchmarks.machine import native_dtype, processor_name
 from llmpq.remote.session import ray_session
 from planner.costs.roofline import RooflineLatency
 from planner.costs.unlike_prompts import unlike_prompts_s
@@ -32,7 +32,6 @@ from planner.length_distribution import FloatArray
 from planner.model.finding import ModelShape, shape_from_config
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.fit import FittedLatency
-from quant.processor import local_processor
 from quant.scheme import BITWIDTHS
 
 MOST_TOKENS = 2048
@@ -132,8 +131,7 @@ class Predictions:
 
 def table(options: argparse.Namespace) -> Iterator[str]:
     """Markdown: measured micro-batches and errors of predictions, and their means."""
-    has_bf16 = "avx512_bf16" in local_processor(torch.device("cpu")).instruction_sets
-    dtype = options.dtype or ("bfloat16" if has_bf16 else "float32")
+    dtype = options.dtype or native_dtype()
     name = f"LLaMA layer of width {options.hidden}"
     shape = shape_from_config(name, layer_values(options.hidden))
     state = measured(options, dtype)

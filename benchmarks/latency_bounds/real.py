@@ -2,11 +2,12 @@
 
     python -m benchmarks.latency_bounds real [--requests 400] [--budget_s 150]
 
-A LLaMA of 168 million parameters in bfloat16 on two stages of one thread each. `llmpq profile`
-measures the layers and the hops here first. Each kind of schedule is planned by these times, within
-some multiples of the least latency that it has, and run by `Plan.run` as a user would, where
-outputs have exactly the lengths that were drawn. What is printed is as in `emulated`, and a fixed
-product's speed just before each run, which says how fast the machine was then.
+A LLaMA of 168 million parameters, in bfloat16 where the CPU has units for it and else in float32,
+on two stages of one thread each. `llmpq profile` measures the layers and the hops here first. Each
+kind of schedule is planned by these times, within some multiples of the least latency that it has,
+and run by `Plan.run` as a user would, where outputs have exactly the lengths that were drawn. What
+is printed is as in `emulated`, and a fixed product's speed just before each run, which says how
+fast the machine was then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.latency_bounds.runs import HEAD, line, measure, rows
-from benchmarks.machine import pace_probe, processor_name
+from benchmarks.machine import native_dtype, pace_probe, processor_name
 from benchmarks.throughput_cases import VOCABULARY, Case
 from benchmarks.throughput_contestants import CLUSTER
 from llmpq import (
@@ -41,7 +42,7 @@ NO_SECONDS = 1e-6
 
 
 def plans(
-    folder: Path, profiles: Path, kind: ScheduleKind, multiples: Sequence[float]
+    folder: Path, profiles: Path, dtype: str, kind: ScheduleKind, multiples: Sequence[float]
 ) -> Iterator[Plan | InfeasibleError]:
     """Yield the plans of a kind within multiples of its least latency, or why there is none."""
     specification = folder.with_name("cpu.yaml")
@@ -58,6 +59,7 @@ def plans(
                 profiles=profiles,
                 theta=0.0,
                 bits=[16],
+                dtype=dtype,
             )
         except InfeasibleError as error:
             return error
@@ -76,20 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget_s", type=float, default=150, help="seconds of the profile")
     parser.add_argument("--multiples", type=float, nargs="+", default=[3.0, 6.0], help="bounds")
     parser.add_argument("--kinds", nargs="+", choices=SCHEDULE_KINDS, default=["rra", "waa-c"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of all computing")
     parser.add_argument("--tiny", action="store_true", help="a model to try the command with")
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the table."""
-    print(f"two CPU stages, {options.requests} requests each; {processor_name()}", flush=True)
+    dtype = options.dtype or native_dtype()
+    about = f"two CPU stages, {options.requests} requests each, {dtype}"
+    print(f"{about}; {processor_name()}", flush=True)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         Case("llama", "equal", options.tiny).write_model(folder)
-        profiles = measured_profiles(folder, options.budget_s)
+        profiles = measured_profiles(folder, dtype, options.budget_s)
         print(HEAD, flush=True)
         probe = pace_probe()
         for kind in options.kinds:
-            for plan in plans(folder, profiles, kind, options.multiples):
+            for plan in plans(folder, profiles, dtype, kind, options.multiples):
                 if isinstance(plan, InfeasibleError):
                     print(f"| two CPU stages | {kind} | {plan} |", flush=True)
                     continue
@@ -98,12 +103,13 @@ def run(options: argparse.Namespace) -> None:
                 print(f"{line('two CPU stages', plan, found)} {pace:.0f} GFLOP/s |", flush=True)
 
 
-def measured_profiles(folder: Path, budget_s: float) -> Path:
+def measured_profiles(folder: Path, dtype: str, budget_s: float) -> Path:
     """Measure the model's layers, hops and loading on a stage's threads; raises SystemExit if that
     fails.
     """
     target = folder.with_name("profiles.csv")
     chosen = ["--threads", str(THREADS), "--bits", "16", "--budget_s", str(budget_s)]
+    chosen += ["--dtype", dtype]
     code = profile(["--model", str(folder), "--max_length", "192", *chosen, "-o", str(target)])
     if code:
         raise SystemExit(code)
