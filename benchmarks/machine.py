@@ -19,7 +19,9 @@ PROBE_TURNS = 5
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast the machine is at this moment: a bfloat16 product of fixed size, and a copy."""
+    """How fast the machine is at this moment: a product of fixed size in the compute type that it
+    has units for, and a copy.
+    """
 
     matmul_gflop_per_s: float
     copy_gbyte_per_s: float
@@ -55,7 +57,7 @@ def pace_probe() -> Callable[[], Pace]:
     """A function that takes the machine's pace (medians, a third of a second in all)."""
     import torch
 
-    square = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=torch.bfloat16)
+    square = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=getattr(torch, native_dtype()))
     source = torch.ones(PROBE_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
 
