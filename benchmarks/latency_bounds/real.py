@@ -6,8 +6,8 @@ A LLaMA of 168 million parameters, in bfloat16 where the CPU has units for it an
 on two stages of one thread each. `llmpq profile` measures the layers and the hops here first. Each
 kind of schedule is planned by these times, within some multiples of the least latency that it has,
 and run by `Plan.run` as a user would, where outputs have exactly the lengths that were drawn. What
-is printed is as in `emulated`, and a fixed product's speed just before each run, which says how
-fast the machine was then.
+is printed is as in `emulated`, and a fixed product's speed just before each run over that just after
+the profile: plans know only how fast the machine was then.
 """
 
 from __future__ import annotations
@@ -91,16 +91,17 @@ def run(options: argparse.Namespace) -> None:
         folder = Path(parent) / "model"
         Case("llama", "equal", options.tiny).write_model(folder)
         profiles = measured_profiles(folder, dtype, options.budget_s)
-        print(HEAD, flush=True)
         probe = pace_probe()
+        profiled = probe().matmul_gflop_per_s
+        print(HEAD, flush=True)
         for kind in options.kinds:
             for plan in plans(folder, profiles, dtype, kind, options.multiples):
                 if isinstance(plan, InfeasibleError):
                     print(f"| two CPU stages | {kind} | {plan} |", flush=True)
                     continue
-                pace = probe().matmul_gflop_per_s
+                pace = probe().matmul_gflop_per_s / profiled
                 found = measure(plan, rows(LENGTHS, VOCABULARY, options.requests))
-                print(f"{line('two CPU stages', plan, found)} {pace:.0f} GFLOP/s |", flush=True)
+                print(f"{line('two CPU stages', plan, found)} {pace:.2f} of the pace |", flush=True)
 
 
 def measured_profiles(folder: Path, dtype: str, budget_s: float) -> Path:
