@@ -6,8 +6,8 @@ A LLaMA of 168 million parameters, in bfloat16 where the CPU has units for it an
 on two stages of one thread each. `llmpq profile` measures the layers and the hops here first. Each
 kind of schedule is planned by these times, within some multiples of the least latency that it has,
 and run by `Plan.run` as a user would, where outputs have exactly the lengths that were drawn. What
-is printed is as in `emulated`, and a fixed product's speed just before each run over that just after
-the profile: plans know only how fast the machine was then.
+is printed is as in `emulated`, and a fixed product's speed just before each run over that just
+after the profile: plans know only how fast the machine was then.
 """
 
 from __future__ import annotations
