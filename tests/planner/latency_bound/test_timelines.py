@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from benchmarks.latency_bounds.cases import random_waa
 from benchmarks.latency_bounds.timelines import of_rra, of_waa
 from planner.latency_bound.steady_state.rra.timeline import rra_timeline
 from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
@@ -123,3 +124,16 @@ def test_waa_whose_sides_are_as_fast_as_each_other() -> None:
         for decoding in (2, 8, 32)
     ]
     assert rates[0] < rates[1] < rates[2] <= 1 / 2
+
+
+@pytest.mark.parametrize("output", [1, 2, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_waa_of_answers_that_are_all_as_long(seed: int, output: int) -> None:
+    """Even where only few are left of many, steps take at least what those of one request do."""
+    case = random_waa(np.random.default_rng([7, seed]))
+    outputs = LengthDistribution((output,), (1.0,))
+    sides = replace(case.sides, lengths=replace(case.sides.lengths, outputs=outputs))
+    found = waa_timeline(sides, case.schedule, 0.99).performance
+    one_s = sides.decode.decode_s(1.0, 1.0) + sides.decode.decode_hop_s(1.0)
+    assert 0 < found.requests_per_s <= 1.001 * sides.busy(case.schedule).requests_per_s
+    assert found.latency_s >= (output - 1) * float(one_s.sum())

@@ -11,18 +11,18 @@ from planner.length_distribution import LengthDistribution, RequestLengths
 
 
 class DecodeSteps:
-    """Seconds of steps of groups of about `size` requests of these lengths; stages `restore` keys
-    and values of those that join.
+    """Seconds of steps of groups of one to about `size` requests of these lengths, between which
+    time is linear; stages `restore` keys and values of those that join.
     """
 
     def __init__(
         self, times: StageTimes, restore: StageCopies, lengths: RequestLengths, size: float
     ) -> None:
-        size, context = max(1.0, size), mean_context(lengths)
-        at_size_s = times.decode_s(size, context)
-        more_s = times.decode_s(size + 1, context) - at_size_s
-        self._none_s = (at_size_s - size * more_s).tolist()
-        self._each_s = more_s.tolist()
+        size, context = max(2.0, size), mean_context(lengths)
+        one_s = times.decode_s(1.0, context)
+        each_s = (times.decode_s(size, context) - one_s) / (size - 1)
+        self._none_s = (one_s - each_s).tolist()
+        self._each_s = each_s.tolist()
         self._joining_s = restore.seconds(1.0, lengths.prompts.mean).tolist()
         self._hop_s = times.decode_hop_s(size).tolist()
 
