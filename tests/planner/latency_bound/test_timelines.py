@@ -126,7 +126,7 @@ def test_waa_whose_sides_are_as_fast_as_each_other() -> None:
     assert rates[0] < rates[1] < rates[2] <= 1 / 2
 
 
-@pytest.mark.parametrize("output", [1, 2, 16])
+@pytest.mark.parametrize("output", [1, 2, 16, 3000])
 @pytest.mark.parametrize("seed", range(5))
 def test_waa_of_answers_that_are_all_as_long(seed: int, output: int) -> None:
     """Even where only few are left of many, steps take at least what those of one request do."""

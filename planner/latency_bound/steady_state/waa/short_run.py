@@ -35,11 +35,11 @@ prompts that stand for all."""
 @dataclass(frozen=True, eq=False)
 class Passed:
     """What was seen: how many times as long rounds are as if all steps were alike, and the times of
-    micro-batches of prompts.
+    micro-batches of prompts (None: there was none).
     """
 
     longer: float
-    parts: PartTimes
+    parts: PartTimes | None
 
 
 class _Groups:
@@ -50,7 +50,9 @@ class _Groups:
         self.sizes = [(decoding + i) // count for i in range(count)]
         self._most = -(-most_requests(schedule) // count)
         self._usual = max(1.0, decoding / count)
-        self._ends = cycle(poisson_numbers(self._usual / steps, _STEPS))
+        mean = self._usual / steps
+        numbers = poisson_numbers(mean, _STEPS)
+        self._ends = cycle(numbers if any(numbers) else [mean])
         self._owed = [0.0] * count
         self.arrived = 0
 
@@ -103,7 +105,7 @@ class ShortRun:
         """Run, and return what was seen."""
         self._go_on(0.0)
         while len(self._parts) < _PARTS or len(self._spans) < _STEPS:
-            if len(self._spans) >= _MOST_STEPS and len(self._parts) > 1:
+            if len(self._spans) >= _MOST_STEPS:
                 break
             step_s = self._stepping[0][0] if self._stepping else inf
             moved_s = self._moving[0][0] if self._moving else inf
@@ -167,5 +169,5 @@ class ShortRun:
         even_s = self._steps.round_s(size, newcomers, float(busy.mean()))
         return Passed(
             round_s / even_s,
-            PartTimes.of(self._parts),
+            PartTimes.of(self._parts) if self._parts else None,
         )

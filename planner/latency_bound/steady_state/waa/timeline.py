@@ -36,7 +36,9 @@ def waa_timeline(sides: WaaSides, schedule: RequestSchedule, quantile: float) ->
     joined_s = sent_s + load.round_s / (2 * schedule.decode_micro_batches)
     decoded_s = np.where(steps > 0, joined_s + load.round_s * steps, 0.0)
     deviations_s = load.round_deviation_s * steps
-    parts = busy.parts if rate >= _BUSY * busy.requests_per_s else load.passed.parts
+    parts = load.passed.parts
+    if parts is None or rate >= _BUSY * busy.requests_per_s:
+        parts = busy.parts
     chosen, chances = list(outputs.lengths), np.array(outputs.probabilities)
     latency_s = mixed_quantile(
         np.add.outer(decoded_s[chosen], parts.seconds).ravel(),
