@@ -42,7 +42,9 @@ _NUMBERS = frozenset(
 class Row:
     """One prompt: text, token ids or chat messages; `sampling` overrides the job's.
 
-    `columns`: what the row carries beside, which comes out with its result.
+    `prompt_options`: how text or messages become tokens, where the row says so: arguments of the
+    chat template and of the tokenizer. `columns`: what the row carries beside, which comes out with
+    its result.
     """
 
     custom_id: str
@@ -50,15 +52,27 @@ class Row:
     token_ids: tuple[int, ...] | None = None
     messages: Messages | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prompt_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def content(self) -> Mapping[str, Any]:
-        """The prompt and the row's own sampling, without its id."""
+        """The prompt and the row's own options, without its id.
+
+        Options of the prompt count only where there are some, so that jobs of older versions can be
+        resumed.
+        """
         given = {"text": self.text, "token_ids": self.token_ids, "messages": self.messages}
+        given["prompt_options"] = self.prompt_options or None
         return {name: value for name, value in given.items() if value is not None} | {
             "sampling": self.sampling
         }
+
+    @property
+    def tokenizing(self) -> dict[str, Any]:
+        """The task of making tokens of its text or messages, as `llmpq.tokenizing.worker` has it."""
+        task = {"text": self.text} if self.messages is None else {"chat": self.messages}
+        return {**task, "options": self.prompt_options} if self.prompt_options else task
 
     @property
     def named_by(self) -> Mapping[str, Any]:

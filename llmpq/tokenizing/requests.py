@@ -101,9 +101,8 @@ class RequestMaker:
         most = self.tokenizer.most_characters
         if row.text is not None and most is not None and len(row.text) > most:
             return 0, self._too_long(len(row.text), most)
-        task = {"text": row.text} if row.messages is None else {"chat": row.messages}
         try:
-            return self.tokenizer.submit(task), None
+            return self.tokenizer.submit(row.tokenizing), None
         except (ValueError, TypeError, RecursionError) as error:  # messages that are no JSON
             return 0, f"the prompt cannot be tokenized: {error}"
 

@@ -40,11 +40,10 @@ class ModelTokenizer:
         """Token ids of a prompt, as `Engine.encode`."""
         if row.token_ids is not None:
             return row.token_ids
-        task = {"text": row.text} if row.messages is None else {"chat": row.messages}
         most = self._encoder.most_characters
         if row.text is not None and most is not None and len(row.text) > most:
             raise PromptTooLongError(f"{len(row.text)} characters")
-        answer = await self._encoder.ask(task)
+        answer = await self._encoder.ask(row.tokenizing)
         if answer.error is not None:
             raise PromptError(f"{answer.of}: {answer.error}")
         if answer.characters is not None:
