@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from actors.logprobs import LogprobRows, TokenLogprobs
 from actors.sampling_options import Sampling as Sampling
+from quant.common.token_text import MOST_BEFORE
 
 Transport = Literal["auto", "ray", "gloo"]
 """How tensors go between stages; auto: gloo where it connects, else Ray."""
@@ -135,8 +136,9 @@ class Admission:
 
     `room` is its range of the KV cache, which is cleared for it. `generated`, `draw_id` and
     `top_logprobs` as in `Request`.
-    `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty. They
-    are sent once; the stage that samples keeps them, and the tokens that it has chosen.
+    `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty;
+    `prompt_end`: its last ones where stop strings are looked for behind them, else empty. They are
+    sent once; the stage that samples keeps them, and the tokens that it has chosen.
     """
 
     slot: int
@@ -148,6 +150,7 @@ class Admission:
     room: TokenRange = TokenRange(0, 0)
     draw_id: str = ""
     top_logprobs: int | None = None
+    prompt_end: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, slot: int, request: Request, room: TokenRange = TokenRange(0, 0)) -> Admission:
@@ -164,6 +167,7 @@ class Admission:
             room,
             request.draw_id,
             request.top_logprobs,
+            request.prompt_ids[-MOST_BEFORE:] if sampling.stop else (),
         )
 
 

@@ -66,9 +66,9 @@ class InstantEngine:
         """Token ids of a prompt, as `Engine.encode`."""
         return await self._tokenizer.encode(row)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of token ids, as `Engine.decode`."""
-        return await self._tokenizer.decode(token_ids)
+        return await self._tokenizer.decode(token_ids, before)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Tokens as fast as they are read, as `Engine.generate`."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,13 +25,7 @@ from actors.messages import (
 from actors.stage.generation_config import eos_token_ids
 from actors.stage.logprobs import logprob_rows
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that the search for stop strings needs."""
-
-    def decode(self, token_ids: list[int], **options: Any) -> Any:
-        """Text of `token_ids`."""
+from quant.common.token_text import Decoder, text_after
 
 
 @dataclass
@@ -122,20 +115,22 @@ class Sampler:
         sampling = request.sampling
         if not sampling.ignore_eos and request.token_ids[-1] in self._eos:
             return "stop"
-        if sampling.stop and self._meets_stop_string(request.token_ids, sampling.stop):
+        if sampling.stop and self._meets_stop_string(request):
             return "stop"
         return "length" if len(request.token_ids) >= request.admission.max_new_tokens else None
 
-    def _meets_stop_string(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
+    def _meets_stop_string(self, request: _Running) -> bool:
         """Whether the newest token completes a stop string; only the tail of the text can hold it.
 
         Every token stands for at least one byte, and a character has at most four. Special tokens
         are kept in the text, as users may want to stop at one.
         """
+        stop, token_ids = request.sampling.stop, request.token_ids
         tail = max(len(s.encode()) for s in stop) + 4
+        before = (*request.admission.prompt_end, *token_ids[:-tail])
         decoder = self._decoder()
         try:
-            text = decoder.decode(token_ids[-tail:], skip_special_tokens=False)
+            text = text_after(decoder, before, token_ids[-tail:], skip_special_tokens=False)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # such as a Rust panic; the driver decodes all and reports it

@@ -43,6 +43,7 @@ _BATCH_ARRAYS = 6  # slots, starts, counts, begins, samples, sizes
 _CHANGE_NUMBERS = 4  # which change, and the fields of a move or of parked tokens
 _MOVE, _PARK, _RESTORE, _DROP, _KEEP = range(5)
 _ALIGNMENT = 64
+_ADMITTED_TOKENS = ("generated", "prompt_tokens", "prompt_end")
 _NO_CHANGES: TokenIds = np.zeros((0, _CHANGE_NUMBERS), dtype=np.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
@@ -282,10 +283,10 @@ def _admitted(text: bytes) -> tuple[Admission, ...]:
 def _from_json(values: dict[str, Any]) -> Admission:
     sampling = values.pop("sampling")
     sampling["stop"] = tuple(sampling["stop"])
-    values |= {name: tuple(values[name]) for name in ("generated", "prompt_tokens")}
+    values |= {name: tuple(values[name]) for name in _ADMITTED_TOKENS}
     room = TokenRange(**values.pop("room"))
     admission = Admission(sampling=Sampling(**sampling), room=room, **values)
-    numbers = admission.generated + admission.prompt_tokens
+    numbers = sum((values[name] for name in _ADMITTED_TOKENS), ())
     numbers += (admission.slot, admission.max_new_tokens, room.begin, room.size)
     if (
         {type(admission.custom_id), type(admission.draw_id)} != {str}

@@ -110,10 +110,11 @@ def texts_of(tokenizer: TokenizerProcess | None, ids: Sequence[tuple[int, ...]])
         return [""] * len(ids)
     found: list[str] = []
     for begin in range(0, len(ids), _TEXTS_AT_ONCE):
-        lists = list(ids[begin : begin + _TEXTS_AT_ONCE])
+        lists = [((), each) for each in ids[begin : begin + _TEXTS_AT_ONCE]]
         texts = tokenizer.ask({"lists": lists}).texts
         if texts is None:  # one of them harms it
-            texts = tuple(tokenizer.ask({"ids": each}).text or "" for each in lists)
+            tasks = ({"ids": each, "before": before} for before, each in lists)
+            texts = tuple(tokenizer.ask(task).text or "" for task in tasks)
         found += texts
     return found
 

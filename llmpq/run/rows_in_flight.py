@@ -113,12 +113,8 @@ class RowsInFlight:
     def results(self, finished: Sequence[Finished]) -> Iterator[Result]:
         """Results of finished requests, with their texts."""
         requests = [self._requests.pop(each.custom_id) for each in finished]
-        answers = self._maker.texts(
-            [
-                (each.token_ids, request.sampling.stop)
-                for each, request in zip(finished, requests, strict=True)
-            ]
-        )
+        made = (each.token_ids for each in finished)
+        answers = self._maker.texts([*zip(requests, made, strict=True)])
         for each, request, answer in zip(finished, requests, answers, strict=True):
             self.tokens += len(each.token_ids)
             self._meter.end(len(each.token_ids), request.max_new_tokens)

@@ -34,7 +34,7 @@ class _Choice:
     def __init__(self, engine: Engine, request: GenerationRequest, index: int) -> None:
         self._engine = engine
         self._index = index
-        self._detokenizer = Detokenizer(engine.decode)
+        self._detokenizer = Detokenizer(engine.decode, request.prompt_ids)
         self._stops = StopStrings(request.sampling.stop)
         self._wants_tokens = request.top_logprobs is not None
         self._tokens: list[TokenText] = []
@@ -45,11 +45,11 @@ class _Choice:
     async def add(self, event: TokenEvent) -> Piece | None:
         """The piece that is certain with one more token; None if it adds no text."""
         self._new_tokens += 1
-        begin = self._decoded
+        begin, before = self._decoded, self._detokenizer.before
         text = await self._detokenizer.add(event.token_id)
         is_end_token = event.finish_reason == "stop" and not text
         if self._wants_tokens and not is_end_token:
-            self._tokens.append(await self._token_text(event, begin))
+            self._tokens.append(await self._token_text(event, begin, before))
         if event.finish_reason is not None:
             text += await self._detokenizer.finish()
         self._decoded += len(text)
@@ -68,10 +68,10 @@ class _Choice:
         new_tokens, self._new_tokens = self._new_tokens, 0
         return Piece(self._index, text, new_tokens, tokens, reason)
 
-    async def _token_text(self, event: TokenEvent, begin: int) -> TokenText:
+    async def _token_text(self, event: TokenEvent, begin: int, before: Sequence[int]) -> TokenText:
         decode = self._engine.decode
         ids = (event.token_id, *(each.token_id for each in event.top))
-        text, *texts = await asyncio.gather(*(decode([each]) for each in ids))
+        text, *texts = await asyncio.gather(*(decode([each], before) for each in ids))
         own = None if event.logprob is None else _finite(event.logprob)
         logprobs = (_finite(each.logprob) for each in event.top)
         return TokenText(text, begin, own, tuple(zip(texts, logprobs, strict=True)))

@@ -146,9 +146,9 @@ class Engine(Protocol):
         Raises `PromptError`, and `PromptTooLongError` where there are more than the limit.
         """
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out. Bytes that are no whole character are
-        U+FFFD.
+    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
+        """The text that token ids add to that of the tokens `before` them, special tokens left out.
+        Bytes that are no whole character are U+FFFD.
         """
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:

@@ -4,56 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from llmpq.serve.wire.pieces import INCOMPLETE
+from quant.common.token_text import INCOMPLETE, MOST_BEFORE
 
-Decode = Callable[[Sequence[int]], Awaitable[str]]
+Decode = Callable[[Sequence[int], Sequence[int]], Awaitable[str]]
+"""The text of tokens after others, as `Engine.decode`."""
 
 MOST_PARTS = 4
 """Tokens that one character can take: UTF-8 has at most four bytes."""
 
 
-MOST_BEHIND = 16
-"""Tokens that new ones are decoded behind. To begin with a later token costs one decoding more."""
-
-
 class Detokenizer:
     """Turns tokens into pieces of text that together are the text of all of them.
 
-    Tokens are decoded behind those of pieces before, as some tokenizers leave out the space at the
-    beginning of a text. What ends within a character waits for the rest of it, unless so many
-    tokens have come that there is none.
+    What ends within a character waits for the rest of it, unless so many tokens have come that
+    there is none. `before` are the tokens that those waiting follow: at first the prompt's last.
     """
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, before: Sequence[int]) -> None:
         self._decode = decode
-        self._window: list[int] = []
-        self._shown_tokens = 0
-        self._shown_text = ""
+        self.before = list(before[-MOST_BEFORE:])
+        self._waiting: list[int] = []
 
     async def add(self, token_id: int) -> str:
         """The text that is certain with one more token, perhaps none."""
-        self._window.append(token_id)
-        text = await self._decode(self._window)
-        waiting = len(self._window) - self._shown_tokens
-        if text == self._shown_text:  # a special token, or a first space that is left out
-            if self._shown_tokens or waiting > MOST_PARTS:
-                self._window.pop()
+        self._waiting.append(token_id)
+        text = await self._decode(self._waiting, self.before)
+        if text.endswith(INCOMPLETE) and len(self._waiting) <= MOST_PARTS:
             return ""
-        if text.endswith(INCOMPLETE) and waiting <= MOST_PARTS:
-            return ""
-        piece = text[len(self._shown_text) :]
-        begin, self._shown_tokens, self._shown_text = self._shown_tokens, len(self._window), text
-        if len(self._window) > MOST_BEHIND or text.endswith(INCOMPLETE):
-            self._window = self._window[begin:]
-            self._shown_tokens = len(self._window)
-            self._shown_text = await self._decode(self._window)
-        return piece
+        if text or len(self.before) < MOST_BEFORE:  # special tokens push none with a text out
+            self.before = [*self.before, *self._waiting][-MOST_BEFORE:]
+        self._waiting = []
+        return text
 
     async def finish(self) -> str:
         """What has waited for the rest of a character that did not come."""
-        if len(self._window) == self._shown_tokens:
-            return ""
-        return (await self._decode(self._window))[len(self._shown_text) :]
+        return await self._decode(self._waiting, self.before) if self._waiting else ""
 
 
 class StopStrings:

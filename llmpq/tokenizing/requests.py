@@ -15,6 +15,7 @@ from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from planner.workload import Workload
 from quant.checkpoint.model_reference import local_model
 from quant.common.errors import CheckpointError
+from quant.common.token_text import MOST_BEFORE
 
 AHEAD_ROWS = 64
 """Rows that the tokenizer has in hand while the first of them is waited for."""
@@ -167,17 +168,23 @@ class RequestMaker:
     def _longest_prompt(self) -> int:
         return max(each.prompt_length for each in self._workloads)
 
-    def texts(self, generated: Sequence[tuple[tuple[int, ...], tuple[str, ...]]]) -> list[Answer]:
-        """Texts of `generated`, the tokens and stop strings of each request.
+    def texts(self, generated: Sequence[tuple[Request, tuple[int, ...]]]) -> list[Answer]:
+        """Texts of `generated`, requests and their new tokens, as they follow the prompts' texts.
 
         Special tokens are left out, and a text ends before its first stop string. A text is None
         where there is no tokenizer.
         """
         if self.tokenizer is None:
             return [Answer() for _ in generated]
-        tasks = [self.tokenizer.submit({"ids": token_ids}) for token_ids, _ in generated]
+        tasks = [
+            self.tokenizer.submit({"ids": token_ids, "before": request.prompt_ids[-MOST_BEFORE:]})
+            for request, token_ids in generated
+        ]
         answers = map(self.tokenizer.answer, tasks)
-        return [_cut(answer, stop) for answer, (_, stop) in zip(answers, generated, strict=True)]
+        return [
+            _cut(answer, request.sampling.stop)
+            for answer, (request, _) in zip(answers, generated, strict=True)
+        ]
 
 
 def _room(workload: Workload) -> str:

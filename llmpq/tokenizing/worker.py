@@ -1,11 +1,12 @@
 """The process that runs a model's tokenizer and chat template, on one row at a time.
 
-It is started by the path of this file and imports nothing of llmpq, so that it is ready as soon as
-transformers is; torch, which tokenizers do without, is kept out. Its settings come as JSON in its
-only argument, tasks as one JSON object a line, and each is answered by one line before the next is
-looked at: `{"text": …}` and `{"chat": [messages]}` by `ids`, or by the `tokens` or `characters`
-that are too many; `{"ids": […]}` by `text`, `{"lists": [ids, …]}` by `texts`; any by the `error` of
-what (`of`) failed. The first line that it writes says what was loaded, or why nothing was.
+It is started by the path of this file and imports nothing of this project but one rule of `quant`,
+so that it is ready as soon as transformers is; torch, which tokenizers do without, is kept out. Its
+settings come as JSON in its only argument, tasks as one JSON object a line, and each is answered by
+one line before the next is looked at: `{"text": …}` and `{"chat": [messages]}` by `ids`, or by the
+`tokens` or `characters` that are too many; `{"ids": […], "before": […]}` by the `text` that ids add
+to that of those before, `{"lists": [[before, ids], …]}` by `texts`; any by the `error` of what
+(`of`) failed. The first line that it writes says what was loaded, or why nothing was.
 
 The kernel bounds it: address space (RLIMIT_AS), and an alarm that nobody handles for seconds, which
 holds for native code too and where nobody is left to watch.
@@ -55,9 +56,9 @@ class Worker:
         try:
             task = json.loads(line)
             if "ids" in task:
-                return {"text": self._text(task["ids"])}
+                return {"text": self._text(task["before"], task["ids"])}
             if "lists" in task:
-                return {"texts": [self._text(each) for each in task["lists"]]}
+                return {"texts": [self._text(*each) for each in task["lists"]]}
             if "chat" in task:
                 of = "chat template"
                 text = self._render(task["chat"])
@@ -70,8 +71,10 @@ class Worker:
                 raise  # what panicked is broken from now on
             return {"error": words, "of": of}
 
-    def _text(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+    def _text(self, before: list[int], ids: list[int]) -> str:
+        from quant.common.token_text import text_after
+
+        text = text_after(self.tokenizer, before, ids)
         text.encode()  # half a surrogate pair could not be written
         return text
 
@@ -248,6 +251,7 @@ def serve(settings: Mapping[str, Any]) -> None:
     """Load, then answer until there are no more tasks."""
     channel = os.dup(1)
     os.dup2(2, 1)  # prints of libraries are no answers
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # has `quant`, for `Worker`
 
     def send(content: bytes) -> None:
         left = memoryview(content + b"\n")

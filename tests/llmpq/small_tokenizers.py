@@ -1,12 +1,14 @@
-"""Model folders with a small tokenizer, and chat templates that do harm."""
+"""Small tokenizers, model folders with one, and chat templates that do harm."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 GIVES_UP = r"(x+x+)+y"
 """A pattern at which the regular expressions of `tokenizers` panic, on many x."""
@@ -30,6 +32,35 @@ BY_CONTENT = """{% set c = messages[0].content %}
 {% elif c == 'missing' %}{{ messages[7].role.x }}
 {% else %}{{ c }}{% endif %}"""
 """Fails in as many ways as there are, as the first message asks for."""
+
+SPECIAL = ("<unk>", "<s>", "</s>")
+BYTES = tuple(f"<0x{number:02X}>" for number in range(256))
+PIECES = ("▁Hello", "▁world", "▁the", "▁", "world", "é", ".")
+
+
+def strip_decoder() -> decoders.Decoder:
+    """LLaMA's: bytes where there is no token, a space less at the beginning."""
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+
+
+def piece_tokenizer(
+    decoder: decoders.Decoder | None, words: Sequence[str] = (*BYTES, *PIECES)
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of `SPECIAL` and `words`, each a token, whose texts `decoder` makes."""
+    vocabulary = {word: number for number, word in enumerate((*SPECIAL, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, piece: str) -> list[int]:
+    """The token that `piece` is, or the tokens of its bytes."""
+    vocabulary = tokenizer.get_vocab()
+    if piece in vocabulary:
+        return [vocabulary[piece]]
+    return [vocabulary[BYTES[each]] for each in piece.encode()]
 
 
 def write_tokenizer(

@@ -21,7 +21,7 @@ child = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(child)
 
 CHAT = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"})
-TASKS = ({"text": "hello world [ a ] xx1"}, {"chat": CHAT}, {"ids": [1, 5, 2, 1000]})
+TASKS = ({"text": "hello world [ a ] xx1"}, {"chat": CHAT}, {"ids": [5, 2, 1000], "before": [1]})
 
 
 class Changing(child.Worker):  # type: ignore[misc,name-defined]

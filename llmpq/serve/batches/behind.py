@@ -92,9 +92,9 @@ class BehindOnline:
         async with self._encoding:
             return await self._engine.encode(row)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """A text, as `Engine.decode`."""
-        return await self._engine.decode(token_ids)
+        return await self._engine.decode(token_ids, before)
 
     @property
     def model_name(self) -> str:

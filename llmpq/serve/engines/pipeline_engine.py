@@ -176,9 +176,9 @@ class PipelineEngine:
         """Token ids of a prompt, as `Engine.encode`."""
         return await self.tokenizer.encode(row)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of token ids, as `Engine.decode`."""
-        return await self.tokenizer.decode(token_ids)
+        return await self.tokenizer.decode(token_ids, before)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer, as `Engine.generate`."""

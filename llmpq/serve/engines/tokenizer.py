@@ -13,6 +13,10 @@ from llmpq.serve.wire.boundary import log_fault
 from llmpq.tokenizing.requests import load_tokenizer
 from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from quant.common.errors import SpecError
+from quant.common.token_text import INCOMPLETE, MOST_BEFORE
+
+_TokensAfter = tuple[Sequence[int], Sequence[int]]
+"""Tokens before, and tokens that a text is wanted of."""
 
 MOST_TOGETHER = 256
 """Questions that the process is asked at once."""
@@ -32,9 +36,10 @@ class ModelTokenizer:
     def __init__(self, folder: Path, limits: Limits) -> None:
         self._encoder = _Asked(_loaded(folder, limits))
         self._decoder = _Asked(_loaded(folder, Limits()))
-        self._questions: list[tuple[list[int], asyncio.Future[str]]] = []
+        self._questions: list[tuple[_TokensAfter, asyncio.Future[str]]] = []
         self._asking: asyncio.Task[None] | None = None
         self._texts: dict[int, str] = {}
+        self._with_text: set[int] = set()
 
     async def encode(self, row: Row) -> tuple[int, ...]:
         """Token ids of a prompt, as `Engine.encode`."""
@@ -52,21 +57,26 @@ class ModelTokenizer:
             raise PromptTooLongError(f"{answer.tokens} tokens")
         return answer.ids or ()
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of token ids, as `Engine.decode`.
 
-        All that is asked while the process is at work goes to it together, when it is free again.
+        That of a single token is the same after whatever has a text, and is remembered. All that is
+        asked while the process is at work goes to it together, when it is free again.
         """
-        known = self._texts.get(token_ids[0]) if len(token_ids) == 1 else None
-        if known is not None:
-            return known
+        alone = token_ids[0] if len(token_ids) == 1 else None
+        is_within = bool(before) and before[-1] in self._with_text
+        if is_within and alone in self._texts:
+            return self._texts[alone]
         asked = asyncio.get_running_loop().create_future()
-        self._questions.append((list(token_ids), asked))
+        self._questions.append(((before[-MOST_BEFORE:], token_ids), asked))
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask())
         text: str = await asked
-        if len(token_ids) == 1 and len(self._texts) < MOST_REMEMBERED:
-            self._texts[token_ids[0]] = text
+        if alone is not None and len(self._with_text) < MOST_REMEMBERED:
+            if text and INCOMPLETE not in text:
+                self._with_text.add(alone)
+            if is_within:
+                self._texts[alone] = text
         return text
 
     def close(self) -> None:
@@ -80,7 +90,7 @@ class ModelTokenizer:
             while self._questions:
                 together = self._questions[:MOST_TOGETHER]
                 del self._questions[:MOST_TOGETHER]
-                texts = await self._decoded([token_ids for token_ids, _ in together])
+                texts = await self._decoded([tokens for tokens, _ in together])
                 for (_, asked), text in zip(together, texts, strict=True):
                     if asked.done():  # whoever asked has gone
                         continue
@@ -91,13 +101,14 @@ class ModelTokenizer:
         finally:
             self._asking = None
 
-    async def _decoded(self, lists: Sequence[list[int]]) -> Sequence[str | None]:
+    async def _decoded(self, lists: Sequence[_TokensAfter]) -> Sequence[str | None]:
         """The texts of `lists`; one that harms the process takes none of the others with it."""
         try:
             answer = await self._decoder.ask({"lists": lists})
             if answer.texts is not None:
                 return answer.texts
-            return [(await self._decoder.ask({"ids": each})).text for each in lists]
+            tasks = [{"ids": token_ids, "before": before} for before, token_ids in lists]
+            return [(await self._decoder.ask(task)).text for task in tasks]
         except Exception as error:  # nobody else tells those who asked
             log_fault("tokenizer", error)
             return [None] * len(lists)

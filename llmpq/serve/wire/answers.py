@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from llmpq.serve.wire.pieces import INCOMPLETE, Piece, TokenText
+from llmpq.serve.wire.pieces import Piece, TokenText
+from quant.common.token_text import INCOMPLETE
 
 Json = Mapping[str, object]
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-INCOMPLETE = "\ufffd"
-"""Decoders put this in place of bytes that are no whole character, perhaps only for now."""
-
 
 @dataclass(frozen=True)
 class TokenText:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from actors.messages import Admission, MicroBatch, Sampling
+from actors.messages import Admission, MicroBatch, Request, Sampling
 from actors.stage.sampler import Sampler, choose_tokens, filtered_probabilities, uniform_draw
 from quant.common.errors import SpecError
+from quant.common.token_text import MOST_BEFORE
 from tests.actors.batches import batch_in_ranges
+from tests.llmpq.small_tokenizers import ids_of, piece_tokenizer, strip_decoder
 
 VOCABULARY = 50
 
@@ -160,6 +163,64 @@ def test_stop_string_across_tokens() -> None:
     sampling = Sampling(stop=("bc", "zz"))
     assert run(Sampler([], Letters()), [1, 1, 2, 2], sampling, 9) == [None, None, "stop"]
     assert run(Sampler([], Letters()), [1, 0, 2], sampling, 3) == [None, None, "length"]
+
+
+PIECES = piece_tokenizer(strip_decoder())
+
+
+def ids(*pieces: str) -> tuple[int, ...]:
+    return tuple(each for piece in pieces for each in ids_of(PIECES, piece))
+
+
+def tokens_until_stop(
+    stop: str, prompt: tuple[int, ...], answer: tuple[int, ...], given: int
+) -> int:
+    """Tokens after which a request ends that goes on after the first `given` of its answer."""
+    request = Request("x", prompt, 99, Sampling(stop=(stop,)), answer[:given])
+    sampler = Sampler([], PIECES)
+    for number, token in enumerate(answer[given:]):
+        one_hot = torch.nn.functional.one_hot(torch.tensor([token]), PIECES.vocab_size).float()
+        admitted = [] if number else [Admission.of(0, request)]
+        if sampler.sample(batch([0], admitted), one_hot).finish_reasons[0]:
+            return given + number + 1
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "prompt", "answer"),
+    [
+        (" world", ids("<s>", "▁Hello"), ids("▁world", "▁the")),
+        (" world", ids("<s>", "▁Hello", "</s>"), ids("▁world", "▁the")),
+        (" world", ids("<s>"), ids("▁world", "▁the", "▁world")),
+        ("world", ids("<s>"), ids("▁world", "▁the")),
+        ("Hello world", ids("<s>", "▁Hello"), ids("▁world", "▁the")),
+        (" world the", ids("<s>", "▁Hello"), ids("▁the", "▁world", "▁the")),
+        ("文字", ids("<s>", "中"), ids("中" * 9, "文字", "▁the")),
+        ("中", ids("<s>", "中")[:-1], ids("中")[-1:] + ids("▁the")),
+    ],
+)
+@pytest.mark.parametrize("given", [0, 1])
+def test_stop_strings_as_in_the_text_of_prompt_and_answer(
+    stop: str, prompt: tuple[int, ...], answer: tuple[int, ...], given: int
+) -> None:
+    """The first token after which transformers' text of both has `stop` behind the prompt's whole
+    characters; also of a request that is taken up again.
+    """
+
+    def text(tokens: tuple[int, ...]) -> str:
+        return str(PIECES.decode(tokens, skip_special_tokens=True))
+
+    begin = len(text(prompt).rstrip("\ufffd"))
+    found = (n for n in range(1, len(answer) + 1) if stop in text(prompt + answer[:n])[begin:])
+    wanted = next((n for n in found if n > given), 0)
+    assert tokens_until_stop(stop, prompt, answer, given) == wanted
+
+
+def test_prompts_are_told_where_stop_strings_follow_them() -> None:
+    request = Request("x", tuple(range(99)), 9, Sampling())
+    assert Admission.of(0, request).prompt_end == ()
+    stopping = replace(request, sampling=Sampling(stop=("a",)))
+    assert Admission.of(0, stopping).prompt_end == tuple(range(99 - MOST_BEFORE, 99))
 
 
 class Panics:

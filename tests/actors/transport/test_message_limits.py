@@ -280,6 +280,7 @@ ADMITTED = asdict(a_batch().admitted[0])
                 {"generated": "ab"},
                 {"generated": 3},
                 {"prompt_tokens": [[]]},
+                {"prompt_end": ["a"]},
                 {"sampling": None},
                 {"sampling": {"stop": ["x"], "temperature": "hot"}},
                 {"top_logprobs": MOST_TOP_LOGPROBS + 1},

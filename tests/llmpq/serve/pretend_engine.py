@@ -70,7 +70,7 @@ class PretendEngine:
             raise PromptTooLongError(f"{len(text)} characters")
         return tuple(text.encode())
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of bytes."""
         return bytes(each for each in token_ids if each < END).decode("utf-8", "replace")
 

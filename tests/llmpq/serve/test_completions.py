@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import pytest
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.wire.answers import CompletionForm
 from llmpq.serve.wire.pieces import Piece, TokenText
+from quant.common.token_text import text_after
 from tests.llmpq.serve.asking import COMPLETIONS, NOW_S, ask, completion, events
-from tests.llmpq.serve.pretend_engine import PretendEngine
+from tests.llmpq.serve.pretend_engine import LIMITS, PretendEngine
+from tests.llmpq.small_tokenizers import ids_of, piece_tokenizer, strip_decoder
 
 
 def texts(content: dict[str, Any]) -> list[str]:
@@ -227,6 +231,44 @@ def test_impossible_tokens_have_a_log_probability_that_json_can_write() -> None:
     choice = ask(COMPLETIONS, completion(prompt="a", logprobs=1), engine).json()["choices"][0]
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
     assert choice["logprobs"]["top_logprobs"] == [{"a": -9999.0}]
+
+
+class SentencePieces(PretendEngine):
+    """Answers prompts of token ids; its tokens are those of a tokenizer like LLaMA's."""
+
+    pieces = piece_tokenizer(strip_decoder())
+
+    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
+        return text_after(self.pieces, before, token_ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        (["<s>", "▁Hello"], [" world", "\ufffd", "\ufffd", " the"]),
+        (["<s>", "▁Hello", "</s>"], [" world", "\ufffd", "\ufffd", " the"]),
+        (["<s>"], ["world", "\ufffd", "\ufffd", " the"]),
+    ],
+)
+@pytest.mark.parametrize("stop", [None, " the"])
+def test_texts_begin_with_the_space_that_they_have_after_the_prompt(
+    prompt: list[str], tokens: list[str], stop: str | None
+) -> None:
+    ids = {word: ids_of(SentencePieces.pieces, word) for word in ("▁world", "ñ", "▁the", *prompt)}
+    answer = [*ids["▁world"], *ids["ñ"], *ids["▁the"]]
+    limits = replace(LIMITS, vocab_size=SentencePieces.pieces.vocab_size)
+    engine = SentencePieces(lambda _: answer, limits)
+    body = completion(prompt=[each for word in prompt for each in ids[word]], logprobs=0, stop=stop)
+    choice = ask(COMPLETIONS, body | {"max_tokens": 4}, engine).json()["choices"][0]
+    first = tokens[0]
+    wanted = first + "ñ" if stop else first + "ñ the"
+    assert choice["text"] == wanted
+    assert choice["finish_reason"] == ("stop" if stop else "length")
+    assert choice["logprobs"]["tokens"] == (tokens[:3] if stop else tokens)
+    offsets = [0, len(first), len(first), len(first) + 1]
+    assert choice["logprobs"]["text_offset"] == (offsets[:3] if stop else offsets)
+    streamed = events(ask(COMPLETIONS, body | {"max_tokens": 4, "stream": True}, engine).text)
+    assert streamed_texts(streamed) == {0: wanted}
 
 
 def test_no_log_probabilities_beyond_a_stop_string() -> None:

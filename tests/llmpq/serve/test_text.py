@@ -8,37 +8,25 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
 
 from llmpq.serve.text import Detokenizer, StopStrings
+from quant.common.token_text import MOST_BEFORE, text_after
+from tests.llmpq.small_tokenizers import SPECIAL, ids_of, piece_tokenizer, strip_decoder
 
-_BYTES = [f"<0x{number:02X}>" for number in range(256)]
-_WORDS = ["▁a", "▁the", "b", "é", "▁"]
-
-
-def byte_fallback() -> Tokenizer:
-    """A decoder like LLaMA's: bytes where there is no token, a space less at the beginning."""
-    vocabulary = {word: number for number, word in enumerate([*_BYTES, *_WORDS])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<0x00>", byte_fallback=True))
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
-    return tokenizer
+FALLBACK = piece_tokenizer(strip_decoder())
 
 
-FALLBACK = byte_fallback()
+async def decode_fallback(token_ids: Sequence[int], before: Sequence[int]) -> str:
+    return text_after(FALLBACK, before, token_ids)
 
 
-async def decode_fallback(token_ids: Sequence[int]) -> str:
-    return FALLBACK.decode(list(token_ids))
-
-
-async def decode_bytes(token_ids: Sequence[int]) -> str:
+async def decode_bytes(token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
     return bytes(each for each in token_ids if each < 256).decode("utf-8", "replace")
 
 
-def pieces_of(decode, token_ids: Sequence[int]) -> list[str]:
+def pieces_of(decode, token_ids: Sequence[int], before: Sequence[int] = ()) -> list[str]:
     async def collect() -> list[str]:
-        detokenizer = Detokenizer(decode)
+        detokenizer = Detokenizer(decode, before)
         found = [await detokenizer.add(each) for each in token_ids]
         return [*found, await detokenizer.finish()]
 
@@ -52,13 +40,20 @@ def test_no_character_is_cut(text: str) -> None:
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@given(st.lists(st.sampled_from([*_WORDS, "€", "😀"]), max_size=12))
-def test_spaces_between_tokens_stay(words: list[str]) -> None:
-    ids: list[int] = []
-    for word in words:
-        known = FALLBACK.token_to_id(word)
-        ids += word.encode() if known is None else [known]
-    assert "".join(pieces_of(decode_fallback, ids)) == FALLBACK.decode(ids)
+@given(
+    st.lists(st.sampled_from([*SPECIAL, "▁world", "▁", "world", "€", "😀"]), max_size=12),
+    st.integers(0, 9),
+)
+def test_pieces_are_what_decoding_prompt_and_answer_adds(words: list[str], prompt: int) -> None:
+    """Also where the prompt is a BOS token, or ends within a character."""
+    words = ["<s>", *words]
+    ids = [each for word in words for each in ids_of(FALLBACK, word)]
+    cut = min(1 + prompt, len(ids))
+    begins = [sum(len(ids_of(FALLBACK, word)) for word in words[:n]) for n in range(len(words) + 1)]
+    whole = max(begin for begin in begins if begin <= cut)
+    texts = [FALLBACK.decode(each, skip_special_tokens=True) for each in (ids, ids[:whole])]
+    wanted = texts[0][len(texts[1]) :] if cut < len(ids) else ""
+    assert "".join(pieces_of(decode_fallback, ids[cut:], ids[:cut])) == wanted
 
 
 def test_a_character_that_is_never_whole_is_shown_at_the_end() -> None:
@@ -72,15 +67,18 @@ def test_bytes_that_are_no_text_are_not_held_for_ever() -> None:
 
 
 def test_special_tokens_take_no_room() -> None:
+    """Nor the place of the tokens with a text before them."""
     longest = 0
 
-    async def decode(token_ids: Sequence[int]) -> str:
+    async def decode(token_ids: Sequence[int], before: Sequence[int]) -> str:
         nonlocal longest
-        longest = max(longest, len(token_ids))
-        return await decode_bytes(token_ids)
+        longest = max(longest, len(before) + len(token_ids))
+        return await decode_fallback(token_ids, before)
 
-    assert "".join(pieces_of(decode, (*[256] * 50, 97, *[256] * 50, 98))) == "ab"
-    assert longest < 10
+    (world,) = ids_of(FALLBACK, "▁world")
+    ids = (*[2] * 50, world, *[2] * 50, world)
+    assert "".join(pieces_of(decode, ids, (1, world))) == " world world"
+    assert longest <= MOST_BEFORE + 1
 
 
 def shown(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.requests import AHEAD_ROWS, RequestMaker, load_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits
 from planner.workload import Workload
-from tests.llmpq.small_tokenizers import BY_CONTENT, GIVES_UP, MANY_X, TEMPLATE, write_tokenizer
+from tests.llmpq.small_tokenizers import (
+    BY_CONTENT,
+    GIVES_UP,
+    MANY_X,
+    TEMPLATE,
+    ids_of,
+    piece_tokenizer,
+    strip_decoder,
+    write_tokenizer,
+)
 from tests.paths import DEMO_MODEL
 
 MODEL = DEMO_MODEL
@@ -177,13 +187,31 @@ def test_text_is_cut_before_the_first_stop_string(maker: RequestMaker) -> None:
     request = maker.request(Row("a", text="return the list of values"))
     assert isinstance(request, Request)
     ids = request.prompt_ids
-    whole, cut = maker.texts([(ids, ()), (ids, ("values", "list"))])
+    stopped = replace(request, sampling=Sampling(stop=("values", "list")))
+    whole, cut = maker.texts([(request, ids), (stopped, ids)])
     assert whole.text == "return the list of values"
     assert cut.text == "return the "
 
 
+def test_texts_follow_those_of_their_prompts(tmp_path: Path) -> None:
+    """Of pieces as SentencePiece has them, whose decoder leaves out the first space of a text."""
+    pieces = piece_tokenizer(strip_decoder())
+    pieces.save_pretrained(tmp_path)
+    (bos,), (hello,), (world,) = (ids_of(pieces, each) for each in ("<s>", "▁Hello", "▁world"))
+    asked = Request("a", (bos, hello), 16, Sampling())
+    generated = [
+        (asked, (world, world)),
+        (replace(asked, sampling=Sampling(stop=(" world",))), (world,)),
+        (replace(asked, prompt_ids=(hello, bos)), (world,)),
+        (replace(asked, prompt_ids=(bos,)), (world, world)),
+    ]
+    texts = [answer.text for answer in maker_of(tmp_path).texts(generated)]
+    assert texts == [" world world", "", " world", "world world"]
+
+
 def test_tokens_that_cannot_be_turned_into_text(maker: RequestMaker) -> None:
-    bad, good = maker.texts([((2**40,), ()), ((5,), ())])
+    request = Request("a", (5,), 16, Sampling())
+    bad, good = maker.texts([(request, (2**40,)), (request, (5,))])
     assert bad.text is None
     assert "OverflowError" in str(bad.error)
     assert good.text is not None
