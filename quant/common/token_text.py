@@ -33,27 +33,23 @@ def text_after(
     it. Special tokens in `before` have no text, whatever is asked of those in `token_ids`.
     """
 
-    def text(ids: list[int]) -> str:
-        decoded: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    def text(ids: list[int], skip: bool = True) -> str:
+        decoded: str = tokenizer.decode(ids, skip_special_tokens=skip)
         return decoded
 
     behind: list[int] = []
     first = ""
     for token in reversed(before[-MOST_BEFORE:]):
-        if _is_special(tokenizer, token):
-            continue
-        behind.insert(0, token)
-        first = text(behind)
+        longer = text([token, *behind])
+        if longer == first and text([token]) != text([token], skip=False):
+            continue  # a special token
+        behind, first = [token, *behind], longer
         is_cut = first.startswith(INCOMPLETE) and text([*behind, *token_ids]).startswith(INCOMPLETE)
         if first and not is_cut:
             break  # the tokens before change nothing in what follows these
-    both = text([*behind, *token_ids])
+    both = text([*behind, *token_ids], skip_special_tokens)
     while first.endswith(INCOMPLETE) and not both.startswith(first):
         first = text(behind := behind[:-1])
-    # A byte that is no part of a character may take those before it along.
-    return both[len(first) :] if both.startswith(first) else text([*token_ids])
-
-
-def _is_special(tokenizer: Decoder, token: int) -> bool:
-    kept, skipped = (tokenizer.decode([token], skip_special_tokens=skip) for skip in (False, True))
-    return bool(kept != skipped)
+    if both.startswith(first):
+        return both[len(first) :]
+    return text([*token_ids], skip_special_tokens)  # bytes may make those before no character
