@@ -38,8 +38,7 @@ class ModelTokenizer:
         self._decoder = _Asked(_loaded(folder, Limits()))
         self._questions: list[tuple[_TokensAfter, asyncio.Future[str]]] = []
         self._asking: asyncio.Task[None] | None = None
-        self._texts: dict[int, str] = {}
-        self._with_text: set[int] = set()
+        self._texts: dict[tuple[int, bool], str] = {}  # at the beginning, or within a text
 
     async def encode(self, row: Row) -> tuple[int, ...]:
         """Token ids of a prompt, as `Engine.encode`."""
@@ -60,24 +59,33 @@ class ModelTokenizer:
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text of token ids, as `Engine.decode`.
 
-        That of a single token is the same after whatever has a text, and is remembered. All that is
-        asked while the process is at work goes to it together, when it is free again.
+        That of a single token is remembered, as it is the same after whatever has a text.
         """
-        alone = token_ids[0] if len(token_ids) == 1 else None
-        is_within = bool(before) and before[-1] in self._with_text
-        if is_within and alone in self._texts:
-            return self._texts[alone]
-        asked = asyncio.get_running_loop().create_future()
+        is_within = bool(before) and len(token_ids) == 1 and await self._has_text(before[-1])
+        if len(token_ids) != 1 or is_within != bool(before):
+            return await self._asked(token_ids, before)
+        key = token_ids[0], is_within
+        text = self._texts.get(key)
+        if text is None:
+            text = await self._asked(token_ids, before)
+            if len(self._texts) < MOST_REMEMBERED:
+                self._texts[key] = text
+        return text
+
+    async def _has_text(self, token_id: int) -> bool:
+        """Whether a token has a text of whole characters."""
+        text = self._texts.get((token_id, True)) or await self.decode((token_id,))
+        return bool(text) and INCOMPLETE not in text
+
+    async def _asked(self, token_ids: Sequence[int], before: Sequence[int]) -> str:
+        """The text from the process; all that is asked while it is at work goes to it together,
+        when it is free again.
+        """
+        asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._questions.append(((before[-MOST_BEFORE:], token_ids), asked))
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask())
-        text: str = await asked
-        if alone is not None and len(self._with_text) < MOST_REMEMBERED:
-            if text and INCOMPLETE not in text:
-                self._with_text.add(alone)
-            if is_within:
-                self._texts[alone] = text
-        return text
+        return await asked
 
     def close(self) -> None:
         """End the processes."""
