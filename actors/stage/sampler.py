@@ -25,7 +25,7 @@ from actors.messages import (
 from actors.stage.generation_config import eos_token_ids
 from actors.stage.logprobs import logprob_rows
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
-from quant.common.token_text import Decoder, text_after
+from quant.common.token_text import MOST_BEFORE, Decoder, text_after
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Sampler:
         """
         stop, token_ids = request.sampling.stop, request.token_ids
         tail = max(len(s.encode()) for s in stop) + 4
-        before = (*request.admission.prompt_end, *token_ids[:-tail])
+        before = (*request.admission.prompt_end, *token_ids[-tail - MOST_BEFORE : -tail])
         decoder = self._decoder()
         try:
             text = text_after(decoder, before, token_ids[-tail:], skip_special_tokens=False)
