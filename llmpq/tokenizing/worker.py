@@ -251,7 +251,7 @@ def serve(settings: Mapping[str, Any]) -> None:
     """Load, then answer until there are no more tasks."""
     channel = os.dup(1)
     os.dup2(2, 1)  # prints of libraries are no answers
-    sys.path.append(str(Path(__file__).resolve().parents[2]))  # has `quant`, for `Worker`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # has `quant`, for `Worker`
 
     def send(content: bytes) -> None:
         left = memoryview(content + b"\n")
