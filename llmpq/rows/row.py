@@ -62,15 +62,19 @@ class Row:
         Options of the prompt count only where there are some, so that jobs of older versions can be
         resumed.
         """
-        given = {"text": self.text, "token_ids": self.token_ids, "messages": self.messages}
-        given["prompt_options"] = self.prompt_options or None
+        given = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "messages": self.messages,
+            "prompt_options": self.prompt_options or None,
+        }
         return {name: value for name, value in given.items() if value is not None} | {
             "sampling": self.sampling
         }
 
     @property
     def tokenizing(self) -> dict[str, Any]:
-        """The task of making tokens of its text or messages, as `llmpq.tokenizing.worker` has it."""
+        """The task for `llmpq.tokenizing.worker` that makes tokens of its text or messages."""
         task = {"text": self.text} if self.messages is None else {"chat": self.messages}
         return {**task, "options": self.prompt_options} if self.prompt_options else task
 
