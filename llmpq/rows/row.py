@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.messages import Sampling
-from llmpq.rows.chat import MessageError, plain_message
+from llmpq.rows.chat import MessageError, plain_message, template_message
 from llmpq.rows.field_names import (
     KNOWN_FIELDS,
     PROMPT_FIELDS,
@@ -75,7 +75,10 @@ class Row:
     @property
     def tokenizing(self) -> dict[str, Any]:
         """The task for `llmpq.tokenizing.worker` that makes tokens of its text or messages."""
-        task = {"text": self.text} if self.messages is None else {"chat": self.messages}
+        task: dict[str, Any] = {"text": self.text}
+        if self.messages is not None:
+            chat = enumerate(self.messages, start=1)
+            task = {"chat": [template_message(message, number) for number, message in chat]}
         return {**task, "options": self.prompt_options} if self.prompt_options else task
 
     @property

@@ -33,7 +33,7 @@ def read_json_object(
             raise ValueError("it is no ordinary file")
         if size > MAX_BYTES:
             raise ValueError(f"it has {size} bytes; {MAX_BYTES} at most can be")
-        values = _parsed(path.read_text(encoding="utf-8"))
+        values = parsed_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise refuse(f"{path} cannot be read as JSON: {error}; {remedy}") from error
     if not isinstance(values, dict):
@@ -41,8 +41,8 @@ def read_json_object(
     return values
 
 
-def _parsed(text: str) -> Any:
-    """Parse `text`; ValueError where it is no JSON, nested too deep or not finite."""
+def parsed_json(text: str) -> Any:
+    """The value of `text`; ValueError where it is no JSON, nested too deep or not finite."""
     too_deep = f"it is nested deeper than {MAX_DEPTH} levels"
     try:
         values = json.loads(text)

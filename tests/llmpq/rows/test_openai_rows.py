@@ -34,6 +34,11 @@ def part(text: Any) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+def calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -72,6 +77,12 @@ def test_text_parts_are_one_text(content: Any, text: str) -> None:
         ({"role": "user", "content": [{"type": "input_audio"}]}, "of type 'input_audio'"),
         ({"role": "user", "content": [{"type": "file"}]}, "of type 'file'"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "'refusal'"),
+        (calling("{town"), "message 2 calls 'look' with arguments that are no JSON object: '{"),
+        (calling("[1]"), "arguments that are no JSON object: '[1]'; mend them"),
+        (calling(5), "arguments that are no JSON object: 5"),
+        (calling("[" * 9000), "nested deeper than 64 levels"),
+        ({"role": "assistant", "content": "a", "tool_calls": {"id": 1}}, "is no list of objects"),
+        ({"role": "assistant", "content": "a", "tool_calls": ["look"]}, "is no list of objects"),
     ],
 )  # fmt: skip
 def test_messages_without_text_are_refused_by_name(message: Any, cause: str) -> None:
@@ -79,6 +90,24 @@ def test_messages_without_text_are_refused_by_name(message: Any, cause: str) -> 
     assert isinstance(bad, BadRow)
     assert bad.custom_id == "a"
     assert cause in bad.error
+
+
+def test_fields_that_say_nothing_are_not_given_to_templates() -> None:
+    """Rows stay as they were written, so that jobs of older versions know them again."""
+    silent = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+    written = [
+        {**USER, "name": None},
+        {"role": "assistant", "content": "yes", "tool_calls": [], **silent},
+        {"role": "assistant", "content": "", "tool_calls": None, "reasoning_content": "so"},
+    ]
+    row = row_of(custom_id="a", messages=written)
+    assert isinstance(row, Row)
+    assert row.content["messages"] == tuple(written)
+    assert row.tokenizing["chat"] == [
+        USER,
+        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": "", "reasoning_content": "so"},
+    ]
 
 
 def test_an_assistant_that_calls_tools_needs_no_content() -> None:
