@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from actors.stage.generation_config import eos_token_ids
+from actors.stage.generation_config import checked_end_tokens
 from planner.model.finding import ModelShape, model_shape
 from planner.model.weight_check import check_weights
 from quant.checkpoint.model_reference import local_model
@@ -26,7 +26,7 @@ def checked_shape(model: str | Path) -> ModelShape:
     shape = model_shape(model)
     folder = local_model(model, "give a name, a folder or a hub id", SpecError)
     if folder is not None and folder.is_dir():
-        eos_token_ids(folder, None, shape.vocab_size)
+        checked_end_tokens(folder, shape.vocab_size)
         untaken = check_weights(folder, shape)
         if untaken is not None:
             warnings.warn(untaken, stacklevel=1)  # always this line, so that it is shown once

@@ -1,19 +1,43 @@
-"""A checkpoint's `generation_config.json`, where a model's makers state how it is to be used."""
+"""What a checkpoint's settings say of generating: its `generation_config.json`, and the tokens that
+end answers, which its configuration and its tokenizer name too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.model.config_check import check_end_tokens
 from planner.model.shape import MAX_SIZE
-from quant.checkpoint.gguf.index import settings_place
+from quant.checkpoint.gguf.index import model_place, settings_place
+from quant.checkpoint.gguf.settings.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.common.errors import CheckpointError
-from quant.common.json_file import read_json_object
+from quant.common.json_file import MAX_BYTES, read_json_object
+from quant.common.safe_text import printable
 
 GENERATION_CONFIG_FILE = "generation_config.json"
+_EOS, _EOS_ID = "eos_token", "eos_token_id"
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """The `sources` of each token that ends answers: the files that name it; `texts` of some."""
+
+    sources: Mapping[int, tuple[str, ...]]
+    texts: Mapping[int, str]
+
+    @property
+    def note(self) -> str:
+        """A line that tells which tokens end answers, and which files say so."""
+        by_files: dict[tuple[str, ...], list[str]] = {}
+        for token, files in self.sources.items():
+            by_files.setdefault(files, []).append(self.texts.get(token, f"token {token}"))
+        named = (f"{', '.join(each)} ({', '.join(files)})" for files, each in by_files.items())
+        return f"answers end at {' and '.join(named)}"
 
 
 def read_generation_config(folder: Path) -> Mapping[str, Any]:
@@ -28,16 +52,97 @@ def read_generation_config(folder: Path) -> Mapping[str, Any]:
     return {name: value for name, value in content.items() if value is not None}
 
 
-def eos_token_ids(folder: Path, otherwise: object, vocab_size: int = MAX_SIZE) -> tuple[int, ...]:
-    """End-of-sequence tokens of a checkpoint: those of its generation config, or else `otherwise`,
-    the entry of its model config (one token or a list).
+def end_tokens(folder: Path) -> EndTokens:
+    """The tokens at which an answer of the checkpoint in `folder` ends: all that its generation
+    config, its model config and its tokenizer name, as fine-tunes for chats often change only one
+    of them.
 
-    Raises `CheckpointError` where they do not belong to a vocabulary of `vocab_size`.
+    Raises `CheckpointError` where those of the configs are no token ids.
     """
-    found = read_generation_config(folder).get("eos_token_id")
-    if found is None:
-        return check_end_tokens(
-            otherwise, vocab_size, settings_place(folder, CONFIG_FILE), CheckpointError
-        )
+    place = model_place(folder)
+    sources: dict[int, tuple[str, ...]] = {}
+    for file, tokens in (
+        (GENERATION_CONFIG_FILE, checked_end_tokens(folder)),
+        (CONFIG_FILE, _config_end_tokens(folder)),
+        (TOKENIZER_CONFIG_FILE, _tokenizer_end_tokens(folder)),
+    ):
+        named = file if place == folder else place.name
+        for token in tokens:
+            sources[token] = tuple(dict.fromkeys((*sources.get(token, ()), named)))
+    return EndTokens(sources, _texts(folder, set(sources)))
+
+
+def checked_end_tokens(folder: Path, vocab_size: int = MAX_SIZE) -> tuple[int, ...]:
+    """End tokens of the generation config alone; raises `CheckpointError` where they do not belong
+    to a vocabulary of `vocab_size`.
+    """
+    found = read_generation_config(folder).get(_EOS_ID)
     place = settings_place(folder, GENERATION_CONFIG_FILE)
     return check_end_tokens(found, vocab_size, place, CheckpointError)
+
+
+def _config_end_tokens(folder: Path) -> tuple[int, ...]:
+    found = read_json_object(folder / CONFIG_FILE, "download it again", CheckpointError)
+    place = settings_place(folder, CONFIG_FILE)
+    return check_end_tokens(found.get(_EOS_ID), MAX_SIZE, place, CheckpointError)
+
+
+def _tokenizer_end_tokens(folder: Path) -> tuple[int, ...]:
+    """The end token of the tokenizer, by its id; none where its files do not tell it."""
+    for file in (TOKENIZER_CONFIG_FILE, "special_tokens_map.json"):
+        named = _entries(folder / file).get(_EOS)
+        text = named.get("content") if isinstance(named, dict) else named
+        if isinstance(text, str):
+            found = (ids[text] for ids in _vocabularies(folder) if text in ids)
+            return tuple(token for token in (next(found, None),) if type(token) is int)
+    return ()
+
+
+def _texts(folder: Path, tokens: set[int]) -> Mapping[int, str]:
+    """Texts of `tokens`, as far as the tokenizer's files have them."""
+    texts: dict[int, str] = {}
+    for ids in _vocabularies(folder):
+        if tokens <= texts.keys():
+            break
+        found = {token: text for text, token in ids.items() if type(token) is int}
+        texts |= {token: printable(found[token]) for token in tokens & found.keys() - texts.keys()}
+    return texts
+
+
+def _vocabularies(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Ids by text, of the tokenizer's files one after the other, those that are read soonest first.
+
+    Nothing is said of a file that is broken: loading the tokenizer does.
+    """
+    added = _entries(folder / TOKENIZER_CONFIG_FILE).get("added_tokens_decoder")
+    yield _ids(added.items() if isinstance(added, dict) else ())
+    yield _entries(folder / "added_tokens.json")
+    whole = _entries(folder / TOKENIZER_FILE)
+    listed, model = whole.get("added_tokens"), whole.get("model")
+    tokens = (
+        each for each in (listed if isinstance(listed, list) else ()) if isinstance(each, dict)
+    )
+    yield _ids((each.get("id"), each) for each in tokens)
+    pieces = model.get("vocab") if isinstance(model, dict) else None
+    yield pieces if isinstance(pieces, dict) else {}
+    yield _entries(folder / "vocab.json")
+
+
+def _ids(tokens: Iterable[tuple[Any, Any]]) -> Mapping[str, int]:
+    """Ids by text of `tokens`, pairs of an id and what a file says of it."""
+    return {
+        each["content"]: int(number)
+        for number, each in tokens
+        if isinstance(each, dict)
+        and isinstance(each.get("content"), str)
+        and str(number).isdecimal()
+    }
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """The entries of the JSON object at `path`, none where there is no such file."""
+    try:
+        values = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

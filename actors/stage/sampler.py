@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer
 
 from actors.messages import (
     NOTHING_SAMPLED,
@@ -22,7 +22,7 @@ from actors.messages import (
     Sampling,
     TokenIds,
 )
-from actors.stage.generation_config import eos_token_ids
+from actors.stage.generation_config import end_tokens
 from actors.stage.logprobs import logprob_rows
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
 from quant.common.token_text import MOST_BEFORE, Decoder, text_after
@@ -80,9 +80,9 @@ class Sampler:
         self._running: dict[int, _Running] = {}
 
     @classmethod
-    def for_checkpoint(cls, folder: Path, config: PretrainedConfig) -> Sampler:
-        """A sampler with the checkpoint's own end-of-sequence tokens."""
-        return cls(eos_token_ids(folder, getattr(config, "eos_token_id", None)), folder=folder)
+    def for_checkpoint(cls, folder: Path) -> Sampler:
+        """A sampler with the checkpoint's own end tokens."""
+        return cls(tuple(end_tokens(folder).sources), folder=folder)
 
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
         """One token for each sampled request of `batch`; `logits`: `[sampled, vocabulary]`, of

@@ -86,7 +86,7 @@ class Stage:
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
         samples = spec.has_head and spec.rank == 0
-        self._sampler = Sampler.for_checkpoint(checkpoint, config) if samples else None
+        self._sampler = Sampler.for_checkpoint(checkpoint) if samples else None
         self._weight_bytes = weight_bytes(self._model)
         self._busy_s = 0.0
         self._prefill_tokens = self._decode_tokens = self._micro_batches = 0

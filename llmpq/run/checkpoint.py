@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 from actors.messages import Sampling
+from actors.stage.generation_config import end_tokens
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.jobs.records.model_digest import model_digest
 from llmpq.lengths.sources import check_source
@@ -116,6 +118,24 @@ def sampling_for_run(plan: PlanSpec, options: RunOptions, folder: Path) -> JobSa
         plan.workload,
         plan.default_new_tokens,
     )
+
+
+def end_note(sampling: Sampling, folder: Path) -> str | None:
+    """A line that tells which tokens end answers of the model in `folder`; None where `sampling`
+    ignores them, and after a warning where no file names any.
+    """
+    if sampling.ignore_eos:
+        return None
+    found = end_tokens(folder)
+    if found.sources:
+        return found.note
+    warnings.warn(
+        f"no file of the model in {folder} names a token that ends answers: each has as many "
+        "tokens as it may, unless a stop string ends it; write eos_token_id into its "
+        "generation_config.json, or give stop strings",
+        stacklevel=3,
+    )
+    return None
 
 
 def _planned_shape(plan: PlanSpec) -> ModelShape | None:

@@ -95,6 +95,12 @@ class Run:
         self._loaded_s: float | None = None
         self._parts: list[RunPart] = []
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines on what the model's settings decide: where answers end, how tokens are chosen."""
+        found = (self._shared.end_note, self.sampling.note, self.sampling.limit_note)
+        return tuple(filter(None, found))
+
     def close(self) -> None:
         """End the processes that tokenize and predict, where the results have not been asked for to
         the end.

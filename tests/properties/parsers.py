@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from actors.messages import Sampling
-from actors.stage.generation_config import GENERATION_CONFIG_FILE, eos_token_ids
+from actors.stage.generation_config import GENERATION_CONFIG_FILE, checked_end_tokens
 from llmpq.jobs.output.result_rows import result_identity
 from llmpq.jobs.records.manifest import Manifest
 from llmpq.quality.text_windows import read_documents
@@ -244,7 +244,7 @@ def _generation(data: bytes, folder: Path) -> bool:
     for text in (found.note or "", found.warning or ""):
         assert text.isprintable()
         assert len(text) < MESSAGE_CHARACTERS
-    assert all(type(token) is int for token in eos_token_ids(folder, 2))
+    assert all(type(token) is int for token in checked_end_tokens(folder))
     return True
 
 

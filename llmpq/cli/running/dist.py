@@ -212,9 +212,8 @@ def _session_of(
 def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: RunRecorder) -> int:
     """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
-    for note in (run.sampling.note, run.sampling.limit_note):
-        if note:
-            _say(note)
+    for note in run.notes:
+        _say(note)
     if tally.resumed:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
     planned = planned_s(run.plan, tally.left, tally.max_tokens)

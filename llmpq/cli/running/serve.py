@@ -101,6 +101,8 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
         first = PipelineEngine(plans[0], run_options, source)
+        if first.end_note:
+            console(stderr=True).print(first.end_note, soft_wrap=True)
         stack.enter_context(ray_session(options.address if "address" in options else None))
         if not is_fleet:
             plans *= count_replicas(all_stages(plans[0]), wanted)

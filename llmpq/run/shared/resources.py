@@ -18,6 +18,7 @@ from llmpq.rows.sampling_defaults import JobSampling, SamplingInput
 from llmpq.run.checkpoint import (
     check_sampling,
     checkpoint_reference,
+    end_note,
     sampling_for_run,
     shape_for_run,
 )
@@ -74,6 +75,7 @@ class RunResources:
         self.sampling = sampling_for_run(plan, options, self.folder)
         if self.sampling.warning:
             warnings.warn(self.sampling.warning, stacklevel=3)
+        self.end_note = end_note(self.sampling.sampling, self.folder)
         shape = shape_for_run(spec, self.sampling.sampling, self.folder, source)
         self._vocab_size = shape.vocab_size
         importance_file(plan, options.importance, self._cache, shape)

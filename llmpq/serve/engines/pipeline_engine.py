@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from actors.logprobs import MOST_TOP_LOGPROBS, TokenLogprobs
 from actors.messages import Progress, Request, Sampling
 from llmpq.rows.row import Row
-from llmpq.run.checkpoint import checkpoint_reference, sampling_for_run, shape_for_run
+from llmpq.run.checkpoint import checkpoint_reference, end_note, sampling_for_run, shape_for_run
 from llmpq.run.options import RunOptions
 from llmpq.serve.engine import (
     EngineLimits,
@@ -72,6 +72,7 @@ class PipelineEngine:
         shape = shape_for_run(plan, found.sampling, folder, source)
         room = plan.workload
         self._sampling = found.sampling
+        self.end_note: str | None = shared.end_note if shared else end_note(found.sampling, folder)
         self._importance: ImportanceStore = (
             shared._importance
             if shared

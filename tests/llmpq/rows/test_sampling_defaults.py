@@ -11,7 +11,6 @@ import pytest
 from transformers import GenerationConfig
 
 from actors.messages import Sampling
-from actors.stage.generation_config import eos_token_ids
 from llmpq import Plan
 from llmpq.rows.sampling_defaults import (
     GenerationConfigUse,
@@ -19,6 +18,7 @@ from llmpq.rows.sampling_defaults import (
     SamplingInput,
     job_sampling,
 )
+from llmpq.run.checkpoint import end_note
 from planner.workload import Workload
 from quant.common.errors import CheckpointError, SpecError
 
@@ -169,28 +169,14 @@ def test_values_out_of_range_that_are_set(tmp_path: Path) -> None:
         settle(tmp_path, {}, use="vllm")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("config", "otherwise", "tokens"),
-    [
-        ({"eos_token_id": 7}, 2, (7,)),
-        ({"eos_token_id": [7, 9]}, 2, (7, 9)),
-        ({"eos_token_id": None}, 2, (2,)),
-        ({}, [2, 3], (2, 3)),
-        ({}, None, ()),
-    ],
-)
-def test_end_of_sequence_tokens(
-    config: dict[str, Any], otherwise: Any, tokens: tuple[int, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert eos_token_ids(tmp_path, otherwise) == tokens
-
-
-@pytest.mark.parametrize("wrong", ["2", [2, "3"], [[2]], 2.0, True])
-def test_end_of_sequence_tokens_that_are_none(wrong: Any, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
-    with pytest.raises(CheckpointError, match="eos_token_id"):
-        eos_token_ids(tmp_path, 2)
+def test_where_answers_end_is_told_or_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": None}))
+    with pytest.warns(UserWarning, match="no file of the model in .* names a token that ends"):
+        assert end_note(Sampling(), tmp_path) is None
+    assert end_note(Sampling(ignore_eos=True), tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 7}))
+    assert end_note(Sampling(), tmp_path) == "answers end at <|im_end|> (tokenizer_config.json)"
 
 
 def test_from_python(tiny: tuple[Path, Any], plan: Plan, tmp_path: Path) -> None:
