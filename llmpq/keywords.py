@@ -80,7 +80,15 @@ class SamplingKeywords(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
 
 
-class RunKeywords(SamplingKeywords, total=False):
+class PromptingKeywords(TypedDict, total=False):
+    """Options of making tokens of prompts: what `llmpq.tokenizing.prompting.Prompting.of` takes."""
+
+    chat_template: str | Path | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_special_tokens: bool | None
+
+
+class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
     """Options of `Plan.run`: the fields of `RunOptions`, and those of its `sampling`."""
 
     model: str | None

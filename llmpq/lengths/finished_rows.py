@@ -21,6 +21,7 @@ from llmpq.jobs.inputs import Content, JobInput, row_of
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.trace_file import whole_tokens
 from llmpq.rows.row import BadRow, Row
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from llmpq.workload.measured_lengths import MOST_FINISHED, read_measured
@@ -84,16 +85,19 @@ def result_lengths(path: Path) -> Mapping[str, int]:
     return dict(islice(_openai_lengths(path), MOST_FINISHED))
 
 
-def as_prompts(rows: Sequence[FinishedRow], model: Path | None) -> list[LearntRow]:
+def as_prompts(
+    rows: Sequence[FinishedRow], model: Path | None, prompting: Prompting | None = None
+) -> list[LearntRow]:
     """What a predictor sees of `rows`: of a run of the model in the folder `model` the ids, and the
-    text of these ids, as it has nothing else. Without a model the text, and no ids.
+    text of these ids, as it has nothing else. Without a model the text, and no ids. `prompting` is
+    for rows that do not say.
 
     Rows that its tokenizer cannot read are left out. Raises `CheckpointError`; SpecError where
     prompts are no texts and there is no model, and where no row is left.
     """
     if model is None:
         return [_as_text(each) for each in rows]
-    tokenizer = load_tokenizer(model, Limits())
+    tokenizer = load_tokenizer(model, Limits(), prompting)
     if tokenizer is None:
         learnt = _tokenized(rows, None)
     else:

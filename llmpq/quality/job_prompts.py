@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.quality.text_windows import Document, read_documents
 from llmpq.rows.row import Row
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits
 from planner.workload import MAX_TOKENS, Workload
@@ -19,7 +21,10 @@ MOST_ROWS = 4096
 
 
 def calibration_documents(
-    texts: Sequence[str], paths: Sequence[str], folder: Path
+    texts: Sequence[str],
+    paths: Sequence[str],
+    folder: Path,
+    prompting: Prompting | None = None,
 ) -> tuple[Document, ...]:
     """The documents in the files `texts`, and the prompts of the job in `paths`.
 
@@ -28,14 +33,16 @@ def calibration_documents(
     if paths:
         JobInput.find(paths)
     documents = read_documents(texts)
-    return documents + prompts_of_input(paths, folder) if paths else documents
+    return documents + prompts_of_input(paths, folder, prompting) if paths else documents
 
 
-def prompts_of_input(paths: Sequence[str], folder: Path) -> tuple[Document, ...]:
+def prompts_of_input(
+    paths: Sequence[str], folder: Path, prompting: Prompting | None = None
+) -> tuple[Document, ...]:
     """Token ids of prompts of the job in `paths`, with chat template, of evenly spaced rows.
 
-    `folder` has the model's tokenizer. Rows that cannot be used are left out. Raises `InputError`
-    where none can, and for files that cannot be read.
+    `folder` has the model's tokenizer; `prompting` is for rows that do not say. Rows that cannot be
+    used are left out. Raises `InputError` where none can, and for files that cannot be read.
     """
     source = JobInput.find(paths)
     named = ", ".join(map(str, source.files))
@@ -44,12 +51,8 @@ def prompts_of_input(paths: Sequence[str], folder: Path) -> tuple[Document, ...]
         raise no_prompts(named)
     step = -(-usable // MOST_ROWS)
     rows = (row for row, _ in source.rows() if isinstance(row, Row))
-    chosen = (
-        Row(row.custom_id, row.text, row.token_ids, row.messages)  # no matter how they are sampled
-        for number, row in enumerate(rows)
-        if number % step == 0
-    )
-    tokenizer = start_tokenizer(folder, Limits())
+    chosen = (replace(row, sampling={}) for number, row in enumerate(rows) if number % step == 0)
+    tokenizer = start_tokenizer(folder, Limits(), prompting)
     try:
         if tokenizer is not None:
             tokenizer.wait()

@@ -161,6 +161,7 @@ def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") 
         model_digest(folder, checkpoint),
         plan.model.name,
         replace(found.sampling, max_new_tokens=most),
+        options.prompting.identity,
     )
 
 

@@ -12,6 +12,7 @@ from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from planner.scheduling import (
@@ -83,7 +84,10 @@ class RunOptions:
     "longest" (the default), or "trace:FILE" of predictions by `custom_id`; "exegpt" as the plan's
     schedule for a bound on latency says. What a predictor learns beside the run is written to the
     folder `save_predictor`, if one is named. `importance`: file of `llmpq indicator` that weights
-    are rounded by, where it is not where the plan says.
+    are rounded by, where it is not where the plan says. `chat_template`: file of a template in the
+    place of the model's own; `chat_template_kwargs`: what templates are given beside messages, of
+    which a row may say otherwise; `add_special_tokens`: whether the tokenizer adds its own to texts
+    and messages, without which it does so to texts alone.
 
     Raises `SpecError` for a value out of range.
     """
@@ -110,12 +114,15 @@ class RunOptions:
     predictor: str | Path | None = None
     save_predictor: str | Path | None = None
     importance: str | Path | None = None
+    chat_template: str | Path | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""
         CacheSettings(limit_gib=self.cache_limit_gib)
         Limits(row_s=self.row_s)
-        _ = self.recovery
+        _ = self.recovery, self.prompting
         given = self.max_batch_size, self.prefill_chunk_tokens
         policy_options(self.policy or "orca", *given)  # of a plan it is known later
         if self.save_predictor is not None:
@@ -156,6 +163,11 @@ class RunOptions:
         given = {name: value for name, value in options.items() if name in own}
         beside = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
         return cls(**{**given, "sampling": one_sampling(given.get("sampling"), beside)})
+
+    @property
+    def prompting(self) -> Prompting:
+        """How prompts become tokens where a row does not say; raises as `Prompting.of`."""
+        return Prompting.of(self.chat_template, self.chat_template_kwargs, self.add_special_tokens)
 
     @property
     def cache(self) -> CacheSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from llmpq.tokenizing.reasoning import overlap
 from quant.common.token_text import INCOMPLETE, MOST_BEFORE
 
 Decode = Callable[[Sequence[int], Sequence[int]], Awaitable[str]]
@@ -56,7 +57,7 @@ class StopStrings:
         if ends:
             self.found, self._held = True, ""
             return text[: min(ends)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -64,9 +65,3 @@ class StopStrings:
         """What was held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins, without being all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((k for k in range(longest, 0, -1) if text.endswith(stop[:k])), 0)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from actors.messages import Request, Sampling
 from llmpq.rows.row import BadRow, Row, merge_sampling
+from llmpq.tokenizing.prompting import Prompting
+from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from planner.workload import Workload
 from quant.checkpoint.model_reference import local_model
@@ -168,6 +170,11 @@ class RequestMaker:
     def _longest_prompt(self) -> int:
         return max(each.prompt_length for each in self._workloads)
 
+    @property
+    def markers(self) -> Markers | None:
+        """What the model's reasoning stands between, if it has such tokens."""
+        return None if self.tokenizer is None else self.tokenizer.markers
+
     def texts(self, generated: Sequence[tuple[Request, tuple[int, ...]]]) -> list[Answer]:
         """Texts of `generated`, requests and their new tokens, as they follow the prompts' texts.
 
@@ -212,25 +219,27 @@ def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
     )
 
 
-def start_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProcess | None:
+def start_tokenizer(
+    folder: Path, limits: Limits = DOCUMENTS, prompting: Prompting | None = None
+) -> TokenizerProcess | None:
     """The tokenizer of the model in `folder`, still loading; None where there is none.
 
     `TokenizerProcess.wait` raises where it cannot be loaded.
     """
     if not any((folder / name).is_file() for name in _FILES):
         return None
-    return TokenizerProcess(folder, limits)
+    return TokenizerProcess(folder, limits, prompting=prompting)
 
 
 @contextmanager
-def tokenizer_checked(model: str) -> Iterator[None]:
+def tokenizer_checked(model: str, prompting: Prompting | None = None) -> Iterator[None]:
     """Load the tokenizer of a local model while the body of the `with` statement runs.
 
     Raises `CheckpointError` at its end if the tokenizer cannot be loaded.
     """
     try:
         folder = local_model(model, "give a folder or a hub id")
-        tokenizer = None if folder is None else start_tokenizer(folder)
+        tokenizer = None if folder is None else start_tokenizer(folder, DOCUMENTS, prompting)
     except (CheckpointError, OSError, RuntimeError, ValueError):  # a name that is no path
         tokenizer = None
     if tokenizer is None:
@@ -241,9 +250,11 @@ def tokenizer_checked(model: str) -> Iterator[None]:
         tokenizer.wait()
 
 
-def load_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProcess | None:
+def load_tokenizer(
+    folder: Path, limits: Limits = DOCUMENTS, prompting: Prompting | None = None
+) -> TokenizerProcess | None:
     """The tokenizer of the model in `folder`, loaded; raises `CheckpointError` if it cannot be."""
-    tokenizer = start_tokenizer(folder, limits)
+    tokenizer = start_tokenizer(folder, limits, prompting)
     if tokenizer is not None:
         tokenizer.wait()
     return tokenizer

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from llmpq.tokenizing import worker
 from llmpq.tokenizing.child_process import end_child, pipes_of, start_child
+from llmpq.tokenizing.prompting import Prompting
+from llmpq.tokenizing.reasoning import Markers
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.safe_text import printable
 
@@ -88,11 +90,20 @@ class TokenizerProcess:
 
     It is ready when `wait` returns. `behind_bytes`: size of the tasks without an answer.
     `on_failure` is called with what a task did to the process, and with the seconds that it cost.
-    `program`: the Python file that the process runs.
+    `program`: the Python file that the process runs. `prompting`: options of rows that do not say.
     """
 
-    def __init__(self, folder: Path, limits: Limits, program: Path = Path(worker.__file__)) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: Limits,
+        program: Path = Path(worker.__file__),
+        prompting: Prompting | None = None,
+    ) -> None:
         self.limits = limits
+        self._options = (prompting or Prompting()).settings
+        self._markers: Markers | None = None
+        self._has_said_begin = False
         self.on_failure: Callable[[str, float], None] = lambda cause, lost_s: None
         self.most_characters: int | None = None
         self._folder = folder
@@ -111,6 +122,12 @@ class TokenizerProcess:
         """Wait until it is loaded; raises `CheckpointError` where it cannot be, naming the file."""
         while not self._is_ready:
             self._exchange()
+
+    @property
+    def markers(self) -> Markers | None:
+        """What the model's reasoning stands between, if it has such tokens; waits as `wait`."""
+        self.wait()
+        return self._markers
 
     @property
     def pid(self) -> int:
@@ -166,6 +183,7 @@ class TokenizerProcess:
             "folder": str(self._folder),
             "load_s": _LOAD_S,
             "load_bytes": _LOAD_BYTES,
+            "options": self._options,
             **vars(self.limits),
         }
         self._process = start_child(self._program, settings, "tokenizes")
@@ -210,6 +228,7 @@ class TokenizerProcess:
             for line in lines:
                 content = json.loads(line)
                 if self._is_ready:
+                    self._say_begin(content.pop("begins_with", None))
                     self._note_answer(_answer(content))
                 else:
                     self._take_first(content)
@@ -221,12 +240,25 @@ class TokenizerProcess:
         if task.number > self._forgotten:
             self._answers[task.number] = answer
 
+    def _say_begin(self, begin: str | None) -> None:
+        """Say once that prompts have the token already that the tokenizer begins texts with."""
+        if begin is None or self._has_said_begin:
+            return
+        self._has_said_begin = True
+        warnings.warn(
+            f"prompts begin with {printable(begin)} already, as rendered ones do: the tokenizer "
+            "adds no second one",
+            stacklevel=4,
+        )
+
     def _take_first(self, content: Mapping[str, Any]) -> None:
         if "error" in content:
             self.close()
             raise self._unusable(content["file"], content["error"])
         self._is_ready = True
         self.most_characters = content["most_characters"]
+        markers = content.get("markers")
+        self._markers = None if markers is None else Markers(*markers)
         for text in content["warnings"]:
             warnings.warn(f"the tokenizer in {self._folder}: {printable(text)}", stacklevel=4)
 

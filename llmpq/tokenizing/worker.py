@@ -3,10 +3,11 @@
 It is started by the path of this file and imports nothing of this project but one rule of `quant`,
 so that it is ready as soon as transformers is; torch, which tokenizers do without, is kept out. Its
 settings come as JSON in its only argument, tasks as one JSON object a line, and each is answered by
-one line before the next is looked at: `{"text": …}` and `{"chat": [messages]}` by `ids`, or by the
-`tokens` or `characters` that are too many; `{"ids": […], "before": […]}` by the `text` that ids add
-to that of those before, `{"lists": [[before, ids], …]}` by `texts`; any by the `error` of what
-(`of`) failed. The first line that it writes says what was loaded, or why nothing was.
+one line before the next is looked at: `{"text": …}` and `{"chat": [messages]}`, with the row's own
+`options`, by `ids`, or by the `tokens` or `characters` that are too many; `{"ids": […], "before":
+[…]}` by the `text` that ids add to that of those before, `{"lists": [[before, ids], …]}` by
+`texts`; any by the `error` of what (`of`) failed. The first line that it writes says what was
+loaded, or why nothing was.
 
 The kernel bounds it: address space (RLIMIT_AS), and an alarm that nobody handles for seconds, which
 holds for native code too and where nobody is left to watch.
@@ -14,6 +15,7 @@ holds for native code too and where nobody is left to watch.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -38,17 +40,44 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
           "config.json", "vocab.json", "chat_template.json")  # fmt: skip
 
 
-class Worker:
-    """A loaded tokenizer; `most_tokens` of a row, None for any number."""
+_MARKERS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thought>", "</thought>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""Between which models reason before they answer: DeepSeek, Qwen and many others; Magistral;
+Seed-OSS; EXAONE; Command A."""
 
-    def __init__(self, folder: Path, most_tokens: int | None) -> None:
-        self.tokenizer = _load(folder)
+_OF_TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Options of a row that templates are given beside its `chat_template_kwargs`."""
+
+
+class Worker:
+    """A loaded tokenizer; `most_tokens` of a row, None for any number.
+
+    `options` are those of rows that do not say: of a row, and the text of another `chat_template`.
+    `markers`: what the model's reasoning stands between, None where it has no such tokens.
+    """
+
+    def __init__(
+        self, folder: Path, most_tokens: int | None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._options = options or {}
+        self.tokenizer = _load(folder, self._options.get("chat_template"))
         self.most_tokens = most_tokens
+        self.markers = _markers(self.tokenizer)
+        known = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        self._reserved = known.keys() - set(_OF_TEMPLATE)
         self.most_characters: int | None = None
         if most_tokens is not None:
             longest = max(map(len, self.tokenizer.get_vocab()), default=1)
             self.most_characters = max(FLOOR_CHARACTERS, SLACK * most_tokens * longest)
         self._probed = self._probe()
+        begin = getattr(self.tokenizer, "bos_token_id", None)
+        self._begin = begin if self._probed[:1] == [begin] else None
+        self._decoder = _decoder(self.tokenizer, self.markers)
 
     def answer(self, line: str) -> dict[str, Any]:
         """The answer to a task; a row's content may make third-party code raise anything."""
@@ -59,12 +88,16 @@ class Worker:
                 return {"text": self._text(task["before"], task["ids"])}
             if "lists" in task:
                 return {"texts": [self._text(*each) for each in task["lists"]]}
-            if "chat" in task:
-                of = "chat template"
-                text = self._render(task["chat"])
-                of = "tokenizer"
-                return self._encoded(text, add_special_tokens=False)
-            return self._encoded(task["text"])
+            own = task.get("options", {})
+            adds = {**self._options, **own}.get("add_special_tokens", "chat" not in task)
+            if "chat" not in task:
+                return self._encoded(task["text"], adds)
+            of = "chat template"
+            text = self._render(task["chat"], own)
+            of = "tokenizer"
+            found = self._encoded(text, adds)
+            found.pop("begins_with", None)  # templates begin so, which is no news
+            return found
         except BaseException as error:  # a Rust panic is a BaseException
             words = error_words(error)
             if not isinstance(error, Exception) and self._probe() != self._probed:
@@ -74,28 +107,48 @@ class Worker:
     def _text(self, before: list[int], ids: list[int]) -> str:
         from quant.common.token_text import text_after
 
-        text = text_after(self.tokenizer, before, ids)
+        text = text_after(self._decoder, before, ids)
         text.encode()  # half a surrogate pair could not be written
         return text
 
-    def _render(self, messages: list[Mapping[str, Any]]) -> str:
+    def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        kwargs = dict(self._options.get("chat_template_kwargs", {}))
+        kwargs |= options.get("chat_template_kwargs", {})
+        kwargs |= {name: options[name] for name in _OF_TEMPLATE if name in options}
+        kwargs.setdefault("add_generation_prompt", not kwargs.get("continue_final_message"))
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
+            self._check_kwargs(kwargs)
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
         except ValueError as error:
             if self.tokenizer.chat_template:  # some tokenizers have their own way instead
                 raise
-            raise ValueError("the model has none; give a prompt instead of messages") from error
+            raise ValueError(
+                "the model has none; give a prompt instead of messages, or a template "
+                "(--chat_template)"
+            ) from error
         return text
 
-    def _encoded(self, text: str, **options: bool) -> dict[str, Any]:
+    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError for what a template is not given, or would leave out without a word."""
+        for name in self._reserved & kwargs.keys():
+            raise ValueError(f"{name} is no variable of templates; leave it out of the kwargs")
+        for name in ("tools", "documents"):
+            if kwargs.get(name) and self.tokenizer.chat_template:
+                template = self.tokenizer.get_chat_template(tools=kwargs.get("tools"))
+                if name not in template:
+                    raise ValueError(f"it has no place for {name}; put them into a message")
+
+    def _encoded(self, text: str, adds: bool) -> dict[str, Any]:
+        """Ids of `text`, with special tokens where `adds`: BOS only where it does not begin so."""
         if self.most_characters is not None and len(text) > self.most_characters:
             return {"characters": len(text)}
-        ids = self.tokenizer(text, verbose=False, **options)["input_ids"]
+        ids = self.tokenizer(text, verbose=False, add_special_tokens=adds)["input_ids"]
+        has_own = adds and self._begin is not None and ids[:2] == [self._begin] * 2
+        if has_own:
+            ids = ids[1:]
         if self.most_tokens is not None and len(ids) > self.most_tokens:
             return {"tokens": len(ids)}
-        return {"ids": ids}
+        return {"ids": ids, "begins_with": self.tokenizer.bos_token} if has_own else {"ids": ids}
 
     def _probe(self) -> Any:
         """Tokens of a fixed text, which stay the same as long as the tokenizer is whole."""
@@ -116,20 +169,60 @@ def error_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _load(folder: Path) -> Any:
-    """Load the tokenizer; raises what transformers raises, and `ValueError` without tokens."""
+def _load(folder: Path, chat_template: str | None = None) -> Any:
+    """Load the tokenizer, with another template if one is given; raises what transformers raises,
+    and `ValueError` without tokens.
+    """
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.vocab_size:
         raise ValueError("its vocabulary is empty")
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
     templates = tokenizer.chat_template or {}
     if isinstance(templates, str):
         templates = {"default": templates}
     for template in templates.values():
-        _compile(template)
+        compile_template(template)
     return tokenizer
+
+
+def _markers(tokenizer: Any) -> tuple[str, str] | None:
+    """The markers of reasoning that the chat template has, or else the vocabulary."""
+    template, added = str(tokenizer.chat_template), tokenizer.get_added_vocab()
+    for known in (template, added):
+        for pair in _MARKERS:
+            if all(marker in known for marker in pair):
+                return pair
+    return None
+
+
+class _MarkedTexts:
+    """Decodes with markers of reasoning that are special tokens, of which others are left out."""
+
+    def __init__(self, tokenizer: Any, left_out: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._left_out = left_out
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
+        """The text of `token_ids`."""
+        if skip_special_tokens:
+            token_ids = [each for each in token_ids if each not in self._left_out]
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _decoder(tokenizer: Any, markers: tuple[str, str] | None) -> Any:
+    """What makes texts of tokens: the tokenizer, unless it would lose markers of reasoning."""
+    special = {
+        str(token): number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    if markers is None or not any(each in special for each in markers):
+        return tokenizer
+    left_out = (number for text, number in special.items() if text not in markers)
+    return _MarkedTexts(tokenizer, frozenset(left_out))
 
 
 _NEW_TAG = re.compile("unknown tag '(?!end|el)")
@@ -140,7 +233,7 @@ class BrokenTemplateError(ValueError):
     """A chat template that cannot be compiled."""
 
 
-def _compile(template: Any) -> None:
+def compile_template(template: Any) -> None:
     """Raise `BrokenTemplateError` for a chat template that no row could be rendered with."""
     from jinja2 import TemplateSyntaxError, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -217,7 +310,7 @@ def alarm(seconds: float) -> None:
 def answer_line(answer: Mapping[str, Any]) -> bytes:
     """The answer as JSON."""
     ids = answer.get("ids")
-    if ids is None:
+    if ids is None or len(answer) > 1:
         return json.dumps(answer).encode()
     return b'{"ids": %a}' % ids  # Python's form of a list of integers is JSON's, and quicker
 
@@ -235,16 +328,22 @@ class _Warnings(logging.Handler):
             self.texts.append(record.getMessage()[:ERROR_CHARACTERS])
 
 
-def _first_line(folder: Path, most_tokens: int | None) -> tuple[Worker | None, dict[str, Any]]:
+def _first_line(
+    folder: Path, most_tokens: int | None, options: Mapping[str, Any] | None = None
+) -> tuple[Worker | None, dict[str, Any]]:
     noted = _Warnings()
     logging.getLogger("transformers").addHandler(noted)
     try:
-        worker = Worker(folder, most_tokens)
+        worker = Worker(folder, most_tokens, options)
     except BaseException as error:  # as in `Worker.answer`
         return None, {"error": error_words(error), "file": _faulty_file(folder, error)}
     finally:
         logging.getLogger("transformers").removeHandler(noted)
-    return worker, {"most_characters": worker.most_characters, "warnings": noted.texts}
+    return worker, {
+        "most_characters": worker.most_characters,
+        "markers": worker.markers,
+        "warnings": noted.texts,
+    }
 
 
 def serve(settings: Mapping[str, Any]) -> None:
@@ -260,7 +359,8 @@ def serve(settings: Mapping[str, Any]) -> None:
 
     limit_memory(settings["load_bytes"])
     alarm(settings["load_s"])
-    worker, first = _first_line(Path(settings["folder"]), settings["most_tokens"])
+    options = settings["options"]
+    worker, first = _first_line(Path(settings["folder"]), settings["most_tokens"], options)
     alarm(0)
     send(json.dumps(first).encode())
     if worker is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmpq.jobs.inputs import JobInput
 from llmpq.model_check import checked_shape
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.workload.defaults import DEFAULT_WORKLOAD
 from llmpq.workload.input_job import beyond_note, fitting, left_out_note, most_tokens
 from llmpq.workload.measuring import InputMeasure
@@ -31,17 +32,20 @@ def batch_of_input(
     model: str,
     given: Mapping[str, int],
     percentile: float | None = None,
+    prompting: Prompting | None = None,
 ) -> InputBatch:
     """The batch, longest prompt and most new tokens of the prompts behind paths, folders and globs;
     `given` values win.
 
     Rows that the model has no positions for are left out, and those beyond `percentile` of the rows
-    by their tokens. `model` must be a local folder or hub id when prompts are text, for its
-    tokenizer. Raises `InputError` when no prompt can be used.
+    by their tokens. `prompting`: how prompts become tokens where rows do not say. `model` must be a
+    local folder or hub id when prompts are text, for its tokenizer. Raises `InputError` when no
+    prompt can be used.
     """
     source = JobInput.find(paths)
     new_tokens = given.get("new_tokens", DEFAULT_WORKLOAD["new_tokens"])
-    rows = InputMeasure(source, model, new_tokens, given.get("prompt_length")).measure()
+    length = given.get("prompt_length")
+    rows = InputMeasure(source, model, new_tokens, length, prompting=prompting).measure()
     fits = fitting(source, rows, most_tokens(checked_shape(model)))
     notes = [] if fits.all() else [beyond_note(named_rows(source, rows, ~fits))]
     within = fits

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmpq.jobs.inputs import JobInput
+from llmpq.keywords import PromptingKeywords
 from llmpq.model_check import checked_shape
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, ERROR, LEAVE, SEPARATE
 from llmpq.workload.long_rows import Cut, LongRowRule, best_cut, cut_at
 from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
@@ -33,6 +36,9 @@ from planner.lengths import (
 from planner.model.finding import ModelShape
 from planner.workload import MAX_TOKENS, Job
 from quant.common.errors import InputError, SpecError
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,7 @@ def job_of_input(
     prompt_length: int | None = None,
     long_rows: str | LongRowRule = SEPARATE,
     lengths: str | Path | None = None,
+    **prompting: Unpack[PromptingKeywords],
 ) -> InputJob:
     """The job of the prompts behind `paths` (files, folders, globs), to be given to `Cluster.plan`.
 
@@ -126,10 +133,13 @@ def job_of_input(
     - `lengths`: measured lengths, from which outputs are expected to be shorter than their limits:
       a CSV `prompt_tokens,output_tokens`, or an output of `llmpq run` over these prompts. If it is
       not finished, the rows that it has no result for are planned.
+    - `prompting`: how prompts become tokens, as of `Plan.run`: `chat_template` (a file),
+      `chat_template_kwargs`, `add_special_tokens`.
 
     Bad rows are left out. Raises `InputError` where no row can be used, SpecError for options.
     """
     _check_given(prompt_length, new_tokens)
+    how = Prompting.of(**prompting)
     rule = long_rows if isinstance(long_rows, LongRowRule) else LongRowRule(long_rows)
     shape = checked_shape(model)
     given = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -138,9 +148,7 @@ def job_of_input(
     limit = DEFAULT_WORKLOAD["new_tokens"] if new_tokens is None else new_tokens
     measured = measured or MeasuredLengths("limits")
     finished = measured.outputs or {}
-    measure = InputMeasure(
-        source, str(model), limit, prompt_length, finished=finished, done=measured.done
-    )
+    measure = InputMeasure(source, str(model), limit, prompt_length, finished, measured.done, how)
     rows = measure.measure()
     observed = None if lengths is None else _observed(measured, rows, source)
     return _InputRows(source, rows, limit, observed).job(most_tokens(shape), rule)

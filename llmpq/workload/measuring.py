@@ -13,14 +13,15 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.rows.row import Row
+from llmpq.rows.row import BadRow, Row
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from llmpq.workload.measured_lengths import IdNumbers, id_number
@@ -89,7 +90,8 @@ class InputMeasure:
     `new_tokens` is the limit of rows without one. `prompt_length`: tokens that every prompt counts
     as, for which no tokenizer is needed. `finished`: output tokens by id of rows that have been
     generated, which are tokenized in any case. `done`: ids of rows that are not left of a job; if
-    all are done, it is taken as one that begins.
+    all are done, it is taken as one that begins. `prompting`: how prompts become tokens where rows
+    do not say.
     """
 
     source: JobInput
@@ -98,6 +100,7 @@ class InputMeasure:
     prompt_length: int | None = None
     finished: Mapping[str, int] = field(default_factory=dict)
     done: IdNumbers | None = None
+    prompting: Prompting | None = None
 
     def measure(self) -> MeasuredRows:
         """The usable rows; `InputError` where there are none, SpecError without a tokenizer."""
@@ -167,30 +170,35 @@ class InputMeasure:
         tokens = read.sizes.copy()
         if not chosen.any():
             return tokens
-        tokens[chosen] = self._tokenized(read.places[chosen])
+        tokens[chosen], why = self._tokenized(read.places[chosen])
         known, unknown = chosen & (tokens > 0), read.is_text & ~chosen
         if not known.any() and read.is_text.all():
-            raise InputError(f"{self._named}: no prompt could be tokenized; give --s")
+            first = f"; the first: {why}" if why else ""
+            raise InputError(f"{self._named}: no prompt could be tokenized; give --s{first}")
         if unknown.any() and known.any():
             share = tokens[known].sum() / read.sizes[known].sum()
             tokens[unknown] = np.ceil(read.sizes[unknown] * share)
         return tokens
 
-    def _tokenized(self, places: IntArray) -> list[int]:
-        """Tokens of the prompts at `places` [places], 0 where one cannot be tokenized."""
+    def _tokenized(self, places: IntArray) -> tuple[list[int], str]:
+        """Tokens of the prompts at `places` [places], 0 where one cannot be tokenized, and why the
+        first of these cannot.
+        """
         with closing(self._tokenizer()) as tokenizer:
             room = Workload(1, MAX_TOKENS, MAX_TOKENS)
             maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
-            made = maker.requests(self._rows_at(frozenset(places.tolist())))
-            found = [len(each.prompt_ids) if isinstance(each, Request) else 0 for each in made]
+            found, why = [], ""
+            for made in maker.requests(self._rows_at(frozenset(places.tolist()))):
+                found.append(len(made.prompt_ids) if isinstance(made, Request) else 0)
+                why = why or (made.error if isinstance(made, BadRow) else "")
         if len(found) != len(places):
             raise InputError(f"input {self._named} changed while it was read; plan again")
-        return found
+        return found, why
 
     def _rows_at(self, places: frozenset[int]) -> Iterator[Row]:
         """The rows at `places`, without their sampling, which is no matter of their length."""
         found = (
-            Row(row.custom_id, row.text, row.token_ids, row.messages)
+            replace(row, sampling={})
             for row, place in self.source.rows()
             if place in places and isinstance(row, Row)
         )
@@ -200,7 +208,7 @@ class InputMeasure:
         from quant.checkpoint.model_reference import resolve
 
         try:
-            tokenizer = load_tokenizer(resolve(self.model, weights=False), Limits())
+            tokenizer = load_tokenizer(resolve(self.model, weights=False), Limits(), self.prompting)
         except CheckpointError as error:
             raise SpecError(f"the prompts cannot be measured: {error}; or give --s") from error
         if tokenizer is None:
@@ -213,10 +221,13 @@ def _numbers(values: array[int]) -> IntArray:
 
 
 def _size(row: Row) -> int:
-    """Tokens of token ids, bytes of a text or of messages; at least 1 of a text."""
+    """Tokens of token ids, bytes of a text or of messages and what goes with them, such as tools; at
+    least 1 of a text.
+    """
     if row.token_ids is not None:
         return len(row.token_ids)
-    text = row.text if row.text is not None else json.dumps(row.messages, ensure_ascii=False)
+    given = (*(row.messages or ()), row.prompt_options)
+    text = row.text if row.text is not None else json.dumps(given, ensure_ascii=False)
     return max(1, len(text.encode()))
 
 

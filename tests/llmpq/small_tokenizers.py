@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 GIVES_UP = r"(x+x+)+y"
@@ -77,6 +85,37 @@ def write_tokenizer(
     tokenizer.save(str(folder / "tokenizer.json"))
     content = {"tokenizer_class": "TokenizersBackend", "unk_token": "<unk>", **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def write_byte_tokenizer(
+    folder: Path,
+    special: Sequence[str],
+    added: Sequence[str] = (),
+    begin: str | None = None,
+    template: str | None = None,
+) -> Path:
+    """`folder` with a tokenizer of single bytes, of `special` and of other `added` tokens; it puts
+    `begin` before a text.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: number for number, text in enumerate((*special, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in special])
+    tokenizer.add_tokens([AddedToken(each, special=False) for each in added])
+    settings: dict[str, Any] = {"tokenizer_class": "TokenizersBackend"}
+    if begin is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+        )
+        settings["bos_token"] = begin
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return folder

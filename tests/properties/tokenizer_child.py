@@ -31,7 +31,7 @@ class Changing(child.Worker):  # type: ignore[misc,name-defined]
         task = json.loads(line)
         if "template" in task:
             try:
-                child._compile(task["template"])
+                child.compile_template(task["template"])
             except child.BrokenTemplateError as error:
                 return {"error": child.error_words(error), "of": "chat template"}
             self.tokenizer.chat_template = task["template"]

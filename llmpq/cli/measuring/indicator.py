@@ -15,6 +15,7 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
 from llmpq.cli.options.indicator import PROG, indicator_parser
+from llmpq.cli.options.prompting import asked_prompting
 from llmpq.cli.progress import TaskProgress, finding
 from llmpq.model_check import checked_shape
 from llmpq.quality.job_prompts import calibration_documents
@@ -52,7 +53,7 @@ def _measure(options: argparse.Namespace) -> int:
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
-    chosen = _indicator_options(options)
+    chosen, prompting = _indicator_options(options), asked_prompting(options)
     check_lengths(None, getattr(options, "max_tokens", None))
     if chosen.needs_text and not options.calibration and not options.input:
         raise InputError(
@@ -65,7 +66,7 @@ def _measure(options: argparse.Namespace) -> int:
         folder = resolve(options.model)
     refuse_without_error(chosen, checked_shape(folder), folder)
     held_out = read_documents(options.perplexity)
-    calibration = calibration_documents(options.calibration, options.input, folder)
+    calibration = calibration_documents(options.calibration, options.input, folder, prompting)
 
     from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
     from quant.checkpoint.reader import Checkpoint  # slow to load, as they need torch

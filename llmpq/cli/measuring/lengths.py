@@ -13,6 +13,7 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
 from llmpq.cli.options.lengths import PROG, lengths_parser
+from llmpq.cli.options.prompting import asked_prompting
 from llmpq.cli.progress import TaskProgress
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
@@ -99,14 +100,14 @@ def _rows(options: argparse.Namespace) -> tuple[list[LearntRow], ServedIds | Non
     from llmpq.model_check import checked_shape
     from quant.checkpoint.model_reference import resolve
 
-    model = getattr(options, "model", None)
+    model, prompting = getattr(options, "model", None), asked_prompting(options)
     finished = read_finished(options.input, getattr(options, "lengths", None) or ())
     if model is None:
         return as_prompts(finished, None), None
     folder = resolve(model, weights=False)
     vocab_size = checked_shape(folder).vocab_size
     ids = ServedIds(tokenizer_digest(folder, vocab_size), vocab_size)
-    return as_prompts(finished, folder), ids
+    return as_prompts(finished, folder, prompting), ids
 
 
 def _quiet() -> None:

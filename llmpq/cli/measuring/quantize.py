@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command
+from llmpq.cli.options.prompting import asked_prompting
 from llmpq.cli.options.quantize import PROG, SEQUENCE_LENGTH, quantize_parser
 from llmpq.cli.progress import TaskProgress, finding
 from llmpq.model_check import checked_shape
@@ -37,6 +38,7 @@ def _quantize(options: argparse.Namespace) -> int:
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
             "text), of the kind that the model shall work on, or --input with the prompts of a job"
         )
+    prompting = asked_prompting(options)
     settings = GptqOptions(options.symmetric, getattr(options, "act_order", True), options.damping)
     length = getattr(options, "sequence_length", None)
     check_compute(options.device, options.dtype)
@@ -45,7 +47,7 @@ def _quantize(options: argparse.Namespace) -> int:
     folder, bitwidths = _model_and_bits(options)
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
-    documents = calibration_documents(options.calibration, options.input, folder)
+    documents = calibration_documents(options.calibration, options.input, folder, prompting)
 
     import torch  # slow to load: what is refused without it is refused by now
 

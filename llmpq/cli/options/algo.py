@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from llmpq.cli.options.algo_rules import ALGO_RULES
+from llmpq.cli.options.prompting import add_prompting
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, LONG_ROWS, SEPARATE
 from planner.optimiser.names import BATCH_OBJECTIVES, METHOD_NAMES, SOLVER_NAMES
@@ -46,7 +47,9 @@ def algo_parser(prog: str | None = PROG) -> Parser:
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES, ALGO_RULES)
     parser.usage = "%(prog)s --model MODEL [--cluster FILE] [--input PATH ...] [-o FILE] [options]"
     _add_model(parser.group("what to plan"))
-    _add_workload(parser.group("prompts"))
+    prompts = parser.group("prompts")
+    _add_workload(prompts)
+    add_prompting(prompts)
     _add_cluster(parser.group("cluster"))
     _add_goals(parser.group("speed against quality"))
     _add_bound(parser.group("latency of each request"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmpq.cli.options.prompting import prompting_rule
 from planner.option_rules import Rule
 from planner.planning_rules import FRONT_RULES, PLAN_RULES
 
@@ -41,6 +42,7 @@ _WORKLOAD_RULES = (
     Rule(
         ("long_rows", "percentile"), "only a file has rows; give --input FILE", without=("input",)
     ),
+    prompting_rule(without="input"),
 )
 """Options of what is planned for that others make useless."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from llmpq.cli.options.prompting import add_prompting, prompting_rule
 from llmpq.cli.parser import OptionGroup
+
+CALIBRATION_RULES = (prompting_rule(without="input"),)
 
 
 def add_calibration(group: OptionGroup) -> None:
@@ -25,3 +28,4 @@ def add_calibration(group: OptionGroup) -> None:
         metavar="PATH",
         help="prompts of the job, as for llmpq run: calibrated on as the model will see them",
     )
+    add_prompting(group)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from llmpq.cli.options.prompting import add_prompting
 from llmpq.cli.options.stages import add_cache, add_transport
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
@@ -76,6 +77,7 @@ def dist_parser(prog: str | None = PROG) -> Parser:
     _add_files(parser.group("plan and files"))
     _add_progress(parser.group("what is done already"))
     _add_sampling(parser.group("sampling", "for rows that do not say"))
+    add_prompting(parser.group("prompts", "for rows that do not say"))
     _add_stages(parser.group("cluster and weights"))
     _add_submitting(parser.group("as a job of a Ray cluster"))
     _add_watching(parser.group("watching the run"))

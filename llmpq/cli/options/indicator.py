@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.cli.options.calibration import add_calibration
+from llmpq.cli.options.calibration import CALIBRATION_RULES, add_calibration
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.quality.options import (
     AUTO,
@@ -20,6 +20,7 @@ from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
 from quant.sensitivity.variance_form import SCALES, SCHEMES
 
 _RULES = (
+    *CALIBRATION_RULES,
     Rule(
         ("scheme", "scales"),
         "it is an option of the variance indicator; leave it out, or use --method variance",

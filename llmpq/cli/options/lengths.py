@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from llmpq.cli.options.prompting import add_prompting, prompting_rule
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.lengths.buckets import BUCKETS
 from llmpq.lengths.training import KINDS
 from planner.option_rules import Rule
 
+_ROW_RULES = (prompting_rule(without="model"),)
 TRAIN_RULES = (
+    *_ROW_RULES,
     Rule(
         ("base", "epochs"),
         "trees have none; choose --kind classifier, or leave it out",
@@ -53,6 +56,7 @@ def lengths_parser(prog: str | None = PROG) -> Parser:
         help="judge a predictor by finished rows",
         description="Judge a predictor of output lengths by finished rows.",
         examples=("%(prog)s" + _EVALUATE.removeprefix("evaluate"),),
+        rules=_ROW_RULES,
     )
     evaluate.group("predictor").option(
         "--predictor", required=True, metavar="FOLDER", help="predictor of llmpq lengths train"
@@ -85,6 +89,7 @@ def _add_rows(group: OptionGroup) -> None:
         metavar="MODEL",
         help="served model, whose tokenizer prompts get (default: none, prompts are read as texts)",
     )
+    add_prompting(group)
 
 
 def _add_figures(group: OptionGroup) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from llmpq.cli.options.calibration import add_calibration
+from llmpq.cli.options.calibration import CALIBRATION_RULES, add_calibration
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.quality.options import AUTO, DEVICES, DTYPES
 from quant.gptq.options import DAMPING
@@ -26,7 +26,7 @@ _EXAMPLES = (
 
 def quantize_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, CALIBRATION_RULES)
     parser.usage = "%(prog)s --plan FILE --calibration FILE [FILE ...] -o FOLDER [options]"
     _add_bits(parser.group("model and bits"))
     _add_calibration(parser.group("calibration"))

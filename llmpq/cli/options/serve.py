@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmpq.cli.options.prompting import add_prompting
 from llmpq.cli.options.stages import add_cache, add_transport
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE
@@ -27,6 +28,7 @@ def serve_parser(prog: str | None = PROG) -> Parser:
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES, (CACHE_RULE, PREDICTOR_RULE))
     _add_serving(parser.group("plan and clients"))
     _add_load(parser.group("load"))
+    add_prompting(parser.group("prompts", "of requests that do not say"))
     _add_batches(parser.group("files and batches"))
     _add_stages(parser.group("cluster and weights"))
     _add_schedule(parser.group("schedule"))

@@ -16,6 +16,7 @@ from llmpq.cli.common import (
     tell_written,
 )
 from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
+from llmpq.cli.options.prompting import asked_prompting, given_prompting
 from llmpq.cli.progress import TaskProgress
 from llmpq.cli.running.bounded import plan_bounded
 from llmpq.cli.running.plan_files import (
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
     _check_targets(options)
+    prompting = asked_prompting(options)
     model = _model(options)
     checked_shape(model)  # before devices are looked for and prompts are tokenized
     cluster = _cluster(options)
@@ -76,18 +78,23 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
     is_job = not isinstance(workload, Workload)
     page = PageOfRefusal(options, cluster, model, workload, command)
     if "replicas" in options:
-        with tokenizer_checked(model), page, searching(given, "pipelines"), naming(longest):
+        with (
+            tokenizer_checked(model, prompting),
+            page,
+            searching(given, "pipelines"),
+            naming(longest),
+        ):
             fleet = cluster.fleet(model, workload, options.replicas, **given)
         return _show_fleet(options, fleet)
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
         free = {name: value for name, value in given.items() if name not in _FRONT_HAS_ALL}
-        with tokenizer_checked(model), page, searching(given, "the front"):
+        with tokenizer_checked(model, prompting), page, searching(given, "the front"):
             points = cluster.pareto(model, workload, **free)
         write_front_file(options, points, is_job)
         if "report" not in options:
             return _show_front(options, points, is_job)
-    with tokenizer_checked(model), page, searching(given, "a plan"), naming(longest):
+    with tokenizer_checked(model, prompting), page, searching(given, "a plan"), naming(longest):
         plan = cluster.plan(model, workload, **given)
     if options.json:
         sys.stdout.write(plan.spec.to_json())
@@ -187,11 +194,14 @@ def _workload(options: argparse.Namespace, model: str) -> Workload | Job | Input
     )
     found: InputJob | InputBatch
     if "global_batch" in options:
-        found = batch_of_input(options.input, model, given, rule.percentile)
+        found = batch_of_input(
+            options.input, model, given, rule.percentile, asked_prompting(options)
+        )
     else:
         tokens = given.get("new_tokens"), given.get("prompt_length")
         lengths = getattr(options, "lengths", None)
-        found = job_of_input(options.input, model, *tokens, rule, lengths)
+        how = given_prompting(options)
+        found = job_of_input(options.input, model, *tokens, rule, lengths, **how)
     for note in found.notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
     return found

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, console
+from llmpq.cli.options.prompting import asked_prompting, given_prompting
 from llmpq.cli.progress import TaskProgress
 from llmpq.cli.running.plan_files import (
     PageOfRefusal,
@@ -44,17 +45,18 @@ def plan_bounded(
     """Plan under a bound on the latency of requests, or trace throughput over such bounds; print
     and write what was asked for.
     """
+    prompting = asked_prompting(options)
     with TaskProgress("measuring the prompts"):
         requests = requests_asked(options, model)
     page = PageOfRefusal(options, cluster, model, requests, command)
     fronts: KindFronts | None = None
     if "pareto" in options:
-        with tokenizer_checked(model), page, searching(given, "the front"):
+        with tokenizer_checked(model, prompting), page, searching(given, "the front"):
             fronts = cluster.latency_front(model, requests, **given)
         write_latency_front_file(options, fronts)
         if "report" not in options:
             return _show_front(options, fronts)
-    with tokenizer_checked(model), page, searching(given, "a plan"):
+    with tokenizer_checked(model, prompting), page, searching(given, "a plan"):
         plan = cluster.plan(model, requests, **given)
     if options.json:
         sys.stdout.write(plan.spec.to_json())
@@ -91,7 +93,14 @@ def _requests(options: argparse.Namespace, model: str) -> Requests:
     lengths, prompts = getattr(options, "lengths", None), getattr(options, "prompts", None)
     if "input" in options:
         prompt_length = getattr(options, "prompt_length", None)
-        job = job_of_input(options.input, model, new_tokens, prompt_length, lengths=lengths)
+        job = job_of_input(
+            options.input,
+            model,
+            new_tokens,
+            prompt_length,
+            lengths=lengths,
+            **given_prompting(options),
+        )
         found = requests_of(job)
         if "output_lengths" not in options:
             return found

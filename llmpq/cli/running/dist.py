@@ -152,7 +152,7 @@ def _run_job(
         chosen = with_calibrated(
             first,
             chosen,
-            lambda folder: prompts_of_input(options.input, folder),
+            lambda folder: prompts_of_input(options.input, folder, chosen.prompting),
             progress.report,
         )
     identity = job_identity(plan.spec, chosen, plan_file)

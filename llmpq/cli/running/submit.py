@@ -40,7 +40,7 @@ MAX_COMMAND_BYTES = 120_000
 _NOT_FOUND = (126, 127)
 """A shell's exit codes for a command that it cannot start."""
 
-_PLAN, _INPUT = "plan.json", "input"
+_PLAN, _INPUT, _TEMPLATE = "plan.json", "input", "chat_template.jinja"
 _IMPORTANCE = "plan.importance.safetensors"
 
 
@@ -137,6 +137,9 @@ def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
     arguments += ["--output", paths.output, "--address", "auto"]
     model = _model(getattr(paths, "model", None), plan)
     importance = _importance(getattr(paths, "importance", None), plan, folder)
+    if "chat_template" in paths:
+        _copy(Path(paths.chat_template).expanduser(), folder / _TEMPLATE)
+        arguments += ["--chat_template", _TEMPLATE]
     given = _given(paths, "trace", "cache_dir")
     for option, value in (("model", model), ("importance", importance), *given):
         if value is not None:
@@ -170,6 +173,7 @@ def _path_parser() -> Parser:
     add("--input", nargs="+", help="travels with the job where it is relative")
     add("--cluster", help="checked here")
     add("--address", help="the job's own cluster")
+    add("--chat_template", help="travels with the job")
     for name in ("--output", "--model", "--importance", "--trace", "--cache_dir"):
         add(name, help="path on the cluster")
     return parser

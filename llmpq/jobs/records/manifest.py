@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ MANIFEST_VERSION = 1
 class JobIdentity:
     """Model and sampling that all rows of a job share: a row's own sampling comes before.
 
-    `model` is a digest; `sampling.max_new_tokens` is settled.
+    `model` is a digest; `sampling.max_new_tokens` is settled. `prompting`: how prompts become
+    tokens, None for what is not set, of a template the digest.
     """
 
     model: str
     model_name: str
     sampling: Sampling
+    prompting: Mapping[str, Any] = field(default_factory=dict)
 
     def fingerprint(self, row: Row | BadRow) -> str:
         """Digest of the model, then of prompt and sampling, or of what is wrong with a bad row."""
@@ -37,6 +39,8 @@ class JobIdentity:
         if isinstance(row, Row):
             sampling = merge_sampling(self.sampling, row.sampling)
             content = {**row.content, "sampling": sampling.settings}
+            prompting = {name: value for name, value in self.prompting.items() if value is not None}
+            content |= {"prompting": prompting} if prompting else {}
         else:
             content = {"error": row.error}
         return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
@@ -46,11 +50,11 @@ class JobIdentity:
 class Manifest:
     """The content of `job.json`.
 
-    `generation`: number of the shards that count. `replaces`: whether an output file that is there
-    is older than this job. `complete`: whether all rows of the last input are done. `record`: state
-    of the files, by which they are known again without being read. `input_digest`: of the rows that
-    the job was begun with, in whichever order and files they stand; None for a job of an older
-    llmpq.
+    `sampling` holds what is set of how prompts become tokens, too. `generation`: number of the
+    shards that count. `replaces`: whether an output file that is there is older than this job.
+    `complete`: whether all rows of the last input are done. `record`: state of the files, by which
+    they are known again without being read. `input_digest`: of the rows that the job was begun
+    with, in whichever order and files they stand; None for a job of an older llmpq.
     """
 
     model: str
@@ -68,7 +72,8 @@ class Manifest:
     @classmethod
     def of(cls, identity: JobIdentity, generation: int, replaces: bool) -> Manifest:
         """The manifest of a job that begins."""
-        sampling = json.loads(json.dumps(asdict(identity.sampling)))
+        settings = {**asdict(identity.sampling), **identity.prompting}
+        sampling = json.loads(json.dumps(settings))
         return cls(identity.model, identity.model_name, sampling, generation, replaces)
 
     @classmethod
@@ -120,16 +125,21 @@ class Manifest:
                 f"{other.model_name}, or other weights of that name); {remedy}"
             )
         for name, value in other.sampling.items():
-            earlier = self.sampling.get(name, getattr(GREEDY, name))  # older jobs lack later fields
+            default = getattr(GREEDY, name, None)  # older jobs lack later fields
+            earlier = self.sampling.get(name, default)
             if earlier != value:
                 raise InputError(
-                    f"output {output} was made with {name} {earlier!r:.80}, this job "
-                    f"has {value!r:.80}; {_as_then(name, earlier)}, {remedy}"
+                    f"output {output} was made with {name} {_shown(earlier)}, this job "
+                    f"has {_shown(value)}; {_as_then(name, earlier)}, {remedy}"
                 )
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else f"{value!r:.80}"
 
 
 def _as_then(name: str, earlier: object) -> str:
     """What makes an option what it was; flags have no value."""
-    if earlier is False:
+    if earlier is False or earlier is None:
         return f"leave out --{name}"
     return f"pass --{name}" if earlier is True else f"pass --{name} as then"

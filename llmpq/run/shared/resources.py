@@ -116,7 +116,8 @@ class RunResources:
     def _started_tokenizer(self) -> TokenizerProcess | None:
         plans = (self._first_plan, self._first_plan.long_rows or self._first_plan)
         most = max(plan.workload.prompt_length for plan in plans)
-        tokenizer = start_tokenizer(self.folder, Limits(self.options.row_s, most_tokens=most))
+        limits = Limits(self.options.row_s, most_tokens=most)
+        tokenizer = start_tokenizer(self.folder, limits, self.options.prompting)
         if tokenizer is not None:
             tokenizer.on_failure = self._tokenizer_failed
         return tokenizer

@@ -29,6 +29,7 @@ from llmpq.serve.engine import (
 )
 from llmpq.serve.engines.expected_length import OnlineLengths
 from llmpq.serve.engines.tokenizer import ModelTokenizer
+from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import Limits
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
@@ -91,7 +92,7 @@ class PipelineEngine:
         limits = Limits(options.row_s, most_tokens=room.prompt_length)
         self._owns_processes = shared is None
         self.tokenizer: ModelTokenizer = (
-            shared.tokenizer if shared else ModelTokenizer(folder, limits)
+            shared.tokenizer if shared else ModelTokenizer(folder, limits, options.prompting)
         )
         self.lengths: OnlineLengths | None = shared.lengths if shared else None
         if shared is None and options.scheduling(plan).name == "s3":
@@ -155,6 +156,11 @@ class PipelineEngine:
     def sampling(self) -> Sampling:
         """Sampling by options, the model and the plan."""
         return self._sampling
+
+    @property
+    def markers(self) -> Markers | None:
+        """What the model's reasoning stands between, if it has such tokens."""
+        return self.tokenizer.markers
 
     @property
     def status(self) -> EngineStatus:

@@ -10,6 +10,7 @@ from pathlib import Path
 from llmpq.rows.row import Row
 from llmpq.serve.engine import GenerationError, PromptError, PromptTooLongError
 from llmpq.serve.wire.boundary import log_fault
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
 from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from quant.common.errors import SpecError
@@ -27,15 +28,17 @@ MOST_REMEMBERED = 1 << 16
 
 class ModelTokenizer:
     """Makes token ids of prompts within `limits`, and text of token ids, in two processes: a
-    prompt that takes long delays no answer.
+    prompt that takes long delays no answer. `markers` are those of the model's reasoning.
 
     Raises `CheckpointError` where the tokenizer in `folder` cannot be loaded, and `SpecError` where
     there is none. Its coroutines are called in one event loop.
     """
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
-        self._encoder = _Asked(_loaded(folder, limits))
-        self._decoder = _Asked(_loaded(folder, Limits()))
+    def __init__(self, folder: Path, limits: Limits, prompting: Prompting | None = None) -> None:
+        encoder = _loaded(folder, limits, prompting)
+        self.markers = encoder.markers
+        self._encoder = _Asked(encoder)
+        self._decoder = _Asked(_loaded(folder, Limits(), prompting))
         self._questions: list[tuple[_TokensAfter, asyncio.Future[str]]] = []
         self._asking: asyncio.Task[None] | None = None
         self._texts: dict[tuple[int, bool], str] = {}  # at the beginning, or within a text
@@ -148,8 +151,8 @@ class _Asked:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _loaded(folder: Path, limits: Limits) -> TokenizerProcess:
-    process = load_tokenizer(folder, limits)
+def _loaded(folder: Path, limits: Limits, prompting: Prompting | None) -> TokenizerProcess:
+    process = load_tokenizer(folder, limits, prompting)
     if process is None:
         raise SpecError(
             "the model folder has no tokenizer; serving makes text of tokens, so put "

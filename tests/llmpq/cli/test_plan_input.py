@@ -10,7 +10,8 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE
-from llmpq.cli.running import algo, dist
+from llmpq.cli.measuring import lengths
+from llmpq.cli.running import algo, dist, serve
 from quant.common.errors import SpecError
 from tests.paths import ROOT
 from tests.planner.edits import Edit, change
@@ -151,3 +152,48 @@ def test_python_names_the_file_too(tmp_path: Path, plan_file: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(SpecError, match=r"p\.json: field .* plan again with llmpq plan"):
         Plan.load(path).run([[1]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--chat_template", "BROKEN"], "broken.jinja: expected token 'end of print statement'"),
+        (["--chat_template", "BROKEN"], "(line 2 of it); mend it"),
+        (["--chat_template_kwargs", "{"], "--chat_template_kwargs: '{' is no JSON"),
+        (["--chat-template-kwargs", "[1]"], "'[1]' is no JSON object; give names and values"),
+        (["--add_special_tokens", "yes"], "'yes' is neither true nor false"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "run", "serve", "lengths"])
+def test_what_no_template_can_be_given(
+    command: str,
+    wrong: list[str],
+    message: str,
+    plan_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    broken, prompts, plan = (
+        tmp_path / "broken.jinja",
+        tmp_path / "in.jsonl",
+        ["--plan", str(plan_file)],
+    )
+    broken.write_text("{% for m in messages %}\n{{ m.content {% endfor %}")
+    prompts.write_text('{"prompt": "a", "output_tokens": 1}\n')
+    plan, given = ["--plan", str(plan_file)], ["--input", str(prompts)]
+    main, arguments = {
+        "plan": (algo.main, ["--model", MODEL, *given]),
+        "run": (dist.main, [*plan, *given, "--output", str(tmp_path / "out.jsonl")]),
+        "serve": (serve.main, plan),
+        "lengths": (lengths.main, ["train", "--model", MODEL, *given, "-o", str(tmp_path / "p")]),
+    }[command]
+    wrong = [str(broken) if each == "BROKEN" else each for each in wrong]
+    assert run(main, *arguments, *wrong) == EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_templates_are_for_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", MODEL, "--prompts", "5", "--chat_template_kwargs", "{}"]
+    assert run(algo.main, *given) == EXIT_BAD_INPUT
+    assert "--chat_template_kwargs has no effect without --input" in capsys.readouterr().err

@@ -47,6 +47,14 @@ def sent(plan: Plan, folder: Path, *command: str) -> list[str]:
     return words[2:]
 
 
+def test_a_template_travels_with_the_job(plan: Plan, here: Path, tmp_path: Path) -> None:
+    (here / "mine.jinja").write_text("{{ messages }}")
+    given = ["--plan", "plan.json", "--input", "a.jsonl", "--output", "/out.jsonl"]
+    arguments = sent(plan, tmp_path / "job", *given, "--chat-template", "mine.jinja")
+    named = arguments[arguments.index("--chat_template") + 1]
+    assert (tmp_path / "job" / named).read_text() == "{{ messages }}"
+
+
 def test_the_job_has_the_options_of_the_command(plan: Plan, here: Path, tmp_path: Path) -> None:
     options = ["--temperature=0.5", "--stop", "a b", "'", "$(x)", "--ignore-eos", "--seed", "-3"]
     paths = ["--output", "/shared/out.jsonl", "--trace", "/shared/t.json", "--cluster", "c.yaml"]

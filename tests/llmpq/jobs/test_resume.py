@@ -23,6 +23,7 @@ from llmpq.jobs.output.output import open_output
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import Row
+from llmpq.tokenizing.prompting import Prompting
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,
@@ -302,3 +303,29 @@ def test_jobs_from_before_a_sampling_field_go_on(source: Path, target: Path) -> 
     biased = replace(IDENTITY, sampling=replace(IDENTITY.sampling, logit_bias={5: 1.0}))
     with pytest.raises(InputError, match=r"made with logit_bias \{\}"):
         run_job(source, target, identity=biased)
+
+
+def test_how_prompts_become_tokens_is_a_part_of_a_job(
+    source: Path, target: Path, tmp_path: Path
+) -> None:
+    """Where it is set: jobs of before know nothing of it."""
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    kwargs = {"enable_thinking": False}
+    unset, job = Prompting.of(), Prompting.of(tmp_path / "t.jinja", kwargs, False)
+    row = Row("a", text="p")
+    before = replace(IDENTITY, prompting=unset.identity)
+    assert before.fingerprint(row) == IDENTITY.fingerprint(row)
+    run_job(source, target)
+    assert run_job(source, target, identity=before).resumed
+    for name, value in job.identity.items():
+        other = replace(IDENTITY, prompting={**unset.identity, name: value})
+        assert other.fingerprint(row) != IDENTITY.fingerprint(row)
+        with pytest.raises(InputError, match=f"made with {name} none, .* leave out --{name}"):
+            run_job(source, target, identity=other)
+    mine = replace(IDENTITY, prompting=job.identity)
+    run_job(source, target, OVERWRITE, identity=mine)
+    assert run_job(source, target, identity=mine).resumed
+    with pytest.raises(
+        InputError, match=r"made with chat_template '[0-9a-f]{16}', this job has none"
+    ):
+        run_job(source, target, identity=before)

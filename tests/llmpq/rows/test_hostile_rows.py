@@ -11,6 +11,7 @@ import pytest
 from llmpq import Plan
 from llmpq.cli.running import dist
 from llmpq.jobs.inputs import JobInput
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from llmpq.workload.batch import batch_of_input
 from quant.common.errors import SpecError
@@ -112,7 +113,7 @@ def test_a_run_that_is_refused_leaves_no_process(
 ) -> None:
     pids: set[int] = set()
 
-    def started(folder: Path, limits: Limits) -> TokenizerProcess:
+    def started(folder: Path, limits: Limits, prompting: Prompting) -> TokenizerProcess:
         process = TokenizerProcess(folder, limits)
         pids.add(process.pid)
         return process

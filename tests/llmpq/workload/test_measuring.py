@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmpq.jobs.inputs import JobInput
+from llmpq.rows.row import Row
+from llmpq.tokenizing.prompting import Prompting
 from llmpq.workload import measuring
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
 from quant.common.errors import InputError, SpecError
@@ -21,7 +24,10 @@ def model(tmp_path: Path) -> Path:
     return write_tokenizer(tmp_path / "model")
 
 
-def measured(source: Path, model: Path | str, **options: int) -> MeasuredRows:
+CHAT = '{"messages": [{"role": "user", "content": "a b"}]}'
+
+
+def measured(source: Path, model: Path | str, **options: Any) -> MeasuredRows:
     return InputMeasure(JobInput.find([source]), str(model), 100, **options).measure()
 
 
@@ -82,8 +88,25 @@ def test_inputs_without_a_usable_row(tmp_path: Path, model: Path) -> None:
     for lines, message in {
         (" ",): "no prompts; give one JSON object per line",
         ("{", '{"prompt": 3}'): "no row can be used; llmpq run would write only errors",
-        ('{"prompt": ""}',): "no prompt could be tokenized",
+        ('{"prompt": ""}',): "no prompt could be tokenized; give --s; the first: the prompt has no",
+        (CHAT,): r"the first: the prompt cannot be tokenized: chat template: .*\(--chat_template\)",
         ('{"prompt": []}',): "no prompt has tokens",
     }.items():
         with pytest.raises(InputError, match=message):
             measured(write_prompts(tmp_path / "in.jsonl", *lines), model)
+
+
+def test_templates_are_given_what_job_and_row_say(tmp_path: Path) -> None:
+    model = write_tokenizer(tmp_path / "model", "{{ messages[0].content }} {{ 'x ' * times }}")
+    source = write_prompts(tmp_path / "in.jsonl", CHAT, CHAT)
+    rows = [
+        Row("a", messages=({"content": "a"},)),
+        Row(
+            "b", messages=({"content": "b"},), prompt_options={"chat_template_kwargs": {"times": 7}}
+        ),
+    ]
+    given = iter([*rows, *rows])  # an input is read twice
+    found = JobInput((source,), ("in.jsonl",), lambda content, place: next(given))
+    job = Prompting(chat_template_kwargs={"times": 2})
+    measured = InputMeasure(found, str(model), 100, prompting=job).measure()
+    assert measured.prompts.tolist() == [3, 8]

@@ -1,0 +1,92 @@
+"""How prompts become tokens where their rows do not say: options of a whole job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmpq.tokenizing.worker import BrokenTemplateError, compile_template
+from quant.common.errors import SpecError
+
+MOST_BYTES = 100_000
+"""Of a template, and of arguments, as JSON: the process that renders is given both as an argument
+of its command, which may have 131,072 (Linux, `MAX_ARG_STRLEN`)."""
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """Options of rows that do not say: what templates are given (a row's own arguments win, name by
+    name), and whether the tokenizer adds its special tokens; None: to texts alone.
+
+    `chat_template` is the text of a template in place of the model's own.
+    """
+
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool | None = None
+
+    @classmethod
+    def of(
+        cls,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> Prompting:
+        """The options, of which `chat_template` is the file of one.
+
+        Raises `SpecError` for a file that cannot be read, for a template that cannot be compiled,
+        naming its line, and for arguments that are no JSON object.
+        """
+        kwargs = chat_template_kwargs or {}
+        _check_kwargs(kwargs)
+        if add_special_tokens not in (None, True, False):
+            raise SpecError(f"add_special_tokens is {add_special_tokens!r:.80}; give true or false")
+        template = None if chat_template is None else _template(Path(chat_template).expanduser())
+        return cls(template, dict(kwargs), add_special_tokens)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Those that are set, by name."""
+        return {name: value for name, value in vars(self).items() if value not in (None, {})}
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """All by name, None for what is not set: a digest of the template, the switch as a word."""
+        found = dict.fromkeys(vars(self)) | dict(self.settings)
+        if self.chat_template is not None:
+            found["chat_template"] = hashlib.sha256(self.chat_template.encode()).hexdigest()[:16]
+        if self.add_special_tokens is not None:
+            found["add_special_tokens"] = str(self.add_special_tokens).lower()
+        return found
+
+
+def _check_kwargs(kwargs: object) -> None:
+    try:
+        size = len(json.dumps(kwargs, allow_nan=False)) if isinstance(kwargs, Mapping) else 0
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SpecError(f"chat_template_kwargs cannot be written as JSON: {error}") from error
+    if not size or size > MOST_BYTES:
+        raise SpecError(
+            f"chat_template_kwargs is {kwargs!r:.80}; give an object of at most {MOST_BYTES} bytes "
+            'as JSON, such as {"enable_thinking": false}'
+        )
+
+
+def _template(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+        compile_template(text)
+    except OSError as error:
+        raise SpecError(f"chat_template {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecError(f"chat_template {path} is not UTF-8 (byte {error.start})") from error
+    except BrokenTemplateError as error:
+        raise SpecError(f"chat_template {path}: {error}; mend it") from error
+    size = len(json.dumps(text))
+    if not text.strip() or size > MOST_BYTES:
+        raise SpecError(f"chat_template {path} has {size} bytes as JSON; give 1 to {MOST_BYTES}")
+    return text
