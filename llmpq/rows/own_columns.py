@@ -13,9 +13,9 @@ from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
-from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
+from llmpq.rows.results import FINGERPRINT, REASONING, RESULT_FIELDS
 
-_TAKEN = frozenset((*RESULT_FIELDS, FINGERPRINT))
+_TAKEN = frozenset((*RESULT_FIELDS, REASONING, FINGERPRINT))
 """Names that a row of results has itself."""
 
 PREFIX = "input_"

@@ -16,7 +16,8 @@ class Result:
     """Outcome of one row: generated tokens (EOS included) and their text, or `error`.
 
     `text` is None where the model has no tokenizer. `columns`: what the row carried beside the
-    fields that are read, under names that no field here has.
+    fields that are read, under names that no field here has; before it, of a chat with a model that
+    reasons, the `reasoning_content` of its answer, which `text` is without.
     """
 
     custom_id: str
@@ -49,6 +50,9 @@ class Result:
 
 RESULT_FIELDS = tuple(each.name for each in fields(Result) if each.name != "columns")
 """Names of the fields that every result has."""
+
+REASONING = "reasoning_content"
+"""Name of the column of what a model has reasoned before its answer, None where it has not."""
 
 FINGERPRINT = "fingerprint"
 """Name of the field that a row of an output has beside them."""

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from actors.messages import Finished, Request
-from llmpq.rows.results import Result
+from llmpq.lengths.finished_rows import texts_of
+from llmpq.rows.results import REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift.lengths import LengthRecord
 from llmpq.run.monitoring.meter import RunMeter
 from llmpq.run.request_queues import WaitingRequests
+from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, divided
 from llmpq.tokenizing.requests import RequestMaker
 
 NOT_FINITE = (
@@ -47,10 +49,15 @@ class RowsInFlight:
         self.first_error: Result | None = None
 
     def taken_in(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
-        """The `rows`, whose own columns are kept for their results."""
+        """The `rows`, whose own columns are kept for their results; that of the reasoning, which is
+        to come, beside those of a chat with a model that reasons.
+        """
         for row in rows:
-            if row.columns:
-                self._columns[row.custom_id] = row.columns
+            columns = row.columns
+            if isinstance(row, Row) and row.messages is not None and self._maker.markers:
+                columns = {REASONING: None, **columns}
+            if columns:
+                self._columns[row.custom_id] = columns
             yield row
 
     def requests(self, items: Iterator[Request | BadRow]) -> Iterator[Request | None]:
@@ -126,10 +133,17 @@ class RowsInFlight:
                 continue
             self.record.end(request, len(each.token_ids))
             self.ended += 1
-            columns = self._columns.pop(each.custom_id, {})
-            yield Result(
-                each.custom_id, answer.text, each.token_ids, each.finish_reason, columns=columns
-            )
+            text, columns = self._divided(answer.text, request)
+            yield Result(each.custom_id, text, each.token_ids, each.finish_reason, columns=columns)
+
+    def _divided(self, text: str | None, request: Request) -> tuple[str | None, Mapping[str, Any]]:
+        """The text of an answer without its reasoning, and the columns of its row with that."""
+        columns, markers = self._columns.pop(request.custom_id, {}), self._maker.markers
+        if REASONING not in columns or text is None or markers is None:
+            return text, columns
+        end = texts_of(self._maker.tokenizer, [request.prompt_ids[-PROMPT_END_TOKENS:]])[0]
+        reasoning, text = divided(text, markers, end)
+        return text, {**columns, REASONING: reasoning}
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
         columns = self._columns.pop(custom_id, {})

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
+from llmpq.tokenizing.reasoning import Markers
 
 EngineStatus = Literal["loading", "ready", "draining", "failed"]
 FinishReason = Literal["stop", "length"]
@@ -131,6 +132,10 @@ class Engine(Protocol):
     @property
     def sampling(self) -> Sampling:
         """Sampling of requests where they name none of their own."""
+
+    @property
+    def markers(self) -> Markers | None:
+        """What the model's reasoning stands between, if it has such tokens."""
 
     @property
     def status(self) -> EngineStatus:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 from actors.sampling_options import Sampling
@@ -17,6 +18,8 @@ from llmpq.serve.engine import (
 )
 from llmpq.serve.wire.bodies import ChatBody, CompletionBody
 from llmpq.serve.wire.errors import ApiError, bad_request
+from llmpq.serve.wire.pieces import Piece
+from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
 from quant.common.errors import SpecError
 
@@ -27,11 +30,35 @@ TOO_LONG = "context_length_exceeded"
 class Asked:
     """The generations of one HTTP request, in the order of their choices' indices.
 
-    `prompt_tokens` counts each prompt once, however many answers it gets.
+    `prompt_tokens` counts each prompt once, however many answers it gets. `prompt_end` is the last
+    text of a chat's prompt for a model that reasons between `markers`, None of any other.
     """
 
     generations: tuple[GenerationRequest, ...]
     prompt_tokens: int
+    markers: Markers | None = None
+    prompt_end: str = ""
+
+    def whole(self, parts: Sequence[Piece]) -> Sequence[Piece]:
+        """The `parts` of an answer; one, with the reasoning apart, where there may be any."""
+        if self.markers is None:
+            return parts
+        text = "".join(piece.text for piece in parts)
+        reasoning, content = divided(text, self.markers, self.prompt_end)
+        tokens = tuple(token for piece in parts for token in piece.tokens)
+        return [replace(parts[-1], text=content, reasoning=reasoning, tokens=tokens)]
+
+    def divide(self, piece: Piece, streams: dict[int, ReasoningStream]) -> Piece:
+        """The next `piece` of an answer with its reasoning apart; `streams` are kept by index."""
+        if self.markers is None:
+            return piece
+        stream = streams.get(piece.index)
+        if stream is None:
+            stream = streams[piece.index] = ReasoningStream(self.markers, self.prompt_end)
+        reasoning, content = stream.add(piece.text)
+        if piece.finish_reason is not None:
+            reasoning, content = map(add, (reasoning, content), stream.finish())
+        return replace(piece, text=content, reasoning=reasoning)
 
 
 def generations_of(body: CompletionBody | ChatBody) -> int:
@@ -59,7 +86,10 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
             made = f"{name}-{number}"
             drawn = made if body.seed is None else str(number)
             generations.append(GenerationRequest(made, ids, most, sampling, drawn, alternatives))
-    return Asked(tuple(generations), prompt_tokens)
+    markers, end = None if isinstance(body, CompletionBody) else engine.markers, ""
+    if markers is not None:
+        end = await engine.decode(generations[0].prompt_ids[-PROMPT_END_TOKENS:])
+    return Asked(tuple(generations), prompt_tokens, markers, end)
 
 
 def _sampling(given: Mapping[str, Any], engine: Engine) -> Sampling:

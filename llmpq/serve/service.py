@@ -23,6 +23,7 @@ from llmpq.serve.wire.errors import ApiError, unknown_model
 from llmpq.serve.wire.parsing import parse_json, read_body
 from llmpq.serve.wire.pieces import Piece
 from llmpq.serve.wire.streaming import DONE, EventStream, answer_unless_gone, event
+from llmpq.tokenizing.reasoning import ReasoningStream
 
 
 class Service:
@@ -109,7 +110,7 @@ class _Job:
         async with aclosing(self._pieces(wanted)) as made:
             async for piece in made:
                 parts.setdefault(piece.index, []).append(piece)
-        choices = [self._form.whole(parts[index]) for index in sorted(parts)]
+        choices = [self._form.whole(wanted.whole(parts[index])) for index in sorted(parts)]
         new_tokens = sum(piece.new_tokens for each in parts.values() for piece in each)
         usage = Usage(wanted.prompt_tokens, new_tokens)
         content = self._head.content(self._form.whole_kind, choices)
@@ -138,15 +139,17 @@ class _Job:
         wanted = await self._asked()
         new_tokens = 0
         opened: set[int] = set()
+        streams: dict[int, ReasoningStream] = {}
         async with aclosing(self._pieces(wanted)) as made:
-            async for piece in made:
+            async for each in made:
+                piece = wanted.divide(each, streams)
                 new_tokens += piece.new_tokens
                 if piece.index not in opened:
                     opened.add(piece.index)
                     opening = form.opening(piece.index)
                     if opening is not None:
                         yield self._chunk(opening)
-                if piece.text or piece.tokens:
+                if piece.text or piece.reasoning or piece.tokens:
                     yield self._chunk(form.part(piece))
                 if piece.finish_reason is not None:
                     yield self._chunk(form.closing(piece))

@@ -23,6 +23,7 @@ from llmpq.serve.engine import (
     QueueState,
     TokenEvent,
 )
+from llmpq.tokenizing.reasoning import Markers
 
 STARTING_SHARE = 4
 """One in so many slots may hold a batch's generation that has no token yet: an online request that
@@ -115,6 +116,11 @@ class BehindOnline:
     def sampling(self) -> Sampling:
         """As the engine's."""
         return self._engine.sampling
+
+    @property
+    def markers(self) -> Markers | None:
+        """As the engine's."""
+        return self._engine.markers
 
     @property
     def status(self) -> EngineStatus:

@@ -20,6 +20,7 @@ from llmpq.serve.engine import (
     QueueState,
     TokenEvent,
 )
+from llmpq.tokenizing.reasoning import Markers
 
 
 class Replica(Engine, Protocol):
@@ -79,6 +80,11 @@ class ReplicatedEngine:
     def sampling(self) -> Sampling:
         """Sampling of requests where they name none of their own."""
         return self._replicas[0].sampling
+
+    @property
+    def markers(self) -> Markers | None:
+        """What the model's reasoning stands between, if it has such tokens."""
+        return self._replicas[0].markers
 
     @property
     def status(self) -> EngineStatus:

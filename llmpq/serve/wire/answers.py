@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from llmpq.rows.results import REASONING
 from llmpq.serve.wire.pieces import Piece, TokenText
 from quant.common.token_text import INCOMPLETE
 
@@ -130,9 +131,10 @@ class ChatForm:
         """As in `Form`."""
         text = "".join(piece.text for piece in parts)
         tokens = [token for piece in parts for token in piece.tokens]
+        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
         return {
             "index": parts[-1].index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message | _reasoning(parts[-1]),
             "logprobs": self._logprobs(tokens),
             "finish_reason": parts[-1].finish_reason,
         }
@@ -143,7 +145,9 @@ class ChatForm:
 
     def part(self, piece: Piece) -> Json:
         """As in `Form`."""
-        return self._delta(piece.index, {"content": piece.text}, self._logprobs(piece.tokens))
+        reasoning = _reasoning(piece) if piece.reasoning else {}
+        content = {"content": piece.text} if piece.text or not reasoning else {}
+        return self._delta(piece.index, reasoning | content, self._logprobs(piece.tokens))
 
     def closing(self, piece: Piece) -> Json:
         """As in `Form`."""
@@ -165,6 +169,11 @@ class ChatForm:
             for token in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+def _reasoning(piece: Piece) -> dict[str, object]:
+    """The field that other servers have for reasoning, where a piece has any."""
+    return {} if piece.reasoning is None else {REASONING: piece.reasoning}
 
 
 def _with_bytes(text: str, logprob: float | None) -> dict[str, object]:

@@ -22,6 +22,7 @@ class TokenText:
 class Piece:
     """Next part of choice `index`: a text, perhaps empty in the last one, which says why it ends.
 
+    `reasoning`: what stands before it and is no part of the answer, where that is told apart;
     `new_tokens`: tokens generated since the piece before, end tokens included. `tokens`: those that
     the text is of, where log-probabilities are wanted.
     """
@@ -31,3 +32,4 @@ class Piece:
     new_tokens: int
     tokens: tuple[TokenText, ...] = ()
     finish_reason: str | None = None
+    reasoning: str | None = None

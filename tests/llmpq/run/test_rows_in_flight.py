@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 from actors.messages import Finished, Request, Sampling
-from llmpq.rows.results import Result
+from llmpq.rows.results import REASONING, Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.monitoring.meter import RunMeter
 from llmpq.run.rows_in_flight import RowsInFlight
-from llmpq.tokenizing.requests import RequestMaker
+from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.workload import Workload
+from tests.llmpq.small_tokenizers import write_byte_tokenizer
 
 SHORT, LONG = Workload(4, 8, 6), Workload(1, 64, 6)
 ROWS = [
@@ -43,5 +48,38 @@ def test_every_result_has_the_columns_of_its_row() -> None:
     assert found["stage"][1] == "lost"
     assert found["bad"][1] == "malformed"
     assert "plan has room for 64" in str(found["too long"][1])
+    assert rows.columns_held == 0
+    rows.long.close()
+
+
+def test_reasoning_of_chats_comes_beside_their_texts(tmp_path: Path) -> None:
+    """Not of texts; an error row of a chat has the column too, so that tables have one for all."""
+    template = "{{ messages[0].content }}"
+    folder = write_byte_tokenizer(tmp_path / "m", (), ("<think>", "</think>"), template=template)
+    with closing(load_tokenizer(folder, Limits())) as tokenizer:  # type: ignore[type-var]
+        maker = RequestMaker(SHORT, 300, Sampling(), tokenizer, LONG)
+        rows = RowsInFlight(maker, RunMeter(None, None))
+        prompts = {"asked": "hi", "opened": "hi <think>\n", "long": "hi " * 15, "failed": "hi"}
+        given = [
+            Row(name, messages=({"role": "user", "content": text},), columns={"topic": name})
+            for name, text in prompts.items()
+        ]
+        given.append(Row("text", text="hi"))
+        requests = [each for each in rows.requests(maker.requests(rows.taken_in(given))) if each]
+        answers = {"opened": "a</think>4", "failed": ""}
+        found = {}
+        for request in (*requests, *rows.long_requests()):
+            assert request is not None
+            answer = answers.get(request.custom_id, "<think>a</think>4")
+            ids = tokenizer.ask({"text": answer}).ids  # type: ignore[union-attr]
+            reason = "error" if request.custom_id == "failed" else "stop"
+            (result,) = rows.results([Finished(request.custom_id, ids or (), reason)])
+            found[result.custom_id] = result
+    for name in ("asked", "opened", "long"):
+        assert found[name].text == "4"
+        assert found[name].columns == {REASONING: "a", "topic": name}
+    assert found["failed"].columns == {REASONING: None, "topic": "failed"}
+    assert found["text"].text == "<think>a</think>4"
+    assert found["text"].columns == {}
     assert rows.columns_held == 0
     rows.long.close()

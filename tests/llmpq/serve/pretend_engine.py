@@ -18,6 +18,7 @@ from llmpq.serve.engine import (
     TokenEvent,
     TokenLogprob,
 )
+from llmpq.tokenizing.reasoning import Markers
 
 END = 256
 IDLE = QueueState(0, 0, 4, 0, 1000)
@@ -42,6 +43,7 @@ class PretendEngine:
     answer: Callable[[GenerationRequest], bytes] = repeated
     limits: EngineLimits = LIMITS
     sampling: Sampling = field(default_factory=Sampling)
+    markers: Markers | None = None
     status: EngineStatus = "ready"
     queue: QueueState = IDLE
     hold_after: int | None = None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.llmpq.serve.asking import CHAT, NOW_S, ask, chat, events
+from llmpq.tokenizing.reasoning import Markers
+from tests.llmpq.serve.asking import CHAT, COMPLETIONS, NOW_S, ask, chat, completion, events
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 PROMPT = "user: Hello\n"
@@ -117,3 +118,54 @@ def test_log_probabilities_without_alternatives() -> None:
     content = ask(CHAT, chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
     assert "".join(token["token"] for token in content) == PROMPT
     assert all(token["top_logprobs"] == [] for token in content)
+
+
+THINK = Markers("<think>", "</think>")
+
+
+def thinks(answer: str) -> PretendEngine:
+    """A model that reasons between markers, and whose prompts end as the last message does."""
+    return PretendEngine(answer=lambda request: answer.encode(), markers=THINK)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "content"),
+    [
+        ("<think>a é\n</think>\n4", "a é\n", "\n4"),
+        ("<think>a", "a", ""),
+        ("4 < 5 <think>", None, "4 < 5 <think>"),
+    ],
+)
+def test_reasoning_comes_apart(answer: str, reasoning: str | None, content: str) -> None:
+    message = ask(CHAT, chat(), thinks(answer)).json()["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    assert ("reasoning_content" in message) == (reasoning is not None)
+    chunks = events(ask(CHAT, chat(stream=True, n=2, logprobs=True), thinks(answer)).text)
+    for index in range(2):
+        of_one = [each["choices"][0] for each in chunks if each["choices"][0]["index"] == index]
+        deltas = [choice["delta"] for choice in of_one]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
+        assert "".join(delta.get("content", "") for delta in deltas) == content
+        tokens = [token for each in of_one for token in (each["logprobs"] or {}).get("content", ())]
+        assert len(tokens) == len(answer.encode())
+
+
+def test_reasoning_that_the_prompt_opens() -> None:
+    body = chat(messages=[{"role": "user", "content": "<think>"}])
+    message = ask(CHAT, body, thinks("a</think>4")).json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("a", "4")
+    deltas = [
+        chunk["choices"][0]["delta"]
+        for chunk in events(ask(CHAT, body | {"stream": True}, thinks("a</think>4")).text)
+    ]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "a"},
+        {"content": "4"},
+        {},
+    ]
+
+
+def test_texts_are_not_divided() -> None:
+    choice = ask(COMPLETIONS, completion(), thinks("<think>a</think>4")).json()["choices"][0]
+    assert choice["text"] == "<think>a</think>4"
