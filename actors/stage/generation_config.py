@@ -21,6 +21,7 @@ from quant.common.safe_text import printable
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _EOS, _EOS_ID = "eos_token", "eos_token_id"
+_SHOWN_CHARACTERS = 40  # of a token's text
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ def _texts(folder: Path, tokens: set[int]) -> Mapping[int, str]:
         if tokens <= texts.keys():
             break
         found = {token: text for text, token in ids.items() if type(token) is int}
-        texts |= {token: printable(found[token]) for token in tokens & found.keys() - texts.keys()}
+        new = tokens & found.keys() - texts.keys()
+        texts |= {token: printable(found[token][:_SHOWN_CHARACTERS]) for token in new}
     return texts
 
 

@@ -113,7 +113,7 @@ class Worker:
 
     def _render(self, messages: list[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         kwargs = dict(self._options.get("chat_template_kwargs", {}))
-        kwargs |= options.get("chat_template_kwargs", {})
+        kwargs |= options.get("chat_template_kwargs") or {}
         kwargs |= {name: options[name] for name in _OF_TEMPLATE if name in options}
         kwargs.setdefault("add_generation_prompt", not kwargs.get("continue_final_message"))
         try:

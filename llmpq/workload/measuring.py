@@ -221,9 +221,7 @@ def _numbers(values: array[int]) -> IntArray:
 
 
 def _size(row: Row) -> int:
-    """Tokens of token ids, bytes of a text or of messages and what goes with them, such as tools; at
-    least 1 of a text.
-    """
+    """Tokens of token ids, bytes of a text, or of messages with tools; at least 1 of a text."""
     if row.token_ids is not None:
         return len(row.token_ids)
     given = (*(row.messages or ()), row.prompt_options)

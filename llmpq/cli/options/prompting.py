@@ -54,6 +54,14 @@ def asked_prompting(options: argparse.Namespace) -> Prompting:
     return Prompting.of(**given_prompting(options))
 
 
+def prompting_words(options: argparse.Namespace) -> list[str]:
+    """The words of a command that gives the same options."""
+    words = []
+    for name, value in given_prompting(options).items():
+        words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
 def _json_object(text: str) -> object:
     try:
         found = json.loads(text)

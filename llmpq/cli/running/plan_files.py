@@ -10,6 +10,7 @@ from typing import Any
 
 from llmpq.cli.common import command_line, console, tell_written
 from llmpq.cli.options.algo import PLANNING
+from llmpq.cli.options.prompting import prompting_words
 from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.fleet import Fleet
@@ -105,6 +106,7 @@ def _run_command(options: argparse.Namespace, plan: Plan) -> str:
     is_hub_id = source is None and plan.model.source.count("/") == 1
     if not is_hub_id and (source is None or not is_local_model(source)):
         words += ["--model", "FOLDER"]
+    words += prompting_words(options)
     return command_line(*words, "--output", RESULTS)
 
 

@@ -193,6 +193,25 @@ def test_what_no_template_can_be_given(
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_the_command_that_runs_a_plan_says_how_prompts_become_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5]}\n')
+    how = ["--chat_template_kwargs", '{"mood": "calm"}', "--add_special_tokens", "FALSE"]
+    given = [
+        "--model",
+        MODEL,
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "-o",
+        str(tmp_path / "p.json"),
+    ]
+    devices = ["--device_names", "T4", "--device_numbers", "1"]
+    assert run(algo.main, *given, *devices, *how) == EXIT_DONE
+    shown = capsys.readouterr().out
+    assert """--chat_template_kwargs '{"mood": "calm"}' --add_special_tokens false""" in shown
+
+
 def test_templates_are_for_rows(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", MODEL, "--prompts", "5", "--chat_template_kwargs", "{}"]
     assert run(algo.main, *given) == EXIT_BAD_INPUT
