@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from actors.attention.masks import Scoring
 from actors.messages import MicroBatch, TokenIds
 
 
@@ -60,13 +61,16 @@ class Addresses:
     """The addresses of `batch`, with tensors on the stage's `device`, made once per pass.
 
     `blocks` are written as such: a fifth of the time of single addresses on a CPU. `in_place`: the
-    whole requests where they are read without a copy.
+    whole requests where they are read without a copy. One copy has at most `most_copied` tokens:
+    those of the cache.
     """
 
     batch: MicroBatch
     device: torch.device
     blocks: tuple[Block, ...]
     in_place: EvenRanges | None
+    most_copied: int
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
 
     @classmethod
     def of(
@@ -84,7 +88,8 @@ class Addresses:
             ends = None if own_ends is None else own_ends[batch.begins]
             if ends is None or (ends < batch.begins + longest).any():
                 in_place = None
-        return cls(batch, device, _blocks(batch, device), in_place)
+        most_copied = len(lengths) * longest if own_ends is None else len(own_ends)
+        return cls(batch, device, _blocks(batch, device), in_place, most_copied)
 
     @cached_property
     def longest(self) -> int:
@@ -95,6 +100,36 @@ class Addresses:
     def equal_lengths(self) -> bool:
         """Whether all requests have as many tokens."""
         return bool((self.batch.lengths == self.longest).all())
+
+    @cached_property
+    def read_together(self) -> tuple[tuple[Tensor | slice, Addresses], ...]:
+        """Rows of requests that are read by one copy, and their addresses: all of them, or where
+        that copy would be larger than the cache, those of like lengths.
+        """
+        batch = self.batch
+        if self.in_place is not None or len(batch.slots) * self.longest <= self.most_copied:
+            return ((slice(None), self),)
+        order = np.argsort(-batch.lengths, kind="stable")
+        groups: list[tuple[Tensor | slice, Addresses]] = []
+        while len(order):
+            count = max(1, self.most_copied // int(batch.lengths[order[0]]))
+            rows, order = order[:count], order[count:]
+            own = Addresses(batch.of_rows(rows), self.device, (), None, self.most_copied)
+            groups.append((torch.from_numpy(rows).to(self.device), own))
+        return tuple(groups)
+
+    def decode_mask(self, scoring: Scoring, dtype: torch.dtype) -> Tensor | None:
+        """`Scoring.mask` of one new token a request; None where every token sees all.
+
+        It is made once a pass, of whose layers the scoring differs in the window alone.
+        """
+        scoring = scoring.within(self.longest)
+        if self.equal_lengths and scoring.is_plain:
+            return None
+        if scoring.window not in self._masks:
+            mask = scoring.mask(self.positions[:, None], self.longest, dtype)
+            self._masks[scoring.window] = mask
+        return self._masks[scoring.window]
 
     @cached_property
     def positions(self) -> Tensor:

@@ -33,18 +33,20 @@ class Scoring:
         return self.window is None and self.alibi_slopes is None
 
     def mask(self, query_positions: Tensor, key_count: int, dtype: torch.dtype) -> Tensor:
-        """Visible keys (boolean), or the ALiBi bias in `dtype`, minus infinity where hidden.
+        """What is added to scores, in `dtype`: the ALiBi bias or 0, minus infinity where a key is
+        hidden.
 
         `query_positions`: `[requests, queries]`; returns `[requests, 1 or heads, queries,
         key_count]`.
         """
         keys = torch.arange(key_count, device=query_positions.device)
-        distance = query_positions[:, None, :, None] - keys
-        visible = distance >= 0
+        positions = query_positions[:, None, :, None]
+        hidden = keys > positions
         if self.window is not None:
-            visible &= distance < self.window
-        if self.alibi_slopes is None:
-            return visible
-        bias = (self.alibi_slopes[:, None] * keys).to(dtype)[None, :, None, :]
-        masked: Tensor = bias.masked_fill(~visible, -math.inf)
+            hidden |= keys <= positions - self.window
+        bias = torch.zeros(1, 1, 1, 1, dtype=dtype, device=keys.device)
+        if self.alibi_slopes is not None:
+            slopes = self.alibi_slopes.to(keys.device)
+            bias = (slopes[:, None] * keys).to(dtype)[None, :, None, :]
+        masked: Tensor = bias.masked_fill(hidden, -math.inf)
         return masked

@@ -195,18 +195,36 @@ def _attention(
 def _decode(
     where: Addresses, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
 ) -> Tensor:
-    """Attend from one new token a request by a single call over the ranges, shorter ones masked."""
-    mask = None
-    if not (where.equal_lengths and scoring.is_plain):
-        mask = scoring.mask(where.positions[:, None], where.longest, query.dtype)
-    out = _attention(
-        query[:, :, None],
+    """Attend from one new token a request, by one call where one copy of the ranges will do."""
+    groups = where.read_together
+    if len(groups) == 1:
+        return _decode_together(where, query, keys, values, scoring)
+    out = torch.empty_like(query)
+    for rows, own in groups:
+        out[rows] = _decode_together(own, query[rows], keys, values, scoring)
+    return out
+
+
+def _decode_together(
+    where: Addresses, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
+) -> Tensor:
+    """Attend from one new token a request by a single call over the ranges, shorter ones masked.
+
+    The queries that share keys and values stand as rows of one head, as if they were tokens: no
+    kernel needs to know grouped heads, nor keys to be repeated.
+    """
+    kv_heads = keys.numbers.shape[0]
+    mask = where.decode_mask(scoring, query.dtype)
+    if mask is not None and mask.shape[1] > 1:  # ALiBi
+        mask = mask.view(len(mask), kv_heads, -1, where.longest)
+    out = F.scaled_dot_product_attention(
+        query.unflatten(1, (kv_heads, -1)),
         keys.read(where.read, query.dtype),
         values.read(where.read, query.dtype),
         attn_mask=mask,
         scale=scoring.scale,
     )
-    return out[:, :, 0]
+    return out.flatten(1, 2)
 
 
 def _each_request(

@@ -146,8 +146,7 @@ def _bloom_attention(
     """Compute attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
     projected = self._reshape(self.query_key_value(hidden_states))
     new = NewTokens(*(x[0].transpose(0, 1) for x in projected))
-    slopes = self.alibi_slopes.to(hidden_states.device)
-    scoring = Scoring(self.inv_norm_factor, alibi_slopes=slopes)
+    scoring = Scoring(self.inv_norm_factor, alibi_slopes=self.alibi_slopes)
     out = attend(layer_past.context, self.layer_idx, new, scoring)
     return self.dense(out.flatten(1)[None]) + residual, None
 

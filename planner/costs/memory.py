@@ -179,10 +179,11 @@ def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
     each request's last token. Hidden states under way between stages come on top.
     """
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
-    prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens)
+    prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
     peaks = [
         prefill_bytes + _bias_bytes(shape, work.workload.prompt_length, element),
-        _attention_bytes(work, work.decode_requests, _decode_keys(work)),
+        _attention_bytes(work, work.decode_requests, _decode_keys(work), False)
+        + _decode_index_bytes(work),
         _mlp_bytes(work),
     ]
     if ends.embedding:
@@ -197,8 +198,19 @@ def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
 
 
 def _decode_keys(work: StageWork) -> int:
-    """Most tokens that the requests of a decode step attend to."""
+    """Most tokens of which a decode step copies keys and values at once
+    (`actors.attention.addresses.Addresses.read_together`).
+    """
     return min(work.decode_requests * work.workload.total_length, work.workload.kv_tokens)
+
+
+def _decode_index_bytes(work: StageWork) -> int:
+    """Bytes of the token slots that a decode step reads and of what it adds to their scores, for
+    requests that are all as long as the longest.
+    """
+    heads = work.shape.heads if work.shape.alibi else 1
+    each = _TOKEN_ID_BYTES + heads * DTYPE_BYTES[work.dtype]
+    return work.decode_requests * work.workload.total_length * each
 
 
 def runtime_bytes(device: Device) -> int:
@@ -251,41 +263,46 @@ def stage_memory(
     )
 
 
-def _attention_bytes(work: StageWork, tokens: int, key_tokens: int) -> int:
-    """Bytes of residual, norm, projections with rotated copies, repeated keys and values, result.
+def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: bool) -> int:
+    """Bytes of residual, norm, projections with rotated copies, copied keys and values, result.
 
-    Decoding may copy the keys and values of slots that lie apart, and kernels that do not know
-    grouped heads repeat them; `key_tokens` are the tokens attended to. 8-bit keys and values are
+    Decoding copies keys and values of slots that lie apart; prefill `repeats` them for kernels that
+    do not know grouped heads. `key_tokens` are the tokens copied. 8-bit keys and values are
     restored before; the loop on a CPU that reads their codes directly needs less.
     """
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     per_token = 2 * shape.hidden_size + 2 * (shape.query_width + 2 * shape.kv_width)
     per_token += shape.query_width
-    keys = shape.kv_width if shape.heads == shape.kv_heads else shape.query_width
+    keys = shape.query_width if repeats else shape.kv_width
     norm = _NORM_BUFFERS * _FLOAT32_BYTES * shape.hidden_size
     attended = tokens * per_token * element + 2 * key_tokens * keys * element
     if work.kv_bits != FULL_BITS:
-        attended += _code_bytes(shape, tokens, key_tokens, element)
+        attended += _code_bytes(shape, tokens, key_tokens, element, repeats)
     return max(attended, tokens * (2 * shape.hidden_size * element + norm))
 
 
-def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -> int:
+def _code_bytes(
+    shape: ModelShape, tokens: int, key_tokens: int, element: int, repeats: bool
+) -> int:
     """Bytes that 8-bit keys and values need beyond 16-bit ones. While new ones become codes: a
     float32 copy, two results and codes. While codes are restored: a copy of one tensor's codes,
     and, where heads are repeated, the tensors from which they are repeated.
     """
     made = tokens * (3 * _FLOAT32_BYTES + 1) * shape.kv_width
-    repeated_from = 0 if shape.heads == shape.kv_heads else 2 * shape.kv_width * element
+    repeated = repeats and shape.heads != shape.kv_heads
+    repeated_from = 2 * shape.kv_width * element if repeated else 0
     copied = kv_token_bytes(shape, KV_BITWIDTHS[0], "")
     return max(made, key_tokens * (repeated_from + copied + element * shape.kv_heads))
 
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
-    """Bytes of ALiBi's bias and its masked copy, or of a window's mask, for one prompt."""
+    """Bytes for one prompt: ALiBi's bias and its masked copy, or a window's mask as booleans and as
+    numbers.
+    """
     if shape.alibi:
         return 2 * shape.heads * prompt_length**2 * element
     windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window
-    return prompt_length**2 * element if windowed else 0
+    return prompt_length**2 * (element + 1) if windowed else 0
 
 
 def _mlp_bytes(work: StageWork) -> int:

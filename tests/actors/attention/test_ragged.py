@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from actors.attention import ragged
@@ -20,7 +23,7 @@ from actors.attention.kv_cache import (
 )
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
-from actors.messages import TokenRange
+from actors.messages import MicroBatch, TokenRange
 from tests.actors.batches import batch_in_ranges
 
 HEADS, KV_HEADS, DIM, SLOTS, LENGTH = 6, 2, 8, 5, 24
@@ -58,7 +61,7 @@ def written_out(
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize(("kv_bits", "compiled"), [(16, True), (8, True), (8, False)])
+@pytest.mark.parametrize(("kv_bits", "compiled"), [(16, True), (16, False), (8, True), (8, False)])
 def test_chunks_decodes_and_joins_equal_whole_requests(
     window: int | None,
     alibi: bool,
@@ -109,6 +112,68 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
             stored = [each.read(lambda t: t, torch.float32) for each in codes]
         expected = written_out(query, *stored, 0.3, window, slopes)
         torch.testing.assert_close(torch.cat(got[slot]).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize(
+    ("begins", "lengths", "calls"),
+    [
+        ([0, 24, 48], [9, 9, 9], [(3, 9, False)]),  # in place, all of them seen
+        ([0, 50, 24], [9, 24, 3], [(3, 24, True)]),
+        (
+            [0, 85, 4, 8],
+            [4, 30, 4, 3],
+            [(3, 30, True), (1, 3, False)],
+        ),  # 120 would be copied of 115
+    ],
+)
+def test_decode_on_a_gpu_reads_no_head_twice_and_copies_no_more_than_the_cache(
+    begins: list[int],
+    lengths: list[int],
+    calls: list[tuple[int, int, bool]],
+    alibi: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Queries that share keys go to the kernel as rows, over keys as they are held; masks are made
+    once for both layers.
+    """
+    seen: list[tuple[Tensor, Any]] = []
+    dot = F.scaled_dot_product_attention
+
+    def watched(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
+        assert not options.get("enable_gqa"), "kernels that take masks do not know groups"
+        assert query.shape[1:] == (KV_HEADS, HEADS // KV_HEADS, DIM)
+        assert keys.shape[1] == values.shape[1] == KV_HEADS
+        seen.append((keys, options["attn_mask"]))
+        return dot(query, keys, values, **options)
+
+    monkeypatch.setattr("actors.attention.ragged.can_attend", lambda stored: False)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    torch.manual_seed(3)
+    cache = KVCache(range(2), replace(SHAPE, tokens=115), CacheForm(torch.float32, CPU))
+    slopes = torch.rand(HEADS) if alibi else None
+    scoring = Scoring(0.3, None, slopes)
+    whole = [torch.randn(n, 2 * KV_HEADS, DIM) for n in lengths]
+    ends = np.array(lengths)
+    slots, ones = np.arange(len(ends)), np.ones_like(ends)
+    made = RaggedContext.of(cache, MicroBatch(slots, ends - 1, ones, np.array(begins)))
+    for layer in range(2):
+        for begin, each in zip(begins, whole, strict=True):
+            place = MicroBatch(*np.array([[0], [0], [len(each)], [begin]]))
+            cache.append(layer, cache.addresses(place), each[:, :KV_HEADS], each[:, KV_HEADS:])
+        query = torch.randn(len(ends), HEADS, DIM)
+        newest = torch.stack([each[-1] for each in whole])
+        new = NewTokens(query, newest[:, :KV_HEADS], newest[:, KV_HEADS:])
+        out = attend(made, layer, new, scoring)
+        for row, each in enumerate(whole):
+            own = query[row].expand(len(each), HEADS, DIM)
+            key, value = each.split(KV_HEADS, 1)
+            expected = written_out(own, key, value, 0.3, None, slopes)[-1]
+            torch.testing.assert_close(out[row].double(), expected, atol=1e-5, rtol=1e-4)
+    found = [(len(keys), keys.shape[2], mask is not None) for keys, mask in seen]
+    assert found == 2 * [(*call[:2], call[2] or alibi) for call in calls]
+    for (_, first), (_, second) in zip(seen[: len(calls)], seen[len(calls) :], strict=True):
+        assert first is second or first.data_ptr() == second.data_ptr(), "it is made once"
 
 
 def test_nothing_of_an_earlier_request_in_the_slot_is_seen() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
@@ -119,12 +120,14 @@ def test_measured_times_change_in_the_proportion_of_the_estimates() -> None:
 
 
 def test_restored_keys_are_in_the_peak() -> None:
-    """Grouped heads: repeated ones are made of restored ones, which a 16-bit cache has already."""
-    shape, workload = model_shape("llama-3-8b"), Workload(8, 512, 3000)
+    """They are made of a copy of codes and scales, one tensor after the other."""
+    shape, workload = model_shape("llama-3-8b"), Workload(8, 512, 8000)
     full, coded = (
         temporary_bytes(
             StageWork(shape, workload, MicroBatches(1, 8), "float16", kv_bits=bits), StageEnds()
         )
         for bits in (16, 8)
     )
-    assert coded - full >= 2 * 8 * 3512 * shape.kv_width * 2
+    codes = torch.empty(8 * 8512, shape.kv_heads, shape.head_dim, dtype=torch.int8, device="meta")
+    scales = codes[..., 0].to(torch.bfloat16)
+    assert coded - full == codes.nbytes + scales.nbytes + scales.half().nbytes

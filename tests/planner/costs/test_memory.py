@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
+from actors.attention.masks import Scoring
+from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import Admission, MicroBatch, Sampling
 from actors.stage.sampler import Sampler
 from planner.cluster.device import Device
@@ -128,6 +131,43 @@ def test_temporaries_cover_blooms_spelled_out_activation() -> None:
     work = StageWork(shape, Workload(2, 256, 1), MicroBatches(2, 2), "float32", quantized=False)
     estimated = temporary_bytes(work, StageEnds())
     assert seen.peak <= estimated <= 3 * seen.peak
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("case", range(4))
+def test_temporaries_cover_what_decoding_of_unlike_requests_gathers(
+    kv_bits: int, alibi: bool, case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest may be far longer than the others, whose ranges lie at any distance: copies of
+    all up to the longest would be many times the cache, and what is planned.
+    """
+    monkeypatch.setattr("actors.attention.ragged.can_attend", lambda stored: False)
+    rng = np.random.default_rng(case)
+    requests, heads, kv_heads, width = int(rng.integers(2, 24)), 8, int(rng.choice([1, 2, 8])), 16
+    lengths = rng.geometric(1 / 12, requests).clip(1, 200)
+    lengths[rng.integers(requests)] = longest = 256
+    workload = Workload(requests, 1, longest - 1, n_slots=int(lengths.sum()) + 3)
+    order = rng.permutation(requests)
+    begins = np.empty(requests, np.int64)
+    begins[order] = (
+        np.cumsum(lengths[order]) - lengths[order] + np.sort(rng.integers(4, size=requests))
+    )
+    batch = MicroBatch(np.arange(requests), lengths - 1, np.ones(requests, np.int64), begins)
+    cpu = torch.device("cpu")
+    form = CacheForm(torch.float32, cpu, kv_bits)
+    cache = KVCache(range(1), CacheShape(workload.kv_tokens, kv_heads, width), form)
+    key, query = torch.randn(requests, kv_heads, width), torch.randn(requests, heads, width)
+    slopes = torch.rand(heads) if alibi else None
+    with torch.inference_mode(), PeakBytes() as seen:
+        context = RaggedContext.of(cache, batch)
+        for _ in range(2):
+            attend(context, 0, NewTokens(query, key, key), Scoring(0.3, None, slopes))
+    values = CONFIGS["llama"] | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    shape = replace(shape_from_config("tiny", {"model_type": "llama", **values}), alibi=alibi)
+    sizes = MicroBatches(1, requests)
+    work = StageWork(shape, workload, sizes, "float32", quantized=False, kv_bits=kv_bits)
+    assert seen.peak <= temporary_bytes(work, StageEnds()) <= 4 * seen.peak
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
