@@ -8,6 +8,18 @@ from quant.common.errors import DeviceError
 from quant.scheme import Processor
 
 
+def take_device(kind: str) -> torch.device:
+    """The device of this `kind`, cpu or cuda, for a process that computes on it: its first GPU.
+
+    Without cuDNN's attention: torch puts it first on GPUs of 9.0, and it makes a plan for every
+    length anew, which is at every decode step.
+    """
+    if kind != "cuda":
+        return torch.device(kind)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return torch.device("cuda", 0)
+
+
 def local_processor(device: torch.device) -> Processor:
     """The processor of `device` on this machine; DeviceError for anything but CPU and CUDA."""
     if device.type == "cuda":

@@ -9,9 +9,13 @@ each proves to the others that it knows their secret: gloo takes whoever comes f
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -24,6 +28,9 @@ from quant.common.errors import DeviceError, StageLostError
 _FOR_EVER = timedelta(days=365)
 """Ranks wait so long for the next order: a stage without requests is no fault. The end of a process
 is noticed all the same, as its connection closes."""
+
+_LOOK_S = 0.1
+"""Ranks on GPUs look so often whether all are together."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +55,45 @@ class Seat:
 class DistributedGroup:
     """The group of the rank in `seat`, which meets the others at `store`.
 
-    Raises `DeviceError` when they do not connect in time, or one was not invited.
+    A rank that leaves removes the `folder` in which they have met. On GPUs the others look for it:
+    NCCL's kernels would wait for the one that has left, and the host for them. Raises `DeviceError`
+    when they do not connect in time, or one was not invited.
     """
 
-    def __init__(self, seat: Seat, store: Any) -> None:
-        self._seat = seat
+    def __init__(self, seat: Seat, store: Any, folder: Path | None = None) -> None:
+        self._seat, self._folder = seat, folder
+        self._on_gpu = seat.device.type != "cpu"
+        self._ending = Lock()
         try:
             self._host = _gloo(seat, store)
             self._check_others()
-            on_gpu = seat.device.type == "cuda"
-            self._tensors = _nccl(seat, store) if on_gpu else self._host
+            self._nccl = _nccl(seat, store) if self._on_gpu else None
             first = torch.zeros(1, device=seat.device)
-            self._wait(self._tensors.allreduce([first]))  # NCCL connects at its first call
+            self._wait((self._nccl or self._host).allreduce([first]))  # at which NCCL connects
         except (RuntimeError, StageLostError, DeviceError) as error:
             raise DeviceError(
                 f"rank {seat.rank} of {seat.degree} on {seat.address} did not meet the others "
                 f"within {seat.timeout_s:g} s: {error}"
             ) from error
+        if self._on_gpu and folder is not None:
+            Thread(target=self._watch, args=(folder,), daemon=True).start()
+
+    def _watch(self, folder: Path) -> None:
+        """End NCCL's calls once a rank has left, whatever waits for them then."""
+        while folder.exists():
+            time.sleep(_LOOK_S)
+        self._abort()
+
+    def _abort(self) -> None:
+        with self._ending:
+            nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.abort()
+
+    def check(self) -> None:
+        """Raise `StageLostError` where a rank has left: NCCL's calls without it have ended too."""
+        if self._on_gpu and self._nccl is None:
+            raise self._lost("it has left")
 
     def _check_others(self) -> None:
         """Check that every other rank knows the secret."""
@@ -83,9 +112,10 @@ class DistributedGroup:
 
     def close(self) -> None:
         """Leave the others, whose calls fail from now on; it is not used again."""
-        if self._seat.device.type == "cuda" and self._tensors is not None:
-            self._tensors.abort()  # NCCL's kernels would wait for the others
-        self._host = self._tensors = None
+        self._host = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._abort()
 
     @property
     def rank(self) -> int:
@@ -99,16 +129,16 @@ class DistributedGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same on each, in the tensor's type."""
-        own = tensor if self._seat.device.type == "cuda" else tensor.float()
+        own = tensor if self._on_gpu else tensor.float()
         total = own.contiguous()
-        self._wait_on_device(self._tensors.allreduce([total]))
+        self._on_device(lambda tensors: tensors.allreduce([total]))
         return total.to(tensor.dtype)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The tensor of rank 0."""
         sent = tensor.contiguous()
         if sent.numel():
-            self._wait_on_device(self._tensors.broadcast([sent], _from_rank_0()))
+            self._on_device(lambda tensors: tensors.broadcast([sent], _from_rank_0()))
         return sent
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -131,24 +161,27 @@ class DistributedGroup:
         parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
         options = torch.distributed.GatherOptions()
         options.rootRank = 0
-        self._wait_on_device(self._tensors.gather([parts] if parts else [], [own], options))
+        self._on_device(lambda tensors: tensors.gather([parts] if parts else [], [own], options))
         if not parts:
             return None
         return torch.cat([part[..., :w] for part, w in zip(parts, widths, strict=True)], -1)
 
-    def _wait_on_device(self, work: Any) -> None:
-        """Have what is computed next wait for `work` on tensors: a GPU's stream, without the host,
-        which goes on to launch the next layer.
+    def _on_device(self, start: Callable[[Any], Any]) -> None:
+        """Have what is computed next wait for the work on tensors that `start` begins: a GPU's
+        stream, without the host, which goes on to launch the next layer.
 
         Told a time, NCCL's work would hold up the host and look every millisecond whether it is
         done (`WorkNCCL::wait` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). The limit of
         its group holds without that: torch ends the process of a call that lasts longer.
         """
-        if self._seat.device.type != "cuda":
-            self._wait(work)
+        if not self._on_gpu:
+            self._wait(start(self._host))
             return
+        nccl = self._nccl
+        if nccl is None:
+            raise self._lost("it has left")
         try:
-            work.wait()
+            start(nccl).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -158,7 +191,7 @@ class DistributedGroup:
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _lost(self, error: RuntimeError) -> StageLostError:
+    def _lost(self, error: object) -> StageLostError:
         return StageLostError(f"rank {self.rank} of {self.degree} lost another one: {error}")
 
 

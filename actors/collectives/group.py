@@ -39,6 +39,9 @@ class RankGroup(Protocol):
         sum(widths)]`; None on the others.
         """
 
+    def check(self) -> None:
+        """Raise `StageLostError` where what was computed may lack the part of another rank."""
+
     def close(self) -> None:
         """Leave the others, whose calls fail from now on."""
 
@@ -61,6 +64,9 @@ class Alone:
 
     def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         return tensor
+
+    def check(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

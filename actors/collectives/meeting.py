@@ -39,4 +39,4 @@ class Meeting:
         """The group of this rank, once all of them have come; `DeviceError` where they do not."""
         distributed: Any = torch.distributed
         store = distributed.FileStore(str(self.folder / "store"), degree)
-        return DistributedGroup(Seat(rank, degree, device, secret=self.secret), store)
+        return DistributedGroup(Seat(rank, degree, device, secret=self.secret), store, self.folder)

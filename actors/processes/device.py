@@ -6,6 +6,7 @@ import torch
 
 from actors.stage.spec import StageSpec
 from quant.common.errors import DeviceError
+from quant.processor import take_device
 
 TOLERATED_SHORTFALL = 0.03  # share by which a GPU may offer less: drivers reserve differently
 
@@ -35,4 +36,4 @@ def local_device(spec: StageSpec) -> torch.device:
             f"{spec.device_name}, but the GPU has {found.total_memory}; state usable_memory_gib in "
             "the cluster file"
         )
-    return torch.device("cuda", 0)
+    return take_device("cuda")

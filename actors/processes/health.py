@@ -17,8 +17,14 @@ import torch
 from actors.messages import BatchKind, MicroBatch
 from quant.common.errors import LlmpqError, StageLostError
 
-_SHORT_OF_MEMORY = ("can't allocate", "out of memory", "bad allocation", "std::bad_alloc")
-_BROKEN_DEVICE = ("CUDA error", "HIP error", "device-side assert")
+_SHORT_OF_MEMORY = (
+    "can't allocate",
+    "out of memory",
+    "bad allocation",
+    "std::bad_alloc",
+    "STATUS_ALLOC_FAILED",  # of cuBLAS, cuDNN and cuSPARSE
+)
+_BROKEN_DEVICE = ("CUDA error", "CUDA driver error", "HIP error", "device-side assert")
 _ASKED = re.compile(r"allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -129,7 +135,8 @@ class Health:
     def take_failure(self) -> BatchFailure | None:
         """Return the last failure and forget it; after one of memory, free what is not used."""
         failure, self._failure = self._failure, None
-        if failure is not None and failure.kind == "memory" and torch.cuda.is_available():
+        on_gpu = self.device is not None and self.device.type == "cuda"
+        if failure is not None and failure.kind == "memory" and on_gpu:
             torch.cuda.empty_cache()
         return failure
 

@@ -23,6 +23,7 @@ from actors.transport.pipelines import RayMessage, from_ray
 from actors.transport.rendezvous import BoardKeeper, RemoteBoard, Rendezvous
 from planner.cluster.links import Place, Way
 from quant.common.errors import DeviceError
+from quant.processor import take_device
 
 PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _ROWS = 16
@@ -43,11 +44,11 @@ class MeasuredHop:
 
 
 class End(BoardKeeper):
-    """One of two processes that send each other hidden states, on a GPU where it has one."""
+    """One of two processes that send each other hidden states, on a GPU or none."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool) -> None:
         torch.set_num_threads(1)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = take_device("cuda" if on_gpu else "cpu")
         torch.zeros(1, device=self._device)  # from here on host memory is pinned for a GPU
         self._links: Links
 

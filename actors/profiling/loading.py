@@ -29,7 +29,7 @@ from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.linear import LayerForm
 from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
 from quant.loading.onednn_linear import prepack_linears
-from quant.processor import local_processor
+from quant.processor import local_processor, take_device
 from quant.scheme import FULL_BITS
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts
@@ -109,7 +109,7 @@ class _Loads:
         )
 
     def _form(self, bits: int) -> LayerForm:
-        device = torch.device(self._task.device)
+        device = take_device(self._task.device)
         dtype: torch.dtype = getattr(torch, self._task.dtype)
         return LayerForm(bits, local_processor(device), dtype, device)
 

@@ -20,7 +20,7 @@ from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
 from quant.backends.selection import backend_name
 from quant.linear import LayerForm
-from quant.processor import local_processor
+from quant.processor import local_processor, take_device
 
 # Workloads whose keys and values take at most so many bytes together are measured in turns: the
 # more of them, the less a slow moment of the machine falls on one of them alone.
@@ -137,7 +137,7 @@ class _Profiler:
         if task.threads is not None:
             torch.set_num_threads(task.threads)
         self._task = task
-        self._device = torch.device(task.device)
+        self._device = take_device(task.device)
         self._processor = local_processor(self._device)
         self._reference = ReferenceWork(self._device, getattr(torch, task.dtype))
         self._timer = AttentionTimer(self._device)

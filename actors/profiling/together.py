@@ -26,8 +26,8 @@ _PLACING_S = 60.0
 def started_together(kind: type, ends: Sequence[Placement], place: Place) -> Iterator[list[Any]]:
     """Actors of this `kind` with the devices of `ends`, on one node or each on another.
 
-    They are gone when it ends. Needs an initialised Ray. Raises `DeviceError` where the cluster has
-    no such place, or a process dies.
+    Each is told whether its device is a GPU. They are gone when it ends. Needs an initialised Ray.
+    Raises `DeviceError` where the cluster has no such place, or a process dies.
     """
     bundles = [_bundle(end) for end in ends]
     group = placement_group(bundles, "STRICT_PACK" if place == "node" else "STRICT_SPREAD")
@@ -69,4 +69,4 @@ def _start(kind: type, end: Placement, strategy: PlacementGroupSchedulingStrateg
         runtime_env={"env_vars": stage_environment(end.threads)},
         scheduling_strategy=strategy,
     )
-    return remote.remote()
+    return remote.remote(end.num_gpus > 0)

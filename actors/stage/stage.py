@@ -154,6 +154,7 @@ class Stage:
                 result = self._sample(batch, result)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # or the clock would only see the launches
+        self._group.check()
         self._count(batch, time.perf_counter() - began)
         return result
 
@@ -166,6 +167,7 @@ class Stage:
         """
         began = time.perf_counter()
         sampled = self._sample(batch, self._shared(Order.FINISH, batch, last_hidden))
+        self._group.check()
         self._busy_s += time.perf_counter() - began
         return sampled
 

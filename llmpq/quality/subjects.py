@@ -24,7 +24,7 @@ from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.checkpoint.model_reference import resolve
 from quant.loading.emulated_kernels import LayerScheme
-from quant.processor import local_processor
+from quant.processor import local_processor, take_device
 from quant.scheme import ROUNDINGS, Processor
 
 
@@ -102,7 +102,7 @@ def device_of(name: str) -> torch.device:
     check_compute(name, AUTO)
     if name == AUTO:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    device = take_device(name)
     local_processor(device)
     return device
 

@@ -26,6 +26,10 @@ UNSTATED_BYTES = 4 * 2**30
 """Bytes of each device's host memory where the cluster file does not state any: what vLLM takes for
 its swap space."""
 
+PINNED_ROUNDING = 2
+"""A block of host memory that is pinned for a GPU takes less than so many times the bytes that are
+kept in it: torch rounds each up to a power of two."""
+
 
 class Parking(NamedTuple):
     """Requests with at least `tokens_from` tokens are parked when they are preempted (0: none), up
@@ -112,8 +116,8 @@ def _rooms(plan: PlanSpec, copies: Sequence[HostCopies]) -> list[int]:
         if stage.kind.is_cpu:
             left, per_token = stage.memory_limit_bytes - stage.memory_bytes, own
         elif host is not None:
-            left, per_token = round(HOST_SHARE * host), on_node[stage.node]
+            left, per_token = round(HOST_SHARE * host), PINNED_ROUNDING * on_node[stage.node]
         else:
-            left, per_token = UNSTATED_BYTES, own
+            left, per_token = UNSTATED_BYTES, PINNED_ROUNDING * own
         rooms.append(max(0, int(left / per_token)))
     return rooms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -132,6 +133,55 @@ def test_a_rank_that_leaves_is_noticed_by_all_as_they_leave(groups: list[RankGro
 
     first.close()
     together(others, notice)
+
+
+class PretendNccl:
+    """NCCL as a host sees it: a call is begun without waiting, and ends when all take part, or when
+    this rank's communicator is aborted.
+    """
+
+    def __init__(self) -> None:
+        self.over = Event()
+
+    def allreduce(self, tensors: list[Tensor]) -> PretendNccl:
+        if self.over.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+        return self
+
+    def wait(self, *_: object) -> None:
+        """Go on at once, as a stream waits, not the host."""
+
+    def abort(self) -> None:
+        self.over.set()
+
+
+def test_a_rank_on_a_gpu_that_leaves_ends_what_the_others_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device `meta` stands for a GPU."""
+    made: list[PretendNccl] = []
+
+    def pretend(seat: Seat, store: Any) -> PretendNccl:
+        made.append(PretendNccl())
+        return made[-1]
+
+    monkeypatch.setattr("actors.collectives.distributed._nccl", pretend)
+    meeting, device = Meeting.on_this_node(), torch.device("meta")
+    with ThreadPoolExecutor(DEGREE) as pool:
+        first, *others = pool.map(lambda rank: meeting.join(rank, DEGREE, device), range(DEGREE))
+        for group in (first, *others):
+            group.all_reduce(torch.ones(1, device=device))
+            group.check()
+        first.close()
+        assert not meeting.folder.exists()
+        for nccl in made:
+            assert nccl.over.wait(10), "its kernels would wait for ever"
+        for group in others:
+            with pytest.raises(StageLostError, match="lost another one: it has left"):
+                group.check()
+            with pytest.raises(StageLostError, match="lost another one"):
+                group.all_reduce(torch.ones(1, device=device))
+            group.close()
 
 
 def test_ranks_that_do_not_come_are_an_error() -> None:

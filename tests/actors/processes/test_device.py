@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from actors.processes.device import local_device
+from actors.processes.health import Health
+from actors.profiling.links import End
+from actors.profiling.sums import Rank
 from actors.stage.spec import StageSpec
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.spec import ClusterSpec
 from quant.common.errors import DeviceError
 from quant.common.units import GIB
+from tests.actors.batches import batch_in_ranges
+from tests.paths import ROOT
 
 LIMIT = 7 * GIB
+
+
+@pytest.fixture(autouse=True)
+def with_cudnn() -> Iterator[None]:
+    """A process with cuDNN's attention, as torch comes."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def described(**values: object) -> Accelerator:
@@ -53,6 +69,40 @@ def test_gpus_of_one_name_are_told_apart_by_memory(
     assert device_of(planned, name, 7.9, monkeypatch).type == "cuda"
     with pytest.raises(DeviceError, match="planned with "):
         device_of(planned, name, 5.9, monkeypatch)
+
+
+def test_processes_on_gpus_go_without_cudnns_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes a plan for every new length, so at every decode step; others take any length."""
+    assert device_of(find_accelerator("T4"), "Tesla T4", 15, monkeypatch).type == "cuda"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_there_is_one_place_where_a_process_takes_a_gpu() -> None:
+    """What that does is then done for stages, ranks, measurements and judgements of quality."""
+    makes = re.compile(r"""torch\.device\(["']cuda|device=["']cuda""")
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("llmpq", "actors", "planner", "quant")
+        for path in (ROOT / package).rglob("*.py")
+        if makes.search(path.read_text())
+    ]
+    assert found == ["quant/processor.py"]
+
+
+@pytest.mark.parametrize("measured", [End, Rank])
+def test_what_measures_a_cpu_leaves_gpus_alone(
+    measured: type[End] | type[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialised"))
+    measured(False)
+    health = Health()
+    slots = np.zeros(1, dtype=np.int64)
+    with pytest.raises(MemoryError), health.computing(batch_in_ranges(slots, slots, slots + 1)):
+        raise MemoryError
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("of a GPU"))
+    assert health.take_failure() is not None
 
 
 def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,8 @@ from actors.schedule.static import StaticScheduler
 from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
+from quant.backends.cuda.driver import Kernels
+from quant.backends.cuda.nvrtc import CudaError
 from tests.actors.batches import batch_in_ranges
 from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import CONFIGS, LAYERS, random_prompts, save_tiny, stages_of
@@ -96,6 +100,16 @@ def test_a_stop_string_may_begin_before_the_fault(generated: tuple[int, ...], en
     assert sampled.finish_reasons == ("stop" if ends else None,)
 
 
+def driver_error(code: int) -> CudaError:
+    """What our own launches raise where the driver answers `code`."""
+    driver: Any = SimpleNamespace(
+        cuModuleLoadData=lambda *_: code, cuGetErrorString=lambda *_: None
+    )
+    with pytest.raises(CudaError) as raised:
+        Kernels.load(driver, b"", torch.device("cpu"))
+    return raised.value
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "asked"),
     [
@@ -112,6 +126,15 @@ def test_a_stop_string_may_begin_before_the_fault(generated: tuple[int, ...], en
             "memory",
             640,
         ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "memory",
+            0,
+        ),
+        (driver_error(700), "device", 0),
+        (driver_error(719), "device", 0),
         (RuntimeError("CUDA error: device-side assert triggered"), "device", 0),
         (ValueError("a shape"), "failed", 0),
     ],

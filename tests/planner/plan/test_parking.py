@@ -11,7 +11,14 @@ import yaml
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.parking import HOST_SHARE, UNSTATED_BYTES, Parking, host_copies, parking
+from planner.plan.parking import (
+    HOST_SHARE,
+    PINNED_ROUNDING,
+    UNSTATED_BYTES,
+    Parking,
+    host_copies,
+    parking,
+)
 from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Workload
@@ -42,12 +49,28 @@ def test_bytes_and_rates_are_those_of_the_model_and_the_cluster(plan: PlanSpec) 
     assert {each.host_link_bytes_per_s for each in host_copies(without)} == {16e9}
 
 
+def test_pinned_blocks_of_any_requests_fit_into_the_hosts_share(plan: PlanSpec) -> None:
+    """Each tensor of a request's copies is a block, which torch rounds up to a power of two."""
+    rng = np.random.default_rng(0)
+    tensors, per_tensor = 32 * 2, 4096 * 2
+    assert tensors * per_tensor == KV_BYTES_PER_TOKEN
+    for _ in range(50):
+        left, pinned = parking(plan).most_tokens, 0
+        while left:
+            tokens = min(left, int(rng.integers(1, 457)))
+            pinned += tensors * 2 ** (tokens * per_tensor - 1).bit_length()
+            left -= tokens
+        assert pinned <= HOST_SHARE * 2 * 2**30
+
+
 def test_a_node_parks_in_its_share_of_the_hosts_memory(plan: PlanSpec) -> None:
-    room = int(HOST_SHARE * 2 * 2**30 / KV_BYTES_PER_TOKEN)
+    room = int(HOST_SHARE * 2 * 2**30 / (PINNED_ROUNDING * KV_BYTES_PER_TOKEN))
     assert parking(plan).most_tokens == room < plan.workload.kv_tokens
     longest = max(each.kv_bytes_per_token for each in host_copies(plan))
     unstated = parking(replace(plan, origin=None)).most_tokens
-    assert unstated == min(plan.workload.kv_tokens, int(UNSTATED_BYTES / longest))
+    assert unstated == min(
+        plan.workload.kv_tokens, int(UNSTATED_BYTES / (PINNED_ROUNDING * longest))
+    )
 
 
 def test_copying_is_cheaper_over_fast_links_alone(plan: PlanSpec) -> None:
