@@ -20,7 +20,7 @@ from planner.cluster.groups import group_of
 from planner.cluster.spec import ClusterSpec
 from planner.costs.collectives import Collectives
 from planner.costs.group_latency import GroupLatency
-from planner.costs.roofline import GPU_LAYER_OVERHEAD_S, RooflineLatency
+from planner.costs.roofline import END_LAUNCHES, LAUNCH_S, RooflineLatency, layer_launches
 from planner.model.finding import ModelShape, model_shape
 from quant.scheme import DTYPE_BYTES
 
@@ -100,7 +100,7 @@ class Factors:
         and head.
         """
         sums = 2 * (shape.layers + 1) * Collectives.of(group).wait_s
-        layers = (shape.layers + 2) * GPU_LAYER_OVERHEAD_S
+        layers = (shape.layers * layer_launches(shape) + 2 * END_LAUNCHES) * LAUNCH_S
         return (self.layer - 1) * layers + (self.sum - 1) * sums
 
     def more_of_sums_s(self, shape: ModelShape, group: Device, tokens: int) -> float:

@@ -50,9 +50,18 @@ _ROCM_EFFICIENCY = Efficiency(arithmetic=0.45, bandwidth=0.75)
 # Prefill of a 170M LLaMA in bf16 on 2 threads with AVX512-BF16: 357 GFLOPS, of 640 nominal.
 _CPU_EFFICIENCY = Efficiency(arithmetic=0.55, bandwidth=0.8)
 
-# Eager PyTorch starts about 20 kernels a layer, some 5 us each; a CPU dispatches them in line.
-GPU_LAYER_OVERHEAD_S = 1e-4
+# Eager PyTorch takes some 5 us to start a kernel on a GPU; a CPU dispatches them in line.
+LAUNCH_S = 5e-6
 _CPU_LAYER_OVERHEAD_S = 5e-5
+# Counted (tests/actors/stage/test_launches.py): a LayerNorm is one kernel and an RMSNorm is spelled
+# out; queries and keys are rotated by 10; keys and values are written and gathered (4), then there
+# are attention, the activation and two residual sums. BLOOM's activation is spelled out.
+_RMS_NORM_LAUNCHES = 8
+_ROTATION_LAUNCHES = 10
+_OTHER_LAUNCHES = 8
+_SPELLED_ACTIVATION_LAUNCHES = 8
+_CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
+END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
 # Attention kernels reach about half the rate of large matrix products.
 _ATTENTION_SHARE = 0.5
 # Element-wise passes over a token's hidden state (norms, residuals, rotation, head transposes) and
@@ -103,14 +112,15 @@ class RooflineLatency(TimedInParts):
         """Seconds of reading and writing table rows, and of the projection where there is one."""
         machine = _Machine.of(device, dtype)
         moved = 4 * tokens * self.shape.hidden_size * machine.element_bytes
-        return machine.overhead_s + machine.move_s(moved) + self._projection_s(machine, tokens)
+        launches_s = machine.launches_s(END_LAUNCHES)
+        return launches_s + machine.move_s(moved) + self._projection_s(machine, tokens)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
         """Seconds of the head's product over `rows` tokens and of sampling from them."""
         machine = _Machine.of(device, dtype)
         head = LinearShape(self.shape.word_embedding_size, self.shape.vocab_size)
         products = machine.linear_s(head, 16, rows) + self._projection_s(machine, rows)
-        return machine.overhead_s + products + self.sampling_s(device, rows, dtype)
+        return machine.launches_s(END_LAUNCHES) + products + self.sampling_s(device, rows, dtype)
 
     def sampling_s(self, device: Device, rows: int, dtype: str) -> float:
         """Seconds of sampling from the logits of `rows` tokens."""
@@ -134,7 +144,8 @@ class RooflineLatency(TimedInParts):
         linears = sum(machine.linear_s(linear, bits, tokens) for linear in shape.layer_linears())
         widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
-        return machine.overhead_s + linears + element_wise
+        launches_s = machine.launches_s(layer_launches(shape, self.kv_bits))
+        return launches_s + linears + element_wise
 
     def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
         """Seconds of reading keys and values of `kv_tokens`, and of making codes of `tokens`.
@@ -154,6 +165,22 @@ class RooflineLatency(TimedInParts):
     def _projection_s(self, machine: _Machine, tokens: int) -> float:
         wide, narrow = self.shape.hidden_size, self.shape.word_embedding_size
         return 0.0 if wide == narrow else machine.linear_s(LinearShape(narrow, wide), 16, tokens)
+
+
+def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS) -> int:
+    """Kernels that a decode step of unlike requests starts in a layer, of linears one each."""
+    norms = 4 if shape.qk_norm else 2
+    has_rms_norms = shape.norm_parameters == shape.hidden_size
+    rotates = not shape.position_rows and not shape.alibi
+    return (
+        len(shape.layer_linears())
+        + norms * (_RMS_NORM_LAUNCHES if has_rms_norms else 1)
+        + rotates * _ROTATION_LAUNCHES
+        + shape.gated_mlp
+        + _OTHER_LAUNCHES
+        + (_SPELLED_ACTIVATION_LAUNCHES if shape.activation_buffers else 0)
+        + (_CODE_LAUNCHES if kv_bits != FULL_BITS else 0)
+    )
 
 
 def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
@@ -179,7 +206,6 @@ class _Machine:
     fp32_flops: float
     int8_ops: float | None
     bytes_per_s: float
-    overhead_s: float
 
     @classmethod
     def of(cls, device: Device, dtype: str) -> _Machine:
@@ -198,12 +224,15 @@ class _Machine:
             fp32_flops=accelerator.fp32_flops * cores,
             int8_ops=None if integer is None else integer * cores * reached.arithmetic,
             bytes_per_s=accelerator.memory_bytes_per_s * cores * reached.bandwidth,
-            overhead_s=_CPU_LAYER_OVERHEAD_S if accelerator.is_cpu else GPU_LAYER_OVERHEAD_S,
         )
 
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    def launches_s(self, kernels: int) -> float:
+        """Seconds of starting so many kernels."""
+        return _CPU_LAYER_OVERHEAD_S if self.accelerator.is_cpu else kernels * LAUNCH_S
 
     def compute_s(self, flops: float) -> float:
         return flops / self.flops
@@ -217,8 +246,9 @@ class _Machine:
 
     def linear_s(self, linear: LinearShape, bits: int, rows: int) -> float:
         """Seconds of the product of `rows` tokens with a packed weight, and of restoring it."""
-        rule = rule_for(self.accelerator.processor, bits, linear, self.dtype)
-        cost = rule.cost
+        processor = self.accelerator.processor
+        rule = rule_for(processor, bits, linear, self.dtype, decode_rows=rows)
+        cost = rule.cost_of(processor, linear, self.dtype)
         rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops
         rate *= cost.rate
         if cost.scalar is not None and rows < cost.restores_from:

@@ -215,7 +215,9 @@ def _stages(
                 layers=range(bounds[j], bounds[j + 1]),
                 bitwidths=mine,
                 backends={
-                    b: backend_name(device.processor, b, dtype, costs.shape.stored is not None)
+                    b: backend_name(
+                        device.processor, b, dtype, costs.shape.stored is not None, sizes.decode
+                    )
                     for b in sorted(set(mine))
                 },
                 memory=memory,

@@ -149,19 +149,22 @@ def _bytes(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[Deri
     """
     device, found = _device(plan, stage), list[Derived]()
     for planned in (shape, replace(shape, stored=None)):
-        found = [*_kernels(stage, device, planned), *_memory(plan, stage, device, planned)]
+        found = [*_kernels(plan, stage, device, planned), *_memory(plan, stage, device, planned)]
         if shape.stored is None or all(each.agrees for each in found):
             break
     yield from found
 
 
-def _kernels(stage: StagePlan, device: Device, shape: ModelShape) -> Iterator[Derived]:
+def _kernels(
+    plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape
+) -> Iterator[Derived]:
     """The kernel backend of each bitwidth."""
+    is_stored, rows = shape.stored is not None, plan.micro_batches.decode
     backends = {
-        bits: backend_name(device.processor, bits, stage.dtype, shape.stored is not None)
+        bits: backend_name(device.processor, bits, stage.dtype, is_stored, rows)
         for bits in sorted(set(stage.bitwidths))
     }
-    why = "bitwidths, device and compute type"
+    why = "bitwidths, device, compute type and decode micro-batch"
     yield Derived(f"stages.{stage.index}.backends", dict(stage.backends), backends, why)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -22,14 +24,32 @@ _OUTLIER_THRESHOLD = 6.0
 """Larger activations are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
 
 
+_LEAST_VERSION = (0, 50)
+"""The first with kernels for several rows (`quant.backends.table` has their costs)."""
+
+
+_REMEDY = "pip install -U 'llmpq[bitsandbytes]'"
+
+
 def _bitsandbytes() -> Any:
     try:
-        return importlib.import_module("bitsandbytes")
+        found = importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise DeviceError(
             "the 4- and 8-bit kernels of this GPU need bitsandbytes, which cannot be imported "
-            f"({error}); pip install 'llmpq[bitsandbytes]'"
+            f"({error}); {_REMEDY}"
         ) from error
+    _check_version(found.__version__)
+    return found
+
+
+@cache
+def _check_version(version: str) -> None:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _LEAST_VERSION:
+        least = ".".join(map(str, _LEAST_VERSION))
+        raise DeviceError(
+            f"bitsandbytes is {version}; plans count on the 4-bit kernels of {least}: {_REMEDY}"
+        )
 
 
 @dataclass(frozen=True)

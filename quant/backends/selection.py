@@ -13,16 +13,27 @@ _ORDINARY_SHAPE = LinearShape(in_features=4096, out_features=4096)
 
 
 def rule_for(
-    processor: Processor, bits: int, shape: LinearShape, dtype: str, backend: str | None = None
+    processor: Processor,
+    bits: int,
+    shape: LinearShape,
+    dtype: str,
+    backend: str | None = None,
+    decode_rows: int = 0,
 ) -> KernelRule:
-    """The rule of `backend`, or of the first backend that takes this weight.
+    """The rule of `backend`, or of the first backend that takes this weight and is not outdone in
+    decode steps of `decode_rows` (0: not known).
 
     SpecError for an unknown bitwidth, compute type or backend, or where the named backend cannot
     hold the weight.
     """
     rules = _rules_of(bits, dtype)
     if backend is None:
-        return next(rule for rule in rules if rule.supports(processor, shape, dtype))
+        return next(
+            rule
+            for rule in rules
+            if rule.supports(processor, shape, dtype)
+            and not (rule.is_outdone and rule.is_outdone(processor, shape, dtype, decode_rows))
+        )
     named = _named(rules, bits, backend)
     if not named.supports(processor, shape, dtype):
         raise SpecError(
@@ -51,13 +62,16 @@ def layer_rule(
     return named if named.supports(processor, shape, dtype) else fallback_rule(bits)
 
 
-def backend_name(processor: Processor, bits: int, dtype: str, is_stored: bool = False) -> str:
-    """The preferred backend for weights of ordinary shape; odd shapes may get another one.
+def backend_name(
+    processor: Processor, bits: int, dtype: str, is_stored: bool = False, decode_rows: int = 0
+) -> str:
+    """The preferred backend for weights of ordinary shape, in decode steps of `decode_rows` (0: not
+    known); odd shapes may get another one.
 
     `is_stored`: for weights that the checkpoint holds quantized already.
     """
     shape = replace(_ORDINARY_SHAPE, stored_group=GROUP_SIZES[0]) if is_stored else _ORDINARY_SHAPE
-    return rule_for(processor, bits, shape, dtype).name
+    return rule_for(processor, bits, shape, dtype, decode_rows=decode_rows).name
 
 
 def _rules_of(bits: int, dtype: str) -> list[KernelRule]:

@@ -18,6 +18,11 @@ from quant.scheme import DTYPE_BYTES, FULL_BITS, GROUP_SIZES, LinearShape, Proce
 INT8PACK_COLUMNS = 16
 """Weights that torch's int8 CPU kernel reads at once, beyond the end of a row if need be."""
 
+FUSED_TOKENS = 24
+"""Rows up to which our CUDA kernels multiply with the packed weight. Estimated from datasheets, not
+measured: their multiply-adds, at half the float32 rate, take as long as writing and reading the
+weight in 16 bit at about 16 rows (H200), 25 (P100, A100), 30 (V100) and 40 (T4)."""
+
 NF4_BLOCK = 64
 """bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
 
@@ -58,6 +63,14 @@ class KernelRule:
     nbytes: Callable[[LinearShape, str], int]
     kernel: str | None
     cost: KernelCost = field(default=KernelCost())
+    own_cost: Callable[[Processor, LinearShape, str], KernelCost] | None = None
+    """The cost where it depends on the GPU and the shape."""
+    is_outdone: Callable[[Processor, LinearShape, str, int], bool] | None = None
+    """Whether a backend further down is much faster in decode steps of so many rows."""
+
+    def cost_of(self, processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
+        """The cost on `processor` of a weight of `shape`."""
+        return self.cost if self.own_cost is None else self.own_cost(processor, shape, dtype)
 
 
 def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:
@@ -94,6 +107,29 @@ def _nf4_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
     """
     whole_blocks = shape.in_features % NF4_BLOCK == 0
     return _has_capability(processor, (6, 0)) and whole_blocks and shape.stored_group is None
+
+
+def _nf4_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
+    """bitsandbytes multiplies with the packed weight up to some number of rows: a few without the
+    matrix units, and with them, where it uses these, the more the wider the output is. Beyond, it
+    writes the weight in 16 bit and reads it again.
+    """
+    least = processor.compute_capability or (0, 0)
+    if least < (7, 5) or dtype == "float32":
+        return _NF4_SCALAR_COST
+    by_width = next(widths for capability, widths in _NF4_FUSED_ROWS if least >= capability)
+    wide = shape.out_features > shape.in_features
+    rows = next(each[wide] for width, *each in by_width if shape.out_features >= width)
+    return KernelCost(passes=4.0, restores_from=rows + 1)
+
+
+def _nf4_is_outdone(processor: Processor, shape: LinearShape, dtype: str, rows: int) -> bool:
+    """Whether nf4 would be restored for rows that our kernel multiplies packed, on GPUs where that
+    takes four times as long by the count of bytes.
+    """
+    restored = _NF4_SCALAR_COST.restores_from <= rows <= FUSED_TOKENS
+    old = processor.compute_capability is not None and processor.compute_capability <= (7, 0)
+    return restored and old and _cuda_supports(processor, shape, dtype)
 
 
 def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
@@ -161,14 +197,37 @@ _INT4PACK_COST = KernelCost(passes=42.0, restores_from=96, scalar=0.44)
 _INT8PACK_COST = KernelCost(passes=14.0, restores_from=24, scalar=0.37)
 # Measured: 2.7, 2.0, 1.8 and 1.6 times as fast as bf16 at 1, 8, 64 and 512 rows.
 _ONEDNN_COST = KernelCost(integer=True)
-# A fused kernel multiplies one row; for more the matrix is written and read once in 16 bit.
-_NF4_COST = KernelCost(passes=4.0, restores_from=2)
+# As our own kernels below, for fewer rows.
+_NF4_SCALAR_COST = KernelCost(passes=4.0, restores_from=8, scalar=0.45)
+# Rows that bitsandbytes 0.50 multiplies with the packed weight, by capability and least number of
+# outputs, where there are no more outputs than inputs and where there are more: read from
+# `_gemm_4bit_use_custom_cuda` of its backends/cuda/ops.py for large weights and the multiprocessors
+# of RTX 5090, B200, H100, RTX 4090, A10G-like (84), A100 and T4.
+_NF4_FUSED_ROWS = (
+    ((12, 0), ((32577, 256, 256), (21697, 128, 128), (8641, 96, 64), (5377, 8, 8), (0, 8, 8))),
+    ((10, 0), ((28353, 32, 32), (9409, 4, 8), (0, 4, 4))),
+    (
+        (9, 0),
+        (
+            (25281, 64, 64),
+            (16833, 48, 48),
+            (8385, 32, 32),
+            (6273, 16, 16),
+            (4161, 5, 16),
+            (0, 5, 5),
+        ),
+    ),
+    ((8, 9), ((24513, 256, 256), (16321, 128, 128), (12737, 128, 128), (6529, 128, 64), (0, 8, 8))),
+    ((8, 6), ((5313, 128, 128), (2625, 64, 64), (0, 16, 16))),
+    ((8, 0), ((20673, 128, 128), (6849, 32, 64), (4097, 16, 128), (0, 5, 128))),
+    ((7, 5), ((7617, 64, 128), (1217, 64, 64), (0, 32, 32))),
+)
 # Outliers and row scales cost part of the int8 rate, and a dozen small kernels surround each
 # product (LLM-PQ's T4 profiles: prefill 40.6 ms against 67.0 in fp16, decode 6.1 against 5.9).
 _BNB_INT8_COST = KernelCost(rate=0.8, integer=True, overhead_s=1.5e-4)
-# Up to 24 rows multiply-adds in float32, which are half of the instructions (counted in the code
-# for compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
-_CUDA_COST = KernelCost(passes=4.0, restores_from=25, scalar=0.45)
+# Few rows are multiply-adds in float32, which are half of the instructions (counted in the code for
+# compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
+_CUDA_COST = KernelCost(passes=4.0, restores_from=FUSED_TOKENS + 1, scalar=0.45)
 # torch_* below: unpack, subtract, scale in float32 and convert are about six passes of 4 bytes. On
 # a CPU blocks of rows stay in its caches: 0.3 to 0.8 times as fast as bf16.
 
@@ -190,7 +249,10 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         "int8pack", 8, _int8pack_supports, _int8_row_bytes, "cpu.int8pack.Int8Pack",
         _INT8PACK_COST,
     ),
-    KernelRule("bnb_nf4", 4, _nf4_supports, _nf4_bytes, "bnb.BnbNf4", _NF4_COST),
+    KernelRule(
+        "bnb_nf4", 4, _nf4_supports, _nf4_bytes, "bnb.BnbNf4",
+        own_cost=_nf4_cost, is_outdone=_nf4_is_outdone,
+    ),
     KernelRule("bnb_int8", 8, _bnb_int8_supports, _int8_row_bytes, "bnb.BnbInt8", _BNB_INT8_COST),
     KernelRule(
         "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda.packed.Cuda3Bit", _CUDA_COST

@@ -46,6 +46,25 @@ def test_backend_of_each_device(
     assert tuple(backend_name(processor, bits, dtype) for bits in (3, 4, 8, 16)) == expected
 
 
+@pytest.mark.parametrize(
+    ("processor", "dtype", "rows", "expected"),
+    [
+        (V100, "float16", 7, "bnb_nf4"),  # which multiplies so few rows packed itself
+        (V100, "float16", 8, "cuda_4bit"),
+        (P100, "float16", 24, "cuda_4bit"),
+        (V100, "float16", 25, "bnb_nf4"),  # both restore the weight
+        (V100, "float32", 16, "bnb_nf4"),  # ours computes in 16 bit
+        (T4, "float16", 16, "bnb_nf4"),
+        (A100, "bfloat16", 16, "bnb_nf4"),
+        (V100, "float16", 0, "bnb_nf4"),
+    ],
+)
+def test_old_gpus_multiply_weights_packed_in_decode_steps_of_some_rows(
+    processor: Processor, dtype: str, rows: int, expected: str
+) -> None:
+    assert backend_name(processor, 4, dtype, decode_rows=rows) == expected
+
+
 def test_bits_per_weight_at_group_128() -> None:
     shape = LinearShape(in_features=4096, out_features=4096)
     sizes = {rule.name: 8 * rule.nbytes(shape, "bfloat16") for rule in KERNEL_RULES}

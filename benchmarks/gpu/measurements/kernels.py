@@ -34,9 +34,9 @@ from benchmarks.linear import (
 from benchmarks.machine import BFLOAT16_CAPABILITY
 from benchmarks.timing import seconds_of
 from quant.backends.cuda.driver import kernels_for
-from quant.backends.cuda.packed import FUSED_TOKENS, CudaPacked
+from quant.backends.cuda.packed import CudaPacked
 from quant.backends.kernel_classes import BACKENDS, self_test
-from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.backends.table import FUSED_TOKENS, KERNEL_RULES, KernelRule
 from quant.linear import dtype_name
 from quant.scheme import LinearShape
 

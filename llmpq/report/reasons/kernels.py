@@ -11,11 +11,11 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import PlannedAssignment, planned_assignment
 from planner.plan.spec import PlanSpec, StagePlan
-from quant.backends.selection import backend_name, rule_for
+from quant.backends.selection import rule_for
 from quant.backends.table import KernelRule
 from quant.scheme import DTYPE_BYTES, LinearShape
 
-_SHAPE = LinearShape(4096, 4096)  # the rules of a kernel's cost do not depend on it
+_SHAPE = LinearShape(4096, 4096)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _times(planned: PlannedAssignment, stage: StagePlan, bits: int) -> BitsTimes
     emulated = device.emulated and not device.stand_in and stage.dtype != "float32"
     dtype = device.accelerator.default_dtype if emulated else stage.dtype
     processor = device.accelerator.processor
-    rule = rule_for(processor, bits, _SHAPE, dtype, backend_name(processor, bits, dtype))
+    rule = rule_for(processor, bits, _SHAPE, dtype, decode_rows=planned.sizes.decode)
     return BitsTimes(bits, rule.name, _way(rule, device, dtype), prefill_s, decode_s)
 
 
@@ -109,7 +109,7 @@ def _phases(names: Sequence[str]) -> str:
 
 def _way(rule: KernelRule, device: Device, dtype: str) -> str:
     """How a kernel multiplies; begins with a verb."""
-    cost = rule.cost
+    cost = rule.cost_of(device.accelerator.processor, _SHAPE, dtype)
     if rule.kernel is None:
         return f"multiplies weights of {8 * DTYPE_BYTES[dtype]} bit as they are"
     if cost.integer:
@@ -123,5 +123,5 @@ def _way(rule: KernelRule, device: Device, dtype: str) -> str:
         return restored
     few = "multiplies few rows without the matrix units"
     if cost.scalar is None:
-        few = "reads the codes directly for a single row"
+        few = "reads the codes directly for few rows"
     return f"{few}, and from {cost.restores_from} rows on {restored}"

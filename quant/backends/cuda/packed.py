@@ -16,6 +16,7 @@ from torch.nn import functional
 from quant.backends.base import CanonicalPacked, tensor_bytes
 from quant.backends.cuda.driver import THREADS, Kernels, Width, kernels_for
 from quant.backends.cuda.layout import pack_octets, unpack_octets
+from quant.backends.table import FUSED_TOKENS
 from quant.canonical import CanonicalWeight, dequantize, row_blocks
 from quant.common.errors import SpecError
 from quant.scheme import GROUP_SIZES
@@ -25,11 +26,6 @@ _BLOCK_ROWS = 8
 """Rows of the weight that a block of threads works on, in all kernels that multiply."""
 _ALIGNMENT = 16
 _KERNEL_TYPES = (torch.float16, torch.bfloat16)
-
-FUSED_TOKENS = 24
-"""Tokens up to which products use the packed weight. Estimated from datasheets, not measured: the
-kernels' multiply-adds, at half the float32 rate, take as long as writing and reading the weight in
-16 bit at about 16 tokens (H200), 25 (P100, A100), 30 (V100) and 40 (T4)."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 from planner.cluster.accelerators import Accelerator, registry
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
-from quant.scheme import BITWIDTHS
+from quant.backends.selection import rule_for
+from quant.scheme import BITWIDTHS, LinearShape, Processor
 
 OPT_30B = RooflineLatency(model_shape("opt-30b"))
 LLAMA_30B = RooflineLatency(model_shape("llama-30b"))
@@ -63,6 +71,62 @@ def test_times_rise_with_work(accelerator: Accelerator) -> None:
             assert time(gpu, bits, 8, 128, dtype) < time(gpu, bits, 8, 2048, dtype)
     assert 0 < OPT_30B.final_s(gpu, 1, dtype) < OPT_30B.final_s(gpu, 64, dtype)
     assert 0 < OPT_30B.embedding_s(gpu, 1, dtype) < OPT_30B.embedding_s(gpu, 4096, dtype)
+
+
+def fused_rows_of_the_library() -> Callable[[int, tuple[int, int], LinearShape], int]:
+    """The rows that bitsandbytes multiplies with a packed weight, by multiprocessors, capability
+    and shape: its own decision, read from its source, as the module itself needs a GPU's torch.
+    """
+    package = importlib.util.find_spec("bitsandbytes")
+    assert package is not None
+    assert package.origin is not None
+    source = (Path(package.origin).parent / "backends/cuda/ops.py").read_text()
+    name = "_gemm_4bit_use_custom_cuda"
+    (decision,) = (n for n in ast.parse(source).body if getattr(n, "name", "") == name)
+    decision.decorator_list = []  # type: ignore[attr-defined]
+
+    def rows(multiprocessors: int, capability: tuple[int, int], linear: LinearShape) -> int:
+        known = {
+            "torch": torch,
+            "_GEMM_4BIT_CUSTOM_FLOOR_M": 4,
+            "_gpu_dispatch_props": lambda _: (multiprocessors, *capability),
+        }
+        exec(compile(ast.Module([decision], []), name, "exec"), known)
+        decide: Any = known[name]
+        sizes = linear.out_features, linear.in_features
+        return next(m for m in range(2000) if not decide(0, torch.float16, m + 1, *sizes))
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "capability"),
+    [(56, (6, 0)), (80, (7, 0)), (40, (7, 5)), (108, (8, 0)), (84, (8, 6)), (132, (9, 0))],
+)
+def test_nf4_restores_weights_where_the_library_does(
+    multiprocessors: int, capability: tuple[int, int]
+) -> None:
+    """For more than nine tenths of the parameters of models of many widths."""
+    library, processor = fused_rows_of_the_library(), Processor(compute_capability=capability)
+    names = ("llama-7b", "llama-13b", "llama-3-8b", "opt-30b", "qwen2.5-14b", "llama-2-70b")
+    linears = [linear for name in names for linear in model_shape(name).layer_linears()]
+    same = 0
+    for linear in linears:
+        rule = rule_for(processor, 4, linear, "float16", "bnb_nf4")
+        ours = rule.cost_of(processor, linear, "float16").restores_from - 1
+        same += linear.parameters * (ours == library(multiprocessors, capability, linear))
+    assert same > 0.9 * sum(linear.parameters for linear in linears)
+
+
+def test_4_bit_on_a_v100_restores_no_weights_for_up_to_24_rows() -> None:
+    """Restoring moves 4 bytes a weight beyond the half byte that is read of packed ones."""
+    v100 = device("V100")
+    few, some, most, many = (
+        LLAMA_30B.layer_decode_s(v100, 4, rows, 64, "float16") for rows in (7, 8, 24, 25)
+    )
+    assert few < some < 1.2 * few
+    assert 2.5 * some < many
+    assert most < many
 
 
 def test_decode_of_weight_only_kernels_is_bound_by_packed_bytes() -> None:

@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -259,7 +260,17 @@ def test_every_rule_names_a_kernel_of_its_bitwidth(rule: KernelRule) -> None:
 
 def test_missing_bitsandbytes_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
-    with pytest.raises(DeviceError, match=r"pip install 'llmpq\[bitsandbytes\]'"):
+    with pytest.raises(DeviceError, match=r"pip install -U 'llmpq\[bitsandbytes\]'"):
+        BnbNf4.from_weight(torch.zeros(64, 64), torch.float16, CPU)
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("0.49.2", True), ("0.50.0.dev0", False)])
+def test_bitsandbytes_without_kernels_for_several_rows_is_refused(
+    version: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bitsandbytes.__version__", version)
+    refusal = "bitsandbytes is 0.49.2; plans count on the 4-bit kernels of 0.50: pip install -U"
+    with pytest.raises(DeviceError, match=refusal) if is_old else nullcontext():
         BnbNf4.from_weight(torch.zeros(64, 64), torch.float16, CPU)
 
 

@@ -10,9 +10,10 @@ import torch
 
 from quant.backends.cuda.driver import Kernels
 from quant.backends.cuda.layout import pack_octets, unpack_octets
-from quant.backends.cuda.packed import FUSED_TOKENS, Cuda3Bit, Cuda4Bit, Cuda8Bit
+from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit
 from quant.backends.kernel_classes import self_test
 from quant.backends.selection import rule_for
+from quant.backends.table import FUSED_TOKENS
 from quant.canonical import CanonicalWeight, dequantize, quantize
 from quant.common.errors import SpecError
 from quant.scheme import LinearShape, Processor

@@ -24,7 +24,7 @@ def test_a_t4_says_why_4_bit_is_slower_than_8() -> None:
     assert {bits for stage in plan.stages for bits in stage.bitwidths} == {8}
     (reason,) = kernel_reasons(plan.spec, plan.costs)
     assert reason.device == "T4-16GB"
-    start = "On T4-16GB these are slower than 8 bit: 4 bit in both phases and 3 bit in prefill. A "
+    start = "On T4-16GB these are slower than 8 bit: 4 bit in prefill and 3 bit in prefill. A "
     assert reason.sentence.startswith(start)
     assert "restores weights to 16 bit in memory" in reason.sentence
     assert "(bnb_int8) multiplies the codes themselves, at the rate of its int8" in reason.sentence
