@@ -128,17 +128,19 @@ class TimedLayers:
 
     def _filled_cache(self, workload: LayerWorkload, copies: int) -> KVCache:
         """A cache with random keys and values of earlier tokens, in ranges as long as needed."""
-        form, requests, length = self._form, workload.batch_size, workload.length
-        past = length if workload.phase == "decode" else 0
-        rooms, held = _rooms(workload), CacheForm(form.dtype, form.device)
+        form, rooms = self._form, _rooms(workload)
+        held = CacheForm(form.dtype, form.device)
         cache = make_cache(self._model.config, range(copies), int(rooms.sum()), held)
-        made = torch.randn(past, *kv_shape(self._model.config), generator=self._generator)
+        if workload.phase == "prefill":
+            return cache
+        longest = max(workload.lengths)
+        made = torch.randn(longest, *kv_shape(self._model.config), generator=self._generator)
         made = made.to(form.device, form.dtype)
-        for slot in range(requests if past else 0):
-            slots, starts, counts, begins = np.array([[slot], [0], [past], [slot * rooms[0]]])
-            where = cache.addresses(MicroBatch(slots, starts, counts, begins))
+        begins = (np.cumsum(rooms) - rooms).tolist()
+        for slot, (begin, past) in enumerate(zip(begins, workload.lengths, strict=True)):
+            where = cache.addresses(MicroBatch(*np.array([[slot], [0], [past], [begin]])))
             for layer in range(copies):
-                cache.append(layer, where, made, made)
+                cache.append(layer, where, made[:past], made[:past])
         return cache
 
 

@@ -62,7 +62,7 @@ class MeasuredLayer:
     """Median seconds of one layer, corrected by the reference work, and as they were (`raw_s`).
 
     `spread` is the interquartile range over the median. `attention_s`: those of `seconds` in which
-    attention ran; None where that was not to be told.
+    attention ran; None where that was not to be told. `backend`: the kernel backend.
     """
 
     bits: int
@@ -71,6 +71,7 @@ class MeasuredLayer:
     raw_s: float
     spread: float
     repetitions: int
+    backend: str
     attention_s: float | None = None
 
 
@@ -80,8 +81,7 @@ class ProfileState:
     `under_way` have been timed often enough, and come with the others of their group.
 
     `usual_reference_s`: seconds of the reference work that times are corrected to, by phase;
-    `speed_spread`: interquartile range of its seconds over their median. `backends`: kernel backend
-    of each bitwidth.
+    `speed_spread`: interquartile range of its seconds over their median.
     """
 
     measured: tuple[MeasuredLayer, ...]
@@ -89,7 +89,6 @@ class ProfileState:
     too_large: int
     usual_reference_s: Mapping[Phase, float]
     speed_spread: float
-    backends: Mapping[int, str]
     torch_version: str
     under_way: int = 0
 
@@ -102,6 +101,7 @@ class _Passes:
 
     bits: int
     workload: LayerWorkload
+    backend: str
     seconds: list[float] = field(default_factory=list)
     reference_s: list[float] = field(default_factory=list)
     attention_shares: list[float] = field(default_factory=list)
@@ -126,6 +126,7 @@ class _Passes:
             float(np.median(raw)),
             float((high - low) / median),
             len(raw),
+            self.backend,
             share * float(median) if 0 < share < 1 else None,
         )
 
@@ -147,20 +148,30 @@ class _Profiler:
 
     def run(self) -> Iterator[ProfileState]:
         began = time.monotonic()
-        for bits, workloads in self._task.todo.items():
-            if not workloads or time.monotonic() - began > self._task.budget_s:
+        for (bits, backend), workloads in self._by_kernel().items():
+            if time.monotonic() - began > self._task.budget_s:
                 continue
-            layers = self._layers(bits)
+            layers = self._layers(bits, backend)
             for group in self._groups(layers, workloads):
                 if time.monotonic() - began > self._task.budget_s:
                     break
-                yield from self._measure(layers, bits, group)
+                yield from self._measure(layers, bits, backend, group)
                 yield self._state()
         yield self._state()
 
-    def _layers(self, bits: int) -> TimedLayers:
-        task = self._task
-        form = LayerForm(bits, self._processor, getattr(torch, task.dtype), self._device)
+    def _by_kernel(self) -> dict[tuple[int, str], list[LayerWorkload]]:
+        """The workloads by bitwidth and kernel backend: that of a plan with such micro-batches."""
+        found: dict[tuple[int, str], list[LayerWorkload]] = {}
+        for bits, workloads in self._task.todo.items():
+            for each in workloads:
+                dtype, rows = self._task.dtype, each.decode_rows
+                name = backend_name(self._processor, bits, dtype, decode_rows=rows)
+                found.setdefault((bits, name), []).append(each)
+        return found
+
+    def _layers(self, bits: int, backend: str) -> TimedLayers:
+        task, dtype = self._task, getattr(torch, self._task.dtype)
+        form = LayerForm(bits, self._processor, dtype, self._device, backend)
         return TimedLayers(config_of_values(task.config), form, task.seed)
 
     def _groups(
@@ -179,7 +190,7 @@ class _Profiler:
         yield group
 
     def _measure(
-        self, layers: TimedLayers, bits: int, group: Sequence[LayerWorkload]
+        self, layers: TimedLayers, bits: int, backend: str, group: Sequence[LayerWorkload]
     ) -> Iterator[ProfileState]:
         """Pass every workload of `group` once a round, with reference work between two passes;
         yields how far that is every `TELL_S`.
@@ -187,7 +198,7 @@ class _Profiler:
         ready: list[tuple[_Passes, PreparedWorkload]] = []
         for workload in group:
             try:
-                ready.append((_Passes(bits, workload), layers.prepare(workload)))
+                ready.append((_Passes(bits, workload, backend), layers.prepare(workload)))
             except torch.OutOfMemoryError:
                 self._too_large += 1
         told_s = time.monotonic()
@@ -240,7 +251,6 @@ class _Profiler:
         ]
         low, median, high = np.quantile(relative or [1.0], (0.25, 0.5, 0.75))
         planned = sum(len(workloads) for workloads in self._task.todo.values())
-        dtype, processor = self._task.dtype, self._processor
         return ProfileState(
             measured=tuple(
                 passes.measured(usual[passes.workload.phase]) for passes in self._passes
@@ -249,7 +259,6 @@ class _Profiler:
             too_large=self._too_large,
             usual_reference_s=usual,
             speed_spread=float((high - low) / median),
-            backends={bits: backend_name(processor, bits, dtype) for bits in self._task.todo},
             torch_version=torch.__version__,
         )
 

@@ -194,13 +194,14 @@ class Profile:
                 prompt_length=workload.length if is_prefill else 1,
                 context_length=0 if is_prefill else workload.length,
                 seconds=each.seconds,
-                backend=state.backends[each.bits],
+                backend=each.backend,
                 backend_version=state.torch_version,
                 dtype=dtype,
                 threads=device.threads,
                 attention_s=each.attention_s,
                 spread=each.spread,
                 repetitions=each.repetitions,
+                unlike=workload.unlike,
                 source=self._path.name,
             )
 
@@ -208,7 +209,7 @@ class Profile:
 def workload_of(row: ProfileRow) -> LayerWorkload:
     """The workload that a row was measured on."""
     length = row.prompt_length if row.phase == "prefill" else row.context_length
-    return LayerWorkload(row.phase, row.batch_size, length)
+    return LayerWorkload(row.phase, row.batch_size, length, unlike=row.unlike)
 
 
 def points_left(profiles: Sequence[DeviceProfile]) -> int:

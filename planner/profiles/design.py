@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,15 @@ _LENGTHS = 24
 class LayerWorkload:
     """The work of one decoder layer. `length`: prompt tokens of each request in prefill, tokens
     before the new one in decode. Prompts of unlike lengths are in `prompts`, and `length` is then
-    the longest.
+    the longest; of decode steps whose requests are `unlike`, from half as long to half as long
+    again, it is the mean.
     """
 
     phase: Phase
     batch_size: int
     length: int
     prompts: tuple[int, ...] = ()
+    unlike: bool = False
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[int]) -> LayerWorkload:
@@ -36,7 +38,15 @@ class LayerWorkload:
     @property
     def lengths(self) -> tuple[int, ...]:
         """The length of each request [batch_size]."""
+        if self.unlike:
+            spread = np.linspace(self.length / 2, 1.5 * self.length, self.batch_size)
+            return tuple(max(1, int(each)) for each in spread)
         return self.prompts or (self.length,) * self.batch_size
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows of a decode step; 0 in prefill."""
+        return self.batch_size if self.phase == "decode" else 0
 
     @property
     def tokens(self) -> int:
@@ -86,7 +96,8 @@ class DesignSpace:
 def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload, ...]:
     """Choose `points` workloads, or all: the corners, then the farthest from those chosen.
 
-    Distances are between logarithms of batch size and length.
+    Distances are between logarithms of batch size and length. Every other decode step is of
+    requests as long as each other, which a GPU reads in place; those of others it copies.
     """
     candidates = list(_candidates(space, phase))
     where = np.log([[each.batch_size, each.length] for each in candidates])
@@ -96,7 +107,11 @@ def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload
     while len(chosen) < min(points, len(candidates)):
         chosen.append(int(nearest.argmax()))
         nearest = np.minimum(nearest, _distances(where, chosen[-1]))
-    return tuple(candidates[i] for i in chosen)
+    workloads = [candidates[i] for i in chosen]
+    return tuple(
+        replace(each, unlike=phase == "decode" and number % 2 == 1 and each.batch_size > 1)
+        for number, each in enumerate(workloads)
+    )
 
 
 def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:

@@ -28,11 +28,14 @@ class TimeQuery:
         """Threads of the device; 1 where it has no such property."""
         return self.device.threads or 1
 
-    @property
-    def backend(self) -> str:
-        """The kernel backend that is timed, also where a CPU emulates the device."""
+    def backend_of(self, row: ProfileRow) -> str:
+        """The kernel backend that is timed where a micro-batch is that of `row`, also where a CPU
+        emulates the device.
+        """
         dtype = ProfileRow.timed_dtype(self.device, self.dtype)
-        return backend_name(self.device.accelerator.processor, self.bits, dtype)
+        rows = row.batch_size if self.phase == "decode" else 0
+        processor = self.device.accelerator.processor
+        return backend_name(processor, self.bits, dtype, decode_rows=rows)
 
     def dtype_of(self, row: ProfileRow) -> str:
         """The compute type of a row, or that of the device where the row has none."""
@@ -68,10 +71,10 @@ CONDITIONS = (
     Condition(lambda wanted, row: row.bits == wanted.bits, lambda wanted, rows: "no rows"),
     Condition(lambda wanted, row: row.phase == wanted.phase, lambda wanted, rows: "no rows"),
     Condition(
-        lambda wanted, row: row.backend in (None, wanted.backend),
+        lambda wanted, row: row.backend in (None, wanted.backend_of(row)),
         lambda wanted, rows: (
             f"taken with the kernel {_listed(row.backend or '' for row in rows)}, not "
-            f"{wanted.backend}"
+            f"{_listed(map(wanted.backend_of, rows))}"
         ),
     ),
 )

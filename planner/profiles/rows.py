@@ -38,7 +38,10 @@ OPTIONAL_COLUMNS = (
     "attention_ms_per_layer",
     "spread",
     "repetitions",
+    "lengths",
 )
+UNLIKE = "unlike"
+"""The word in the column `lengths` for requests of unlike lengths, with the mean in the row."""
 
 
 _MOST_DIGITS = 15
@@ -71,6 +74,7 @@ class ProfileRow:
     measured apart. `backend`, `dtype` and `threads` are None where the file does not say, and then
     match any. `layer` has the sizes of the model that was measured, `source` names the file.
     `spread` is the interquartile range over `seconds`, the median of `repetitions`; None: unknown.
+    Requests of `unlike` lengths have `context_length` in the mean.
     """
 
     device: str
@@ -90,6 +94,7 @@ class ProfileRow:
     attention_s: float | None = None
     spread: float | None = None
     repetitions: int | None = None
+    unlike: bool = False
     source: str = field(default="", compare=False)
 
     @staticmethod
@@ -146,6 +151,7 @@ def _values(row: ProfileRow) -> dict[str, object]:
         "attention_ms_per_layer": None if row.attention_s is None else row.attention_s * 1e3,
         "spread": row.spread,
         "repetitions": row.repetitions,
+        "lengths": UNLIKE if row.unlike else None,
     }
 
 
@@ -180,6 +186,7 @@ def _row(line: Line, source: str, own: Iterable[Accelerator]) -> ProfileRow:
         attention_s=fields.attention_s(),
         spread=fields.real("spread", least=0.0) if fields.text("spread") else None,
         repetitions=fields.integer("repetitions") if fields.text("repetitions") else None,
+        unlike=fields.unlike(),
         source=source,
     )
 
@@ -204,6 +211,12 @@ class _Fields:
                 f"has {name} {text!r}; a whole number of at least {least} belongs there"
             )
         return int(text)
+
+    def unlike(self) -> bool:
+        text = self.text("lengths")
+        if text not in (None, UNLIKE):
+            raise self.error(f"has lengths {text!r}; {UNLIKE!r} or nothing belongs there")
+        return text is not None
 
     def device(self, own: Iterable[Accelerator]) -> str:
         try:

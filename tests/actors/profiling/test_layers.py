@@ -73,6 +73,18 @@ def test_attention_of_every_layer_is_timed_where_it_runs(name: str) -> None:
         assert timer.take_s() == 0
 
 
+def test_decode_steps_of_unlike_requests_attend_to_all_that_each_has() -> None:
+    layers = timed(CONFIGS["llama"])
+    workload = LayerWorkload("decode", 3, 20, unlike=True)
+    prepared = layers.prepare(workload)
+    batch = prepared.batch
+    assert batch.starts.tolist() == list(workload.lengths) == [10, 20, 30]
+    assert batch.begins.tolist() == [0, 11, 32]
+    assert prepared.cache.addresses(batch).in_place is None, "a GPU gathers them"
+    (stored, *_) = prepared.cache.of_tokens(0, 63)
+    assert stored.abs().amax((0, 2)).ne(0).all()
+
+
 def test_prompts_of_unlike_lengths_are_a_workload() -> None:
     """Ranges one after another, and as many tokens as all have."""
     prompts = LayerWorkload.of_prompts([9, 2, 30])
@@ -122,7 +134,7 @@ def test_a_layer_holds_what_the_planner_counts(bits: int) -> None:
 
 def test_a_slow_moment_is_taken_out() -> None:
     """Half of the passes at half the speed: the same times, no spread."""
-    passes = _Passes(16, DECODE, seconds=[2e-3, 4e-3] * 4, reference_s=[1e-3, 2e-3] * 4)
+    passes = _Passes(16, DECODE, "plain", seconds=[2e-3, 4e-3] * 4, reference_s=[1e-3, 2e-3] * 4)
     measured = passes.measured(usual_reference_s=1e-3)
     assert measured.seconds == pytest.approx(2e-3)
     assert measured.raw_s == pytest.approx(3e-3)
@@ -156,7 +168,7 @@ def test_a_task_measures_every_workload_or_says_what_is_left(
         (bits, workload) for bits, workloads in todo.items() for workload in workloads
     }
     assert all(m.seconds > 0 and m.repetitions == 2 for m in states[-1].measured)
-    assert states[-1].backends[16] == "plain"
+    assert {each.backend for each in states[-1].measured if each.bits == 16} == {"plain"}
     (state,) = measure(ProfileTask(TINY, "bfloat16", todo, budget_s=-1.0))
     assert (state.measured, state.left) == ((), 4)
 
@@ -190,9 +202,9 @@ def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_workload_is_known_by_its_noise_or_its_length() -> None:
-    quiet = _Passes(16, DECODE, seconds=[1e-3, 1.001e-3] * 8, reference_s=[1e-3] * 16)
+    quiet = _Passes(16, DECODE, "plain", seconds=[1e-3, 1.001e-3] * 8, reference_s=[1e-3] * 16)
     assert quiet.is_known(copies=4)
-    noisy = _Passes(16, DECODE, seconds=[1e-3, 2e-3] * 8, reference_s=[1e-3] * 16)
+    noisy = _Passes(16, DECODE, "plain", seconds=[1e-3, 2e-3] * 8, reference_s=[1e-3] * 16)
     assert not noisy.is_known(copies=4)
-    slow = _Passes(16, DECODE, seconds=[0.1, 0.2] * 8, reference_s=[1e-3] * 16)
+    slow = _Passes(16, DECODE, "plain", seconds=[0.1, 0.2] * 8, reference_s=[1e-3] * 16)
     assert slow.is_known(copies=4)

@@ -67,3 +67,23 @@ def test_a_small_space_is_taken_whole() -> None:
 def test_impossible_spaces_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         replace(SPACE, **change)  # type: ignore[arg-type]
+
+
+def test_decode_steps_are_of_like_and_of_unlike_requests() -> None:
+    """Those of unlike lengths are half as long to half as long again, and long as told in the mean."""
+    like, unlike = (
+        [
+            each
+            for each in design(SPACE, "decode", 16)
+            if each.batch_size > 1 and each.unlike is kind
+        ]
+        for kind in (False, True)
+    )
+    assert len(like) > 4
+    assert len(unlike) > 4
+    assert all(len(set(each.lengths)) == 1 for each in like)
+    for each in unlike:
+        assert each.lengths[0] == each.length // 2
+        assert each.lengths[-1] == 3 * each.length // 2
+        assert each.length - 1 <= each.tokens / each.batch_size <= each.length
+    assert not any(each.unlike for each in design(SPACE, "prefill", 16))

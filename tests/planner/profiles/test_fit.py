@@ -155,6 +155,11 @@ def test_rows_of_other_kernels_or_threads_do_not_apply() -> None:
     ours = replace(foreign, backend="bnb_nf4", backend_version="0.48")
     assert not applies(foreign, T4, "float16")
     assert applies(ours, T4, "float16")
+    v100 = ClusterSpec.from_counts(["V100"], [1]).devices[0]
+    here = replace(ours, device=v100.accelerator.name)
+    assert applies(here, v100, "float16")
+    assert not applies(replace(here, batch_size=8), v100, "float16"), "whose plans take another"
+    assert applies(replace(here, batch_size=8, backend="cuda_4bit"), v100, "float16")
     provenance = FittedLatency((ours,), ROOFLINE).provenance(T4, "float16", (4,))
     assert "bnb_nf4 0.48" in provenance
     assert "prefill of bits 4: no rows" in provenance
@@ -175,6 +180,7 @@ def test_an_emulated_device_uses_its_gpus_profile() -> None:
 
 def test_csv_round_trip(tmp_path: Path) -> None:
     rows = (*grid(), replace(row("decode", 2, 64, bits=8), backend="bnb_int8", threads=3))
+    rows += (replace(row("decode", 3, 64), unlike=True),)
     write_profiles(tmp_path / "p.csv", rows)
     back = read_profiles(tmp_path / "p.csv")
     assert [replace(each, seconds=0) for each in back] == [
