@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from actors.processes.gpus import ReportedGpu, visible_gpus
 from llmpq.remote.session import ray_session
 from planner.cluster.accelerators import find_accelerator, reported_accelerator
 from planner.cluster.spec import DEFAULT_INTERNODE_GBIT_PER_S, ClusterSpec
 from quant.common.errors import DeviceError, SpecError
-from quant.common.units import GIB, MIB
-
-_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+from quant.common.units import GIB
 
 
 def detect_cluster(address: str | None = None) -> ClusterSpec:
@@ -39,7 +37,7 @@ def _ray_is_joined() -> bool:
 
 def local_node(name: str) -> dict[str, Any]:
     """The entry of this machine in a cluster file: its NVIDIA GPUs, or its CPU without one."""
-    gpus = local_gpus()
+    gpus = visible_gpus()
     if gpus:
         return {"name": name, "accelerators": dict(_counts(gpus))}
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
@@ -54,23 +52,8 @@ def local_node(name: str) -> dict[str, Any]:
     }
 
 
-def local_gpus() -> tuple[tuple[str, int], ...]:
-    """Product names and bytes of memory that the NVIDIA driver reports; none without a driver."""
-    try:
-        answer = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    lines = (line.rpartition(",") for line in answer.stdout.splitlines() if line.strip())
-    return tuple((name.strip(), _mebibytes(size)) for name, _, size in lines)
-
-
-def _mebibytes(text: str) -> int:
-    """The bytes of a count of MiB; 0 where the driver does not say it."""
-    return int(text) * MIB if text.strip().isdecimal() else 0
-
-
-def _counts(gpus: Iterable[tuple[str, int]]) -> Counter[str]:
-    return Counter(reported_accelerator(name, size).name for name, size in gpus)
+def _counts(gpus: Iterable[ReportedGpu]) -> Counter[str]:
+    return Counter(reported_accelerator(each.name, each.memory_bytes).name for each in gpus)
 
 
 def _ray_cluster(address: str | None) -> ClusterSpec:
@@ -103,8 +86,11 @@ def _by_driver(resources: dict[str, float]) -> Counter[str]:
     import ray
 
     on_node = next(r for r in resources if r.startswith("node:") and "internal" not in r)
-    task = ray.remote(local_gpus).options(num_cpus=0, resources={on_node: 0.001})
-    gpus: tuple[tuple[str, int], ...] = ray.get(task.remote(), timeout=60)
+    # A task without GPUs would see none: the variables of the node tell which ones are Ray's.
+    as_node = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    options = {"num_cpus": 0, "resources": {on_node: 0.001}, "runtime_env": as_node}
+    task = ray.remote(visible_gpus).options(**options)
+    gpus: tuple[ReportedGpu, ...] = ray.get(task.remote(), timeout=60)
     return _counts(gpus[: int(resources["GPU"])])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from actors.processes.gpus import see_own
 from actors.stage.spec import StageSpec
 from quant.common.errors import DeviceError
 from quant.processor import take_device
@@ -11,10 +12,18 @@ from quant.processor import take_device
 TOLERATED_SHORTFALL = 0.03  # share by which a GPU may offer less: drivers reserve differently
 
 
+def device_here(kind: str) -> torch.device:
+    """The device of this `kind`, cpu or cuda, that Ray has given this process."""
+    if kind == "cuda":
+        see_own()
+    return take_device(kind)
+
+
 def local_device(spec: StageSpec) -> torch.device:
     """Return the device of this process; raises `DeviceError` unless it is the planned GPU."""
     if spec.accelerator is None:
         return torch.device("cpu")
+    device = device_here("cuda")
     if not torch.cuda.is_available():
         raise DeviceError(
             f"stage {spec.index} was planned for {spec.device_name}, but its process sees no CUDA "
@@ -36,4 +45,4 @@ def local_device(spec: StageSpec) -> torch.device:
             f"{spec.device_name}, but the GPU has {found.total_memory}; state usable_memory_gib in "
             "the cluster file"
         )
-    return take_device("cuda")
+    return device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from actors.processes.gpus import PCI_ORDER
+
 OPENMP_SPINS = "10000"
 """Some microseconds in which torch's idle threads wait awake: if it were longer, they would take
 the core from the threads of the decode attention (62 ms a step of a 170M model on two cores, 49
@@ -26,4 +28,5 @@ def stage_environment(threads: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": OPENMP_SPINS,
         "TOKENIZERS_PARALLELISM": "false",
         "GLIBC_TUNABLES": MALLOC_KEEPS,
+        **PCI_ORDER,
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from actors.processes.gpus import own_gpus
 from planner.cluster.accelerators import Accelerator
 from quant.common.errors import DeviceError
 
@@ -103,8 +104,9 @@ def _device_resource(stage: Placed, offered: Mapping[str, float]) -> dict[str, f
     accelerator = stage.kind
     if stage.custom_resource is not None and not stage.emulated:
         return {stage.custom_resource: 1.0}
+    real = own_gpus() if stage.emulated else {}
     for name in (accelerator.name, *accelerator.aliases):
-        if offered.get(name) and name != "CPU":
+        if offered.get(name) and name != "CPU" and name not in real:
             return {name: 1.0}
     typed = f"{ACCELERATOR_TYPE}{accelerator.ray_type}"
     if accelerator.ray_type and offered.get(typed) and not stage.emulated:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from actors.messages import MicroBatch
 from actors.processes.answers import get_answer, get_answers
+from actors.processes.device import device_here
 from actors.processes.placement import Placement
 from actors.profiling.together import median_and_spread, started_together
 from actors.transport.gloo_links import Links
@@ -23,7 +24,6 @@ from actors.transport.pipelines import RayMessage, from_ray
 from actors.transport.rendezvous import BoardKeeper, RemoteBoard, Rendezvous
 from planner.cluster.links import Place, Way
 from quant.common.errors import DeviceError
-from quant.processor import take_device
 
 PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _ROWS = 16
@@ -48,7 +48,7 @@ class End(BoardKeeper):
 
     def __init__(self, on_gpu: bool) -> None:
         torch.set_num_threads(1)
-        self._device = take_device("cuda" if on_gpu else "cpu")
+        self._device = device_here("cuda" if on_gpu else "cpu")
         torch.zeros(1, device=self._device)  # from here on host memory is pinned for a GPU
         self._links: Links
 

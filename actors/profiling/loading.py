@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actors.processes.device import device_here
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.shard import path_of
 from actors.stage.transformers_config import config_of_values, with_layers
@@ -29,7 +30,7 @@ from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.linear import LayerForm
 from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
 from quant.loading.onednn_linear import prepack_linears
-from quant.processor import local_processor, take_device
+from quant.processor import local_processor
 from quant.scheme import FULL_BITS
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts
@@ -109,7 +110,7 @@ class _Loads:
         )
 
     def _form(self, bits: int) -> LayerForm:
-        device = take_device(self._task.device)
+        device = device_here(self._task.device)
         dtype: torch.dtype = getattr(torch, self._task.dtype)
         return LayerForm(bits, local_processor(device), dtype, device)
 

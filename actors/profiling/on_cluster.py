@@ -12,6 +12,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 from actors.processes.answers import get_answer, get_streamed
+from actors.processes.device import device_here
 from actors.processes.environment import stage_environment
 from actors.processes.placement import place
 from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading
@@ -89,7 +90,7 @@ def bare_errors() -> Iterator[None]:
 
 def _measure_there(task: ProfileTask, accelerator: Accelerator) -> Iterator[ProfileState]:
     """Check the GPU of this process, then measure."""
-    if task.device == "cuda":
+    if device_here(task.device).type == "cuda":
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
         if name == "no GPU" or not accelerator.is_reported_as(name):
             raise DeviceError(

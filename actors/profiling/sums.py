@@ -11,9 +11,9 @@ import torch
 from actors.collectives.distributed import DistributedGroup
 from actors.collectives.meeting import Meeting
 from actors.processes.answers import get_answer, get_answers
+from actors.processes.device import device_here
 from actors.processes.placement import Placement
 from actors.profiling.together import median_and_spread, started_together
-from quant.processor import take_device
 
 SUMMED_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 GPU_SUMMED_BYTES = (*SUMMED_BYTES, 64 << 20)
@@ -39,7 +39,7 @@ class Rank:
 
     def __init__(self, on_gpu: bool) -> None:
         torch.set_num_threads(1)
-        self._device = take_device("cuda" if on_gpu else "cpu")
+        self._device = device_here("cuda" if on_gpu else "cpu")
         self._dtype = torch.float16 if on_gpu else torch.bfloat16
         self._meeting: Meeting
         self._group: DistributedGroup

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from actors.attention.timer import AttentionTimer
+from actors.processes.device import device_here
 from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.profiling.reference_work import ReferenceWork
 from actors.stage.transformers_config import config_of_values
@@ -20,7 +21,7 @@ from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
 from quant.backends.selection import backend_name
 from quant.linear import LayerForm
-from quant.processor import local_processor, take_device
+from quant.processor import local_processor
 
 # Workloads whose keys and values take at most so many bytes together are measured in turns: the
 # more of them, the less a slow moment of the machine falls on one of them alone.
@@ -138,7 +139,7 @@ class _Profiler:
         if task.threads is not None:
             torch.set_num_threads(task.threads)
         self._task = task
-        self._device = take_device(task.device)
+        self._device = device_here(task.device)
         self._processor = local_processor(self._device)
         self._reference = ReferenceWork(self._device, getattr(torch, task.dtype))
         self._timer = AttentionTimer(self._device)

@@ -8,13 +8,15 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from os import environ
 from typing import TYPE_CHECKING, Any
 
+from actors.processes.gpus import local_ray_environment, visible_gpus
 from llmpq.remote.starting import SlowStartError, not_joined, not_started
 from llmpq.remote.token import check_token, make_token, warn_of_readers
 from llmpq.remote.words import caught_words, is_verbose
+from planner.cluster.accelerators import reported_accelerator
 from quant.common.errors import DeviceError, SpecError, StageLostError
 from quant.common.safe_text import without_user
 
@@ -74,6 +76,16 @@ def _start_twice(target: str) -> None:
             _start(target)
 
 
+def _gpus_by_type() -> dict[str, list[str]]:
+    """The UUIDs of this machine's GPUs by the names of their types, as far as these have one."""
+    found: dict[str, list[str]] = {}
+    for gpu in visible_gpus():
+        with suppress(SpecError):
+            name = reported_accelerator(gpu.name, gpu.memory_bytes).name
+            found.setdefault(name, []).append(gpu.uuid)
+    return found
+
+
 def _shut_down() -> None:
     """Leave Ray without its farewell."""
     import ray
@@ -108,7 +120,10 @@ def _start(target: str) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {}
     if target == "local":
+        gpus = _gpus_by_type()
         own = {"include_dashboard": False, "_system_config": _LOCAL}
+        own |= {"resources": {name: len(uuids) for name, uuids in gpus.items()}}
+        environ.update(local_ray_environment(gpus) if gpus else {})
         make_token()
     else:
         _check_joinable(target)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from actors.processes.gpus import ReportedGpu
 from llmpq.cli.looking import devices, models
 from planner.cluster.accelerators import find_accelerator, registry
 from planner.cluster.spec import ClusterSpec
@@ -107,8 +108,11 @@ def test_devices_of_a_cluster_file_are_listed(
 def test_devices_here_are_those_that_the_driver_reports(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = (("NVIDIA GeForce RTX 4060 Ti", 16380 * 2**20), *(("Tesla T4", 15360 * 2**20),) * 2)
-    monkeypatch.setattr("llmpq.detect.local_gpus", lambda: gpus)
+    gpus = (
+        ReportedGpu("NVIDIA GeForce RTX 4060 Ti", 16380 * 2**20, "GPU-0"),
+        *(ReportedGpu("Tesla T4", 15360 * 2**20, f"GPU-{i}") for i in (1, 2)),
+    )
+    monkeypatch.setattr("llmpq.detect.visible_gpus", lambda: gpus)
     found = json.loads(shown(capsys, "devices", "--here", "--json"))
     assert [(each["name"], each["count"]) for each in found] == [
         ("RTX4060Ti-16GB", 1),
@@ -116,7 +120,7 @@ def test_devices_here_are_those_that_the_driver_reports(
     ]
     text = shown(capsys, "devices", "--here")
     assert "This machine has 1 x RTX4060Ti-16GB, 2 x T4-16GB." in text
-    monkeypatch.setattr("llmpq.detect.local_gpus", tuple)
+    monkeypatch.setattr("llmpq.detect.visible_gpus", tuple)
     found = json.loads(shown(capsys, "devices", "--here", "--json"))
     assert [each["name"] for each in found] == ["CPU"]
 
@@ -149,13 +153,14 @@ def test_the_driver_is_asked_for_names_and_sizes(
 ) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text(
-        "#!/bin/sh\necho 'NVIDIA GeForce RTX 4060 Ti, 8188'\necho 'Tesla T4, [N/A]'\n"
-        "echo 'NVIDIA H100 NVL, 95830'\n"
+        "#!/bin/sh\necho 'GPU-a, 8188, NVIDIA GeForce RTX 4060 Ti'\n"
+        "echo 'GPU-b, [N/A], Tesla T4'\necho 'GPU-c, 95830, NVIDIA H100 NVL'\n"
     )
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = json.loads(shown(capsys, "devices", "--here", "--json"))
     assert [each["name"] for each in found] == ["RTX4060Ti-8GB", "T4-16GB", "H100-NVL-94GB"]
-    driver.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 3080, 10240'\n")
+    driver.write_text("#!/bin/sh\necho 'GPU-a, 10240, NVIDIA GeForce RTX 3080'\n")
     assert devices.main(["--here"]) == 2
     assert "a cluster file can describe others" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""The GPUs of this machine that a process may use: what NVIDIA's driver reports of them, and which
+of them a process of a local Ray has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from quant.common.units import GIB, MIB
+
+PCI_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Has CUDA number GPUs as the driver does, not the fastest first."""
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OWN = "LLMPQ_GPUS"
+_UNITS = "RAY_custom_unit_instance_resources"
+_QUERY = ("--query-gpu=uuid,memory.total,name", "--format=csv,noheader,nounits")
+_MIG = re.compile(r"MIG\s+(\S*\.(\d+)gb\S*)\s+Device\s+\d+:\s+\(UUID:\s*(MIG-[^)]+)\)")
+
+
+class ReportedGpu(NamedTuple):
+    """A GPU as the driver calls it, or a part of one (MIG)."""
+
+    name: str
+    memory_bytes: int
+    uuid: str
+
+
+def visible_gpus() -> tuple[ReportedGpu, ...]:
+    """Those that CUDA_VISIBLE_DEVICES names, by number or UUID, in its order; all where it is not
+    set, none without a driver. As for CUDA, what follows an unknown entry does not count.
+    """
+    gpus = tuple(_gpus(_answer(*_QUERY)))
+    entries = os.environ.get(_VISIBLE)
+    if entries is None:
+        return gpus
+    parts = tuple(_parts(_answer("-L"), gpus)) if "MIG-" in entries else ()
+    found: list[ReportedGpu] = []
+    for entry in filter(None, map(str.strip, entries.split(","))):
+        named = [each for each in (*gpus, *parts) if each.uuid.startswith(entry)]
+        if entry.isdecimal():
+            named = list(gpus[int(entry) :][:1])
+        if len(named) != 1:
+            break
+        found += named
+    return tuple(found)
+
+
+def _answer(*arguments: str) -> list[str]:
+    try:
+        answer = subprocess.run(
+            ("nvidia-smi", *arguments), capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _gpus(lines: Iterable[str]) -> Iterator[ReportedGpu]:
+    """In the order of their PCI buses, as the driver lists them."""
+    for line in lines:
+        uuid, size, name = (each.strip() for each in line.split(",", 2))
+        known = size.isdecimal()  # some drivers do not say it
+        yield ReportedGpu(name, int(size) * MIB if known else 0, uuid)
+
+
+def _parts(lines: Iterable[str], gpus: Iterable[ReportedGpu]) -> Iterator[ReportedGpu]:
+    """The parts of GPUs of which `nvidia-smi -L` tells, called as CUDA does."""
+    names, whole = {gpu.uuid: gpu.name for gpu in gpus}, ""
+    for line in lines:
+        whole = next((name for uuid, name in names.items() if uuid in line), whole)
+        found = _MIG.search(line)
+        if found:
+            yield ReportedGpu(f"{whole} MIG {found[1]}", int(found[2]) * GIB, found[3])
+
+
+def local_ray_environment(gpus: Mapping[str, list[str]]) -> dict[str, str]:
+    """Variables with which a local Ray is started whose resources are `gpus`, UUIDs by the name of
+    their type: its processes then know by `see_own` which of these they have.
+
+    Ray numbers the GPUs of a node without regard to their types.
+    """
+    units = filter(None, os.environ.get(_UNITS, "").split(","))
+    return {
+        _UNITS: ",".join(dict.fromkeys([*units, *gpus])),
+        _OWN: ";".join(f"{name}={','.join(uuids)}" for name, uuids in gpus.items()),
+    }
+
+
+def own_gpus() -> dict[str, list[str]]:
+    """The UUIDs of the GPUs by type that the local Ray of this process was started with."""
+    entries = filter(None, os.environ.get(_OWN, "").split(";"))
+    return {name: uuids.split(",") for name, _, uuids in (e.partition("=") for e in entries)}
+
+
+def see_own() -> None:
+    """Have CUDA see the GPU of this process alone, where its local Ray tells which one it has by a
+    resource of its type; before CUDA is used.
+    """
+    for name, uuids in own_gpus().items():
+        from ray._private.worker import global_worker
+
+        reserved = f"^{re.escape(name)}_group_[0-9A-Za-z]+$"
+        numbers = global_worker.get_accelerator_ids_for_accelerator_resource(name, reserved)
+        if numbers:
+            os.environ[_VISIBLE] = uuids[int(numbers[0])]
