@@ -97,12 +97,13 @@ def test_one_more_device_never_costs_throughput() -> None:
 
 
 def test_full_precision_has_a_theta_that_gives_it_again() -> None:
-    plan = job_plan()
+    roomy = cluster(gib=0.79)
+    plan = planned(roomy, JOB)
     assert plan.beside is not None
     high = next(each for each in plan.beside.qualities if each.quality == "high")
     assert high.plan.mean_bits == 16.0, "the case must have full precision as its best quality"
     assert plan.solver.sensitivity > 0
-    again = own_choice(planned(cluster(), JOB, theta=high.theta))
+    again = own_choice(planned(roomy, JOB, theta=high.theta))
     assert again.sensitivity == 0
     assert again.tokens_per_s == pytest.approx(high.plan.tokens_per_s, rel=SOLVED_TO)
 
