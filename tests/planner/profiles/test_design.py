@@ -70,7 +70,7 @@ def test_impossible_spaces_are_named(change: dict[str, object], message: str) ->
 
 
 def test_decode_steps_are_of_like_and_of_unlike_requests() -> None:
-    """Those of unlike lengths are half as long to half as long again, and long as told in the mean."""
+    """Those of unlike lengths are half as long to half as long again, as told in the mean."""
     like, unlike = (
         [
             each
