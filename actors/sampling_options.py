@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quant.common.errors import SpecError
+from quant.common.errors import FieldError
+from quant.common.token_text import INCOMPLETE
 
 REPETITION_PENALTIES = (0.01, 100.0)
 """Least and most. Usual are 0.8 to 2; within these limits the logits of every type stay finite."""
@@ -23,6 +24,9 @@ MOST_STOPS = 64
 STOP_CHARACTERS = 1000
 """Length of one stop string, which may lie in as many tokens, each time decoded anew."""
 
+MOST_STOP_TOKENS = 1024
+"""Token ids that end a request: more than any model has tokens that end something."""
+
 _STOP_WANTED = f"at most {MOST_STOPS} texts of 1 to {STOP_CHARACTERS} characters each"
 _REPETITION_WANTED = "from {:g} to {:g}; 1 is none".format(*REPETITION_PENALTIES)
 _ADDITIVE_WANTED = f"from {-ADDITIVE_PENALTY:g} to {ADDITIVE_PENALTY:g}"
@@ -36,9 +40,13 @@ _FIRST_FIELDS = frozenset(
 class Sampling:
     """Options for choosing the next token, and for ending a request.
 
-    `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` keep every token. Draws are keyed
-    by `seed`, the request's `custom_id` and the position, so they do not depend on how requests are
-    batched. `max_new_tokens=None` means the limit that the plan has for such.
+    `temperature=0` is greedy. `top_k=0` (or -1), `top_p=1` and `min_p=0` keep every token. Draws
+    are keyed by `seed`, the request's `custom_id` and the position, so they do not depend on how
+    requests are batched. `max_new_tokens=None` means the limit that the plan has for such.
+
+    `stop` and `stop_token_ids` end a request beside the end-of-sequence tokens, which `ignore_eos`
+    passes over. None of the first `min_tokens` new tokens ends it, as in vLLM: no token that would
+    is chosen among them, `ignore_eos` or not, and no stop string counts that ends there.
 
     `repetition_penalty` (1: none) counts the tokens of the prompt and the generated ones, as in
     transformers; `presence_penalty` and `frequency_penalty` (0: none) count the generated ones, as
@@ -58,13 +66,18 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Check ranges; raises `SpecError` naming the field."""
+        """Check ranges; raises `FieldError`."""
+        if self.top_k == -1:  # as vLLM writes that it is off
+            object.__setattr__(self, "top_k", 0)
         least, most = REPETITION_PENALTIES
         rules = {
             "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_k": (self.top_k >= 0, "0 or -1 (off), or more"),
+            "min_tokens": (self.min_tokens >= 0, "0 or more"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             "max_new_tokens": (
                 self.max_new_tokens is None or self.max_new_tokens >= 1,
@@ -91,9 +104,9 @@ class Sampling:
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
-                raise SpecError(
-                    f"sampling.{name} is {getattr(self, name)!r:.80}; it must be {wanted}"
-                )
+                raise FieldError(name, f"is {getattr(self, name)!r:.80}; it must be {wanted}")
+        if self.stop_token_ids != ():
+            object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
         if self.logit_bias != {}:  # it is empty in most rows, of which there may be millions
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
@@ -105,7 +118,7 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are biased or penalised before a token is chosen."""
+        """Whether logits are biased or penalised before any token is chosen."""
         return bool(self.logit_bias) or self.penalises
 
     @property
@@ -120,25 +133,39 @@ class Sampling:
         }
 
 
-def _checked_bias(given: Mapping[Any, Any]) -> dict[int, float]:
-    """`logit_bias` by token id, which is text in JSON; raises `SpecError` naming the token."""
+def stop_begin(text: str, stops: Iterable[str], early: str = "") -> int | None:
+    """Where in `text` the first of the `stops` begins that does not end within `early`, the text of
+    the first tokens.
+    """
+    after = len(early.rstrip(INCOMPLETE))
+    found = (text.find(each, max(0, after + 1 - len(each))) for each in stops)
+    return min((begin for begin in found if begin >= 0), default=None)
+
+
+def _checked_ids(given: Iterable[Any]) -> tuple[int, ...]:
+    """`stop_token_ids`, each once; raises `FieldError`."""
+    found = list(given)
+    if len(found) > MOST_STOP_TOKENS or not all(type(t) is int and _is_token_id(t) for t in found):
+        wanted = f"at most {MOST_STOP_TOKENS} whole numbers of at least 0"
+        raise FieldError("stop_token_ids", f"is {given!r:.80}; it must be {wanted}")
+    return tuple(sorted({*found}))
+
+
+def _checked_bias(given: Any) -> dict[int, float]:
+    """`logit_bias` by token id, which is text in JSON; raises `FieldError` naming the token."""
     if not isinstance(given, Mapping):
-        raise SpecError(
-            f"sampling.logit_bias is {given!r:.80}; it must map token ids to numbers from "
-            f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
-        )
+        wanted = f"token ids to numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+        raise FieldError("logit_bias", f"is {given!r:.80}; it must map {wanted}")
     found: dict[int, float] = {}
     for key, value in given.items():
         if not _is_token_id(key):
-            raise SpecError(
-                f"sampling.logit_bias has {key!r:.80}, which is no token id; give whole numbers of "
-                "at least 0"
+            raise FieldError(
+                "logit_bias", f"has {key!r:.80}, which is no token id; give whole numbers from 0 on"
             )
         if type(value) not in (int, float) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
-            raise SpecError(
-                f"sampling.logit_bias of token {key!r:.80} is {value!r:.80}; it must be a number "
-                f"from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
-            )
+            limits = f"from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+            why = f"of token {key!r:.80} is {value!r:.80}; it must be a number {limits}"
+            raise FieldError("logit_bias", why)
         found[int(key)] = float(value)
     return dict(sorted(found.items()))
 

@@ -78,6 +78,8 @@ class SamplingKeywords(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    stop_token_ids: Iterable[int] | None
+    min_tokens: int | None
 
 
 class PromptingKeywords(TypedDict, total=False):

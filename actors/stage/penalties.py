@@ -57,17 +57,25 @@ NO_TOKENS = TokenCounts((), (), 0)
 
 
 def changed_logits(
-    logits: Tensor, sampling: Sequence[Sampling], counts: Sequence[TokenCounts]
+    logits: Tensor,
+    sampling: Sequence[Sampling],
+    counts: Sequence[TokenCounts],
+    barred: Sequence[Sequence[int]] = (),
 ) -> Tensor:
     """`logits` `[requests, vocabulary]` in float64, biased and then penalised: by repetition (as
     transformers' processor does), then by frequency and presence.
 
     transformers and vLLM have the same order. Products of large logits and penalties stay finite in
-    double precision.
+    double precision. Each request's `barred` tokens get the least finite number, which no other
+    token has: infinities would leave nothing to choose where all are barred.
     """
     changed = logits.to(torch.float64, copy=True)
     _add_bias(changed, sampling)
     _penalise(changed, sampling, counts)
+    tokens = np.array([token for each in barred for token in each], dtype=np.int64)
+    if tokens.size:
+        where = _index(changed, [len(each) for each in barred], tokens)
+        changed[where] = torch.finfo(torch.float64).min
     return changed
 
 

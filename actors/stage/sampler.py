@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, log
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from actors.messages import (
     Sampling,
     TokenIds,
 )
+from actors.sampling_options import stop_begin
 from actors.stage.generation_config import end_tokens
 from actors.stage.logprobs import logprob_rows
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
@@ -30,18 +32,26 @@ from quant.common.token_text import MOST_BEFORE, Decoder, text_after
 
 @dataclass
 class _Running:
-    """A request in a slot, its new tokens, and the tokens that its penalties count."""
+    """A request in a slot, its new tokens, the tokens that its penalties count, and those that none
+    of its first `min_tokens` may be.
+    """
 
     admission: Admission
     token_ids: list[int]
     counts: TokenCounts
-    changes_logits: bool
+    ends: Sequence[int]
 
     @classmethod
-    def of(cls, admission: Admission) -> _Running:
+    def of(cls, admission: Admission, eos: frozenset[int]) -> _Running:
         sampling = admission.sampling
         counts = TokenCounts.of(admission) if sampling.penalises else NO_TOKENS
-        return cls(admission, list(admission.generated), counts, sampling.changes_logits)
+        ends = sorted(eos.union(sampling.stop_token_ids)) if sampling.min_tokens else ()
+        return cls(admission, list(admission.generated), counts, ends)
+
+    @property
+    def barred(self) -> Sequence[int]:
+        """Tokens that its next one must not be."""
+        return self.ends if len(self.token_ids) < self.sampling.min_tokens else ()
 
     @property
     def sampling(self) -> Sampling:
@@ -89,7 +99,7 @@ class Sampler:
         which nothing is read where there are none.
         """
         for admission in batch.admitted:
-            self._running[admission.slot] = _Running.of(admission)
+            self._running[admission.slot] = _Running.of(admission, self._eos)
         slots = batch.slots[batch.sampled_rows].tolist()
         if not slots:
             return NOTHING_SAMPLED
@@ -112,30 +122,35 @@ class Sampler:
         return Sampled(tokens, tuple(reasons), logprobs)
 
     def _finish_reason(self, request: _Running) -> FinishReason | None:
-        sampling = request.sampling
-        if not sampling.ignore_eos and request.token_ids[-1] in self._eos:
-            return "stop"
-        if sampling.stop and self._meets_stop_string(request):
-            return "stop"
-        return "length" if len(request.token_ids) >= request.admission.max_new_tokens else None
+        sampling, token_ids = request.sampling, request.token_ids
+        if len(token_ids) > sampling.min_tokens:
+            is_eos = not sampling.ignore_eos and token_ids[-1] in self._eos
+            if is_eos or token_ids[-1] in sampling.stop_token_ids:
+                return "stop"
+            if sampling.stop and self._meets_stop_string(request):
+                return "stop"
+        return "length" if len(token_ids) >= request.admission.max_new_tokens else None
 
     def _meets_stop_string(self, request: _Running) -> bool:
         """Whether the newest token completes a stop string; only the tail of the text can hold it.
 
         Every token stands for at least one byte, and a character has at most four. Special tokens
-        are kept in the text, as users may want to stop at one.
+        are kept in the text, as users may want to stop at one. What ends with the first
+        `min_tokens` is passed over.
         """
-        stop, token_ids = request.sampling.stop, request.token_ids
-        tail = max(len(s.encode()) for s in stop) + 4
+        sampling, token_ids = request.sampling, request.token_ids
+        tail = max(len(s.encode()) for s in sampling.stop) + 4
         before = (*request.admission.prompt_end, *token_ids[-tail - MOST_BEFORE : -tail])
-        decoder = self._decoder()
+        early = max(0, sampling.min_tokens - max(0, len(token_ids) - tail))
+        text_of = partial(text_after, self._decoder(), before, skip_special_tokens=False)
         try:
-            text = text_after(decoder, before, token_ids[-tail:], skip_special_tokens=False)
+            text = text_of(token_ids[-tail:])
+            early_text = text_of(token_ids[-tail:][:early]) if early else ""
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # such as a Rust panic; the driver decodes all and reports it
             return False
-        return any(s in text for s in stop)
+        return stop_begin(text, sampling.stop, early_text) is not None
 
     def _decoder(self) -> Decoder:
         if self._tokenizer is None:
@@ -146,10 +161,10 @@ class Sampler:
 def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
     """Next tokens `[requests]` of requests whose `logits` are `[requests, vocabulary]`.
 
-    Requests with a bias or penalties are handled apart from the others, which keep the type of
-    their logits and lose no time by them.
+    Requests with a bias, penalties or barred tokens are handled apart from the others, which keep
+    the type of their logits and lose no time by them.
     """
-    changing = [request.changes_logits for request in running]
+    changing = [bool(r.sampling.changes_logits or r.barred) for r in running]
     if not any(changing):
         return _choose(logits, running)
     tokens = np.empty(len(running), dtype=np.int64)
@@ -158,7 +173,9 @@ def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
         group = [running[row] for row in rows]
         part = logits[torch.tensor(rows, device=logits.device)]
         if changes:
-            part = changed_logits(part, [r.sampling for r in group], [r.counts for r in group])
+            barred = [[t for t in r.barred if t < part.shape[-1]] for r in group]
+            sampling, counts = [r.sampling for r in group], [r.counts for r in group]
+            part = changed_logits(part, sampling, counts, barred)
         tokens[rows] = _choose(part, group)
     return tokens
 

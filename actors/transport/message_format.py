@@ -282,7 +282,7 @@ def _admitted(text: bytes) -> tuple[Admission, ...]:
 
 def _from_json(values: dict[str, Any]) -> Admission:
     sampling = values.pop("sampling")
-    sampling["stop"] = tuple(sampling["stop"])
+    sampling |= {name: tuple(sampling[name]) for name in ("stop", "stop_token_ids")}
     values |= {name: tuple(values[name]) for name in _ADMITTED_TOKENS}
     room = TokenRange(**values.pop("room"))
     admission = Admission(sampling=Sampling(**sampling), room=room, **values)

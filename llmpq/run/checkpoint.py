@@ -96,7 +96,7 @@ def check_sampling(plan: PlanSpec, sampling: Sampling, vocab_size: int) -> None:
     _check_limit(plan, sampling)
     beyond = beyond_vocabulary(sampling, vocab_size)
     if beyond:
-        raise SpecError(beyond)
+        raise beyond
 
 
 def _check_limit(plan: PlanSpec, sampling: Sampling) -> None:

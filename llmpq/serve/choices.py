@@ -35,25 +35,30 @@ class _Choice:
         self._engine = engine
         self._index = index
         self._detokenizer = Detokenizer(engine.decode, request.prompt_ids)
+        self._sampling = request.sampling
         self._stops = StopStrings(request.sampling.stop)
         self._wants_tokens = request.top_logprobs is not None
         self._tokens: list[TokenText] = []
         self._new_tokens = 0
+        self._all_tokens = 0
         self._decoded = 0
         self._given = 0
 
     async def add(self, event: TokenEvent) -> Piece | None:
         """The piece that is certain with one more token; None if it adds no text."""
         self._new_tokens += 1
+        self._all_tokens += 1
         begin, before = self._decoded, self._detokenizer.before
-        text = await self._detokenizer.add(event.token_id)
-        is_end_token = event.finish_reason == "stop" and not text
+        is_last = event.finish_reason == "stop"
+        is_stop_token = is_last and event.token_id in self._sampling.stop_token_ids
+        text = "" if is_stop_token else await self._detokenizer.add(event.token_id)
+        is_end_token = is_last and not text
         if self._wants_tokens and not is_end_token:
             self._tokens.append(await self._token_text(event, begin, before))
         if event.finish_reason is not None:
             text += await self._detokenizer.finish()
         self._decoded += len(text)
-        text = self._stops.add(text)
+        text = self._stops.add(text, self._all_tokens <= self._sampling.min_tokens)
         if self._stops.found:
             return self._piece(text, "stop")
         if event.finish_reason is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from actors.sampling_options import stop_begin
 from llmpq.tokenizing.reasoning import overlap
 from quant.common.token_text import INCOMPLETE, MOST_BEFORE
 
@@ -50,13 +51,16 @@ class StopStrings:
         self._held = ""
         self.found = False
 
-    def add(self, piece: str) -> str:
-        """The text that is certain with `piece`; it ends before the first stop string."""
+    def add(self, piece: str, is_early: bool = False) -> str:
+        """The text that is certain with `piece`; it ends before the first stop string.
+
+        `is_early`: none counts that ends with this piece.
+        """
         text = self._held + piece
-        ends = [end for end in map(text.find, self._stops) if end >= 0]
-        if ends:
+        end = stop_begin(text, self._stops, text if is_early else self._held)
+        if end is not None:
             self.found, self._held = True, ""
-            return text[: min(ends)]
+            return text[:end]
         keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

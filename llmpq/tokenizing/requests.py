@@ -7,16 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from actors.messages import Request, Sampling
+from actors.sampling_options import stop_begin
 from llmpq.rows.row import BadRow, Row, merge_sampling
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from planner.workload import Workload
 from quant.checkpoint.model_reference import local_model
-from quant.common.errors import CheckpointError
+from quant.common.errors import CheckpointError, FieldError
 from quant.common.token_text import MOST_BEFORE
 
 AHEAD_ROWS = 64
@@ -93,9 +94,15 @@ class RequestMaker:
         wanted = sampling.max_new_tokens or self.workload.new_tokens
         if wanted > room:
             return f"max_new_tokens is {wanted}, the plan has room for {room}"
+        if sampling.min_tokens > wanted:
+            return (
+                f"min_tokens is {sampling.min_tokens}, but at most {wanted} tokens may be generated"
+                "; lower it, or give a larger max_new_tokens"
+            )
         if sampling.stop and self.tokenizer is None:
             return "stop strings need a tokenizer, which the model has not"
-        return beyond_vocabulary(sampling, self.vocab_size)
+        beyond = beyond_vocabulary(sampling, self.vocab_size)
+        return None if beyond is None else str(beyond)
 
     def _tokenizing(self, row: Row) -> tuple[int, str | None]:
         """Number of the task that tokenizes `row`, or why that is not tried."""
@@ -178,20 +185,24 @@ class RequestMaker:
     def texts(self, generated: Sequence[tuple[Request, tuple[int, ...]]]) -> list[Answer]:
         """Texts of `generated`, requests and their new tokens, as they follow the prompts' texts.
 
-        Special tokens are left out, and a text ends before its first stop string. A text is None
-        where there is no tokenizer.
+        Special tokens are left out, and a text ends before its first stop string or stop token. A
+        text is None where there is no tokenizer.
         """
         if self.tokenizer is None:
             return [Answer() for _ in generated]
-        tasks = [
-            self.tokenizer.submit({"ids": token_ids, "before": request.prompt_ids[-MOST_BEFORE:]})
-            for request, token_ids in generated
-        ]
+        tasks = [self.tokenizer.submit(_text_of(*each)) for each in generated]
         answers = map(self.tokenizer.answer, tasks)
-        return [
-            _cut(answer, request.sampling.stop)
-            for answer, (request, _) in zip(answers, generated, strict=True)
-        ]
+        return [self._cut(answer, *each) for answer, each in zip(answers, generated, strict=True)]
+
+    def _cut(self, answer: Answer, request: Request, token_ids: tuple[int, ...]) -> Answer:
+        """`answer` up to the stop string that ends it, which is none within `min_tokens`."""
+        assert self.tokenizer is not None
+        text, sampling = answer.text, request.sampling
+        if text is None or not sampling.stop:
+            return answer
+        early = token_ids[: sampling.min_tokens]
+        before = self.tokenizer.ask(_text_of(request, early)).text if early else None
+        return Answer(text=text[: stop_begin(text, sampling.stop, before or "")])
 
 
 def _room(workload: Workload) -> str:
@@ -200,23 +211,24 @@ def _room(workload: Workload) -> str:
     return f"{workload.prompt_length} and {workload.new_tokens}{together}"
 
 
-def _cut(answer: Answer, stop: tuple[str, ...]) -> Answer:
-    text = answer.text
-    if text is None or not stop:
-        return answer
-    ends = [found for found in (text.find(s) for s in stop) if found >= 0]
-    return Answer(text=text[: min(ends)]) if ends else answer
+def _text_of(request: Request, token_ids: tuple[int, ...]) -> dict[str, Any]:
+    """The task of making the text of new `token_ids`, without the stop token that ends them."""
+    ends = bool(token_ids) and token_ids[-1] in request.sampling.stop_token_ids
+    before = request.prompt_ids[-MOST_BEFORE:]
+    return {"ids": token_ids[:-1] if ends else token_ids, "before": before}
 
 
-def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
-    """A sentence on token ids of `logit_bias` beyond the vocabulary, None where there are none."""
-    largest = max(sampling.logit_bias, default=0)
-    if largest < vocab_size:
-        return None
-    return (
-        f"logit_bias has token id {largest}, the model's vocabulary ends at {vocab_size - 1}; take "
-        "the ids of this model's own tokenizer"
-    )
+def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> FieldError | None:
+    """An error that names a token id of `sampling` beyond the vocabulary, None without one."""
+    for name in ("logit_bias", "stop_token_ids"):
+        largest = max(getattr(sampling, name), default=0)
+        if largest >= vocab_size:
+            return FieldError(
+                name,
+                f"has token id {largest}, the model's vocabulary ends at {vocab_size - 1}; take "
+                "the ids of this model's own tokenizer",
+            )
+    return None
 
 
 def start_tokenizer(

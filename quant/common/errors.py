@@ -18,6 +18,17 @@ class SpecError(LlmpqError):
     """A cluster, model, workload or command-line option that cannot be used as written."""
 
 
+class FieldError(SpecError):
+    """A field of a row, a request or an option that cannot be followed: `name`, and `why`, which
+    goes on from there.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} {why}")
+        self.name = name
+        self.why = why
+
+
 class InfeasibleError(LlmpqError):
     """No plan fits; the message says which resource is short by how much, and what would fit: the
     `problem`, and each of the `remedies` that were tried, by themselves.

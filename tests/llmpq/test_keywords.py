@@ -17,7 +17,11 @@ from llmpq.run.options import RunOptions
 from planner.options import PlanOptions
 from quant.common.errors import SpecError
 
-WIDER: dict[str, Any] = {"bits": Iterable[int], "stop": str | Iterable[str]}
+WIDER: dict[str, Any] = {
+    "bits": Iterable[int],
+    "stop": str | Iterable[str],
+    "stop_token_ids": Iterable[int],
+}
 """Options that are given in more forms than the one that a dataclass keeps."""
 
 

@@ -275,6 +275,13 @@ def _add_sampling(group: OptionGroup) -> None:
     )
     add("--seed", type=int, metavar="SEED", help="of the random draws (default: 0)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
+    add("--stop_token_ids", nargs="+", type=int, metavar="ID", help="tokens that end it")
+    add(
+        "--min_tokens",
+        type=int,
+        metavar="TOKENS",
+        help="to generate before anything ends it (default: 0)",
+    )
     add(
         "--ignore_eos",
         action="store_const",

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -223,6 +226,80 @@ def test_prompts_are_told_where_stop_strings_follow_them() -> None:
     assert Admission.of(0, stopping).prompt_end == tuple(range(99 - MOST_BEFORE, 99))
 
 
+def test_stop_tokens_end_a_request_whatever_is_ignored() -> None:
+    stopping = Sampling(stop_token_ids=(2, 9), ignore_eos=True)
+    assert run(Sampler([4]), [1, 4, 2], stopping, 9) == [None, None, "stop"]
+    assert run(Sampler([4]), [1, 4, 3], stopping, 3) == [None, None, "length"]
+
+
+PROMPT, EOS, STOP_TOKENS = (1, 2, 3), 4, (7, 11)
+
+
+def least_tokens(sampling: Sampling, raw: torch.Tensor) -> list[int]:
+    """Tokens of one request by transformers' own processor; `raw`: `[steps, vocabulary]`."""
+    ends = [EOS, *sampling.stop_token_ids]
+    processor = MinNewTokensLengthLogitsProcessor(len(PROMPT), sampling.min_tokens, ends)
+    tokens: list[int] = []
+    for step, values in enumerate(raw):
+        seen = torch.tensor([[*PROMPT, *tokens]])
+        allowed = processor(seen, values[None].clone())
+        draw = uniform_draw(sampling.seed, "a", step)
+        tokens += choose_tokens(allowed, [sampling], [draw]).tolist()
+        if tokens[-1] in ends:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+@pytest.mark.parametrize("least", [0, 1, 4, 12])
+@pytest.mark.parametrize("cut", [0, 3])
+def test_least_tokens_are_those_of_transformers(temperature: float, least: int, cut: int) -> None:
+    """Beside a greedy request in the batch, and from the tokens that there were before a fault."""
+    raw = logits(12, seed=least)
+    raw[:, [EOS, *STOP_TOKENS]] += torch.tensor([6.0, 5.0, 5.5])
+    sampling = Sampling(temperature, min_tokens=least, stop_token_ids=STOP_TOKENS)
+    expected = least_tokens(sampling, raw)
+    assert len(expected) > least or least == len(raw)
+    had = min(cut, len(expected) - 1)
+    sampler, tokens = Sampler([EOS]), expected[:had]
+    admitted = [Admission(1, "a", 99, sampling, tuple(tokens)), Admission(0, "b", 99, Sampling())]
+    reason = None
+    for values in raw[had:]:
+        sampled = sampler.sample(batch([0, 1], admitted), torch.stack([logits(1)[0], values]))
+        tokens.append(int(sampled.token_ids[1]))
+        reason, admitted = sampled.finish_reasons[1], []
+        if reason is not None:
+            break
+    assert tokens == expected
+    assert reason == ("stop" if tokens[-1] in (EOS, *STOP_TOKENS) else None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_vocabulary_of_ends_alone_stops_no_stage(temperature: float) -> None:
+    everything = Sampling(temperature, min_tokens=2, stop_token_ids=range(26))  # type: ignore[arg-type]
+    assert run(Sampler([99]), [3, 3, 3], everything, 9) == [None, None, "stop"]
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(0, 8),
+)
+def test_no_stop_string_counts_that_ends_within_the_least_tokens(
+    tokens: list[int], stops: list[str], least: int
+) -> None:
+    """Against the definition, over texts of one letter a token."""
+    text = Letters().decode(tokens)
+    ends = (
+        end
+        for end in range(least + 1, len(text) + 1)
+        if any(text[:end].endswith(stop) for stop in stops)
+    )
+    first = next(ends, None)
+    found = run(Sampler([], Letters()), tokens, Sampling(stop=tuple(stops), min_tokens=least), 99)
+    assert (len(found) if found[-1] == "stop" else None) == first
+
+
 class Panics:
     """A tokenizer whose native code gives up, which is no `Exception`."""
 
@@ -242,7 +319,13 @@ def test_text_that_cannot_be_made_ends_no_stage() -> None:
         {"temperature": float("inf")},
         {"top_p": 0.0},
         {"top_p": 1.5},
-        {"top_k": -1},
+        {"top_k": -2},
+        {"min_tokens": -1},
+        {"stop_token_ids": (3, -1)},
+        {"stop_token_ids": (True,)},
+        {"stop_token_ids": ("3",)},
+        {"stop_token_ids": (10**18,)},
+        {"stop_token_ids": range(1025)},
         {"max_new_tokens": 0},
         {"stop": ("",)},
         {"stop": ("a", "b" * 1001)},

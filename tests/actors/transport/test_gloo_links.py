@@ -19,7 +19,20 @@ from tests.actors.linking import meet
 
 def a_batch(requests: int, tokens: int, custom_id: str = "täg\n") -> MicroBatch:
     sampling = Sampling(
-        0.7, 5, 0.9, -3, None, ("ende", "\0"), True, 0.1, 1.1, 0.5, -0.5, {7: -100.0, 12: 0.25}
+        0.7,
+        5,
+        0.9,
+        -3,
+        None,
+        ("ende", "\0"),
+        True,
+        0.1,
+        1.1,
+        0.5,
+        -0.5,
+        {7: -100.0, 12: 0.25},
+        (3, 2**40),
+        6,
     )
     return MicroBatch(
         slots=np.arange(requests) * 2,

@@ -423,5 +423,5 @@ def test_the_most_that_a_request_may_ask_for_is_within_the_limits() -> None:
     found = decode(encode(batch, torch.ones(3, 6)), replace(LIMITS, requests=1))
     assert not isinstance(found, Sampled)
     assert found[0].admitted == (asked,)
-    with pytest.raises(SpecError, match=r"sampling\.stop .{,200} at most 64 texts of 1 to 1000"):
+    with pytest.raises(SpecError, match=r"stop .{,200} at most 64 texts of 1 to 1000"):
         replace(sampling, stop=(*stop, "x"))

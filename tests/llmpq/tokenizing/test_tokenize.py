@@ -209,6 +209,32 @@ def test_texts_follow_those_of_their_prompts(tmp_path: Path) -> None:
     assert texts == [" world world", "", " world", "world world"]
 
 
+def test_text_ends_before_a_stop_token_and_not_within_the_least_tokens(maker: RequestMaker) -> None:
+    request = maker.request(Row("a", text="a list, a list"))
+    assert isinstance(request, Request)
+    ids = request.prompt_ids
+    least = Sampling(stop=("list",), min_tokens=len(ids) - 1)
+    stopping = Sampling(stop_token_ids=(ids[-1],))
+    asked = [(replace(request, sampling=sampling), ids) for sampling in (least, stopping)]
+    later, ended, without = maker.texts([*asked, (request, ids[:-1])])
+    assert later.text == "a list, a "
+    assert ended.text == without.text
+
+
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        ({"min_tokens": 17}, "min_tokens is 17, but at most 16 tokens may be generated"),
+        ({"min_tokens": 5, "max_new_tokens": 4}, "but at most 4 tokens"),
+        ({"stop_token_ids": [2048]}, "stop_token_ids has token id 2048, the model's vocabulary"),
+    ],
+)
+def test_ends_that_cannot_be(maker: RequestMaker, sampling: dict[str, Any], told: str) -> None:
+    bad = maker.request(Row("a", token_ids=(5, 6), sampling=sampling))
+    assert isinstance(bad, BadRow)
+    assert told in bad.error
+
+
 def test_tokens_that_cannot_be_turned_into_text(maker: RequestMaker) -> None:
     request = Request("a", (5,), 16, Sampling())
     bad, good = maker.texts([(request, (2**40,)), (request, (5,))])
