@@ -23,6 +23,8 @@ PREFIX = "input_"
 
 _DEEPEST = 100  # as of messages: Python gives up at a thousand levels
 _LARGEST_BITS = 10_000  # of a whole number: Python writes no more than 4300 digits
+_PLAIN = frozenset((str, int, bool, dict, list, type(None)))
+_MISSING = ("NAType", "NaTType")  # of pandas
 _AS_TEXT = (Decimal, UUID, timedelta)
 
 
@@ -47,14 +49,23 @@ def own_columns(given: Mapping[Any, Any]) -> dict[str, Any]:
                 f"their own, and there is a column {shown!r} already; rename one of them"
             )
         try:
-            columns[shown] = _plain(value, _DEEPEST)
+            columns[shown] = json_value(value)
         except ColumnError as error:
             raise ColumnError(f"its column {name!r:.80} {error}") from error
     return columns
 
 
-def _plain(value: Any, levels: int) -> Any:
-    """`value` as JSON has it."""
+def plain_value(value: Any) -> Any:
+    """A value of numpy as Python's; None for those by which tables mark what is missing."""
+    if type(value) in _PLAIN:
+        return value
+    value = value.tolist() if hasattr(value, "tolist") else value
+    is_nan = isinstance(value, float) and value != value
+    return None if is_nan or type(value).__name__ in _MISSING else value
+
+
+def json_value(value: Any, levels: int = _DEEPEST) -> Any:
+    """`value` as JSON has it; raises `ColumnError` where it has no form of it."""
     if isinstance(value, str):
         if not _is_text(value):
             raise ColumnError("holds half a surrogate pair, which UTF-8 cannot write")
@@ -68,12 +79,11 @@ def _plain(value: Any, levels: int) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) and _is_text(name) for name in value):
             raise ColumnError("has an object with a name that is no text; give it one")
-        return {str(name): _plain(each, levels - 1) for name, each in value.items()}
+        return {str(name): json_value(each, levels - 1) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, levels - 1) for each in value]
-    if hasattr(value, "tolist"):  # scalars and arrays of numpy
-        return _plain(value.tolist(), levels - 1)
-    return _as_text(value)
+        return [json_value(each, levels - 1) for each in value]
+    plain = plain_value(value)
+    return _as_text(value) if plain is value else json_value(plain, levels - 1)
 
 
 def _number(value: float) -> int | float | None:
@@ -89,7 +99,7 @@ def _number(value: float) -> int | float | None:
 def _as_text(value: Any) -> str | None:
     """The text of a value that tables and Python have, and JSON has not."""
     if isinstance(value, date | time):
-        return None if value != value else value.isoformat()  # NaT of pandas equals nothing
+        return value.isoformat()
     if isinstance(value, _AS_TEXT):
         return str(value)
     if isinstance(value, bytes | bytearray | memoryview):

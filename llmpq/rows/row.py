@@ -10,16 +10,10 @@ from typing import Any
 
 from actors.messages import Sampling
 from llmpq.rows.chat import MessageError, plain_message, template_message
-from llmpq.rows.field_names import (
-    KNOWN_FIELDS,
-    PROMPT_FIELDS,
-    SAMPLING_FIELDS,
-    SPELLINGS,
-    nearest_field,
-)
-from llmpq.rows.openai_fields import UnsupportedFieldError, without_neutral
-from llmpq.rows.own_columns import ColumnError, own_columns
-from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError, SpecError
+from llmpq.rows.fields import DRAWN, PROMPT_FIELDS, SAMPLING_FIELDS, is_field, nearest_field
+from llmpq.rows.own_columns import ColumnError, own_columns, plain_value
+from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
+from quant.common.errors import MESSAGE_CHARACTERS, FieldError, LlmpqError, SpecError
 from quant.common.safe_text import printable
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -36,6 +30,9 @@ MAX_ID_CHARACTERS = 1000
 _NUMBERS = frozenset(
     ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 )
+_WHOLE_NUMBERS = frozenset(("top_k", "seed", "max_new_tokens", "min_tokens"))
+_SWITCHES = frozenset(("ignore_eos", DRAWN))
+_OF_SAMPLING = frozenset((*SAMPLING_FIELDS, DRAWN))
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
             _refuse_near_misses(beside, content)
             fields = {name: value for name, value in content.items() if name not in beside}
         return dataclasses.replace(_parse(fields, custom_id), columns=columns)
-    except (_RowError, MessageError, UnsupportedFieldError, ColumnError, LlmpqError) as error:
+    except (_RowError, MessageError, ColumnError, LlmpqError) as error:
         return BadRow(name, printable(str(error), MESSAGE_CHARACTERS), columns)
 
 
@@ -155,14 +152,19 @@ def _beside(content: Mapping[str, Any]) -> dict[str, Any]:
     body = content.get("body")
     if isinstance(body, Mapping):
         return {name: value for name, value in content.items() if name not in _ENVELOPE}
-    read = KNOWN_FIELDS if body is None else KNOWN_FIELDS - {"body"}
-    return {name: value for name, value in content.items() if name not in read}
+    return {
+        name: value
+        for name, value in content.items()
+        if not is_field(name, value, content) or (name == "body" and body is not None)
+    }
 
 
 def _custom_id(content: Mapping[str, Any]) -> str:
     """The id of a row, empty where it has none."""
-    custom_id = content.get("custom_id", "")
-    if not isinstance(custom_id, str) or (not custom_id and "custom_id" in content):
+    custom_id = plain_value(content.get("custom_id"))
+    if custom_id is None:
+        return ""
+    if not isinstance(custom_id, str) or not custom_id:
         raise _RowError(f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
     if len(custom_id) > MAX_ID_CHARACTERS:
         raise _RowError(
@@ -189,83 +191,101 @@ def _refuse_near_misses(beside: Mapping[str, Any], content: Mapping[str, Any]) -
 def _parse(fields: dict[str, Any], custom_id: str) -> Row:
     """The row of the `fields` that are read, or of a Batch line's body."""
     fields.pop("custom_id", None)
-    given = [name for name in PROMPT_FIELDS if name in fields]
+    prompts = {name: plain_value(fields.pop(name)) for name in PROMPT_FIELDS if name in fields}
+    given = [name for name, value in prompts.items() if value is not None]
     if len(given) != 1:
         raise _RowError(
             f"a row needs exactly one of prompt and messages, found {given or 'neither'}"
         )
-    value = fields.pop(given[0])
-    sampling = _sampling_overrides(fields)
-    if given[0] == "messages":
-        return Row(custom_id, messages=_messages(value), sampling=sampling)
-    if isinstance(value, str):
-        if not _is_text(value):
-            raise _RowError("prompt holds half a surrogate pair, which no tokenizer can read")
-        return Row(custom_id, text=value, sampling=sampling)
-    return Row(custom_id, token_ids=_token_ids(value), sampling=sampling)
+    value, is_chat = prompts[given[0]], given[0] == "messages"
+    found = fields_by_name(fields)
+    options, sampling = prompt_options(found, is_chat), _sampling_overrides(found)
+    if is_chat:
+        chat = _messages(value)
+        return Row(custom_id, messages=chat, sampling=sampling, prompt_options=options)
+    if not isinstance(value, str):
+        return Row(custom_id, token_ids=_token_ids(value), sampling=sampling)
+    if not _is_text(value):
+        raise _RowError("prompt holds half a surrogate pair, which no tokenizer can read")
+    return Row(custom_id, text=value, sampling=sampling, prompt_options=options)
 
 
-def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not fields:
-        return {}
-    nested = fields.get("sampling")
-    if nested is not None and not isinstance(nested, Mapping):
-        raise _RowError("sampling must be an object")
-    beside = {name: value for name, value in fields.items() if name != "sampling"}
-    overrides: dict[str, Any] = {}
-    for given in (beside, nested or {}):
-        for spelling, value in without_neutral(given).items():
-            name = SPELLINGS.get(str(spelling), str(spelling))
-            if name in overrides and overrides[name] != value:
-                raise _RowError(
-                    f"{name} is given twice, as {overrides[name]!r:.80} and as {value!r:.80} "
-                    f"({spelling}); give it once"
-                )
-            overrides[name] = value
-    unknown = sorted(set(overrides) - set(SAMPLING_FIELDS))
+def _sampling_overrides(found: Mapping[str, Given]) -> Mapping[str, Any]:
+    """The row's own sampling; whole numbers are such, and other values as they were given."""
+    unknown = sorted(found.keys() - _OF_SAMPLING)
     if unknown:
         nearest = nearest_field(unknown[0])
         hint = f"is {nearest} meant?" if nearest else f"known: {', '.join(SAMPLING_FIELDS)}"
-        raise _RowError(f"unknown field {unknown[0]!r:.80}; {hint}")
-    if overrides:
+        name = found[unknown[0]].name
+        own = f"; give a column {name.partition('.')[0]} of your own another name"
+        raise _RowError(f"unknown field {name!r:.80}; {hint}{own if '.' in name else ''}")
+    overrides = {name: _whole(name, each.value) for name, each in found.items()}
+    try:
         merge_sampling(Sampling(), overrides)
+    except FieldError as error:
+        raise FieldError(found[error.name].name, error.why) from error
     return overrides
 
 
 def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
-    """`base` with a row's own fields.
+    """`base` with a row's own fields; `do_sample` false is greedy whatever the temperature, true
+    draws at that of `base`, or 1 where that is greedy.
 
-    Raises `SpecError` for a value out of range or of a wrong type.
+    Raises `FieldError` for a value out of range or of a wrong type.
     """
     if not overrides:
         return base
-    changes = dict(overrides)
-    if isinstance(changes.get("stop"), str):
-        changes["stop"] = (changes["stop"],)
-    for name, value in changes.items():
-        changes[name] = _typed(name, value)
+    changes = {name: _typed(name, value) for name, value in overrides.items()}
+    is_drawn = changes.pop(DRAWN, None)
+    if is_drawn is False:
+        changes["temperature"] = 0.0
+    elif is_drawn and not changes.setdefault("temperature", base.temperature or 1.0):
+        raise FieldError(DRAWN, "is true, but temperature is 0; give one above 0, or leave it out")
     return dataclasses.replace(base, **changes)
 
 
-def _typed(name: str, value: Any) -> Any:
-    """`value` as the type that `Sampling.name` has, or `SpecError`; a bias is checked there."""
-    if name not in SAMPLING_FIELDS:
+def _whole(name: str, value: Any) -> Any:
+    """`value` with 3.0 as 3 where fields are whole numbers, as pandas writes these beside gaps."""
+    if name == "stop_token_ids" and isinstance(value, list | tuple):
+        return [_as_int(plain_value(each)) for each in value]
+    return _as_int(value) if name in _WHOLE_NUMBERS else value
+
+
+def _as_int(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _typed(name: str, given: Any) -> Any:
+    """What is `given` as the type that `Sampling.name` has, or `FieldError`; bias and token ids are
+    checked there.
+    """
+    value = _whole(name, plain_value(given))
+    if name not in _OF_SAMPLING:
         raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(SAMPLING_FIELDS)}")
     if name == "logit_bias":
-        return value
-    if name == "stop":
-        if isinstance(value, list | tuple) and all(
-            isinstance(s, str) and _is_text(s) for s in value
-        ):
+        is_object = isinstance(value, Mapping)
+        return {key: plain_value(each) for key, each in value.items()} if is_object else value
+    if name == "stop_token_ids":
+        if isinstance(value, list | tuple):
             return tuple(value)
-        raise SpecError("stop must be a string or a list of strings")
-    wants_bool, wants_float = name == "ignore_eos", name in _NUMBERS
+        raise FieldError(name, f"is {value!r:.80}; it must be a list of token ids")
+    if name == "stop":
+        texts = (value,) if isinstance(value, str) else value
+        is_list = isinstance(texts, list | tuple)
+        if is_list and all(isinstance(each, str) and _is_text(each) for each in texts):
+            return tuple(texts)
+        raise FieldError(name, "must be a string or a list of strings")
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> int | float:
+    wants_bool, wants_float = name in _SWITCHES, name in _NUMBERS
     accepted = {bool} if wants_bool else {int, float} if wants_float else {int}
     fits = type(value) in accepted
     if not fits or abs(value) > _LARGEST:
         kind = "true or false" if wants_bool else "a number" if wants_float else "a whole number"
         limit = f" of at most {_LARGEST}" if fits else ""
-        raise SpecError(f"{name} is {value!r:.80}; it must be {kind}{limit}")
+        raise FieldError(name, f"is {value!r:.80}; it must be {kind}{limit}")
     return float(value) if wants_float else value
 
 
@@ -300,6 +320,9 @@ def _is_writable(value: Any, levels: int = _DEEPEST) -> bool:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, list | tuple) and all(type(t) is int and 0 <= t < 2**31 for t in value):
-        return tuple(value)
+    ids = value
+    if isinstance(value, list | tuple) and not all(type(t) is int for t in value):
+        ids = [_as_int(plain_value(each)) for each in value]
+    if isinstance(ids, list | tuple) and all(type(t) is int and 0 <= t < 2**31 for t in ids):
+        return tuple(ids)
     raise _RowError("prompt must be text or a list of token ids (whole numbers of at least 0)")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from actors.messages import Sampling
 from actors.sampling_options import GREEDY
 from actors.stage.generation_config import GENERATION_CONFIG_FILE, read_generation_config
+from llmpq.rows.fields import unfollowed
 from llmpq.rows.row import merge_sampling
 from quant.common.errors import CheckpointError, SpecError
 
@@ -30,38 +31,11 @@ SamplingInput = Sampling | Mapping[str, Any] | None
 """A `Sampling` settles every field, a mapping those that it names, None nothing."""
 
 _FOLLOWED = ("top_k", "top_p", "min_p", "repetition_penalty")
-_NOT_FOLLOWED: Mapping[str, tuple[Any, ...]] = {
-    "bad_words_ids": (),
-    "begin_suppress_tokens": (),
-    "constraints": (),
-    "diversity_penalty": (0,),
-    "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "exponential_decay_length_penalty": (),
-    "force_words_ids": (),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "guidance_scale": (1,),
-    "max_time": (),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "penalty_alpha": (0,),
-    "sequence_bias": (),
-    "suppress_tokens": (),
-    "token_healing": (),
-    "top_h": (),
-    "typical_p": (1,),
-    "watermarking_config": (),
-}
-"""Fields of transformers' `GenerationConfig` that would change the output, with the values at which
-they do not; empty ones and `false` never do."""
+_FLOORS = ("min_new_tokens",)
+"""Fields that hold for rows that name them, and are not taken from the file, as in vLLM."""
+
+_OTHERWISE = frozenset(("eos_token_id", "max_length"))
+"""Fields of the file that are followed or told otherwise than a row's."""
 
 _LONGEST = 40  # characters of a value, in messages
 
@@ -172,9 +146,9 @@ def _recommended(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _left_out(config: Mapping[str, Any], workload: Workload, limit: int) -> Mapping[str, str]:
     """What `config` has that is not followed, where rows without a limit have this `limit`."""
     left_out = {
-        name: _shown(config[name])
-        for name, neutral in _NOT_FOLLOWED.items()
-        if config.get(name) and config[name] not in neutral
+        name: _shown(value)
+        for name, value in sorted(config.items())
+        if value and name not in _OTHERWISE and (unfollowed(name, value) or name in _FLOORS)
     }
     if "temperature" in config and "do_sample" not in config:
         left_out["temperature"] = f"{_shown(config['temperature'])} without do_sample"

@@ -21,7 +21,7 @@ from llmpq.serve.wire.errors import ApiError, bad_request
 from llmpq.serve.wire.pieces import Piece
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
-from quant.common.errors import SpecError
+from quant.common.errors import FieldError
 
 TOO_LONG = "context_length_exceeded"
 
@@ -80,6 +80,11 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
     for row in _rows(body, where):
         ids = await _encoded(row, engine, where)
         most = _new_tokens(body, len(ids), engine.limits)
+        if sampling.min_tokens > most:
+            raise bad_request(
+                f"min_tokens is {sampling.min_tokens}, but at most {most} tokens may be generated",
+                "min_tokens",
+            )
         prompt_tokens += len(ids)
         for _ in range(body.answers):
             number = len(generations)
@@ -95,22 +100,12 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
 def _sampling(given: Mapping[str, Any], engine: Engine) -> Sampling:
     try:
         sampling = merge_sampling(engine.sampling, given)
-    except SpecError as error:
-        raise bad_request(str(error), _faulty(given)) from error
+    except FieldError as error:
+        raise bad_request(str(error), error.name) from error
     problem = beyond_vocabulary(sampling, engine.limits.vocab_size)
     if problem is not None:
-        raise bad_request(problem, "logit_bias")
+        raise bad_request(str(problem), problem.name)
     return sampling
-
-
-def _faulty(given: Mapping[str, Any]) -> str | None:
-    """The field of `given` that `Sampling` refuses."""
-    for name, value in given.items():
-        try:
-            merge_sampling(Sampling(), {name: value})
-        except SpecError:
-            return name
-    return None
 
 
 def _check_alternatives(field: str, wanted: int | None, limits: EngineLimits) -> None:
@@ -133,7 +128,8 @@ def _rows(body: CompletionBody | ChatBody, where: str) -> list[Row]:
         row = row_from_mapping({where: prompt}, where)
         if isinstance(row, BadRow):
             raise bad_request(row.error, _place(where, number, len(prompts)))
-        rows.append(row)
+        options = {} if row.token_ids is not None else body.prompt_options
+        rows.append(replace(row, prompt_options=options))
     return rows
 
 

@@ -127,6 +127,20 @@ def line_seeds() -> tuple[bytes, ...]:
         {"prompt": "no id", "ignore_eos": True, "n": 1, "repetition_penalty": 1.5},
         {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
         {"custom_id": "d", "body": {**neutral, "messages": parts}},
+        {
+            "prompt": "e",
+            "options": {"num_predict": 3.0, "num_ctx": 9},
+            "parameters": {"do_sample": True, "min_new_tokens": 1},
+            "stop_token_ids": [5, 6.0],
+            "system": "",
+        },
+        {
+            "messages": parts,
+            "tools": [{"type": "function"}],
+            "tool_choice": "auto",
+            "documents": [{"text": "t"}],
+            "chat_template_kwargs": {"enable_thinking": False, "x": [1]},
+        },
     )
     return tuple(json.dumps(row).encode() for row in rows)
 

@@ -13,7 +13,7 @@ from llmpq.jobs.formats import streams
 from llmpq.jobs.formats.file_format import Compression
 from llmpq.jobs.formats.parquet import plain_row
 from llmpq.jobs.formats.streams import numbered_lines
-from llmpq.rows.field_names import KNOWN_FIELDS
+from llmpq.rows.fields import KNOWN_FIELDS, STRUCTURED
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
 
@@ -23,12 +23,8 @@ RESULT_COLUMNS = (*RESULT_FIELDS, FINGERPRINT)
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
 _PROMPT_COLUMNS = ("prompt", "messages", "body")
-_TEXT = frozenset(("custom_id", "prompt", "messages", "sampling", "logit_bias"))
-"""Columns that stay text here, as all own columns do; `plain_row` reads the JSON of the last three.
-"""
-
-_WHOLE = frozenset(("top_k", "seed", "max_new_tokens", "max_tokens", "max_completion_tokens", "n"))
-"""Columns in which 40.0 means 40: pandas writes whole numbers so in a table with empty cells."""
+_TEXT = STRUCTURED | {"custom_id", "prompt"}
+"""Columns that stay text here, as all own columns do; `plain_row` reads the JSON of some."""
 
 
 def csv_rows(path: Path, compression: Compression) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
@@ -184,9 +180,6 @@ def _value(name: str, cell: str) -> Any:
     if name in _TEXT or name not in KNOWN_FIELDS or is_one_stop:
         return cell
     try:
-        value = json.loads(cell.lower() if cell.strip().lower() in ("true", "false") else cell)
+        return json.loads(cell.lower() if cell.strip().lower() in ("true", "false") else cell)
     except (ValueError, RecursionError):
         return cell
-    if name in _WHOLE and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value

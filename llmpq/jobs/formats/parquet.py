@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.jobs.formats.column_kinds import JSON, ColumnKinds, Kind
+from llmpq.rows.fields import STRUCTURED, is_field
 from llmpq.rows.results import FINGERPRINT
 from quant.common.errors import InputError
 
@@ -40,8 +41,8 @@ def require_pyarrow(what: str = "Parquet files") -> None:
 def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     """Rows of prompts as a JSONL line would hold them; a missing value is a missing field.
 
-    `messages` may be a list of structs or JSON text, `sampling` and `logit_bias` a struct or JSON
-    text. Raises `InputError` for a file that is no Parquet.
+    `messages` may be a list of structs or JSON text, `sampling`, `logit_bias` and what else is an
+    object a struct or JSON text. Raises `InputError` for a file that is no Parquet.
     """
     return map(plain_row, _read(path, None))
 
@@ -49,9 +50,9 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def plain_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """A row of columns as a JSONL line would hold it."""
     given = {name: value for name, value in row.items() if value is not None}
-    for name in ("messages", "sampling", "logit_bias"):
-        if name in given:
-            given[name] = _plain(given[name])
+    for name in STRUCTURED & given.keys():
+        value = _plain(given[name])
+        given |= {name: value} if is_field(name, value, given) else {}
     return given
 
 

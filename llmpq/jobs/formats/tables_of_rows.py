@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from llmpq.jobs.formats.parquet import plain_row, require_pyarrow
+from llmpq.rows.own_columns import plain_value
 from quant.common.errors import InputError
-
-_WHOLE_NUMBERS = ("max_new_tokens", "max_tokens", "max_completion_tokens", "seed", "top_k")
-"""Fields that a column of pandas holds as floats where some rows have none."""
 
 
 @runtime_checkable
@@ -71,17 +69,9 @@ def _rows_of_pandas(frame: Any) -> Iterable[dict[str, Any]]:
         strict=True,
     ):
         yield {
-            name: None if is_gone else _plain_value(name, value)
+            name: None if is_gone else plain_value(value)
             for name, value, is_gone in zip(names, values, gone, strict=True)
         }
-
-
-def _plain_value(name: str, value: Any) -> Any:
-    """A value as Python has it, where it is numpy's."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if name in _WHOLE_NUMBERS and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
 
 
 def _rows_of_arrow(table: Any) -> Iterator[dict[str, Any]]:

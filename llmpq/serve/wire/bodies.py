@@ -1,6 +1,6 @@
 """The fields of OpenAI's requests that are served, with their types.
 
-Fields that are not served stand in `llmpq/rows/openai_fields.py`.
+Fields that are not served, and other names of those that are, stand in `llmpq/rows/fields.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
+
+from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
+from llmpq.rows.request_fields import Given, prompt_options
 
 MOST_ANSWERS = 128
 """Largest `n`, as in OpenAI's interface."""
@@ -97,6 +100,10 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     ignore_eos: bool | None = None
+    do_sample: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: list[int] | None = None
+    add_special_tokens: bool | None = None
 
     @property
     def answers(self) -> int:
@@ -122,23 +129,20 @@ class Body(BaseModel):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Those fields of `Sampling` that are given."""
-        return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        """Those fields of `Sampling` that are given, but the limit of an answer."""
+        return self._given(*SAMPLING_FIELDS, DRAWN)
 
+    @property
+    def prompt_options(self) -> dict[str, Any]:
+        """How the prompt becomes tokens; raises `FieldError` for options that contradict."""
+        given = self._given(*PROMPT_OPTIONS, TEMPLATE_SWITCH, "tool_choice")
+        found = {name: Given(name, value) for name, value in given.items()}
+        return prompt_options(found, has_messages=isinstance(self, ChatBody))
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "stop",
-    "ignore_eos",
-)
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Those of the fields that are given."""
+        values = {name: getattr(self, name, None) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class CompletionBody(Body):
@@ -161,6 +165,13 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    documents: list[dict[str, Any]] | None = None
 
     @property
     def new_tokens(self) -> tuple[str, int | None]:

@@ -13,12 +13,16 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from llmpq.rows.openai_fields import UnsupportedFieldError, without_neutral
+from llmpq.rows.request_fields import fields_by_name, prompt_options
 from llmpq.serve.wire.bodies import Body, ChatBody, CompletionBody, StreamOptions
 from llmpq.serve.wire.errors import ApiError, bad_body, bad_request
+from quant.common.errors import FieldError
 
 BodyT = TypeVar("BodyT", bound=Body)
 ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_LIMIT = "max_tokens"
+"""The field of a body that other names of `max_new_tokens` go into."""
 
 _WORDS = {
     "bool_type": "it must be true or false",
@@ -123,30 +127,55 @@ def _fields(model: type[BodyT], content: Mapping[str, object]) -> BodyT:
     served = {name: value for name, value in content.items() if name in model.model_fields}
     others = {name: value for name, value in content.items() if name not in served}
     try:
-        unknown = without_neutral(others)
-    except UnsupportedFieldError as error:
+        names = _add_others(served, others, model)
+        body = checked(model, served, StreamOptions, names)
+        _ = body.prompt_options
+    except FieldError as error:
         raise bad_request(str(error), error.name) from error
-    if unknown:
-        name = next(iter(unknown))
-        raise _unknown(name, name, tuple(model.model_fields))
-    body = checked(model, served, StreamOptions)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options has no effect unless stream is true", "stream_options")
     return body
 
 
+def _add_others(
+    served: dict[str, object], others: Mapping[str, object], model: type[Body]
+) -> dict[str, str]:
+    """Add to the `served` fields those that the `others` mean, and tell the names of these.
+
+    Raises `FieldError` for what is not done, and `ApiError` for what nothing knows.
+    """
+    found, names = fields_by_name(others), {}
+    for name in (*found,):
+        field = _LIMIT if name == "max_new_tokens" else name
+        if field not in model.model_fields:
+            continue
+        names[field], value = found.pop(name)
+        if served.get(field) not in (None, value):
+            raise FieldError(names[field], f"and {field} are given and differ; give one of them")
+        served[field] = value
+    prompt_options(found, has_messages=model is ChatBody)
+    if found:
+        name = next(iter(found.values())).name
+        raise _unknown(name, name, tuple(model.model_fields))
+    return names
+
+
 def checked(
-    model: type[ModelT], content: Mapping[str, object], nested: type[BaseModel] | None = None
+    model: type[ModelT],
+    content: Mapping[str, object],
+    nested: type[BaseModel] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> ModelT:
     """The fields of `content`; 400 naming the first that is wrong.
 
-    `nested`: the model of the one field that has fields itself.
+    `nested`: the model of the one field that has fields itself. `names`: under which some of the
+    fields were given.
     """
     try:
         return model.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        raise _wrong_field(first, nested if len(first["loc"]) > 1 else model) from error
+        raise _wrong_field(first, nested if len(first["loc"]) > 1 else model, names) from error
 
 
 def _unknown(path: str, name: str, known: Sequence[str]) -> ApiError:
@@ -155,10 +184,13 @@ def _unknown(path: str, name: str, known: Sequence[str]) -> ApiError:
     return bad_request(f"unknown field {path!r:.80}; {hint}", path)
 
 
-def _wrong_field(error: ErrorDetails, model: type[BaseModel] | None) -> ApiError:
+def _wrong_field(
+    error: ErrorDetails, model: type[BaseModel] | None, names: Mapping[str, str] | None
+) -> ApiError:
     path = ""
     for part in error["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+        path = (names or {}).get(path, path)
     if error["type"] == "missing":
         return bad_request(f"{path} is missing", path)
     if error["type"] == "extra_forbidden" and model is not None:

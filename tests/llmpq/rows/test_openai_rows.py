@@ -164,12 +164,12 @@ def test_values_that_ask_for_nothing(url: str, fields: dict[str, Any]) -> None:
         ({"echo": True}, "echo must be false"),
         ({"suffix": "end"}, "suffix must be"),
         ({"response_format": {"type": "json_object"}}, "the form is not enforced"),
-        ({"tools": [{"type": "function"}]}, "tools must be [], not"),
-        ({"tool_choice": "required"}, "tool_choice must be"),
+        ({"tools": [5]}, "tools is [5]; it must be a list of objects"),
+        ({"tool_choice": "required"}, "tool_choice is 'required'; it must be"),
         ({"modalities": ["text", "audio"]}, "the answer is text"),
         ({"audio": {"voice": "a"}}, "the answer is text"),
         ({"reasoning_effort": "low"}, "ask for it in the prompt"),
-        ({"tools": "x" * 10**6}, "tools must be [], not 'xxx"),
+        ({"tools": "x" * 10**6}, "tools is 'xxx"),
     ],
 )
 def test_values_that_ask_for_what_is_not_done(fields: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmpq.jobs.formats.python_rows import rows_named_by_content, rows_of
-from llmpq.rows.field_names import KNOWN_FIELDS, nearest_field
+from llmpq.rows.fields import KNOWN_FIELDS, nearest_field
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
 from tests.llmpq.fake_jobs import read_rows, write_prompts
@@ -37,7 +37,8 @@ top topic topics name seeds step steps shop text_id id tag tags note score label
 question context source category language customer_id prompt_id prompt_2 seed2 templates
 num_tokens n_tokens tokens new_tokens max_score temp stops meta metadata created_at
 instruction input output response reference difficulty sample samples samplers message_id
-penalty bias eos split file path row index 题目
+penalty bias eos split file path row index 题目 in_tokens Tools Documents
+details priority watermark grammar format thinking constraints regex
 """
 
 
@@ -95,8 +96,9 @@ def test_a_body_that_is_no_request_is_a_column() -> None:
         *(("tempreature", "temperature"), ("presense_penalty", "presence_penalty")),
         *(("repetition penalty", "repetition_penalty"), ("max_tokesn", "max_tokens")),
         *(("costom_id", "custom_id"), ("logitbias", "logit_bias"), ("samplings", "sampling")),
-        *(("min_tokens", "max_tokens"), ("stop_sequences", "stop"), ("ignore-eos", "ignore_eos")),
-        *(("max_output_tokens", "max_new_tokens"), ("Prompt", "prompt")),
+        *(("Min-Tokens", "min_tokens"), ("stop_token_id", "stop_token_ids")),
+        *(("ignore-eos", "ignore_eos"), ("Prompt", "prompt")),
+        ("chat_template_kwarg", "chat_template_kwargs"),
     ],
 )
 def test_a_near_miss_is_an_error_that_names_the_field(name: str, meant: str) -> None:

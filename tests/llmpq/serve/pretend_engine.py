@@ -90,7 +90,8 @@ class PretendEngine:
                     raise self.fault
                 last = "length" if number == request.max_new_tokens - 1 else None
                 self.tokens += 1
-                reason = "stop" if token_id == END else last
+                ends = token_id in (END, *request.sampling.stop_token_ids)
+                reason = "stop" if ends else last
                 yield self._event(token_id, reason, request.top_logprobs)
                 await asyncio.sleep(0)
         finally:

@@ -6,11 +6,36 @@ from typing import Any
 
 import pytest
 
+from llmpq.rows.row import Row
 from llmpq.tokenizing.reasoning import Markers
 from tests.llmpq.serve.asking import CHAT, COMPLETIONS, NOW_S, ask, chat, completion, events
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 PROMPT = "user: Hello\n"
+
+
+def test_how_messages_become_tokens_reaches_the_engine() -> None:
+    rows: list[Row] = []
+
+    class Noting(PretendEngine):
+        async def encode(self, row: Row) -> tuple[int, ...]:
+            rows.append(row)
+            return await super().encode(row)
+
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given = {"tools": tools, "tool_choice": "auto", "enable_thinking": False}
+    assert ask(CHAT, chat(**given, add_generation_prompt=True), Noting()).status_code == 200
+    assert ask(CHAT, chat(extra_body={"documents": [{"text": "t"}]}), Noting()).status_code == 200
+    for prompt in ("Hi", [72]):
+        body = completion(prompt=prompt, add_special_tokens=False)
+        assert ask(COMPLETIONS, body, Noting()).status_code == 200
+    thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert [row.prompt_options for row in rows] == [
+        {"add_generation_prompt": True, "tools": tools, **thinking},
+        {"documents": [{"text": "t"}]},
+        {"add_special_tokens": False},
+        {},
+    ]
 
 
 def test_a_whole_answer() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.messages import Sampling
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.wire.answers import CompletionForm
 from llmpq.serve.wire.pieces import Piece, TokenText
@@ -194,6 +195,42 @@ def test_sampling_reaches_the_engine() -> None:
     assert {name: getattr(sampling, name) for name in given} == given
     assert sampling.logit_bias == {97: -100.0}
     assert sampling.stop == ("a", "b")
+
+
+def test_names_of_other_tools_reach_the_engine() -> None:
+    engine = PretendEngine()
+    given = {
+        "options": {"num_predict": 7, "repeat_penalty": 1.2, "num_ctx": 4096},
+        "sampling_params": {"top_k": -1, "stop_token_ids": [97]},
+        "min_new_tokens": 2,
+        "do_sample": True,
+        "stop_sequences": ["x"],
+    }
+    ask(COMPLETIONS, completion(**given), engine)
+    assert engine.seen[0].max_new_tokens == 7
+    assert engine.seen[0].sampling == Sampling(
+        1.0, repetition_penalty=1.2, stop=("x",), stop_token_ids=(97,), min_tokens=2
+    )
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"stop_token_ids": [98]}, "a"),
+        ({"stop": "b"}, "a"),
+        ({"stop": "b", "min_tokens": 2}, "abca"),
+        ({"stop": ["ca", "b"], "min_tokens": 3}, "ab"),
+        ({"stop": ["bca", "c"], "min_tokens": 5}, "abcab"),
+    ],
+)
+def test_what_ends_a_text(fields: dict[str, Any], text: str, is_streamed: bool) -> None:
+    """Stop tokens are not shown, and stop strings within the least tokens are passed over."""
+    response = ask(COMPLETIONS, completion(prompt="abcabc", stream=is_streamed, **fields))
+    if is_streamed:
+        assert streamed_texts(events(response.text)) == {0: text}
+    else:
+        assert texts(response.json()) == [text]
 
 
 def test_log_probabilities() -> None:
