@@ -23,7 +23,7 @@ from planner.plan.divided import all_stages
 from planner.plan.spec import PlanSpec
 from planner.workload import check_length
 from quant.checkpoint.model_reference import is_local_model, local_path, resolve
-from quant.common.errors import PlanMismatchError, SpecError
+from quant.common.errors import FieldError, PlanMismatchError, SpecError
 
 
 def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
@@ -100,13 +100,13 @@ def check_sampling(plan: PlanSpec, sampling: Sampling, vocab_size: int) -> None:
 
 
 def _check_limit(plan: PlanSpec, sampling: Sampling) -> None:
-    most, default = sampling.max_new_tokens or 0, plan.default_new_tokens or 0
-    long_rows = plan.long_rows or plan
+    default, long_rows = plan.default_new_tokens or 0, plan.long_rows or plan
     room = max(each.workload.new_tokens for each in (plan, long_rows))
-    if most > max(room, default):  # where the default is more, the rows planned for have limits
-        raise SpecError(
-            f"max_new_tokens is {most}, the plan has room for {room}; plan with a larger --n"
-        )
+    for name in ("max_new_tokens", "min_tokens"):
+        wanted = getattr(sampling, name) or 0
+        if wanted > max(room, default):  # where that is more, the rows planned for have limits
+            why = f"is {wanted}, the plan has room for {room}; plan with a larger --n"
+            raise FieldError(name, why)
 
 
 def sampling_for_run(plan: PlanSpec, options: RunOptions, folder: Path) -> JobSampling:

@@ -169,6 +169,7 @@ SAMPLED = [
     Sampling(temperature=0.9, seed=3, ignore_eos=True),
     Sampling(temperature=1.2, top_p=0.8, seed=4, presence_penalty=0.5, ignore_eos=True),
     Sampling(repetition_penalty=1.7, frequency_penalty=0.2, ignore_eos=True),
+    Sampling(temperature=1.1, seed=5, min_tokens=6, stop_token_ids=tuple(range(0, 190, 2))),
 ]
 
 
