@@ -119,14 +119,15 @@ class Manifest:
         """Raise `InputError` that says what differs, if `identity` is another job's."""
         other = Manifest.of(identity, 1, False)
         remedy = "name another output or pass --overwrite"
+        unset = Manifest.of(replace(identity, sampling=GREEDY, prompting={}), 1, False)
+        settings = {**unset.sampling, **self.sampling}  # older jobs lack later fields
         if self.model != other.model:
             raise InputError(
                 f"output {output} was made by another model ({self.model_name}; this is "
                 f"{other.model_name}, or other weights of that name); {remedy}"
             )
         for name, value in other.sampling.items():
-            default = getattr(GREEDY, name, None)  # older jobs lack later fields
-            earlier = self.sampling.get(name, default)
+            earlier = settings.get(name)
             if earlier != value:
                 raise InputError(
                     f"output {output} was made with {name} {_shown(earlier)}, this job "

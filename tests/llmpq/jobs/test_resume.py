@@ -289,13 +289,16 @@ def test_jobs_from_before_a_sampling_field_go_on(source: Path, target: Path) -> 
     sampling = Sampling(temperature=0.5, max_new_tokens=8, stop=("x",))
     identity = JobIdentity("0123456789ab", "n", sampling)
     assert identity.fingerprint(row) == "0123456789ab-995719e2fa5a55d35e0c"  # of such a job
-    for name, value in (("min_p", 0.1), ("logit_bias", {"5": 1}), ("repetition_penalty", 1.1)):
+    later = {"min_p": 0.1, "logit_bias": {"5": 1}, "repetition_penalty": 1.1}
+    later |= {"stop_token_ids": [5], "min_tokens": 2}
+    for name, value in later.items():
         other = replace(row, sampling={"top_p": 0.5, name: value})
         assert identity.fingerprint(other) != identity.fingerprint(row)
     run_job(source, target)
     path = target.with_name("out.jsonl.job") / "job.json"
     manifest = json.loads(path.read_text())
-    del manifest["sampling"]["min_p"], manifest["sampling"]["logit_bias"]
+    for name in later:
+        del manifest["sampling"][name]
     path.write_text(json.dumps(manifest))
     done = run_job(source, target)
     assert done.resumed == done.rows > 0
