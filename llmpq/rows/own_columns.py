@@ -64,6 +64,11 @@ def plain_value(value: Any) -> Any:
     return None if is_nan or type(value).__name__ in _MISSING else value
 
 
+def whole_number(value: Any) -> Any:
+    """`value` with 3.0 as 3: pandas writes whole numbers so where others of their column lack."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def json_value(value: Any, levels: int = _DEEPEST) -> Any:
     """`value` as JSON has it; raises `ColumnError` where it has no form of it."""
     if isinstance(value, str):

@@ -11,7 +11,7 @@ from typing import Any
 from actors.messages import Sampling
 from llmpq.rows.chat import MessageError, plain_message, template_message
 from llmpq.rows.fields import DRAWN, PROMPT_FIELDS, SAMPLING_FIELDS, is_field, nearest_field
-from llmpq.rows.own_columns import ColumnError, own_columns, plain_value
+from llmpq.rows.own_columns import ColumnError, own_columns, plain_value, whole_number
 from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
 from quant.common.errors import MESSAGE_CHARACTERS, FieldError, LlmpqError, SpecError
 from quant.common.safe_text import printable
@@ -245,14 +245,10 @@ def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
 
 
 def _whole(name: str, value: Any) -> Any:
-    """`value` with 3.0 as 3 where fields are whole numbers, as pandas writes these beside gaps."""
+    """`value` with whole numbers as such where a field has them."""
     if name == "stop_token_ids" and isinstance(value, list | tuple):
-        return [_as_int(plain_value(each)) for each in value]
-    return _as_int(value) if name in _WHOLE_NUMBERS else value
-
-
-def _as_int(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+        return [whole_number(plain_value(each)) for each in value]
+    return whole_number(value) if name in _WHOLE_NUMBERS else value
 
 
 def _typed(name: str, given: Any) -> Any:
@@ -322,7 +318,7 @@ def _is_writable(value: Any, levels: int = _DEEPEST) -> bool:
 def _token_ids(value: Any) -> tuple[int, ...]:
     ids = value
     if isinstance(value, list | tuple) and not all(type(t) is int for t in value):
-        ids = [_as_int(plain_value(each)) for each in value]
+        ids = [whole_number(plain_value(each)) for each in value]
     if isinstance(ids, list | tuple) and all(type(t) is int and 0 <= t < 2**31 for t in ids):
         return tuple(ids)
     raise _RowError("prompt must be text or a list of token ids (whole numbers of at least 0)")

@@ -8,10 +8,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
+from llmpq.rows.own_columns import whole_number
 from llmpq.rows.request_fields import Given, prompt_options
 
 MOST_ANSWERS = 128
@@ -27,6 +28,7 @@ MOST_ALTERNATIVES_OF_TEXT = 5
 """Largest `logprobs` of a completion, as in OpenAI's interface."""
 
 Prompt = str | list[int]
+Whole = Annotated[int, BeforeValidator(whole_number)]
 
 
 def _wrong(message: str) -> PydanticCustomError:
@@ -39,7 +41,7 @@ def _prompts(value: object) -> list[Prompt]:
         return [value]
     if not isinstance(value, list) or not value:
         raise _wrong("it must be a text, a list of token ids, or a list of either, not empty")
-    if type(value[0]) is int:
+    if isinstance(value[0], int | float):
         return [_token_ids(value, "")]
     return [
         each if isinstance(each, str) else _token_ids(each, f"[{number}]")
@@ -51,12 +53,13 @@ def _token_ids(value: object, place: str) -> list[int]:
     where = f"its entry {place} " if place else "it "
     if not isinstance(value, list):
         raise _wrong(f"{where}is neither a text nor a list of token ids")
-    for number, each in enumerate(value):
+    ids = list(map(whole_number, value))
+    for number, each in enumerate(ids):
         if type(each) is not int or each < 0:
             raise _wrong(
                 f"{where}has {each!r:.80} at {number}; token ids are whole numbers of at least 0"
             )
-    return value
+    return ids
 
 
 def _stops(value: object) -> list[str] | None:
@@ -85,24 +88,24 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str
-    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     stop: Annotated[list[str] | None, PlainValidator(_stops)] = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     ignore_eos: bool | None = None
     do_sample: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: list[int] | None = None
+    min_tokens: Annotated[Whole, Field(ge=0)] | None = None
+    stop_token_ids: list[Whole] | None = None
     add_special_tokens: bool | None = None
 
     @property
@@ -149,8 +152,8 @@ class CompletionBody(Body):
     """A request of `/v1/completions`."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
-    best_of: int | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES_OF_TEXT)] | None = None
+    best_of: Whole | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MOST_ALTERNATIVES_OF_TEXT)] | None = None
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
@@ -162,9 +165,9 @@ class ChatBody(Body):
     """A request of `/v1/chat/completions`."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -240,3 +240,12 @@ def test_other_addresses_and_methods() -> None:
         response = ask(path)
         assert response.status_code == status
         error_of(response)
+
+
+def test_whole_numbers_may_be_written_as_tables_write_them() -> None:
+    own = {"prompt": [1, 2], "max_tokens": 3, "seed": 5, "top_k": 2, "n": 2, "min_tokens": 1}
+    written = {name: float(value) for name, value in own.items() if isinstance(value, int)}
+    said = ask(COMPLETIONS, completion(**own)).json()
+    same = ask(COMPLETIONS, completion(**{**own, **written, "prompt": [1.0, 2.0]})).json()
+    assert same["choices"] == said["choices"]
+    assert same["usage"] == said["usage"]
