@@ -140,8 +140,8 @@ def _write(target: Path, made: _Described, index: GgufIndex) -> None:
     vocabulary_size = vocabulary(made.entries, made.by_name)
     content: dict[str, Mapping[str, Any]] = {
         "config.json": made.config,
-        "generation_config.json": generation_entries(made.entries, vocabulary_size),
         **tokenizer_files(made.entries, vocabulary_size),
+        "generation_config.json": generation_entries(made.entries, vocabulary_size),
     }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

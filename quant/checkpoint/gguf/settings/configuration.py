@@ -8,6 +8,7 @@ from typing import Any
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.header import StoredBlocks
+from quant.checkpoint.gguf.settings.control_tokens import end_tokens
 from quant.checkpoint.gguf.settings.entries import Entries
 from quant.checkpoint.gguf.settings.rotary import Factors, check_long_factors, rotary_entries
 from quant.common.errors import SpecError
@@ -22,17 +23,6 @@ _SCALES = ("attention.scale", "attention.clamp_kqv", "embedding_scale", "logit_s
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
 """`general.sampling.*` by their names in a `generation_config.json`."""
-
-_END_TEXTS = frozenset({
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
-})  # fmt: skip
-"""Control tokens at which llama.cpp ends an answer, whatever the metadata says
-(`llama_vocab::impl::load`): of models for chats it names only one of several."""
-
-_CONTROL = 3
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def model_entries(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
@@ -65,20 +55,14 @@ def generation_entries(entries: Entries, vocabulary_size: int) -> dict[str, Any]
     """The entries of `generation_config.json`: where answers end, and how tokens are chosen where
     the model's makers have said it.
     """
-    ends = {entries.token(f"tokenizer.ggml.{key}", vocabulary_size) for key in END_KEYS}
-    texts = entries.values.get("tokenizer.ggml.tokens") or []
-    types = entries.values.get("tokenizer.ggml.token_type") or []
-    for number, (text, kind) in enumerate(zip(texts, types, strict=False)):
-        if kind == _CONTROL and text in _END_TEXTS and number < vocabulary_size:
-            ends.add(number)
+    ends = sorted(end_tokens(entries, entries.tokens(vocabulary_size), vocabulary_size))
     found: dict[str, Any] = {}
     for key, name in _SAMPLING.items():
         value = entries.values.get(f"general.sampling.{key}")
         if isinstance(value, int | float) and math.isfinite(value):
             found[name] = value
     found |= {"do_sample": True} if found.get("temperature") else {}
-    known = sorted(token for token in ends if token is not None)
-    return found | ({"eos_token_id": known} if known else {})
+    return found | ({"eos_token_id": ends} if ends else {})
 
 
 def vocabulary(entries: Entries, tensors: Tensors) -> int:

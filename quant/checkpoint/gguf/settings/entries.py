@@ -10,6 +10,9 @@ from typing import Any
 from quant.checkpoint.gguf.header import Metadata
 from quant.common.errors import SpecError
 
+NO_MODEL = ("none", "no_vocab")
+"""Kinds of tokenizer of files without one."""
+
 
 @dataclass(frozen=True)
 class Entries:
@@ -57,6 +60,23 @@ class Entries:
             raise self.refusal(key, value, f"a token id from 0 to {vocabulary - 1}")
         return value
 
+    def tokens(self, rows: int) -> list[str]:
+        """The texts of the tokens, which are no more than `rows` of the embedding, none twice; none
+        at all where the file has no vocabulary.
+        """
+        key = "tokenizer.ggml.tokens"
+        if self.values.get("tokenizer.ggml.model", "none") in NO_MODEL:
+            return []
+        found = list_of(self.values.get(key), str)
+        if found is None or len(found) > rows:
+            raise SpecError(
+                f"{self.path}: {key} is no list of at most {rows} texts, the rows of the "
+                "embedding; download the file again"
+            )
+        if len(set(found)) < len(found):
+            raise SpecError(f"{self.path}: {key} has a token twice")
+        return found
+
     def of_architecture(self, key: str) -> Any:
         """The value of `{architecture}.{key}`; None where it is missing."""
         return self.values.get(self._full(key))
@@ -77,3 +97,9 @@ class Entries:
         if value is None and default is None:
             raise SpecError(f"{self.path}: {self._full(key)} is missing; download the file again")
         return default if value is None else value
+
+
+def list_of(value: Any, kind: type | tuple[type, ...]) -> list[Any] | None:
+    """`value` where it is a list of that kind, else None."""
+    is_one = isinstance(value, list) and all(isinstance(each, kind) for each in value)
+    return value if is_one else None

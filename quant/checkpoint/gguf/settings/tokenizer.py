@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quant.checkpoint.gguf.settings.configuration import END_KEYS
-from quant.checkpoint.gguf.settings.entries import Entries
+from quant.checkpoint.gguf.settings.control_tokens import control_tokens
+from quant.checkpoint.gguf.settings.entries import NO_MODEL, Entries, list_of
 from quant.checkpoint.gguf.settings.pre_tokenizers import (
     OF_ARCHITECTURE,
     PRE_TOKENIZERS,
@@ -34,48 +34,39 @@ def tokenizer_files(entries: Entries, vocabulary_size: int) -> dict[str, dict[st
     Raises `SpecError` for a vocabulary of another kind, or one that cannot be used.
     """
     kind = entries.text("tokenizer.ggml.model", "none")
-    if kind in ("none", "no_vocab"):
+    if kind in NO_MODEL:
         return {}
     if kind not in (_BYTE_LEVEL, _SENTENCE_PIECE):
         raise entries.refusal(
             "tokenizer.ggml.model", kind, f"{_BYTE_LEVEL} (byte-level BPE) or {_SENTENCE_PIECE} "
             "(SentencePiece) for a model that llmpq runs"
         )  # fmt: skip
-    tokens, types = _tokens(entries, vocabulary_size)
+    tokens = entries.tokens(vocabulary_size)
+    types = _types(entries, tokens, vocabulary_size)
     if kind == _BYTE_LEVEL:
         made, adds_bos = _byte_level(entries, tokens)
     else:
         made, adds_bos = _sentence_piece(entries, tokens, types), True
     special = _special_tokens(entries, tokens, kind)
-    marked = {number for number in special.values()}
-    marked |= {entries.values[f"tokenizer.ggml.{key}"] for key in END_KEYS
-               if f"tokenizer.ggml.{key}" in entries.values}  # fmt: skip
     made["added_tokens"] = [
         _added(number, text, types[number] != _USER_DEFINED)
         for number, text in enumerate(tokens)
-        if types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED) or number in marked
+        if types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED) or number in special.values()
     ]
     made["post_processor"] = _ends(entries, tokens, special, adds_bos)
     return {TOKENIZER_FILE: made, TOKENIZER_CONFIG_FILE: _settings(entries, tokens, special)}
 
 
-def _tokens(entries: Entries, vocabulary_size: int) -> tuple[list[str], list[int]]:
-    """The texts of the tokens and their types, checked."""
-    tokens = _list_of(entries.values.get("tokenizer.ggml.tokens"), str)
-    if tokens is None or len(tokens) > vocabulary_size:
-        raise SpecError(
-            f"{entries.path}: tokenizer.ggml.tokens is no list of at most {vocabulary_size} texts, "
-            "the rows of the embedding; download the file again"
-        )
-    if len(set(tokens)) < len(tokens):
-        raise SpecError(f"{entries.path}: tokenizer.ggml.tokens has a token twice")
+def _types(entries: Entries, tokens: list[str], rows: int) -> list[int]:
+    """The types of the tokens: as the file has them, but for control tokens of known texts."""
     normal = [_NORMAL] * len(tokens)
-    types = _list_of(entries.values.get("tokenizer.ggml.token_type", normal), int)
+    types = list_of(entries.values.get("tokenizer.ggml.token_type", normal), int)
     if types is None or len(types) < len(tokens):
         raise SpecError(
             f"{entries.path}: tokenizer.ggml.token_type has not a number for each token"
         )
-    return tokens, types
+    control = control_tokens(entries, tokens, rows)
+    return [_CONTROL if number in control else types[number] for number in range(len(tokens))]
 
 
 def _byte_level(entries: Entries, tokens: list[str]) -> tuple[dict[str, Any], bool]:
@@ -88,7 +79,7 @@ def _byte_level(entries: Entries, tokens: list[str]) -> tuple[dict[str, Any], bo
             "tokenizer.ggml.pre", name, f"one of {', '.join(sorted(PRE_TOKENIZERS))}: how another "
             "one splits texts is not known here, so that its tokens would be wrong"
         )  # fmt: skip
-    merges = _list_of(entries.values.get("tokenizer.ggml.merges"), str)
+    merges = list_of(entries.values.get("tokenizer.ggml.merges"), str)
     if merges is None:
         raise SpecError(f"{entries.path}: tokenizer.ggml.merges is no list of texts")
     pairs = [_pair(merge) for merge in merges]
@@ -121,7 +112,7 @@ def _byte_level_part(add_prefix_space: bool = False) -> dict[str, Any]:
 
 
 def _sentence_piece(entries: Entries, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    scores = _list_of(entries.values.get("tokenizer.ggml.scores"), (int, float))
+    scores = list_of(entries.values.get("tokenizer.ggml.scores"), (int, float))
     if scores is None or len(scores) < len(tokens):
         raise SpecError(f"{entries.path}: tokenizer.ggml.scores has not a number for each token")
     pieces = {t: (scores[n], n) for n, t in enumerate(tokens) if types[n] == _NORMAL}
@@ -250,9 +241,3 @@ def _settings(entries: Entries, tokens: list[str], special: dict[str, int]) -> d
     found |= {names[name]: tokens[number] for name, number in special.items()}
     template = entries.text("tokenizer.chat_template")
     return found | ({} if template is None else {"chat_template": template})
-
-
-def _list_of(value: Any, kind: type | tuple[type, ...]) -> list[Any] | None:
-    """`value` where it is a list of that kind, else None."""
-    is_one = isinstance(value, list) and all(isinstance(each, kind) for each in value)
-    return value if is_one else None

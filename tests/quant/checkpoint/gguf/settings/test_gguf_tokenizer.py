@@ -30,7 +30,7 @@ TEXTS = (
 )
 SENTENCES = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 CONTROL = ("<unk>", "<s>", "</s>")
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 
 @pytest.fixture(scope="module")
@@ -151,18 +151,53 @@ def test_sentence_piece_merges_follow_from_the_scores(model: Any, tmp_path: Path
         assert found.decode(ids) == original.decode(ids) == text
 
 
-def test_answers_end_where_llama_cpp_ends_them(model: Any, tmp_path: Path) -> None:
-    original = byte_level(PRE_TOKENIZERS["smollm"].patterns)
-    metadata = written(original, **{"tokenizer.ggml.pre": "smollm"})
-    tokens = list(metadata["tokenizer.ggml.tokens"])
-    tokens[7], tokens[9] = "<|im_end|>", "<|eot_id|>"
-    types = list(metadata["tokenizer.ggml.token_type"])
-    types[7] = _CONTROL  # the other one is plain text
-    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+def with_texts(texts: tuple[str, ...], kind: int) -> dict[str, Any]:
+    """A vocabulary that ends in tokens of these texts, all typed `kind`."""
+    smollm = byte_level(PRE_TOKENIZERS["smollm"].patterns)
+    metadata = written(smollm, **{"tokenizer.ggml.pre": "smollm"})
+    metadata["tokenizer.ggml.tokens"] += texts
+    metadata["tokenizer.ggml.token_type"] += [kind] * len(texts)
+    return metadata
+
+
+@pytest.mark.parametrize("kind", [_NORMAL, _CONTROL, _USER_DEFINED])
+def test_control_tokens_are_told_by_their_texts(kind: int, model: Any, tmp_path: Path) -> None:
+    """Whatever type they have, as in llama.cpp: the ends of answers, and what fills in."""
+    metadata = with_texts(("<|im_end|>", "<|eot_id|>", "<|fim_prefix|>"), kind)
     metadata |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
     folder = resolve(write_gguf(model, tmp_path / "t.gguf", metadata=metadata))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end, eot, fill = tokenizer.convert_tokens_to_ids(metadata["tokenizer.ggml.tokens"][-3:])
     found = json.loads((folder / "generation_config.json").read_text())
-    assert found == {"eos_token_id": [2, 7], "temperature": 0.5, "top_k": 20, "do_sample": True}
+    assert found == {"eos_token_id": [2, end, eot], "temperature": 0.5, "top_k": 20,
+                     "do_sample": True}  # fmt: skip
+    hello = tokenizer("hello")["input_ids"]
+    ids = [*hello, end, *hello, fill]
+    assert tokenizer("hello<|im_end|>hello<|fim_prefix|>")["input_ids"] == ids
+    assert tokenizer.decode([*hello, end, eot, fill], skip_special_tokens=True) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("texts", "named", "ends"),
+    [
+        (("<|end|>",), {}, {"</s>", "<|end|>"}),
+        (("<|return|>", "<|call|>", "<|end|>"), {}, {"</s>", "<|return|>", "<|call|>"}),
+        (("<|calls|>", "<|flush|>", "<|end|>"), {}, {"</s>", "<|calls|>", "<|flush|>"}),
+        (("<|tool_response>", "<x>"), {"eos": "<x>"}, {"<|tool_response>", "<x>"}),
+        (("<|repo_name|>", "[PAD]"), {}, {"</s>", "<|repo_name|>", "[PAD]"}),
+        (("<PAD>", "<x>"), {"fim_pad": "<x>"}, {"</s>", "<x>"}),
+        (("<|im_end|>", "<x>"), {"eot": "<x>"}, {"</s>", "<|im_end|>", "<x>"}),
+    ],
+)
+def test_ends_of_answers_are_those_of_llama_cpp(
+    texts: tuple[str, ...], named: dict[str, str], ends: set[str], model: Any, tmp_path: Path
+) -> None:
+    metadata = with_texts(texts, _NORMAL)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata |= {f"tokenizer.ggml.{key}_token_id": tokens.index(t) for key, t in named.items()}
+    folder = resolve(write_gguf(model, tmp_path / "t.gguf", metadata=metadata))
+    found = json.loads((folder / "generation_config.json").read_text())
+    assert {tokens[number] for number in found["eos_token_id"]} == ends
 
 
 def has_smollm2() -> bool:
