@@ -27,6 +27,7 @@ from actors.sampling_options import stop_begin
 from actors.stage.generation_config import end_tokens
 from actors.stage.logprobs import logprob_rows
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
+from actors.stage.transformers_config import read_config
 from quant.common.token_text import MOST_BEFORE, Decoder, text_after
 
 
@@ -154,7 +155,9 @@ class Sampler:
 
     def _decoder(self) -> Decoder:
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self._folder, config=read_config(self._folder), trust_remote_code=False
+            )
         return self._tokenizer
 
 

@@ -10,10 +10,12 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from actors.stage.partial_model import empty_model
+from planner.model.config_check import DTYPE_KEYS
 from planner.model.untied_head import has_own_head
 from quant.checkpoint.gguf.index import settings_place
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError
+from quant.common.json_file import read_json_object
 from quant.common.library_errors import library_reason
 
 
@@ -22,19 +24,23 @@ def read_config(folder: Path) -> PretrainedConfig:
 
     Embedding and LM head are tied only where the weights do not differ (`has_own_head`).
     """
-    with _named(settings_place(folder, CONFIG_FILE)):
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    values = read_json_object(folder / CONFIG_FILE, "download it again", CheckpointError)
+    config = config_of_values(values, settings_place(folder, CONFIG_FILE))
+    config.name_or_path = str(folder)
     if getattr(config, "tie_word_embeddings", False) and has_own_head(folder, config.model_type):
         config.tie_word_embeddings = False
     return config
 
 
-def config_of_values(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration of a parsed `config.json`, without how its weights are stored."""
+def config_of_values(values: Mapping[str, Any], place: str = CONFIG_FILE) -> PretrainedConfig:
+    """The configuration of a parsed `config.json`, without how its weights are stored; messages
+    call it `place`. Types may be written as torch shows them, `torch.bfloat16`.
+    """
     kept = {k: v for k, v in values.items() if k not in (CONFIG_KEY, "names")}
-    model_type = str(kept.pop("model_type"))
-    with _named(CONFIG_FILE):
-        return AutoConfig.for_model(model_type, **kept)
+    for key in kept.keys() & DTYPE_KEYS:
+        kept[key] = kept[key] and str(kept[key]).removeprefix("torch.")
+    with _named(place):
+        return AutoConfig.for_model(**kept)
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:

@@ -18,6 +18,7 @@ ACTIVATIONS = frozenset({
 })  # fmt: skip
 """Names in `ACT2CLS` of transformers, but for the two with weights of their own (prelu, xielu)."""
 
+DTYPE_KEYS = ("dtype", "torch_dtype")
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -81,9 +82,9 @@ def _check_other_tokens(config: ConfigFile, has_padding_row: bool, vocab_size: i
 
 
 def _check_dtype(config: ConfigFile) -> None:
-    for key in ("dtype", "torch_dtype"):
+    for key in DTYPE_KEYS:
         value = config.values.get(key)
-        if value is not None and (not isinstance(value, str) or value not in _DTYPES):
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
             raise config.refusal(key, value, "float16, bfloat16 or float32, or left out")
 
 

@@ -31,6 +31,7 @@ class StoredTensor:
 
 def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
     """List the tensors of `folder` by name; none where it has neither safetensors file nor index.
+    A single file comes before an index, as in transformers: one that lies beside it is stale.
     Tensors of a GGUF file have absolute paths as files, and the type in which they are read.
 
     CheckpointError names a file that is missing, cut or damaged. Shards of a snapshot in the hub's
@@ -44,12 +45,11 @@ def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
         return {
             name: StoredTensor(paths[each.part], each.dtype, each.shape) for name, each in found
         }
-    if (folder / INDEX_FILE).is_file():
-        file_of = read_index(folder / INDEX_FILE)
-    elif (folder / SINGLE_FILE).is_file():
+    if (folder / SINGLE_FILE).is_file():
         return _in_file(folder, SINGLE_FILE)
-    else:
+    if not (folder / INDEX_FILE).is_file():
         return {}
+    file_of = read_index(folder / INDEX_FILE)
     files = dict.fromkeys(file_of.values())
     here = {file: None if _comes_later(folder, file) else _in_file(folder, file) for file in files}
     return {name: _placed(folder, name, file, here[file]) for name, file in file_of.items()}

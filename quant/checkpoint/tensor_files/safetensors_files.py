@@ -92,10 +92,10 @@ class SafetensorsFiles:
 
     def _list_tensors(self) -> dict[str, str]:
         """The file of each tensor."""
+        if (self._folder / SINGLE_FILE).is_file():  # before an index, as `stored_tensors` has it
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         if (self._folder / INDEX_FILE).is_file():
             return read_index(self._folder / INDEX_FILE)
-        if (self._folder / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         unread = unread_weights(self._folder)
         if unread is not None:
             raise CheckpointError(unread)

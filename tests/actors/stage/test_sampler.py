@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -298,6 +302,15 @@ def test_no_stop_string_counts_that_ends_within_the_least_tokens(
     first = next(ends, None)
     found = run(Sampler([], Letters()), tokens, Sampling(stop=tuple(stops), min_tokens=least), 99)
     assert (len(found) if found[-1] == "stop" else None) == first
+
+
+def test_a_tokenizer_is_loaded_whatever_the_type_is_called_beside_it(tmp_path: Path) -> None:
+    """Transformers refuses `torch.bfloat16` when it loads a tokenizer from there."""
+    config = {"model_type": "llama", "torch_dtype": "torch.bfloat16", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    vocabulary = {chr(ord("a") + number): number for number in range(26)}
+    Tokenizer(WordLevel(vocabulary, "a")).save(str(tmp_path / "tokenizer.json"))
+    assert run(Sampler([], folder=tmp_path), [1, 2], Sampling(stop=("c",)), 3) == [None, "stop"]
 
 
 class Panics:

@@ -48,6 +48,15 @@ def test_a_stored_head_is_tied_where_transformers_ties_it(differs: bool, tmp_pat
         assert generate(stages, prompts, 6, prefill=2, decode=2) == expected
 
 
+def test_types_may_be_written_as_torch_shows_them(tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["llama"])
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"dtype": None}
+    path.write_text(json.dumps(values | {"torch_dtype": "torch.bfloat16"}))
+    assert read_config(tmp_path).dtype == torch.bfloat16
+    check_transformers_builds(tmp_path)
+
+
 def test_what_no_model_can_be_built_of_is_refused_in_our_words(tmp_path: Path) -> None:
     save_tiny(tmp_path, CONFIGS["llama"])
     check_transformers_builds(tmp_path)

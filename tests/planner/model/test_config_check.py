@@ -130,6 +130,7 @@ def test_a_part_of_a_neox_head_turns() -> None:
     "entries",
     [
         {"model_type": "llama", "pad_token_id": -1, "bos_token_id": -1, "torch_dtype": "bfloat16"},
+        {"model_type": "llama", "torch_dtype": "torch.bfloat16", "dtype": "torch.half"},
         {"model_type": "llama", "eos_token_id": [1, 2, 3], "pretraining_tp": 1},
         {"model_type": "mistral", "sliding_window": None, "attention_dropout": 0.0},
         {"model_type": "qwen2", "sliding_window": 64, "max_window_layers": 3, "use_mrope": False},

@@ -7,9 +7,10 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE
+from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE, stored_tensors
 from quant.common.errors import CheckpointError
 
 TENSORS = {
@@ -43,6 +44,18 @@ def test_names_shapes_and_values(kind: str, request: pytest.FixtureRequest) -> N
         assert checkpoint.shape_of(name) == tuple(tensor.shape)
         assert checkpoint.read(name).dtype == tensor.dtype
         assert torch.equal(checkpoint.read(name), tensor)
+
+
+def test_a_single_file_comes_before_a_stale_index(single: Path) -> None:
+    """As in transformers: the index is one that a tool left there when it merged the shards."""
+    index = {"weight_map": {"model.a": "model-00001-of-00002.safetensors", "gone": "x"}}
+    (single / INDEX_FILE).write_text(json.dumps(index))
+    taken, _ = _get_resolved_checkpoint_files(str(single), None, None, None, None, False)
+    assert [Path(file).name for file in taken] == [SINGLE_FILE]
+    checkpoint = Checkpoint(single)
+    checkpoint.check_files()
+    assert checkpoint.names() == sorted(TENSORS) == sorted(stored_tensors(single))
+    assert torch.equal(checkpoint.read("model.a"), TENSORS["model.a"])
 
 
 def test_only_the_shards_asked_for_are_opened(sharded: Path) -> None:
