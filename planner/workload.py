@@ -185,5 +185,5 @@ def check_length(shape: ModelShape, workload: Workload) -> None:
         tokens = "prompt and new tokens of the longest request are"
     raise SpecError(
         f"{tokens} {workload.total_length}, but {shape.name} has {shape.max_positions} positions "
-        "(max_position_embeddings of its config.json); lower --s or --n"
+        "(by max_position_embeddings and rope_scaling of its config.json); lower --s or --n"
     )

@@ -34,6 +34,7 @@ from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import kv_shape, make_cache, run_decoder
 from actors.stage.transformers_config import read_config
+from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.importance.statistics import LayerImportance
@@ -225,11 +226,11 @@ class LayerStream:
                 f"token ids from {int(token_ids.min())} to {int(token_ids.max())} where the "
                 f"vocabulary has {self.config.vocab_size}; the text is of another tokenizer"
             )
-        limit = getattr(self.config, "max_position_embeddings", None)
-        if limit is not None and token_ids.shape[1] > limit:
+        shape = model_shape(self._checkpoint.folder)
+        if not shape.alibi and token_ids.shape[1] > shape.max_positions:
             raise SpecError(
-                f"sequences of {token_ids.shape[1]} tokens, but the model has {limit} positions; "
-                "use a smaller sequence length"
+                f"sequences of {token_ids.shape[1]} tokens, but the model has "
+                f"{shape.max_positions} positions; use a smaller sequence length"
             )
 
 

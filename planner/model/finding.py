@@ -15,6 +15,7 @@ from planner.model.config_check import check_values
 from planner.model.config_file import ConfigFile
 from planner.model.families.family import Family
 from planner.model.families.table import FAMILIES, supported_model_types
+from planner.model.rope_check import reach
 from planner.model.shape import ModelShape
 from planner.model.untied_head import has_own_head
 from quant.checkpoint.gguf.files import model_name
@@ -121,6 +122,8 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     family, quantization = FAMILIES[model_type], quantization_entries(values)
     shape = _read_shape(config, family)
     check_values(config, family.keys, shape)
+    if family.keys.rotary is not None:
+        shape = replace(shape, max_positions=reach(config, shape.max_positions))
     if quantization is None:
         return shape
     return replace(shape, stored=parse_gptq_config(quantization, config.place))

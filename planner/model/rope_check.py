@@ -11,6 +11,7 @@ from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number, shown
 from planner.model.families.family import RotaryKeys
+from planner.model.shape import MAX_SIZE
 from quant.common.errors import SpecError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -33,6 +34,9 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 _OFF_AT_ZERO = ("mscale", "mscale_all_dim")
 _WITH_LENGTH = ("llama3", "yarn")
 """Types with an entry for the length with which the model was first trained."""
+
+_STRETCHING = ("linear", "yarn")
+_LENGTH = "original_max_position_embeddings"
 
 Entries = tuple[str, Mapping[str, Any]]
 """The key under which the entries stand, and the entries."""
@@ -81,6 +85,23 @@ def rope_entries(config: ConfigFile) -> Entries:
     return key, parameters
 
 
+def reach(config: ConfigFile, positions: int) -> int:
+    """The positions that requests may have, of the `positions` in a checked configuration.
+
+    Types that stretch them by a factor reach so much further, as in vLLM
+    (`_get_and_verify_max_len`). `dynamic` does not here: beyond `positions` its frequencies depend
+    on the longest request of a batch.
+    """
+    key, parameters = rope_entries(config)
+    rope_type = _rope_type(config, key, parameters)
+    if rope_type not in _STRETCHING:
+        return positions
+    trained = positions
+    if rope_type in _WITH_LENGTH:
+        trained = config.values.get(_LENGTH, parameters.get(_LENGTH, positions))
+    return min(max(1, int(trained * parameters["factor"])), MAX_SIZE)
+
+
 def _rope_type(config: ConfigFile, key: str, parameters: Mapping[str, Any]) -> str:
     name = "rope_type" if "rope_type" in parameters else "type"
     value = parameters.get(name, "default")
@@ -103,10 +124,10 @@ def _check_theta(config: ConfigFile, entries: Entries, outer: str) -> None:
 
 
 def _check_original_length(config: ConfigFile, key: str, parameters: Mapping[str, Any]) -> None:
-    name = "original_max_position_embeddings"
     for place, entries in (("", config.values), (f"{key}.", parameters)):
-        if name in entries and (type(entries[name]) is not int or entries[name] < 1):
-            raise config.refusal(f"{place}{name}", entries[name], "a whole number of at least 1")
+        if _LENGTH in entries and (type(entries[_LENGTH]) is not int or entries[_LENGTH] < 1):
+            value = entries[_LENGTH]
+            raise config.refusal(f"{place}{_LENGTH}", value, "a whole number of at least 1")
 
 
 def _check_width(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.model.finding import model_shape
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
@@ -44,6 +45,24 @@ def test_greedy_tokens_equal_generate(
         )
         tokens = generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3)
         assert tokens == expected, (bounds, head_on_first)
+
+
+@pytest.mark.parametrize(("kind", "trained"), [("yarn", 16), ("yarn", None), ("linear", None)])
+def test_positions_beyond_those_of_training_equal_generate(
+    kind: str, trained: int | None, tmp_path: Path
+) -> None:
+    """The factor of rotary positions counts for the longest request, as in vLLM."""
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
+    rope |= {} if trained is None else {"original_max_position_embeddings": trained}
+    values = CONFIGS["llama"].to_dict()
+    values |= {"max_position_embeddings": trained or 10, "rope_parameters": rope}
+    model = save_tiny(tmp_path, type(CONFIGS["llama"]).from_dict(values))
+    most = model_shape(tmp_path).max_positions
+    assert most == 4 * (trained or 10)
+    prompts = random_prompts((most - NEW_TOKENS, 3))
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), most)
+    assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=2) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "opt", "mistral-sliding"])

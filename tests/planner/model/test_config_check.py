@@ -77,6 +77,30 @@ ROPE: dict[str, dict[str, Any]] = {
     "both spellings": {"rope_type": "linear", "type": "linear", "factor": 2.0},
 }  # fmt: skip
 
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        (None, 1000),
+        ({"rope_type": "default"}, 1000),
+        ({"type": "linear", "factor": 4}, 4000),
+        ({"type": "yarn", "factor": 4.0}, 4000),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 500}, 2000),
+        ({"type": "yarn", "factor": 2.5, "original_max_position_embeddings": 1000}, 2500),
+        ({"type": "dynamic", "factor": 4.0}, 1000),  # beyond, the longest of a batch decides
+        (ROPE["llama3"], 1000),
+    ],
+)
+def test_the_longest_request_follows_from_the_factor(
+    rope: dict[str, Any] | None, positions: int
+) -> None:
+    """vLLM's lengths, but for `dynamic`."""
+    values = values_of(FAMILIES["qwen2"]) | {"max_position_embeddings": 1000}
+    values.pop("rope_parameters")
+    found = shape_from_config("m", values | {"rope_theta": 1e6, "rope_scaling": rope})
+    assert found.max_positions == positions
+
+
 YARN = {"rope_scaling": ROPE["yarn of older files"]}
 
 
