@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from actors.processes.gpus import ReportedGpu, visible_gpus
-from llmpq.remote.session import ray_session
+from llmpq.remote.session import joins_ray, ray_session
 from planner.cluster.accelerators import find_accelerator, reported_accelerator
+from planner.cluster.file import local_cpus
 from planner.cluster.spec import DEFAULT_INTERNODE_GBIT_PER_S, ClusterSpec
 from quant.common.errors import DeviceError, SpecError
-from quant.common.units import GIB
 
 
 def detect_cluster(address: str | None = None) -> ClusterSpec:
@@ -21,18 +20,11 @@ def detect_cluster(address: str | None = None) -> ClusterSpec:
 
     The network between nodes cannot be seen and is assumed: write the cluster and correct it.
     """
-    if address or os.environ.get("RAY_ADDRESS") or _ray_is_joined():
+    if joins_ray(address):
         return _ray_cluster(address)
     return ClusterSpec.from_dict(
         {"name": "this-machine", "nodes": [local_node(platform.node() or "localhost")]}, "detected"
     )
-
-
-def _ray_is_joined() -> bool:
-    """Whether this process has Ray running, without importing it for the question."""
-    import sys
-
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def local_node(name: str) -> dict[str, Any]:
@@ -40,16 +32,7 @@ def local_node(name: str) -> dict[str, Any]:
     gpus = visible_gpus()
     if gpus:
         return {"name": name, "accelerators": dict(_counts(gpus))}
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    threads = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return {
-        "name": name,
-        "accelerators": {"CPU": 1},
-        "threads": threads,
-        "memory_gib": round(memory_gib * 0.8, 1),
-    }
+    return {"name": name, **local_cpus(1)}
 
 
 def _counts(gpus: Iterable[ReportedGpu]) -> Counter[str]:

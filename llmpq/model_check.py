@@ -12,7 +12,7 @@ from pathlib import Path
 from actors.stage.generation_config import checked_end_tokens
 from planner.model.finding import ModelShape, model_shape
 from planner.model.weight_check import check_weights
-from quant.checkpoint.model_reference import local_model
+from quant.checkpoint.model_reference import cached_snapshot, local_model, unfetched
 from quant.common.errors import SpecError
 
 
@@ -21,13 +21,16 @@ def checked_shape(model: str | Path) -> ModelShape:
     files of a local one are known to fit together.
 
     Raises `SpecError` and `CheckpointError` naming file, entry, value and remedy; warns of weights
-    that no part of the model takes.
+    that no part of the model takes, and of those that the hub's cache lacks.
     """
     shape = model_shape(model)
     folder = local_model(model, "give a name, a folder or a hub id", SpecError)
+    untaken = None
     if folder is not None and folder.is_dir():
         checked_end_tokens(folder, shape.vocab_size)
         untaken = check_weights(folder, shape)
-        if untaken is not None:
-            warnings.warn(untaken, stacklevel=1)  # always this line, so that it is shown once
+    snapshot = cached_snapshot(str(model)) if folder is None else folder
+    for told in (untaken, None if snapshot is None else unfetched(snapshot)):
+        if told is not None:
+            warnings.warn(told, stacklevel=1)  # always this line, so that it is shown once
     return shape

@@ -73,6 +73,7 @@ def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Place
     missing.
     """
     placements = tuple(_place_one(stage, offered) for stage in stages)
+    check_cpus(stages, offered.get("CPU", 0.0), "the Ray cluster")
     asked: Counter[str] = Counter()
     for placement in placements:
         asked.update(placement.bundle)
@@ -80,9 +81,29 @@ def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Place
         if amount > offered.get(name, 0.0) + 1e-9:
             raise DeviceError(
                 f"the plan needs {amount:g} of Ray resource {name!r}, but the cluster offers "
-                f"{offered.get(name, 0.0):g}; {_what_is_offered(offered)}"
+                f"{offered.get(name, 0.0):g}; {_what_is_offered(offered)}. Plan for what is "
+                "there, or add the nodes that are missing"
             )
     return placements
+
+
+def check_cpus(stages: Sequence[Placed], offered: float, where: str) -> None:
+    """Raise `DeviceError` where stages compute with more than the CPUs `offered`; `where` has them.
+
+    Emulated devices ask for none.
+    """
+    own = [stage.threads * stage.degree for stage in stages if _num_cpus(stage)]
+    if sum(own) > offered + 1e-9:
+        raise DeviceError(
+            f"the plan needs {sum(own)} CPUs for {len(own)} stage{'s' * (len(own) > 1)}, but "
+            f"{where} has {offered:g}; plan with a cluster file of fewer CPU devices, or of fewer "
+            "threads each, or give the --address of a Ray cluster that has them"
+        )
+
+
+def _num_cpus(stage: Placed) -> float:
+    """CPUs of each of its ranks."""
+    return float(stage.threads) if stage.kind.is_cpu and not stage.emulated else 0.0
 
 
 def _place_one(stage: Placed, offered: Mapping[str, float]) -> Placement:
@@ -94,10 +115,9 @@ def _place_one(stage: Placed, offered: Mapping[str, float]) -> Placement:
             f"has; {_what_is_offered(offered)}. Start its node with `ray start --address=HEAD` "
             f"where Ray knows the GPU, else add --resources='{{\"{name}\": 1}}'"
         )
-    num_cpus = 0.0 if stage.emulated or not on_host else float(stage.threads)
     num_gpus = 0.0 if on_host else 1.0
     # Emulated ranks compute as one, but take the named devices of all.
-    return Placement(resources, num_gpus, num_cpus, stage.threads, stage.degree)
+    return Placement(resources, num_gpus, _num_cpus(stage), stage.threads, stage.degree)
 
 
 def _device_resource(stage: Placed, offered: Mapping[str, float]) -> dict[str, float]:

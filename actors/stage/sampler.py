@@ -155,6 +155,7 @@ class Sampler:
 
     def _decoder(self) -> Decoder:
         if self._tokenizer is None:
+            assert self._folder is not None, "given where there is no tokenizer"
             self._tokenizer = AutoTokenizer.from_pretrained(
                 self._folder, config=read_config(self._folder), trust_remote_code=False
             )

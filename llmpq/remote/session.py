@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ _LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600}
 """Settings of a local Ray. By default it ends a process that has missed GCS for 60 s, whatever that
 does; here a run ends by itself before, and has time to say so where results are read slowly.
 """
+
+
+def joins_ray(address: str | None) -> bool:
+    """Whether `ray_session` takes a Ray that is there, and starts none; known without Ray."""
+    is_joined = "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+    return is_joined or (address or environ.get("RAY_ADDRESS") or "local") != "local"
 
 
 @contextmanager

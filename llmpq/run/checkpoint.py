@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 from actors.messages import Sampling
+from actors.processes.placement import check_cpus
 from actors.stage.generation_config import end_tokens
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.jobs.records.model_digest import model_digest
 from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape
+from llmpq.remote.session import joins_ray
 from llmpq.rows.sampling_defaults import JobSampling, job_sampling
 from llmpq.run.importance import importance_file
 from llmpq.run.options import RunOptions
@@ -23,7 +26,8 @@ from planner.plan.divided import all_stages
 from planner.plan.spec import PlanSpec
 from planner.workload import check_length
 from quant.checkpoint.model_reference import is_local_model, local_path, resolve
-from quant.common.errors import FieldError, PlanMismatchError, SpecError
+from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
+from quant.common.errors import CheckpointError, FieldError, PlanMismatchError, SpecError
 
 
 def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
@@ -144,6 +148,18 @@ def _planned_shape(plan: PlanSpec) -> ModelShape | None:
     return shape if shape and shape.fingerprint() == plan.model.fingerprint else None
 
 
+def check_machine(spec: Runnable, options: RunOptions, folder: Path) -> None:
+    """Raise what a Ray that is started on this machine lacks, where a run starts one: `DeviceError`
+    for CPUs, `CheckpointError` for weights in `folder` that the hub's cache has not, offline.
+    """
+    if joins_ray(options.address):
+        return
+    check_cpus(all_stages(shown_plan(spec)), os.cpu_count() or 1, "this machine")
+    missing = missing_in_hub_cache(folder)
+    if missing is not None and is_offline():
+        raise CheckpointError(missing)
+
+
 def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") -> JobIdentity:
     """The model and sampling that all rows of a job share, found without torch; `source` is the
     plan's file, or the fleet's.
@@ -173,6 +189,7 @@ def check_run(spec: Runnable, options: RunOptions, source: str) -> None:
     plan, policies = shown_plan(spec), {options.scheduling(each).name for each in plans_of(spec)}
     folder = resolve(checkpoint_reference(plan, options.model or plan.stand_in), weights=False)
     sampling = sampling_for_run(plan, options, folder).sampling
+    check_machine(spec, options, folder)
     shape = shape_for_run(spec, sampling, folder, source)
     importance_file(plan, options.importance, options.cache, shape)
     if "s3" in policies:

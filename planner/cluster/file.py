@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -28,6 +29,9 @@ MOST_DESCRIBED = 256
 MOST_DEVICES = 100_000
 """More devices than one operator has for one model; a count beyond is a typing error, and would
 take the memory of this machine before a plan is looked for."""
+
+_HOST_SHARE = 0.8
+"""Share of this machine's memory that its CPUs are given."""
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -159,6 +163,21 @@ def read_yaml(path: Path) -> tuple[object, Source]:
         raise SpecError(f"cluster file {path} cannot be read: {error}") from error
     values, document = parse_yaml(text, f"cluster file {path}")
     return values, Source(str(path), document)
+
+
+def local_cpus(count: int) -> dict[str, Any]:
+    """The entry of a node of `count` CPUs that share this machine's cores, and what its memory has
+    to spare.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    each = max(1, count)
+    return {
+        "accelerators": {"CPU": count},
+        "threads": max(1, cores // each),
+        "memory_gib": round(memory_gib * _HOST_SHARE / each, 1),
+    }
 
 
 def parse_cluster(values: object, source: Source) -> ClusterFile:

@@ -6,17 +6,24 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from planner.cluster.accelerators import Accelerator
+from planner.cluster.accelerators import Accelerator, name_key
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
-from planner.cluster.file import ClusterFile, NodeEntry, Source, parse_cluster, read_yaml
+from planner.cluster.file import (
+    ClusterFile,
+    NodeEntry,
+    Source,
+    local_cpus,
+    parse_cluster,
+    read_yaml,
+)
 from planner.cluster.links import MeasuredLink, MeasuredSum
 from quant.common.errors import SpecError
 from quant.common.units import GIB
@@ -88,22 +95,31 @@ class ClusterSpec:
         device_numbers: Sequence[int],
         internode_gbit_per_s: float = DEFAULT_INTERNODE_GBIT_PER_S,
     ) -> ClusterSpec:
-        """Make a cluster with one node for each device type, as on the paper's command line."""
+        """Make a cluster with one node for each device type, as on the paper's command line; CPUs
+        are those of this machine.
+        """
         if len(device_names) != len(device_numbers):
             raise SpecError(
                 f"{len(device_names)} device names but {len(device_numbers)} numbers; give one each"
             )
         pairs = list(zip(device_names, device_numbers, strict=True))
-        nodes = [
-            {"name": f"node{index}", "accelerators": {name: count}}
-            for index, (name, count) in enumerate(pairs)
-        ]
+        nodes, notes = list[dict[str, Any]](), []
+        for index, (name, count) in enumerate(pairs):
+            node: dict[str, Any] = {"accelerators": {name: count}}
+            if name_key(name) == name_key("CPU"):
+                node = local_cpus(count)
+                notes.append(
+                    f"{name}: {node['threads']} threads and {node['memory_gib']} GiB each, by this "
+                    "machine; a cluster file (--cluster) says others"
+                )
+            nodes.append({"name": f"node{index}", **node})
         values = {
             "name": " + ".join(f"{count}x{name}" for name, count in pairs) or "no devices",
             "nodes": nodes,
             "network": {"internode_gbit_per_s": internode_gbit_per_s},
         }
-        return cls.from_dict(values, "device names and numbers")
+        made = cls.from_dict(values, "device names and numbers")
+        return replace(made, notes=(*made.notes, *notes))
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from quant.checkpoint.demo_model import DEMO, demo_gguf
 from quant.checkpoint.gguf.files import is_gguf
 from quant.checkpoint.gguf.folder import folder_of_gguf
+from quant.checkpoint.gptq_config import CONFIG_FILE
+from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
 from quant.common.errors import CheckpointError, LlmpqError
 from quant.common.library_errors import path_reason
 
@@ -39,6 +41,29 @@ def local_model(
     """
     here = local_path(reference, remedy, refuse)
     return here if here is None else folder_of_gguf(here) or here
+
+
+def cached_snapshot(name: str) -> Path | None:
+    """The folder of the hub id `name` in the hub's cache; None where it has no `config.json`."""
+    if name.count("/") != 1:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def unfetched(folder: Path) -> str | None:
+    """What is to be told of a snapshot in the hub's cache without all of its weights: where the
+    fetching of them was begun, and where the hub is not asked (HF_HUB_OFFLINE). None for any other.
+    """
+    missing = missing_in_hub_cache(folder)
+    begun = missing is not None and any(folder.glob("*.safetensors"))
+    return missing if begun or (missing is not None and is_offline()) else None
 
 
 def is_local_model(path: Path) -> bool:

@@ -16,6 +16,7 @@ from quant.common.json_file import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,37 @@ def shard_path(folder: Path, file: str) -> Path:
     path = folder / file
     if not os.path.isfile(path):  # not Path.is_file, which raises where a name is too long
         raise CheckpointError(
-            f"{folder} lacks {file}, which its index names; download the missing shard"
+            missing_in_hub_cache(folder)
+            or f"{folder} lacks {file}, which its index names; download the missing shard"
         )
     return path
+
+
+def missing_in_hub_cache(folder: Path) -> str | None:
+    """The files of weights that a snapshot in the hub's cache lacks, and the command that fetches
+    them; None where it has all, and for any other folder. CheckpointError for a malformed index.
+    """
+    if not is_in_hub_cache(folder) or (folder / SINGLE_FILE).is_file():
+        return None
+    lacks = "its weights"
+    if (folder / INDEX_FILE).is_file():
+        files = sorted(set(read_index(folder / INDEX_FILE).values()))
+        gone = [file for file in files if _comes_later(folder, file)]
+        if not gone:
+            return None
+        more = f" and {len(gone) - _LISTED} more" if len(gone) > _LISTED else ""
+        lacks = f"{len(gone)} of {len(files)} files of its weights ({', '.join(gone[:_LISTED])}"
+        lacks += f"{more})"
+    name = folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+    fetch = f"{'HF_HUB_OFFLINE=0 ' * is_offline()}hf download {name}"
+    return f"{folder}, in the hub's cache, lacks {lacks}; fetch what is missing: {fetch}"
+
+
+def is_offline() -> bool:
+    """Whether the hub is not asked (HF_HUB_OFFLINE)."""
+    from huggingface_hub import is_offline_mode
+
+    return is_offline_mode()
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:

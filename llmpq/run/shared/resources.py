@@ -16,6 +16,7 @@ from llmpq.lengths.sources import LengthSource, check_source, open_source, wait_
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import JobSampling, SamplingInput
 from llmpq.run.checkpoint import (
+    check_machine,
     check_sampling,
     checkpoint_reference,
     end_note,
@@ -75,6 +76,7 @@ class RunResources:
         self.sampling = sampling_for_run(plan, options, self.folder)
         if self.sampling.warning:
             warnings.warn(self.sampling.warning, stacklevel=3)
+        check_machine(spec, options, self.folder)
         self.end_note = end_note(self.sampling.sampling, self.folder)
         shape = shape_for_run(spec, self.sampling.sampling, self.folder, source)
         self._vocab_size = shape.vocab_size

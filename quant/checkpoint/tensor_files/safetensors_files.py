@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from quant.checkpoint.stored_tensors import (
     INDEX_FILE,
     SINGLE_FILE,
+    missing_in_hub_cache,
     read_index,
     shard_path,
     unreadable,
@@ -100,6 +101,7 @@ class SafetensorsFiles:
         if unread is not None:
             raise CheckpointError(unread)
         raise CheckpointError(
-            f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            missing_in_hub_cache(self._folder)
+            or f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
             "give the folder that holds the weights"
         )

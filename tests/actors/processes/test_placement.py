@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.processes.placement import CRUMB, place
+from actors.processes.placement import CRUMB, check_cpus, place
 from planner.cluster.described import AcceleratorEntry
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
@@ -81,8 +81,13 @@ def test_emulated_devices_use_named_nodes_where_there_are_any(
 def test_cpu_stages_reserve_their_threads(stages: tuple[StagePlan, ...]) -> None:
     host = replace(stages[0], accelerator="CPU", threads=2)
     assert place([host], {"CPU": 4.0})[0].bundle == {"CPU": 2.0}
-    with pytest.raises(DeviceError, match="needs 2 of Ray resource 'CPU'"):
+    with pytest.raises(DeviceError, match="needs 2 CPUs for 1 stage, but the Ray cluster has 1;"):
         place([host], {"CPU": 1.0})
+    emulated = replace(host, emulated=True)
+    check_cpus([host, emulated], 2, "this machine")
+    group = replace(host, devices=("a", "b"))
+    with pytest.raises(DeviceError, match="needs 6 CPUs for 2 stages, but this machine has 4;"):
+        check_cpus([group, host, emulated], 4, "this machine")
 
 
 def test_a_described_accelerator_is_placed_by_a_resource_of_its_name(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from llmpq import Cluster, Plan, job_of_input
+from llmpq import Cluster, Plan, Workload, job_of_input
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job
 from llmpq.jobs.output.job_output import JobOutput
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.options import RunOptions
+from planner.cluster.spec import ClusterSpec
 from tests.llmpq.fake_jobs import SMALL_SHARDS, QuickDisk, answer
 from tests.paths import ROOT, SPECS
 
@@ -51,6 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = PROMPTS.read_text().splitlines(keepends=True)
     (made / "twice.jsonl").write_text("".join([*lines, lines[0]]))
     finish(plan, made / "done.jsonl")
+    node = {"accelerators": {"CPU": 1}, "threads": 4096, "memory_gib": 1}
+    crowd = Cluster(ClusterSpec.from_dict({"name": "crowd", "nodes": [node]}))
+    crowd.plan(MODEL, Workload(2, 16, 4)).save(made / "threads.json")
     cluster = DEMO_CLUSTER.read_text().replace("T4", "V100", 1)
     (made / "other.yaml").write_text(cluster)
     return made
@@ -91,6 +95,8 @@ OFTEN: list[tuple[str, tuple[object, ...], str]] = [
     ("dist", (*RUN, "--importance", "gone"), "gone cannot be read"),
     ("dist", (*RUN, "--importance", PROMPTS), "holds no importance"),
     ("serve", ("--plan", "plan.json", "--importance", "gone"), "gone cannot be read"),
+    ("dist", (*RUN, "--plan", "threads.json"), "needs 4096 CPUs for 1 stage, but this machine has"),
+    ("serve", ("--plan", "threads.json"), "or of fewer threads each, or give the --address"),
     ("algo", (*PLAN, "-o", "gone/plan.json"), "name a file in a folder that exists"),
     ("serve", ("--plan", "plan.json", "--policy", "exegpt"), "the plan has none"),
     ("algo", (*PLAN, "--report", "gone/plan.html"), "name a file in a folder that exists"),

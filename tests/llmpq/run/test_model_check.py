@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 from llmpq import Cluster, Workload
 from llmpq.cli.running import algo, dist
 from llmpq.model_check import checked_shape
+from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
 from tests.paths import ROOT
 
@@ -134,6 +137,49 @@ def test_both_commands_refuse(
         assert all(word in said for word in (*words, model.folder.name)), said
         assert "Traceback" not in said
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of me/demo in a hub's cache that is not asked for more; no weights in it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub/models--me--demo"
+    for folder in ("blobs", "refs", snapshot := f"snapshots/{'0' * 40}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs/main").write_text("0" * 40)
+    for path in DEMO.glob("*.json"):
+        (repository / snapshot / path.name).symlink_to(path)
+    return repository / snapshot
+
+
+@pytest.mark.parametrize(
+    ("files", "lacks"),
+    [
+        ((), "lacks its weights;"),
+        (("a.safetensors",), "lacks 1 of 2 files of its weights (b.safetensors);"),
+    ],
+)
+def test_a_part_of_a_model_in_the_hubs_cache_is_told(
+    files: tuple[str, ...], lacks: str, hub: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """While planning, which needs no weights; a run of this machine's refuses them before Ray."""
+    for file in files:
+        names = [*load_file(DEMO / "model.safetensors")]
+        index = {"weight_map": dict.fromkeys(names, file) | {names[0]: "b.safetensors"}}
+        (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+        (hub / file).symlink_to(DEMO / "model.safetensors")
+    told = f"{lacks} fetch what is missing: HF_HUB_OFFLINE=0 hf download me/demo"
+    plan = str(tmp_path / "plan.json")
+    options = ["--model", "me/demo", "--cluster", str(CLUSTER), *LENGTHS]
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        assert algo.main([*options, "-o", plan]) == 0
+    with pytest.warns(UserWarning, match=re.escape(told)):
+        assert dist.main(run_of(Path(plan), tmp_path)) == 2
+    assert told in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="hf download me/demo"):
+        Checkpoint(hub).check_files()
 
 
 def test_python_refuses_too(model: Model) -> None:

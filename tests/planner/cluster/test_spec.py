@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -360,3 +361,16 @@ def test_every_accelerator_makes_a_device() -> None:
         (device,) = ClusterSpec.from_dict({"name": "one", "nodes": [node]}).devices
         assert isinstance(device, Device)
         assert device.memory_bytes > 0
+
+
+def test_cpus_by_counts_share_this_machine() -> None:
+    """No option of a command line says what a CPU may use."""
+    one, two = (ClusterSpec.from_counts(["T4", "cpu"], [1, n]) for n in (1, 2))
+    (cpu,), pair = one.devices[1:], two.devices[1:]
+    assert len(pair) == 2
+    assert cpu.threads == len(os.sched_getaffinity(0))
+    assert pair[0].threads == max(1, (cpu.threads or 0) // 2)
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert cpu.memory_bytes == pytest.approx(0.8 * pages, abs=2**30 // 10)
+    assert pair[0].memory_bytes == pytest.approx(0.4 * pages, abs=2**30 // 10)
+    assert any("by this machine" in note for note in one.notes)
