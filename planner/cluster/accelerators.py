@@ -24,6 +24,18 @@ _USABLE_SHARE_INLINE_ECC = 0.9125
 _BF16_CAPABILITY = (8, 0)
 _SIZE = re.compile(r"\d+gb")
 
+_SAY_NOTHING = {"geforce", "gpu", "graphics", "generation", "hbm2", "hbm2e", "hbm3", "hbm3e"}
+"""Words in what drivers call a GPU, beside its maker's, without which it is told apart as well."""
+
+_VARIANTS = (
+    (re.compile(r"(\bMIG\b|\b\d+g\.\d+gb\b).*", re.IGNORECASE), "a part of a GPU (MIG)"),
+    (re.compile(r"\bGRID\b|-\d+[ABCQ]$", re.IGNORECASE), "a virtual GPU (vGPU)"),
+    (re.compile(r"\b(Laptop|Mobile|Max-Q)\b.*", re.IGNORECASE), "a GPU held to less power"),
+)
+"""Names of devices that are less than the GPU of the rest of the name, and what they are."""
+
+_OTHER_MAKERS = re.compile(r"(Intel|Apple|Qualcomm)\b", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -81,10 +93,9 @@ class Accelerator:
         so, any name may be meant that the registry does not have.
         """
         known = (self.name, *self.aliases, *self.reported_as)
-        if name_key(name) in {name_key(each) for each in known}:
+        if any(_are_equal(name, each) for each in known):
             return True
-        unsaid = not self.reported_as and not self.is_registered
-        return unsaid and name_key(name) not in _by_full_name_or_alias()
+        return not self.reported_as and not self.is_registered and _registered(name) is None
 
 
 @cache
@@ -95,21 +106,41 @@ def registry() -> tuple[Accelerator, ...]:
 
 
 def find_accelerator(name: str, own: Iterable[Accelerator] = ()) -> Accelerator:
-    """Find an accelerator by name, alias or Ray type; case, `_`, `-` and spaces do not matter.
+    """Find an accelerator by name, alias, Ray type or what drivers call it; case, `_`, `-` and
+    spaces do not matter, nor for those of the registry the order of words.
 
     `own` are those that a cluster file describes, which are found by their names. Raises SpecError
     for an unknown name, with the nearest known ones.
     """
-    key = name_key(name)
-    known = _by_full_name_or_alias() | {name_key(each.name): each for each in own}
-    if key in known:
-        return known[key]
+    key, by_own = name_key(name), {name_key(each.name): each for each in own}
+    found = by_own.get(key) or _registered(name)
+    if found is not None:
+        return found
+    why = _no_data_sheet(name)
+    if why is not None:
+        raise SpecError(f"unknown accelerator {name!r}: {why}")
+    known = _by_full_name_or_alias() | by_own
     near = near_names(key, {key: entry.name for key, entry in known.items()})
     hint = f"nearest known: {', '.join(near)}; " if near else ""
     raise SpecError(
         f"unknown accelerator {name!r}; {hint}`llmpq devices` lists all, and a cluster file can "
         "describe others under accelerators"
     )
+
+
+def _no_data_sheet(name: str) -> str | None:
+    """Why the registry has no `name` that a driver may report, and what to do; None for others."""
+    if _OTHER_MAKERS.match(name):
+        return "llmpq runs on NVIDIA GPUs, on AMD GPUs with ROCm, and on CPUs"
+    for pattern, kind in _VARIANTS:
+        if pattern.search(name):
+            whole = _registered(pattern.sub("", name))
+            return (
+                f"it is {kind}, of which no data sheet tells; describe it under accelerators in a "
+                f"cluster file, with like: {whole.name if whole else 'the GPU that it is of'}, its "
+                f"own memory_gib and rates, and reported_as: [{name}]"
+            )
+    return None
 
 
 def reported_accelerator(name: str, memory_bytes: int) -> Accelerator:
@@ -159,6 +190,33 @@ def _parts(name: str) -> set[str]:
     """Split a name into its parts: `{"v100", "16gb"}` for `Tesla_V100-16G`."""
     parts = re.split(r"[^a-z0-9]+", name.lower())
     return {re.sub(r"^(\d+)g$", r"\1gb", part) for part in parts} - {"nvidia", "tesla"}
+
+
+def _registered(name: str) -> Accelerator | None:
+    """The accelerator of the registry with the letters and digits of `name`, else with its words."""
+    return _by_full_name_or_alias().get(name_key(name)) or _by_words().get(_words(name))
+
+
+@cache
+def _by_words() -> dict[tuple[str, ...], Accelerator]:
+    """The registry by the words of names; where several have them, the first."""
+    return {
+        _words(name): entry
+        for entry in reversed(registry())
+        for name in (*entry.reported_as, *entry.aliases, entry.name)
+    }
+
+
+def _are_equal(one: str, other: str) -> bool:
+    return name_key(one) == name_key(other) or _words(one) == _words(other)
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """The letters and the numbers of a name in the order of the alphabet, without words that tell
+    nothing: those of `NVIDIA A100 80GB PCIe` are those of `A100-PCIE-80GB`.
+    """
+    kept = " ".join(_parts(name) - _SAY_NOTHING)
+    return tuple(sorted(re.findall(r"[a-z]+|[0-9]+", kept)))
 
 
 @cache
