@@ -19,9 +19,10 @@ def with_stored_bits(options: PlanOptions, shape: ModelShape) -> PlanOptions:
         return options
     if stored.mixed:
         raise SpecError(
-            f"{shape.name} is quantized already, with different bits for some of its modules; run "
-            "it with the plan that it was quantized for (llmpq run --strat_file_name PLAN --model "
-            "FOLDER), or plan for the original 16-bit checkpoint"
+            f"{shape.name} is quantized already, with different bits for some of its layers, or by "
+            "rules (dynamic) of which only its weights, that are not here, tell what they change; "
+            "run it with the plan that it was quantized for (llmpq run --strat_file_name PLAN "
+            "--model FOLDER), or plan for the original 16-bit checkpoint"
         )
     if stored.bits not in options.bits:
         raise SpecError(

@@ -31,13 +31,14 @@ class LinearShape:
 
     `stored_group`: weights that share a scale and a zero where the checkpoint is quantized already,
     None where it is not. `cut_group`: the same where columns are a rank's of a wider matrix, whose
-    groups they keep.
+    groups they keep. `stored_bits`: those of the checkpoint where they are not its layer's.
     """
 
     in_features: int
     out_features: int
     stored_group: int | None = None
     cut_group: int | None = None
+    stored_bits: int | None = None
 
     @property
     def group(self) -> int:

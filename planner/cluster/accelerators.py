@@ -193,7 +193,7 @@ def _parts(name: str) -> set[str]:
 
 
 def _registered(name: str) -> Accelerator | None:
-    """The accelerator of the registry with the letters and digits of `name`, else with its words."""
+    """The accelerator of the registry with the letters and digits of `name`, or with its words."""
     return _by_full_name_or_alias().get(name_key(name)) or _by_words().get(_words(name))
 
 

@@ -133,7 +133,13 @@ def _packed_bytes(
 ) -> int:
     """Bytes of a layer's linears, which searches ask for again and again."""
     return sum(
-        layer_rule(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
+        layer_rule(
+            processor,
+            linear.stored_bits or bits,
+            linear,
+            dtype,
+            None if linear.stored_bits else backend,
+        ).nbytes(linear, dtype)
         for linear in shape.layer_linears()
     )
 

@@ -141,7 +141,10 @@ class RooflineLatency(TimedInParts):
     def _rest_s(self, machine: _Machine, bits: int, tokens: int) -> float:
         """Seconds of linears, element-wise work and launches over `tokens` new tokens."""
         shape = self.shape
-        linears = sum(machine.linear_s(linear, bits, tokens) for linear in shape.layer_linears())
+        linears = sum(
+            machine.linear_s(linear, linear.stored_bits or bits, tokens)
+            for linear in shape.layer_linears()
+        )
         widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
         launches_s = machine.launches_s(layer_launches(shape, self.kv_bits))

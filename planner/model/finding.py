@@ -17,6 +17,7 @@ from planner.model.families.family import Family
 from planner.model.families.table import FAMILIES, supported_model_types
 from planner.model.rope_check import reach
 from planner.model.shape import ModelShape
+from planner.model.stored_linears import as_configured, as_stored
 from planner.model.untied_head import has_own_head
 from quant.checkpoint.gguf.files import model_name
 from quant.checkpoint.gguf.index import gguf_index, settings_place
@@ -126,7 +127,8 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
         shape = replace(shape, max_positions=reach(config, shape.max_positions))
     if quantization is None:
         return shape
-    return replace(shape, stored=parse_gptq_config(quantization, config.place))
+    stored = parse_gptq_config(quantization, config.place)
+    return replace(shape, stored=as_configured(stored, shape))
 
 
 def _read_shape(config: ConfigFile, family: Family) -> ModelShape:
@@ -187,7 +189,10 @@ def _folder_shape(folder: Path) -> ModelShape:
     name, place = _folder_name(folder), settings_place(folder, CONFIG_FILE)
     shape = shape_from_config(name, _read_config(config), place)
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
-    return replace(shape, stored=shape.stored or read_gptq_config(folder), tied_embeddings=tied)
+    stored = shape.stored or read_gptq_config(folder)
+    if stored is not None:
+        stored = as_stored(stored, replace(shape, stored=None), folder)
+    return replace(shape, stored=stored, tied_embeddings=tied)
 
 
 def _folder_name(folder: Path) -> str:

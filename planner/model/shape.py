@@ -119,18 +119,21 @@ class ModelShape:
 
     @cached_property
     def _layer_linears(self) -> tuple[LinearShape, ...]:
-        *mlp, down = map(self._with_groups, self._mlp_linears())
-        if self.cut_groups is not None:
-            down = replace(down, cut_group=self.cut_groups[1])
-        return (*map(self._with_groups, self._qkv_linears()), self.output_linear, *mlp, down)
+        output = LinearShape(self.query_width, self.hidden_size)
+        plain = (*self._qkv_linears(), output, *self._mlp_linears())
+        linears = [self._as_stored(place, linear) for place, linear in enumerate(plain)]
+        for place, group in zip((self._output_place, -1), self.cut_groups or (), strict=False):
+            linears[place] = replace(linears[place], cut_group=group)
+        return tuple(linears)
 
     @property
     def output_linear(self) -> LinearShape:
         """The linear of a layer that ends its attention."""
-        output = self._with_groups(LinearShape(self.query_width, self.hidden_size))
-        if self.cut_groups is None:
-            return output
-        return replace(output, cut_group=self.cut_groups[0])
+        return self._layer_linears[self._output_place]
+
+    @property
+    def _output_place(self) -> int:
+        return 1 if self.fused_qkv else 3
 
     @property
     def layer_input_order_bytes(self) -> int:
@@ -195,15 +198,18 @@ class ModelShape:
             return 0
         return self.word_embedding_size * self.hidden_size
 
-    def _with_groups(self, linear: LinearShape) -> LinearShape:
-        return replace(linear, stored_group=self._stored_group(linear))
-
-    def _stored_group(self, linear: LinearShape) -> int | None:
-        """Number of columns that share a stored scale, in groups of at most the usual size."""
-        if self.stored is None:
-            return None
-        size, usual = self.stored.group_size, group_size(linear.in_features)
-        return usual if size == WHOLE_ROW or size % usual == 0 else size
+    def _as_stored(self, place: int, linear: LinearShape) -> LinearShape:
+        """The linear with the columns that share a stored scale, in groups of at most the usual
+        size, and with its stored bits where they are not those of the others.
+        """
+        stored = self.stored
+        if stored is None:
+            return linear
+        own = stored.linears[place] if stored.linears else stored
+        size, usual = own.group_size, group_size(linear.in_features)
+        group = usual if size == WHOLE_ROW or size % usual == 0 else size
+        bits = None if own.bits == stored.bits else own.bits
+        return replace(linear, stored_group=group, stored_bits=bits)
 
     def _qkv_linears(self) -> tuple[LinearShape, ...]:
         if self.fused_qkv:

@@ -11,7 +11,7 @@ from planner.model.families.table import FAMILIES
 from planner.model.shape import ModelShape
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.index import gguf_index, model_place
-from quant.checkpoint.gptq_config import STORED_BITS
+from quant.checkpoint.gptq_config import STORED_BITS, bits_of_words
 from quant.checkpoint.stored_tensors import (
     StoredTensor,
     is_in_hub_cache,
@@ -29,7 +29,6 @@ from quant.checkpoint.untaken import (
 from quant.checkpoint.weight_files import unread_weights
 from quant.common.errors import CheckpointError
 
-_WORD_BITS = 32
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PACKED = ("qweight", "qzeros", "scales")
 _PACKED_MARKS = ("qweight", "weight_packed")
@@ -228,8 +227,10 @@ class _Weights:
         if missing:
             raise CheckpointError(self._missing(f"{module}.{missing[0]}"))
         name, tensor = found
-        words = [-(-size[1] * bits // _WORD_BITS) for bits in STORED_BITS]
-        if tensor.shape is not None and tensor.shape not in [(count, size[0]) for count in words]:
+        fits = tensor.shape is None or (
+            tensor.shape[1:] == size[:1] and bits_of_words(tensor.shape[0], size[1]) is not None
+        )
+        if not fits and tensor.shape is not None:
             raise CheckpointError(
                 f"{self.folder / tensor.file}: tensor {name} is {list(tensor.shape)}, which holds "
                 f"{size[1]} inputs of {size[0]} outputs at none of "

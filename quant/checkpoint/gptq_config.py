@@ -25,6 +25,8 @@ NVIDIA's ModelOpt."""
 STORED_BITS = (3, 4, 8)
 """Bitwidths of GPTQ checkpoints for which there are kernels."""
 
+WORD_BITS = 32
+
 WHOLE_ROW = -1
 """GPTQ's group size for one scale per output row."""
 
@@ -37,13 +39,22 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
+class StoredLinear:
+    """The bits of a linear, 16 where it is not quantized, and the columns that share a scale."""
+
+    bits: int
+    group_size: int
+
+
+@dataclass(frozen=True)
 class GptqConfig:
     """The storage of the linears of a GPTQ checkpoint.
 
-    `bits` and `group_size` (-1: whole rows) are those of most modules; `mixed`: rules in the
-    configuration give some modules other bits, or leave them in 16. `desc_act`: columns were
-    quantized in an order of their own, so that the columns of a group may lie apart. `zero_offset`
-    has to be added to stored zeros.
+    `bits` and `group_size` (-1: whole rows) are those of most modules; `mixed`: layers have
+    different bits, or may have by rules in the configuration. `desc_act`: columns were quantized in
+    an order of their own, so that the columns of a group may lie apart. `zero_offset` has to be
+    added to stored zeros. `modules`: names of those linears that are quantized, none for all.
+    `linears`: of each linear of a layer, where they are not all alike.
     """
 
     bits: int
@@ -51,6 +62,13 @@ class GptqConfig:
     desc_act: bool
     zero_offset: int
     mixed: bool
+    modules: tuple[str, ...] = ()
+    linears: tuple[StoredLinear, ...] = ()
+
+
+def bits_of_words(words: int, columns: int) -> int | None:
+    """The bits at which `columns` take that many words; None where none of `STORED_BITS` does."""
+    return next((b for b in STORED_BITS if words == -(-columns * b // WORD_BITS)), None)
 
 
 def read_gptq_config(folder: Path) -> GptqConfig | None:
@@ -112,7 +130,20 @@ def parse_gptq_config(values: Any, place: str) -> GptqConfig:
         desc_act=bool(values.get("desc_act", False)),
         zero_offset=_FORMATS[layout],
         mixed=_is_mixed(values.get("dynamic"), bits, place),
+        modules=_modules(values.get("modules_in_block_to_quantize"), place),
     )
+
+
+def _modules(value: Any, place: str) -> tuple[str, ...]:
+    """The names in a list, or in lists of those that were quantized together."""
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
+    if not all(isinstance(name, str) for name in names) or isinstance(value, str):
+        raise SpecError(
+            f"{place}: modules_in_block_to_quantize is {value!r:.60}; it must be a list of names, "
+            "or of lists of them"
+        )
+    return tuple(names)
 
 
 def _is_mixed(rules: Any, bits: int, place: str) -> bool:

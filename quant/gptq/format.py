@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import torch
 
 from quant.canonical import CanonicalWeight, quantize, row_blocks
-from quant.checkpoint.gptq_config import STORED_BITS
+from quant.checkpoint.gptq_config import STORED_BITS, WORD_BITS, bits_of_words
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.scheme import group_size
 
-_WORD = 32
+_WORD = WORD_BITS
 _WORD_MASK = (1 << _WORD) - 1
 _FIRST_PART, _SECOND_PART = 21, 11
 """3-bit codes that start below bit 63 of 96, and those from there on: both parts fit an int64."""
@@ -216,10 +216,9 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 def _stored_bits(qweight: torch.Tensor, columns: int, rows: int, place: str) -> int:
     """The bitwidth at which `columns` inputs take this number of words."""
-    for bits in STORED_BITS:
-        words = -(-columns * bits // _WORD)
-        if qweight.dtype == torch.int32 and tuple(qweight.shape) == (words, rows):
-            return bits
+    bits = bits_of_words(qweight.shape[0], columns) if qweight.dim() == 2 else None
+    if bits is not None and qweight.dtype == torch.int32 and qweight.shape[1] == rows:
+        return bits
     raise CheckpointError(
         f"{place} is {qweight.dtype} {list(qweight.shape)}, which holds {columns} inputs of {rows} "
         f"outputs at none of {', '.join(map(str, STORED_BITS))} bits; the checkpoint is of another "

@@ -13,7 +13,7 @@ import ctypes
 import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeGuard
 
@@ -35,7 +35,7 @@ from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.untaken import is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError
 from quant.cuts import Cut
-from quant.gptq.linear import gptq_linear
+from quant.gptq.linear import check_planned_bits, gptq_linear
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
 from quant.loading.layer_notes import note_layer
@@ -129,6 +129,9 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     """Fill a layer from the checkpoint."""
     module, form = load.module, load.form
+    if checkpoint.gptq is not None:
+        columns = {f"{load.name_prefix}.{n}": _whole(load, n, x)[1] for n, x in _linears(module)}
+        check_planned_bits(checkpoint, columns, form.bits)
     for name, linear in _linears(module):
         filled = _stored_linear(load, name, linear, checkpoint)
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
@@ -169,18 +172,25 @@ def _stored_linear(
     """
     full_name, form, cut = f"{load.name_prefix}.{name}", load.form, load.cuts.get(name)
     if checkpoint.gptq is not None:
-        held = (linear.out_features, linear.in_features)
-        rows, columns = held if cut is None else cut.whole_shape(held)
+        shape = _whole(load, name, linear)
         with _named(f"{full_name}.qweight", checkpoint):
-            filled = gptq_linear(checkpoint, full_name, (rows, columns), form, cut)
+            filled = gptq_linear(checkpoint, full_name, shape, form, cut)
         if filled is not None:
             return filled
+        form = replace(form, bits=FULL_BITS, backend=None)  # as it is
     weight = _read(checkpoint, f"{full_name}.weight", linear.weight, cut)
     inputs = None if load.importance is None else load.importance.inputs.get(name)
     with _named(f"{full_name}.weight", checkpoint):
         if cut is not None:
             return quantize_linear_part(weight, cut, form, full_name, inputs)
         return quantize_linear(weight, None, form, full_name, inputs)
+
+
+def _whole(load: LayerLoad, name: str, linear: nn.Linear) -> tuple[int, int]:
+    """The stored shape `[out, in]` of a linear of which a part may be held."""
+    held, cut = (linear.out_features, linear.in_features), load.cuts.get(name)
+    rows, columns = held if cut is None else cut.whole_shape(held)
+    return rows, columns
 
 
 def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:

@@ -345,7 +345,7 @@ def test_mixed_checkpoints_are_not_planned_for(
     make(tmp_path / "model", tmp_path / "made")
     arguments = ["--model", str(tmp_path / "made"), "--device_names", "T4", "--device_numbers", "1"]
     assert algo.main(arguments) == 2
-    assert "different bits for some of its modules; run it with the plan" in capsys.readouterr().err
+    assert "different bits for some of its layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rounding", ["weighted", "stochastic"])

@@ -6,15 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from llmpq.model_check import checked_shape
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
+from planner.model.expected_tensors import end_tensors, layer_tensors
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
+from planner.plan.check import check_plan
 from planner.search.search import find_plan
 from planner.stored_bits import with_stored_bits
 from planner.workload import Workload
@@ -75,7 +80,79 @@ def test_plain_checkpoints_keep_the_choice(tmp_path: Path) -> None:
 
 def test_mixed_bits_need_their_plan(tmp_path: Path) -> None:
     found = shape(tmp_path, dynamic={r"-:model\.layers\.1\..*": {}})
-    with pytest.raises(SpecError, match="different bits for some of its modules; run it with"):
+    with pytest.raises(SpecError, match=r"rules \(dynamic\) of which only its weights"):
+        with_stored_bits(PlanOptions(), found)
+
+
+IN_BLOCK = [
+    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    ["self_attn.o_proj"],
+    ["mlp.gate_proj", "mlp.up_proj"],
+]
+DOWN = 256 * 512
+
+
+def test_modules_that_are_left_out_count_in_full(tmp_path: Path) -> None:
+    """`modules_in_block_to_quantize`, which optimum writes for all models, whole or not."""
+    every = shape(tmp_path, modules_in_block_to_quantize=[*IN_BLOCK, ["mlp.down_proj"]])
+    flat = [f"model.layers.0.{name}" for names in IN_BLOCK for name in names]
+    some, same = (shape(tmp_path, modules_in_block_to_quantize=m) for m in (IN_BLOCK, flat))
+    assert every.layer_linears() == shape(tmp_path).layer_linears()
+    assert some.layer_linears() == same.layer_linears()
+    assert [linear.stored_bits for linear in some.layer_linears()] == [None] * 6 + [16]
+    assert with_stored_bits(PlanOptions(), some).bits == (4,)
+    packed = DOWN * 4 // 8 + 4 * DOWN // 128
+    assert packed_bytes(some) - packed_bytes(every) == 2 * DOWN - packed
+
+
+def with_weights(folder: Path, kinds: dict[str, tuple[int, int]], **entries: Any) -> ModelShape:
+    """The shape of a model with weights; `kinds`: bits and group of linears by the end of names."""
+    plain = shape(folder, **entries)
+    tensors = {n: np.zeros(size, np.float16) for n, size in end_tensors(plain).items()}
+    tensors["lm_head.weight"] = np.zeros((100, 256), np.float16)
+    for index in range(plain.layers):
+        for name, size in layer_tensors(plain).items():
+            module = f"model.layers.{index}.{name.removesuffix('.weight')}"
+            bits, group = next((k for end, k in kinds.items() if module.endswith(end)), (4, 128))
+            if bits == 16 or len(size) == 1:
+                tensors[f"{module}.weight"] = np.zeros(size, np.float16)
+                continue
+            rows, columns = size
+            tensors[f"{module}.qweight"] = np.zeros((columns * bits // 32, rows), np.int32)
+            tensors[f"{module}.qzeros"] = np.zeros((columns // group, rows * bits // 32), np.int32)
+            tensors[f"{module}.scales"] = np.ones((columns // group, rows), np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    return checked_shape(folder)
+
+
+def test_the_weights_tell_what_rules_have_changed(tmp_path: Path) -> None:
+    """Rules of GPTQModel for some modules of every layer: other bits, groups, or none."""
+    rules = {r"-:.*down_proj": {}, r".*\.o_proj": {"bits": 8}, r"+:.*up_proj": {"group_size": 32}}
+    with pytest.raises(SpecError, match="rules"):
+        with_stored_bits(PlanOptions(), shape(tmp_path, dynamic=rules))
+    kinds = {"down_proj": (16, 0), "o_proj": (8, 128), "up_proj": (4, 32)}
+    found = with_weights(tmp_path, kinds, dynamic=rules)
+    q, k, v, o, gate, up, down = found.layer_linears()
+    assert [each.stored_bits for each in (q, k, v, gate, up)] == [None] * 5
+    assert (o.stored_bits, down.stored_bits) == (8, 16)
+    assert (gate.stored_group, up.stored_group) == (128, 32)
+    assert with_stored_bits(PlanOptions(), found).bits == (4,)
+    cluster = ClusterSpec.from_counts(["T4"], [1])
+    plan = find_plan(cluster, found, str(tmp_path), Workload(2, 8, 4), PlanOptions())
+    check_plan(plan, found, "it")
+
+
+def test_bits_that_none_but_a_few_have_are_not_those_of_a_layer(tmp_path: Path) -> None:
+    """The configuration says 4, and rules change all but nothing of that."""
+    found = with_weights(tmp_path, {"k_proj": (3, 64), "": (8, 128)}, dynamic={".*": {"bits": 8}})
+    assert found.stored is not None
+    assert found.stored.bits == 8
+    assert [each.stored_bits for each in found.layer_linears()] == [None, 3, *[None] * 5]
+
+
+def test_layers_of_different_bits_need_their_plan(tmp_path: Path) -> None:
+    found = with_weights(tmp_path, {"layers.1.mlp.up_proj": (8, 128)})
+    with pytest.raises(SpecError, match=r"different bits for some of its layers, .* run it with"):
         with_stored_bits(PlanOptions(), found)
 
 

@@ -29,6 +29,11 @@ from quant.common.errors import SpecError
         ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}, "of int16 words"),
         ({"quant_method": "gptq", "bits": 4, "lm_head": True}, "LM head is quantized"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": [1]}, r"dynamic is \[1\]"),
+        (
+            {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": "q_proj"},
+            "modules_in_block_to_quantize is 'q_proj'; it must be a list of names",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [[1]]}, r"\[\[1\]\]"),
         ([], "must be an object"),
     ],
 )

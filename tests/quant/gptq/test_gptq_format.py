@@ -4,15 +4,17 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.backends.selection import rule_for
+from planner.model.finding import model_shape
+from quant.backends.selection import layer_rule, rule_for
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
@@ -246,15 +248,24 @@ def test_backend_with_codes_of_its_own_gives_way_with_a_warning() -> None:
 
 
 def replace_by_gptq(
-    folder: Path, model: PreTrainedModel, layer: str, bits: int, act_order: bool, skip: str = ""
+    folder: Path,
+    model: PreTrainedModel,
+    layer: str,
+    bits: int,
+    act_order: bool,
+    others: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Save `model` with the linears of `layer` in GPTQ's format; it computes with them too."""
+    """Save `model` with the linears of `layer` in GPTQ's format; it computes with them too.
+
+    `others`: bits of some linears by the last part of their names; 16 leaves them out.
+    """
     tensors = {name: t.clone() for name, t in model.state_dict().items()}
     for name, linear in model.get_submodule(layer).named_modules():
-        if not isinstance(linear, nn.Linear) or (skip and skip in name):
+        own = others.get(name.rpartition(".")[2], bits)
+        if not isinstance(linear, nn.Linear) or own == 16:
             continue
         rows, columns = linear.weight.shape
-        weight = weight_of(bits, rows, columns, 32, act_order)
+        weight = weight_of(own, rows, columns, 32, act_order)
         with torch.no_grad():
             linear.weight.copy_(meant(weight))
         del tensors[f"{layer}.{name}.weight"]
@@ -317,22 +328,68 @@ def test_other_bits_than_planned(
         )
 
 
-def test_modules_left_in_16_bits(tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer) -> None:
-    """A layer is planned with one bitwidth; a module of another is a mismatch, not rounded here."""
+def test_modules_of_other_bits_and_those_left_out_are_taken_as_they_are(
+    tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer
+) -> None:
+    """Rules of GPTQModel (`dynamic`) and optimum's `modules_in_block_to_quantize` make such layers;
+    their bytes are those that plans count.
+    """
+    model, name = tiny_model("llama"), "model.layers.1"
+    others = {"down_proj": 16, "o_proj": 8}
+    replace_by_gptq(tmp_path, model, name, 4, act_order=False, others=others)
+    for index in range(model.config.num_hidden_layers):  # the others as that one
+        replace_layer(tmp_path, name, f"model.layers.{index}")
+    layer = meta_layer(model, name)
+    form = LayerForm(4, PLAIN_CPU, torch.float32, CPU)
+    load_layer(LayerLoad(layer, name, form), Checkpoint(tmp_path))
+    for inner, linear in model.get_submodule(name).named_modules():
+        if isinstance(linear, nn.Linear):
+            ours = layer.get_submodule(inner)
+            stored = others.get(inner.rpartition(".")[2], 4)
+            assert (ours.bits if isinstance(ours, QuantizedLinear) else 16) == stored
+            x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
+            theirs = linear(x).detach()
+            error = float((ours(x).detach() - theirs).norm() / theirs.norm())
+            assert error < (0.02 if stored == 8 else 0.001)
+    shape = model_shape(tmp_path)
+    assert shape.stored is not None
+    assert not shape.stored.mixed
+    planned = [
+        layer_rule(PLAIN_CPU, each.stored_bits or 4, each, "float32").nbytes(each, "float32")
+        for each in shape.layer_linears()
+    ]
+    assert sum(planned) + 4 * shape.layer_other_parameters == module_nbytes(layer)
+
+
+def replace_layer(folder: Path, source: str, target: str) -> None:
+    """Store the tensors of one layer as those of another too."""
+    tensors = load_file(folder / SINGLE_FILE)
+    kept = {n: t for n, t in tensors.items() if not n.startswith(f"{target}.")}
+    copied = {
+        n.replace(source, target, 1): t.clone()
+        for n, t in tensors.items()
+        if n.startswith(f"{source}.")
+    }
+    save_file(kept | copied, folder / SINGLE_FILE)
+
+
+def test_layers_that_are_not_quantized(
+    tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer
+) -> None:
     model = tiny_model("llama")
-    replace_by_gptq(tmp_path, model, "model.layers.1", 4, act_order=False, skip="down_proj")
+    replace_by_gptq(tmp_path, model, "model.layers.1", 4, act_order=False)
     checkpoint = Checkpoint(tmp_path)
-    layer = meta_layer(model, "model.layers.1")
-    with pytest.raises(PlanMismatchError, match=r"down_proj in .* stored with 16 bits, .* layer 4"):
-        load_layer(
-            LayerLoad(layer, "model.layers.1", LayerForm(4, HERE, torch.float32, CPU)), checkpoint
-        )
     untouched = meta_layer(model, "model.layers.0")
     load_layer(
         LayerLoad(untouched, "model.layers.0", LayerForm(16, HERE, torch.float32, CPU)), checkpoint
     )
     original = model.get_submodule("model.layers.0.mlp.up_proj").weight
     assert torch.equal(untouched.get_submodule("mlp.up_proj").weight, original)
+    layer = meta_layer(model, "model.layers.0")
+    with pytest.raises(PlanMismatchError, match=r"q_proj in .* stored with 16 bits, .* layer 4"):
+        load_layer(
+            LayerLoad(layer, "model.layers.0", LayerForm(4, HERE, torch.float32, CPU)), checkpoint
+        )
 
 
 DAMAGED: dict[str, tuple[dict[str, torch.Tensor], str]] = {

@@ -1,0 +1,100 @@
+"""How the linears of a checkpoint are quantized already: all alike, or some otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from planner.model.families.table import FAMILIES
+from planner.model.shape import ModelShape
+from quant.checkpoint.gptq_config import GptqConfig, StoredLinear, bits_of_words
+from quant.checkpoint.stored_tensors import StoredTensor, spellings, stored_tensors
+from quant.scheme import FULL_BITS, LinearShape
+
+
+def as_configured(config: GptqConfig, shape: ModelShape) -> GptqConfig:
+    """`config` for the linears of `shape`, of which it may name those that are quantized."""
+    if not config.modules:
+        return config
+    given = [
+        any(f".{module}".endswith(f".{name}") for module in config.modules)
+        for name in _linear_names(shape)
+    ]
+    size = config.group_size
+    linears = [StoredLinear(config.bits if each else FULL_BITS, size) for each in given]
+    return _of_linears(config, shape, linears)
+
+
+def as_stored(config: GptqConfig, shape: ModelShape, folder: Path) -> GptqConfig:
+    """`config` with bits and groups by the weights in `folder`, where they are: which modules rules
+    (`dynamic`) change, they tell best. It is `mixed` where layers have different bits.
+
+    CheckpointError as in `stored_tensors`.
+    """
+    tensors = stored_tensors(folder)
+    if not tensors:
+        return config
+    names = FAMILIES[shape.model_type].architecture
+    linears = list(zip(_linear_names(shape), shape.layer_linears(), strict=True))
+    layers = list[list[StoredLinear]]()
+    for index in range(shape.layers):
+        layer = f"{names.layers_path}.{index}"
+        found = [
+            _stored(linear, *_parts(f"{layer}.{name}", names.base, tensors))
+            for name, linear in linears
+        ]
+        layers.append([each for each in found if each is not None])
+        if len(layers[-1]) < len(linears):  # not here yet, or damaged, as checking them will tell
+            return config
+    if len({tuple(linear.bits for linear in layer) for layer in layers}) > 1:
+        return replace(config, mixed=True)
+    finest = [min(place, key=lambda each: each.group_size) for place in zip(*layers, strict=True)]
+    return _of_linears(replace(config, mixed=False), shape, finest)
+
+
+def _linear_names(shape: ModelShape) -> tuple[str, ...]:
+    """The names of a layer's linears within it, in the order of `layer_linears`."""
+    names = FAMILIES[shape.model_type].architecture
+    return (*names.attention, *names.mlp)
+
+
+def _parts(
+    module: str, base: str, tensors: Mapping[str, StoredTensor]
+) -> tuple[StoredTensor | None, StoredTensor | None]:
+    """The words and the scales of a linear; None for those that are not stored."""
+    words, scales = (
+        next((tensors[n] for n in spellings(f"{module}.{part}", base) if n in tensors), None)
+        for part in ("qweight", "scales")
+    )
+    return words, scales
+
+
+def _stored(
+    linear: LinearShape, words: StoredTensor | None, scales: StoredTensor | None
+) -> StoredLinear | None:
+    """How one linear is stored; None where its tensors do not tell."""
+    if words is None:
+        return StoredLinear(FULL_BITS, linear.in_features)
+    if not words.shape or scales is None or not scales.shape:
+        return None
+    bits = bits_of_words(words.shape[0], linear.in_features)
+    size = -(-linear.in_features // max(1, scales.shape[0]))
+    return None if bits is None else StoredLinear(bits, size)
+
+
+def _of_linears(
+    config: GptqConfig, shape: ModelShape, linears: Sequence[StoredLinear]
+) -> GptqConfig:
+    """`config` with what differs from it in `linears`; its bits are those of most weights where
+    none has its own.
+    """
+    weights = Counter[int]()
+    for stored, linear in zip(linears, shape.layer_linears(), strict=True):
+        weights[stored.bits] += linear.parameters
+    usual = config.bits if config.bits in weights else weights.most_common(1)[0][0]
+    plain = replace(config, bits=usual, linears=())
+    made = replace(plain, linears=tuple(linears))
+    shapes = [replace(shape, stored=each).layer_linears() for each in (plain, made)]
+    return plain if shapes[0] == shapes[1] else made
