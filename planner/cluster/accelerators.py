@@ -208,7 +208,7 @@ def _by_words() -> dict[tuple[str, ...], Accelerator]:
 
 
 def _are_equal(one: str, other: str) -> bool:
-    return name_key(one) == name_key(other) or _words(one) == _words(other)
+    return name_key(one) == name_key(other) or _words(one) == _words(other) != ()
 
 
 def _words(name: str) -> tuple[str, ...]:
