@@ -84,7 +84,10 @@ class Batches:
 
     def content_path(self, file_id: str) -> Path:
         """Path of a file's content."""
-        return self._store.path(self.file(file_id).id)
+        path = self._store.path(self.file(file_id).id)
+        if not path.is_file():  # somebody else has removed it
+            raise not_found("content of a file", file_id)
+        return path
 
     async def delete_file(self, file_id: str) -> Json:
         """Delete a file that no batch needs."""

@@ -7,7 +7,9 @@ line that answers it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -19,13 +21,16 @@ from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import Job
 from llmpq.jobs.output.job_output import JobOutput
 from llmpq.jobs.output.options import OutputOptions
-from llmpq.jobs.records.disk import Disk, Sink
+from llmpq.jobs.output.result_rows import result_identity
+from llmpq.jobs.records.disk import Disk, file_digest
 from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.records.shards import shards_in
 from llmpq.rows.ids import digest
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.serve.batches.lines import LineAnswer, custom_id_of
 from llmpq.serve.batches.storage.records import Counts, Problem
+from quant.common.errors import InputError
 
 MOST_LINES = 50_000
 """Requests of a batch, as in OpenAI's interface."""
@@ -35,6 +40,15 @@ SHARD_S = 2.0
 
 _RESULTS = "results.jsonl"
 _MODEL_HEX = 12
+_CHANGED = "the file's content is not what was sent, it has changed on the server; send it again"
+_LIES_OTHERWISE = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,12 +73,17 @@ class Scan:
     problem: Problem | None = None
 
 
-def scan(path: Path, most_line_bytes: int) -> Scan:
-    """Read the input of a batch; longer lines are not looked into."""
+def scan(path: Path, most_line_bytes: int, digest: str | None = None) -> Scan:
+    """Read the input of a batch; longer lines are not looked into.
+
+    `digest`: of what was sent. Raises OSError where the disk fails to give what is there.
+    """
     seen: dict[bytes, int] = {}
     repeats: dict[int, int] = {}
     lines = objects = 0
     try:
+        if digest is not None and file_digest(path) != digest:
+            return Scan(problem=Problem("changed_file", _CHANGED))
         wrong = contradiction(path, input_format(path))
         if wrong is not None:
             return Scan(problem=Problem("invalid_file", f"the file cannot be used: {wrong}"))
@@ -85,6 +104,8 @@ def scan(path: Path, most_line_bytes: int) -> Scan:
                 if first != number:
                     repeats[number] = first
     except READ_ERRORS as error:
+        if may_pass(error):
+            raise
         return Scan(problem=Problem("unreadable_file", f"the file is lost: {reason(error)}"))
     if not lines:
         return Scan(problem=Problem("empty_file", "the file has no lines; send one a request"))
@@ -98,6 +119,13 @@ def _key(custom_id: str) -> bytes:
     return blake2b(custom_id.encode(), digest_size=16).digest()
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether a fault may pass by itself: one of a full or failing disk, not of what lies on it."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    is_of_disk = isinstance(cause, OSError | sqlite3.OperationalError)
+    return is_of_disk and not isinstance(cause, _LIES_OTHERWISE)
+
+
 class BatchJob:
     """The job of the batch `name`, which reads `source` and keeps its results in `folder`.
 
@@ -108,10 +136,12 @@ class BatchJob:
     def __init__(self, name: str, source: Path, folder: Path, disk: Disk) -> None:
         folder.mkdir(exist_ok=True)
         self._path = folder / _RESULTS
+        if self._path.is_dir():
+            raise InputError(f"{self._path} is a folder in place of a file of results")
         options = OutputOptions(shard_s=SHARD_S)
         self._output = JobOutput(self._path, options, disk=disk).__enter__()
         try:
-            identity = JobIdentity(digest({"batch": name}, _MODEL_HEX), name, GREEDY)
+            identity = JobIdentity(_model(name), name, GREEDY)
             self._job = Job(JobInput((source,), (source.name,), _row_of), self._output, identity)
         except BaseException:
             self._output.__exit__(None, None, None)
@@ -149,23 +179,52 @@ class BatchJob:
         """Commit what there is."""
         self._output.__exit__(None, None, None)
 
-    def results(self, wanted: Callable[[str | None], bool]) -> Iterator[bytes]:
-        """Lines of finished results whose code of error is `wanted`."""
+    def results(self) -> Iterator[LineAnswer]:
+        """The finished results."""
         with self._path.open("rb") as file:
-            for line in file:
-                row = json.loads(line)
-                if wanted(row["error"]):
-                    yield row["text"].encode() + b"\n"
+            for row in map(json.loads, file):
+                yield LineAnswer(row["text"], row["error"])
 
 
-def fill_with(lines: Iterator[bytes]) -> Callable[[Sink], None]:
-    """Writes `lines` to a file."""
+def results_so_far(name: str, folder: Path) -> Iterator[LineAnswer]:
+    """Results of the batch `name` in a folder of which any part may be damaged."""
+    seen: set[str] = set()
+    for line in _undamaged_lines(folder):
+        try:
+            row = json.loads(line)
+            found = result_identity(row)
+            if found is None or found.model != _model(name) or found.custom_id in seen:
+                continue
+            json.loads(row["text"])
+        except (ValueError, TypeError, RecursionError):
+            continue
+        seen.add(found.custom_id)
+        yield LineAnswer(row["text"], row["error"])
 
-    def fill(sink: Sink) -> None:
-        for line in lines:
-            sink.write(line)
 
-    return fill
+def _undamaged_lines(folder: Path) -> Iterator[bytes]:
+    """Lines of finished results and of whole shards, as far as they can be read."""
+
+    def of_shards() -> Iterator[bytes]:
+        for shard in shards_in(folder / f"{_RESULTS}.job"):
+            if shard.is_whole():
+                yield from shard.lines()
+
+    def of_file() -> Iterator[bytes]:
+        with (folder / _RESULTS).open("rb") as file:
+            yield from file
+
+    for lines in (of_file(), of_shards()):
+        try:
+            yield from lines
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                _LOG.error("%s: results cannot be read: %s", folder, error.strerror)
+
+
+def _model(name: str) -> str:
+    """What stands for the model in the records of the batch `name`, which are then of no other."""
+    return digest({"batch": name}, _MODEL_HEX)
 
 
 def _row_of(content: Content, place: str) -> Row | BadRow:

@@ -1,6 +1,7 @@
 """Batches on their way: checked as they come, run one after another, ended when it is time.
 
 A batch stays as it is on disk where the disk fails or the server ends, and goes on from there.
+Where what is on disk is damaged, it fails, and what it has answered is given out.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from typing import Any, TypeVar
 from llmpq.serve.batches import lines
 from llmpq.serve.batches.answering import Answering
 from llmpq.serve.batches.behind import BehindOnline
-from llmpq.serve.batches.finishing import finish
-from llmpq.serve.batches.job import BatchJob, Scan, scan
-from llmpq.serve.batches.storage.records import Batch, Counts
+from llmpq.serve.batches.finishing import fail, finish
+from llmpq.serve.batches.job import BatchJob, Scan, may_pass, scan
+from llmpq.serve.batches.storage.records import Batch, Counts, Problem
 from llmpq.serve.batches.storage.store import BatchStore
 from llmpq.serve.service import Service
 from llmpq.serve.wire.boundary import log_fault
 from quant.common.errors import InputError
 
 RETRY_S = 30.0
-"""Seconds after which a batch is tried again that the disk has stopped."""
+"""Seconds after which a batch is tried again that a fault has stopped."""
+
+MOST_FAULTS = 5
+"""Faults after which a batch fails. Those of a full or failing disk, which may pass by themselves,
+count only once its window is over.
+"""
 
 LOOK_S = 1.0
 """Seconds between looks for what has expired."""
@@ -108,30 +114,46 @@ class Runner:
             await asyncio.sleep(LOOK_S)
 
     async def _follow(self, batch_id: str) -> None:
+        faults = 0
+        problem: Problem | None = None
         while True:
             try:
-                await self._through(batch_id)
+                await self._through(batch_id, problem)
                 break
-            except InputError as error:
-                why = str(error)
-            except OSError as error:
-                why = str(error)
             except Exception as error:  # one batch's fault must not end the others
-                log_fault(batch_id, error)
-                why = "a fault of the server"
-            _LOG.error("%s waits for %g s: %s", batch_id, RETRY_S, why)
+                why = str(error)
+                if not isinstance(error, InputError | OSError):
+                    log_fault(batch_id, error)
+                    why = "a fault of the server"
+                is_over = self._batch(batch_id).expires_at <= self._service.clock()
+                faults += is_over or not may_pass(error)
+            if faults >= MOST_FAULTS and problem is None:
+                _LOG.error("%s fails after %d faults: %s", batch_id, faults, why)
+                problem = self._given_up(why)
+                continue
+            _LOG.error("%s waits for %g s: %s (fault %d)", batch_id, RETRY_S, why, faults)
             await asyncio.sleep(RETRY_S)
         self.counts.pop(batch_id, None)
         del self._ends[batch_id]
 
-    async def _through(self, batch_id: str) -> None:
-        """All states of a batch up to its last."""
+    def _given_up(self, why: str) -> Problem:
+        """Why a batch fails, in words that tell clients nothing of where it lies."""
+        told = why.replace(f"{self._store.folder}/", "").partition("; ")[0]
+        return Problem(
+            "batch_damaged",
+            f"the server could not go on in {MOST_FAULTS} tries: {told}; what was answered is in "
+            "the files of output and errors: send the rest again",
+        )
+
+    async def _through(self, batch_id: str, problem: Problem | None = None) -> None:
+        """All states of a batch up to its last, which is `failed` where there is a `problem`."""
         batch = self._batch(batch_id)
         if batch.is_finished:  # what followed its end has failed
             return
-        source = self._store.path(batch.input_file_id)
-        most = self._service.options.body_limit_bytes
-        found = await self._in_job(partial(scan, source, most))
+        problem = problem or next(iter(batch.problems), None)
+        found = Scan(problem=problem)
+        if problem is None:
+            found = await self._in_job(partial(self._scan, batch))
         if not await self.keep(partial(self._check, batch_id, found)):
             return
         async with self._run_in_turn(batch_id):
@@ -147,6 +169,12 @@ class Runner:
                 await self._in_job(partial(self._close, job))
         await self.keep(partial(self._store.remove_job, batch_id))
 
+    def _scan(self, batch: Batch) -> Scan:
+        file = self._store.files.get(batch.input_file_id)
+        source = self._store.path(batch.input_file_id)
+        most = self._service.options.body_limit_bytes
+        return scan(source, most, None if file is None else file.digest)
+
     def _batch(self, batch_id: str) -> Batch:
         found = self._store.batches.get(batch_id)
         assert found is not None, "a batch is removed long after its end"
@@ -156,9 +184,7 @@ class Runner:
         """Whether a batch with such an input can run; notes what was found."""
         batch, now_s = self._batch(batch_id), int(self._service.clock())
         if found.problem is not None:
-            failed = batch.turned("failed", now_s)
-            self._store.batches.put(replace(failed, problems=(found.problem,)))
-            self._store.remove_job(batch_id)
+            fail(self._store, batch_id, found.problem, now_s)
             return False
         if batch.status in ("validating", "cancelling") and not batch.request_counts.total:
             batch = replace(batch, request_counts=Counts(total=found.lines))

@@ -13,8 +13,8 @@ from fastapi import Request
 from python_multipart.multipart import parse_options_header
 
 from llmpq.serve.batches.bodies import UploadFields, upload_fields
-from llmpq.serve.batches.storage.records import StoredFile
-from llmpq.serve.batches.storage.store import KEPT_S, MOST_RECORDS, Arrival, BatchStore
+from llmpq.serve.batches.storage.records import KEPT_S, StoredFile
+from llmpq.serve.batches.storage.store import MOST_RECORDS, Arrival, BatchStore
 from llmpq.serve.service import Service
 from llmpq.serve.wire.errors import ApiError, bad_body, bad_request, no_room, queue_full
 from llmpq.serve.wire.multipart import FIELD_BYTES, MOST_FIELDS, MultipartForm

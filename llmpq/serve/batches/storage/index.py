@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from llmpq.jobs.records.disk import Disk, commit_file
+from llmpq.jobs.records.shards import DAMAGED_SUFFIX
 from llmpq.serve.batches.storage.records import Batch, StoredFile
-from quant.common.errors import SpecError
 
 RecordT = TypeVar("RecordT", Batch, StoredFile)
 
 PART = ".part"
 """Ending of a file that is not whole yet and counts for nothing."""
 
+_LOG = logging.getLogger(__name__)
+
 
 class Index(Generic[RecordT]):
     """The records in `folder`, in the order in which they were made; `names` are their ids.
 
-    Raises `SpecError` for one that cannot be read. Changes raise OSError as the disk does, and
-    change nothing then.
+    `damaged`: what is wrong with records that hold no such thing, by their ids. All methods raise
+    OSError as the disk does, and change nothing then.
     """
 
     def __init__(
@@ -34,24 +39,24 @@ class Index(Generic[RecordT]):
     ) -> None:
         self.folder = folder
         self._disk = disk
-        self._names = names
         disk.make_folder(folder)
+        self.damaged: dict[str, str] = {}
         read = TypeAdapter(kind)
-        found = [
-            self._read(path, read) for path in folder.glob("*.json") if names.fullmatch(path.stem)
-        ]
-        ordered = sorted(found, key=lambda each: each.number)
+        paths = (path for path in folder.glob("*.json") if names.fullmatch(path.stem))
+        found = (self._read(path, read) for path in paths)
+        ordered = sorted((each for each in found if each), key=lambda each: each.number)
         self._records: dict[str, RecordT] = {each.id: each for each in ordered}
 
-    @staticmethod
-    def _read(path: Path, read: TypeAdapter[RecordT]) -> RecordT:
+    def _read(self, path: Path, read: TypeAdapter[RecordT]) -> RecordT | None:
         try:
             found = read.validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+        except (IsADirectoryError, ValidationError) as error:
             cause = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
-            raise SpecError(f"{path} cannot be read as a record: {cause}; remove it") from error
+            self.damaged[path.stem] = f"its record cannot be read: {cause}"
+            return None
         if found.id != path.stem:
-            raise SpecError(f"{path} is the record of {found.id!r:.80}; remove it")
+            self.damaged[path.stem] = f"its record is that of {found.id!r:.80}"
+            return None
         return found
 
     def __iter__(self) -> Iterator[RecordT]:
@@ -73,7 +78,7 @@ class Index(Generic[RecordT]):
     def put(self, record: RecordT) -> None:
         """Keep a record in place of the one of its id."""
         data = json.dumps(asdict(record)).encode()
-        path = self._path(record.id)
+        path = self.path(record.id)
         try:
             commit_file(self._disk, path, path.with_suffix(PART), lambda sink: sink.write(data))
         except OSError:
@@ -83,11 +88,27 @@ class Index(Generic[RecordT]):
             raise
         self._records[record.id] = record
 
+    def remake(self, record: RecordT, why: str) -> None:
+        """Keep a record in place of one that is damaged or lost, whose bytes stay beside it."""
+        path = self.path(record.id)
+        _LOG.error("%s: %s; what there is of it is kept beside it", path, why)
+        set_aside(self._disk, path)
+        self.put(record)
+
     def remove(self, name: str) -> None:
         """Forget a record."""
-        self._disk.unlink(self._path(name))
+        self._disk.unlink(self.path(name))
         self._disk.sync_folder(self.folder)
         self._records.pop(name, None)
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
+        """Path of the record of an id."""
         return self.folder / f"{name}.json"
+
+
+def set_aside(disk: Disk, path: Path) -> None:
+    """Keep what is damaged, if there is anything, under a name that counts for nothing."""
+    if os.path.lexists(path):
+        names = (f"{path.name}.{number}{DAMAGED_SUFFIX}" for number in count(1))
+        free = (path.with_name(name) for name in names)
+        disk.rename(path, next(each for each in free if not os.path.lexists(each)))

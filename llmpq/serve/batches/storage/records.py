@@ -24,6 +24,8 @@ Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 
 WINDOW = "24h"
 WINDOW_S = 24 * 3600
+KEPT_S = 30 * 24 * 3600
+"""Seconds that files for batches, and finished batches, are kept: OpenAI's 30 days for files."""
 
 _DIGITS = "[0-9a-f]{32}"
 FILE_ID = re.compile(f"file-{_DIGITS}")
@@ -42,7 +44,11 @@ def new_batch_id() -> str:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file; `number` tells the order in which they came, times are in seconds."""
+    """A file; `number` tells the order in which they came, times are in seconds.
+
+    `digest`: of the content that was sent, None where it is not known. `problem`: what is wrong
+    with the file.
+    """
 
     id: str
     number: int
@@ -51,12 +57,17 @@ class StoredFile:
     filename: str
     purpose: Literal["batch", "batch_output"]
     expires_at: int | None
+    digest: str | None = None
+    problem: str | None = None
 
     @property
     def content(self) -> Mapping[str, object]:
         """OpenAI's JSON object."""
-        shown = {name: value for name, value in asdict(self).items() if name != "number"}
-        return shown | {"object": "file", "status": "processed", "status_details": None}
+        shown = asdict(self)
+        for name in ("number", "digest", "problem"):
+            del shown[name]
+        status = "error" if self.problem else "processed"
+        return shown | {"object": "file", "status": status, "status_details": self.problem}
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a file cannot be used as a whole."""
+    """Why a batch fails as a whole."""
 
     code: str
     message: str
@@ -82,7 +93,8 @@ class Problem:
 class Batch:
     """A batch; times are in seconds, None for what has not happened.
 
-    `number` tells the order in which they came, `output_s` how long its output is kept.
+    `number` tells the order in which they came, `output_s` how long its output is kept. One that
+    has `problems` fails as soon as it is looked at.
     """
 
     id: str

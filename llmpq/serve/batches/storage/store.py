@@ -12,19 +12,18 @@ from pathlib import Path
 
 from llmpq.jobs.records.disk import Disk, Sink, commit_file
 from llmpq.jobs.records.lock import OutputLock
-from llmpq.serve.batches.storage.index import PART, Index
+from llmpq.serve.batches.storage.index import PART, Index, set_aside
 from llmpq.serve.batches.storage.options import BatchOptions
 from llmpq.serve.batches.storage.records import (
     BATCH_ID,
     FILE_ID,
+    KEPT_S,
     Batch,
     StoredFile,
     new_file_id,
 )
+from llmpq.serve.batches.storage.remaking import remade_batch, remade_file
 from quant.common.errors import InputError, SpecError
-
-KEPT_S = 30 * 24 * 3600
-"""Seconds that files for batches, and finished batches, are kept: OpenAI's 30 days for files."""
 
 MOST_RECORDS = 10_000
 """Files, and batches, that are kept at most: more would make lists and starts slow."""
@@ -60,10 +59,14 @@ class BatchStore:
         try:
             self.files = Index(self.folder / "files", FILE_ID, StoredFile, self.disk)
             self.batches = Index(self.folder / "batches", BATCH_ID, Batch, self.disk)
-            self._clean_up()
+            self._clean_up_batches()
+            self._clean_up_files()
         except OSError as error:
             self._lock.release()
-            raise SpecError(f"{error.filename} cannot be read: {error.strerror}") from error
+            raise SpecError(
+                f"{error.filename} cannot be used: {error.strerror}; give the user of the server "
+                "access to it, or pass another --batch_dir"
+            ) from error
         except BaseException:
             self._lock.release()
             raise
@@ -75,23 +78,47 @@ class BatchStore:
             with suppress(OSError):
                 path.rmdir()
 
-    def _clean_up(self) -> None:
-        """Remove what a kill has left: files that are not whole, or that no record is of."""
+    def _clean_up_batches(self) -> None:
+        """Remove what a kill has left, and make batches that fail of what is damaged."""
+        left = {name: self.batches.path(name) for name in self.batches.damaged}
+        for path in self.batches.folder.iterdir():
+            batch = self.batches.get(path.stem)
+            if not BATCH_ID.fullmatch(path.stem):
+                continue
+            if path.suffix == PART:
+                self.disk.unlink(path)
+            elif path.suffix:
+                continue
+            elif batch is None:
+                left.setdefault(path.name, path)
+            elif batch.status == "failed":
+                set_aside(self.disk, path)
+            elif batch.is_finished:
+                self.remove_job(path.name)
+        for name, path in left.items():
+            why = self.batches.damaged.get(name, "its record is lost")
+            batch = remade_batch(name, self.batches.next_number, why, path)
+            self.batches.remake(batch, why)
+
+    def _clean_up_files(self) -> None:
+        """Remove files that are not whole, or that no record is of and no batch needs."""
         for file in self.files:
             if not self.path(file.id).exists():
                 self.files.remove(file.id)
+        lost = {each.input_file_id: "its record is lost" for each in self.unfinished()}
+        lost = {name: why for name, why in lost.items() if self.files.get(name) is None}
+        for name, why in (lost | self.files.damaged).items():
+            if self.path(name).is_file():
+                file = remade_file(self.path(name), self.files.next_number, why)
+                self.files.remake(file, why)
         for path in self.files.folder.iterdir():
             is_left = path.suffix == PART or self.files.get(path.stem) is None
-            if is_left and FILE_ID.fullmatch(path.stem):
-                self.disk.unlink(path)
-        for path in self.batches.folder.iterdir():
-            if not BATCH_ID.fullmatch(path.stem):
+            if not is_left or not FILE_ID.fullmatch(path.stem):
                 continue
-            batch = self.batches.get(path.stem)
-            if path.suffix == PART:
+            if path.stem in self.files.damaged or path.is_dir():
+                set_aside(self.disk, path)
+            else:
                 self.disk.unlink(path)
-            elif path.is_dir() and (batch is None or batch.is_finished):
-                self.remove_job(path.name)
 
     @property
     def stored_bytes(self) -> int:
@@ -179,13 +206,19 @@ class Arrival:
                 self._sink.write(data)
 
     def keep(self, file: StoredFile) -> StoredFile:
-        """Keep the whole file, as `file` says but for its id, number and bytes."""
+        """Keep the whole file, as `file` says but for what the store knows."""
         store = self._store
         assert self._descriptor is not None, "a file is kept once"
         store.disk.fsync(self._descriptor)
         self._close_descriptor()
         store.disk.rename(self._aside, self._path)
-        kept = replace(file, id=self.id, number=store.files.next_number, bytes=self.bytes)
+        kept = replace(
+            file,
+            id=self.id,
+            number=store.files.next_number,
+            bytes=self.bytes,
+            digest=self._sink.digest(),
+        )
         try:
             store.files.put(kept)
         except OSError:
