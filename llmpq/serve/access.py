@@ -55,7 +55,8 @@ class Gate:
     @property
     def status(self) -> EngineStatus:
         """Whether requests are taken."""
-        return "draining" if self.is_closed else self._engine.status
+        status = self._engine.status
+        return "draining" if self.is_closed and status != "failed" else status
 
     def check_open(self) -> None:
         """Raise `ApiError` (503) unless requests are taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,9 +24,9 @@ class ServeOptions:
     """Address, key and limits of a server. `SpecError` for values out of range.
 
     `port` 0 takes a free one. `api_key` None admits everyone who reaches the address, which must
-    then be of this machine alone. `served_model_names`: names by which clients may call the model;
-    empty for the engine's own. `queue_limit`: answers that may wait for a slot. `body_limit_bytes`
-    and `body_s`: most bytes of a request, and seconds that it may take to arrive.
+    then be of this machine alone. `served_model_names`: names by which clients may call the model,
+    each once; empty for the engine's own. `queue_limit`: answers that may wait for a slot.
+    `body_limit_bytes` and `body_s`: most bytes of a request, and seconds that it may take to arrive.
     `connection_limit`: open connections. `stall_s`: seconds that a client may leave its answer
     unread. `drain_s`: seconds that running answers get to finish after SIGTERM. `retry_after_s`:
     seconds after which clients may ask again when the queue was full.
@@ -62,6 +62,7 @@ class ServeOptions:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; give seconds above 0")
         if self.port > _MOST_PORT:
             raise SpecError(f"port is {self.port}; give 1 to {_MOST_PORT}, or 0 for any")
+        _check_names(self.served_model_names)
         if self.api_key is not None:
             _check_key(self.api_key)
         elif not is_of_this_machine(self.host):
@@ -69,6 +70,17 @@ class ServeOptions:
                 f"host {self.host!r} is open to other machines, and there is no key; set "
                 f"{KEY_VARIABLE}, or serve on 127.0.0.1"
             )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for number, name in enumerate(names):
+        if not name.strip() or not name.isprintable():
+            raise SpecError(
+                f"served_model_name is {name!a:.200}; give a name of printable characters, which "
+                "clients can send, or leave it out for the plan's"
+            )
+        if name in names[:number]:
+            raise SpecError(f"served_model_name has {name!r:.200} twice; give each name once")
 
 
 def _check_key(key: str) -> None:

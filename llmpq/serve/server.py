@@ -15,7 +15,7 @@ from llmpq.serve.access import Gate
 from llmpq.serve.app import application
 from llmpq.serve.batches.batches import Batches
 from llmpq.serve.service import Service
-from quant.common.errors import SpecError
+from quant.common.errors import SpecError, StageLostError
 
 CLOSING_S = 5
 """Seconds for connections to close once the answers have ended or been given up."""
@@ -30,11 +30,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT.
+    """Serves until SIGTERM or SIGINT, or until the engine is lost for good.
 
     Then it refuses new requests (503) and lets the answers that have begun finish, for `drain_s` at
     most; a second signal gives them up. `serve` and `run` return, so that what was started for the
-    engine can be ended. `batches` run meanwhile, and are left where they are.
+    engine can be ended; they raise `StageLostError` where that is lost. `batches` run meanwhile,
+    and are left where they are.
     """
 
     def __init__(self, service: Service, batches: Batches | None = None) -> None:
@@ -61,6 +62,7 @@ class Server(uvicorn.Server):
         self._options = options
         self._batches = batches
         self._ends_s: float | None = None
+        self._is_engine_lost = False
         self.on_listening: Callable[[int], None] = lambda port: None
         """Called with the port when it listens."""
 
@@ -85,6 +87,12 @@ class Server(uvicorn.Server):
                 most_ms = round(options.stall_s * 1000)
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until the end."""
+        await super().serve(sockets)
+        if self._is_engine_lost:
+            raise StageLostError("the engine is lost for good; start the server again")
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the connections, once batches have stopped."""
         if self._batches is not None:
@@ -94,13 +102,23 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Set when to end: later at the first signal, now at the second."""
         is_first = self._ends_s is None
+        self._end_within(self._options.drain_s if is_first else 0.0)
+
+    def _end_within(self, seconds: float) -> None:
         self._gate.close()
-        self._ends_s = time.monotonic() + (self._options.drain_s if is_first else 0.0)
+        self._ends_s = time.monotonic() + seconds
 
     async def on_tick(self, counter: int) -> bool:
         """Tell uvicorn, ten times a second, whether to end, and metrics of the load."""
         if counter % LOOK_TICKS == 0:
             self._service.metrics.observe(self._service.engine.queue)
+        if self._ends_s is None and self._service.engine.status == "failed":
+            _LOG.error(
+                "the engine is lost for good: the server ends when the answers under way have "
+                "ended; batches go on when it is started again"
+            )
+            self._is_engine_lost = True
+            self._end_within(self._options.drain_s)
         if self._ends_s is not None:
             if time.monotonic() >= self._ends_s and self._gate.answers:
                 _LOG.warning("%d answers did not finish in time", self._gate.answers)

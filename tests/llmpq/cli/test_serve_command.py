@@ -23,6 +23,8 @@ def plan_file(plan: Plan, tmp_path: Path) -> str:
         (["--port", "70000"], "port is 70000; give 1 to 65535"),
         (["--host", "0.0.0.0"], "is open to other machines, and there is no key"),
         (["--api_key_file", "/nothing/key"], "the API key file /nothing/key cannot be read"),
+        (["--served_model_name", ""], "served_model_name is ''; give a name"),
+        (["--served_model_name", "a", "a"], "'a' twice; give each name once"),
         (["--queue_limit", "-1"], "queue_limit is -1"),
         (["--prefill_chunk_tokens", "-2"], "prefill_chunk_tokens is -2"),
         (["--max_batch_size", "0"], "max_batch_size is 0"),

@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, StageLostError
 from llmpq.serve.engine import GenerationError
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
@@ -182,6 +182,30 @@ def test_the_end_waits_for_answers_and_refuses_new_ones() -> None:
             await until(lambda: server.should_exit)
 
     run(scenario)
+
+
+def test_an_engine_that_is_lost_ends_the_server_once_answers_have_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        engine = PretendEngine(hold_after=2)
+        async with serving(engine) as server, httpx2.AsyncClient(base_url=url(server)) as client:
+            first = asyncio.create_task(client.post(CHAT, json=chat(stream=True)))
+            await until(lambda: engine.is_holding)
+            engine.status = "failed"
+            await until(lambda: "lost for good" in caplog.text)
+            refused = await client.post(COMPLETIONS, json=completion())
+            assert refused.status_code == 503
+            assert "the engine has failed" in refused.json()["error"]["message"]
+            ready = await client.get("/ready")
+            assert (ready.status_code, ready.json()) == (503, {"status": "failed"})
+            assert not server.should_exit
+            engine.go_on.set()
+            assert events((await first).text)[-1]["choices"][0]["finish_reason"] == "stop"
+            await until(lambda: server.should_exit)
+
+    with pytest.raises(StageLostError, match="lost for good; start the server again"):
+        run(scenario)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -29,6 +29,12 @@ KEY = "0123456789abcdef"
         ({"drain_s": float("inf")}, "drain_s is inf"),
         ({"api_key": "short"}, "at least 16"),
         ({"api_key": "with spaces in it all over"}, "without spaces"),
+        ({"served_model_names": ("",)}, "served_model_name is ''; give a name of printable"),
+        ({"served_model_names": ("a", " ")}, "served_model_name is ' '"),
+        ({"served_model_names": ("a\x1b[2J",)}, r"'a\\x1b\[2J'"),
+        ({"served_model_names": ("a\nb",)}, r"'a\\nb'"),
+        ({"served_model_names": ("\udc80",)}, r"'\\udc80'"),
+        ({"served_model_names": ("a", "b", "a")}, "'a' twice; give each name once"),
         ({"host": "0.0.0.0"}, "open to other machines"),
         ({"host": "serve.example"}, "open to other machines"),
     ],
@@ -42,6 +48,11 @@ def test_values_out_of_range(given: dict[str, Any], words: str) -> None:
 def test_this_machine_needs_no_key(host: str) -> None:
     assert ServeOptions(host=host).api_key is None
     assert ServeOptions(host="0.0.0.0", api_key=KEY).api_key == KEY
+
+
+def test_names_of_a_model() -> None:
+    names = ("org/model-7B", "Modell für alle", "模型")
+    assert ServeOptions(served_model_names=names).served_model_names == names
 
 
 def test_where_the_key_comes_from(tmp_path: Path) -> None:
