@@ -26,10 +26,10 @@ class ServeOptions:
     `port` 0 takes a free one. `api_key` None admits everyone who reaches the address, which must
     then be of this machine alone. `served_model_names`: names by which clients may call the model,
     each once; empty for the engine's own. `queue_limit`: answers that may wait for a slot.
-    `body_limit_bytes` and `body_s`: most bytes of a request, and seconds that it may take to arrive.
-    `connection_limit`: open connections. `stall_s`: seconds that a client may leave its answer
-    unread. `drain_s`: seconds that running answers get to finish after SIGTERM. `retry_after_s`:
-    seconds after which clients may ask again when the queue was full.
+    `body_limit_bytes` and `body_s`: most bytes of a request, and seconds that it may take to
+    arrive. `connection_limit`: open connections. `stall_s`: seconds that a client may leave its
+    answer unread. `drain_s`: seconds that running answers get to finish after SIGTERM.
+    `retry_after_s`: seconds after which clients may ask again when the queue was full.
     """
 
     host: str = "127.0.0.1"
