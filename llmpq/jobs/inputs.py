@@ -1,4 +1,4 @@
-"""The prompts of a job as a stream: JSONL, CSV (also compressed), Parquet; folders, globs."""
+"""The prompts of a job as a stream: JSON, CSV (also compressed), Parquet; folders, globs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from llmpq.jobs.formats import streams
 from llmpq.jobs.formats.csv_files import csv_rows
 from llmpq.jobs.formats.file_format import SUFFIXES, FileFormat, input_format
+from llmpq.jobs.formats.json_files import is_whole_json, json_rows
 from llmpq.jobs.formats.parquet import parquet_rows
 from llmpq.jobs.formats.streams import (
     READ_ERRORS,
@@ -33,7 +34,7 @@ Content = bytes | Mapping[str, Any] | str
 
 
 class PlacedRow(NamedTuple):
-    """A row, and a number that stands for its file and line."""
+    """A row, and a number that stands for its file and line, or row where rows are no lines."""
 
     row: Row | BadRow
     place: int
@@ -92,7 +93,7 @@ class JobInput:
                 yield PlacedRow(row, index * _PLACES_PER_FILE + number)
 
     def place_name(self, place: int) -> str:
-        """File and line that `PlacedRow.place` stands for."""
+        """File and line, or row, that `PlacedRow.place` stands for."""
         index, number = divmod(place, _PLACES_PER_FILE)
         return f"{self.names[index]}:{number}"
 
@@ -148,6 +149,8 @@ def _contents(path: Path, named: FileFormat) -> Iterator[tuple[int, Content]]:
         yield from enumerate(parquet_rows(path), start=1)
     elif named.rows == "csv":
         yield from csv_rows(path, named.compression)
+    elif is_whole_json(path, named.compression):
+        yield from enumerate(json_rows(path, named.compression), start=1)
     else:
         for number, line in numbered_lines(path, named.compression):
             if line is None:
@@ -159,7 +162,8 @@ def _contents(path: Path, named: FileFormat) -> Iterator[tuple[int, Content]]:
 def no_prompts(source: str) -> InputError:
     """An error for an input without rows."""
     return InputError(
-        f"{source}: no prompts; give one JSON object per line with a prompt, or one row of a table"
+        f"{source}: no prompts; give one JSON object per line with a prompt (or an array of them), "
+        "or one row of a table"
     )
 
 

@@ -79,7 +79,7 @@ def _add_workload(group: OptionGroup) -> None:
         nargs="+",
         action="extend",
         metavar="PATH",
-        help="plan the job of these prompts: JSONL or CSV (also .gz, .zst) or Parquet files, "
+        help="plan the job of these prompts: JSON or CSV (also .gz, .zst) or Parquet files, "
         "folders, globs; with --global_bz they only give lengths",
     )
     add("--prompts", type=int, metavar="COUNT", help="plan a job of so many prompts of --s tokens")

@@ -102,7 +102,7 @@ def _add_files(group: OptionGroup) -> None:
         nargs="+",
         action="extend",
         metavar="PATH",
-        help="prompts: JSONL or CSV (also .gz, .zst) or Parquet files, folders, globs",
+        help="prompts: JSON or CSV (also .gz, .zst) or Parquet files, folders, globs",
     )
     add(
         "--output",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from actors.sampling_options import GREEDY
 from llmpq.jobs.formats.file_format import input_format
+from llmpq.jobs.formats.json_files import is_whole_json
 from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, numbered_lines, reason
 from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import Job
@@ -40,6 +41,7 @@ SHARD_S = 2.0
 
 _RESULTS = "results.jsonl"
 _MODEL_HEX = 12
+_NO_LINES = "no line of the file is a JSON object; send JSON lines, one request each"
 _CHANGED = "the file's content is not what was sent, it has changed on the server; send it again"
 _LIES_OTHERWISE = (
     FileNotFoundError,
@@ -87,6 +89,8 @@ def scan(path: Path, most_line_bytes: int, digest: str | None = None) -> Scan:
         wrong = contradiction(path, input_format(path))
         if wrong is not None:
             return Scan(problem=Problem("invalid_file", f"the file cannot be used: {wrong}"))
+        if is_whole_json(path, ""):
+            return Scan(problem=Problem("invalid_json_line", _NO_LINES, 1))
         for number, line in numbered_lines(path, ""):
             if line is not None and not line.strip():
                 continue
@@ -110,8 +114,7 @@ def scan(path: Path, most_line_bytes: int, digest: str | None = None) -> Scan:
     if not lines:
         return Scan(problem=Problem("empty_file", "the file has no lines; send one a request"))
     if not objects:
-        message = "no line of the file is a JSON object; send JSON lines, one request each"
-        return Scan(problem=Problem("invalid_json_line", message, 1))
+        return Scan(problem=Problem("invalid_json_line", _NO_LINES, 1))
     return Scan(lines, repeats)
 
 

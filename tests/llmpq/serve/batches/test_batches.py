@@ -161,6 +161,8 @@ def test_a_stream_and_other_bad_bodies_are_refused_in_their_line(tmp_path: Path)
     [
         (b"\n \n", "empty_file"),
         (b"hello\nworld\n", "invalid_json_line"),
+        (json.dumps([line("a"), line("b")], indent=1).encode(), "invalid_json_line"),
+        (json.dumps(line("a"), indent=1).encode(), "invalid_json_line"),
         (gzip.compress(b"{}\n{}", mtime=0), "invalid_file"),
         (b"custom_id,prompt\n{}\n", "invalid_file"),
         (b"\xff\xfe{\0}\0\n", "invalid_file"),
