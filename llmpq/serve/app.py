@@ -9,13 +9,13 @@ from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from llmpq.rows.answers import ChatForm, CompletionForm, model_content, models_content
 from llmpq.serve.access import check_host, check_key
 from llmpq.serve.batches.batches import Batches
 from llmpq.serve.batches.routes import batch_routes
 from llmpq.serve.service import Service
 from llmpq.serve.telemetry.counting import Counting
 from llmpq.serve.telemetry.metrics import CONTENT_TYPE
-from llmpq.serve.wire.answers import ChatForm, CompletionForm, model_content, models_content
 from llmpq.serve.wire.boundary import Boundary
 from llmpq.serve.wire.errors import ApiError, ErrorAnswer
 from llmpq.serve.wire.parsing import chat_body, completion_body

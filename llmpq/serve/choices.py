@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from llmpq.rows.pieces import Piece, TokenText
 from llmpq.serve.engine import (
     Engine,
     EngineBusyError,
@@ -19,7 +20,6 @@ from llmpq.serve.telemetry.answer_timer import AnswerTimer
 from llmpq.serve.text import Detokenizer, StopStrings
 from llmpq.serve.wire.boundary import log_fault
 from llmpq.serve.wire.errors import ApiError, failed, queue_full, unavailable
-from llmpq.serve.wire.pieces import Piece, TokenText
 
 MOST_BUFFERED = 16
 """Pieces of a request that wait for its client; the engine is not asked for more meanwhile."""

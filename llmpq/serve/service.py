@@ -11,17 +11,17 @@ from uuid import uuid4
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from llmpq.rows.answers import Form, Head, Json, Usage
+from llmpq.rows.pieces import Piece
 from llmpq.serve.access import Gate
 from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.requests import Asked, asked, generations_of
 from llmpq.serve.telemetry.metrics import ServeMetrics
-from llmpq.serve.wire.answers import Form, Head, Json, Usage
 from llmpq.serve.wire.bodies import ChatBody, CompletionBody
 from llmpq.serve.wire.errors import ApiError, unknown_model
 from llmpq.serve.wire.parsing import parse_json, read_body
-from llmpq.serve.wire.pieces import Piece
 from llmpq.serve.wire.streaming import DONE, EventStream, answer_unless_gone, event
 from llmpq.tokenizing.reasoning import ReasoningStream
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from llmpq.rows.answers import Json
 from llmpq.serve.batches.bodies import BatchBody, BatchPage, FilePage
 from llmpq.serve.batches.runner import Runner
 from llmpq.serve.batches.storage.records import (
@@ -21,7 +22,6 @@ from llmpq.serve.batches.storage.records import (
 from llmpq.serve.batches.storage.store import MOST_RECORDS, BatchStore
 from llmpq.serve.batches.uploading import Uploads, disk_error
 from llmpq.serve.service import Service
-from llmpq.serve.wire.answers import Json
 from llmpq.serve.wire.errors import bad_request, conflict, not_found, queue_full
 
 MOST_UNFINISHED = 100

@@ -11,9 +11,9 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmpq.rows.answers import ChatForm, CompletionForm, Form, Json
 from llmpq.rows.row import MAX_ID_CHARACTERS
 from llmpq.serve.batches.storage.records import Endpoint
-from llmpq.serve.wire.answers import ChatForm, CompletionForm, Form, Json
 from llmpq.serve.wire.bodies import ChatBody, CompletionBody
 from llmpq.serve.wire.errors import ApiError, ErrorAnswer, bad_request
 from llmpq.serve.wire.parsing import chat_body, checked, completion_body, parse_json

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from actors.messages import Sampling
+from llmpq.rows.answers import CompletionForm
+from llmpq.rows.pieces import Piece, TokenText
 from llmpq.serve.options import ServeOptions
-from llmpq.serve.wire.answers import CompletionForm
-from llmpq.serve.wire.pieces import Piece, TokenText
 from quant.common.token_text import text_after
 from tests.llmpq.serve.asking import COMPLETIONS, NOW_S, ask, completion, events
 from tests.llmpq.serve.pretend_engine import LIMITS, PretendEngine

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from llmpq.rows.pieces import Piece, TokenText
 from llmpq.rows.results import REASONING
-from llmpq.serve.wire.pieces import Piece, TokenText
 from quant.common.token_text import INCOMPLETE
 
 Json = Mapping[str, object]
