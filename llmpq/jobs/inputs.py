@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from llmpq.jobs.formats import streams
 from llmpq.jobs.formats.csv_files import csv_rows
-from llmpq.jobs.formats.file_format import SUFFIXES, FileFormat, input_format
+from llmpq.jobs.formats.file_format import SUFFIXES, Compression, input_format
 from llmpq.jobs.formats.json_files import is_whole_json, json_rows
 from llmpq.jobs.formats.parquet import parquet_rows
 from llmpq.jobs.formats.streams import (
@@ -92,6 +93,22 @@ class JobInput:
                     row = row.named(occurrences.custom_id(row.named_by))
                 yield PlacedRow(row, index * _PLACES_PER_FILE + number)
 
+    def begins_with_batch_line(self) -> bool:
+        """Whether the first of all rows that is an object is a line of OpenAI's batches.
+
+        Raises `InputError` where a file cannot be read.
+        """
+        for path in self.files:
+            for _, content in _contents(path):
+                if isinstance(content, bytes):
+                    try:
+                        content = json.loads(content)
+                    except (ValueError, RecursionError):
+                        continue
+                if isinstance(content, Mapping):
+                    return isinstance(content.get("body"), Mapping)
+        return False
+
     def place_name(self, place: int) -> str:
         """File and line, or row, that `PlacedRow.place` stands for."""
         index, number = divmod(place, _PLACES_PER_FILE)
@@ -132,31 +149,35 @@ class JobInput:
         return all(file.matches(path) for file, path in pairs)
 
     def _rows_of(self, path: Path, name: str) -> Iterator[tuple[int, Row | BadRow]]:
-        named = input_format(path)
-        try:
-            wrong = contradiction(path, named)
-            if wrong is not None:
-                raise InputError(f"cannot read input {path}: {wrong}")
-            for number, content in _contents(path, named):
-                yield number, self.row_of(content, f"{name}:{number}")
-        except READ_ERRORS as error:
-            raise InputError(f"cannot read input {path}: {reason(error)}") from error
+        for number, content in _contents(path):
+            yield number, self.row_of(content, f"{name}:{number}")
 
 
-def _contents(path: Path, named: FileFormat) -> Iterator[tuple[int, Content]]:
+def _contents(path: Path) -> Iterator[tuple[int, Content]]:
     """Numbered rows."""
-    if named.rows == "parquet":
-        yield from enumerate(parquet_rows(path), start=1)
-    elif named.rows == "csv":
-        yield from csv_rows(path, named.compression)
-    elif is_whole_json(path, named.compression):
-        yield from enumerate(json_rows(path, named.compression), start=1)
-    else:
-        for number, line in numbered_lines(path, named.compression):
-            if line is None:
-                yield number, f"the line has more than {streams.MAX_LINE_BYTES} bytes"
-            elif line.strip():
-                yield number, line
+    named = input_format(path)
+    try:
+        wrong = contradiction(path, named)
+        if wrong is not None:
+            raise InputError(f"cannot read input {path}: {wrong}")
+        if named.rows == "parquet":
+            yield from enumerate(parquet_rows(path), start=1)
+        elif named.rows == "csv":
+            yield from csv_rows(path, named.compression)
+        elif is_whole_json(path, named.compression):
+            yield from enumerate(json_rows(path, named.compression), start=1)
+        else:
+            yield from _lines(path, named.compression)
+    except READ_ERRORS as error:
+        raise InputError(f"cannot read input {path}: {reason(error)}") from error
+
+
+def _lines(path: Path, compression: Compression) -> Iterator[tuple[int, Content]]:
+    for number, line in numbered_lines(path, compression):
+        if line is None:
+            yield number, f"the line has more than {streams.MAX_LINE_BYTES} bytes"
+        elif line.strip():
+            yield number, line
 
 
 def no_prompts(source: str) -> InputError:

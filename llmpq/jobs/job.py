@@ -105,6 +105,7 @@ class Job:
         self._database = RowDatabase()
         self._written = self._errors = 0
         self._columns: set[str] = set()
+        self._chats: set[str] = set()  # ids of rows in flight whose prompts are messages
         options = options or JobOptions()
         self._before = source.identities()
         output.load(identity, self._database, options.retry_errors)
@@ -168,13 +169,16 @@ class Job:
             if self._database.wanted(row.custom_id) != fingerprint:
                 raise self._changed()
             if not self._is_done(row.custom_id, fingerprint):
+                if isinstance(row, Row) and row.messages is not None:
+                    self._chats.add(row.custom_id)
                 yield row
         if _states(self._source.identities()) != _states(self._before):
             raise self._changed()
 
     def write(self, result: Result) -> bool:
         """Write a result; False if its row has one already."""
-        is_new = self._output.write(result)
+        is_new = self._output.write(result, result.custom_id in self._chats)
+        self._chats.discard(result.custom_id)
         self._written += is_new
         self._errors += is_new and result.error is not None
         return is_new

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import Request, Sampling
-from llmpq.jobs.formats.file_format import input_format
-from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, numbered_lines, reason
 from llmpq.jobs.inputs import Content, JobInput, row_of
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.trace_file import whole_tokens
@@ -75,14 +73,12 @@ def read_finished(
 
 def result_lengths(path: Path) -> Mapping[str, int]:
     """Tokens of answers by `custom_id`, of an output of `llmpq run` or of OpenAI's batches."""
-    if not _is_of_openai(path):
-        outputs = read_measured(path).outputs
-        if outputs is None:
-            raise InputError(
-                f"lengths {path}: it has no custom_id; give the output of llmpq run, or of a batch"
-            )
-        return outputs
-    return dict(islice(_openai_lengths(path), MOST_FINISHED))
+    outputs = read_measured(path).outputs
+    if outputs is None:
+        raise InputError(
+            f"lengths {path}: it has no custom_id; give the output of llmpq run, or of a batch"
+        )
+    return outputs
 
 
 def as_prompts(
@@ -162,44 +158,6 @@ def _joined(source: JobInput, lengths: Mapping[str, int]) -> Iterator[FinishedRo
     for row, _ in source.rows():
         if isinstance(row, Row) and row.custom_id in lengths:
             yield FinishedRow(row, lengths[row.custom_id])
-
-
-def _is_of_openai(path: Path) -> bool:
-    """Whether the first line is one of a batch's answers."""
-    if path.is_dir() or path.suffix == ".parquet":
-        return False
-    try:
-        named = input_format(path)
-        if named.rows != "jsonl" or contradiction(path, named) is not None:
-            return False
-        for _, line in numbered_lines(path, named.compression):
-            if line is not None and line.strip():
-                first = json.loads(line)
-                return isinstance(first, Mapping) and "response" in first
-    except (*READ_ERRORS, ValueError, RecursionError):
-        return False  # `read_measured` says what is wrong
-    return False
-
-
-def _openai_lengths(path: Path) -> Iterator[tuple[str, int]]:
-    """Id and `usage.completion_tokens` of each answer that is no error."""
-    try:
-        for number, line in numbered_lines(path, input_format(path).compression):
-            if line is None or not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                values = json.loads(line)
-                response = values["response"]
-                good = response is not None and response["status_code"] == 200
-                custom_id = values["custom_id"]
-                tokens = response["body"]["usage"]["completion_tokens"] if good else None
-            except (ValueError, RecursionError, KeyError, TypeError) as error:
-                raise SpecError(f"{place}: no answer of a batch: {error!r:.80}") from error
-            if isinstance(custom_id, str) and good and tokens != 0:
-                yield custom_id, whole_tokens(tokens, "completion_tokens", place)
-    except READ_ERRORS as error:
-        raise InputError(f"cannot read lengths {path}: {reason(error)}") from error
 
 
 def _as_text(each: FinishedRow) -> LearntRow:

@@ -1,7 +1,8 @@
-"""OpenAI's answers as JSON objects: whole ones, and the chunks of a stream."""
+"""OpenAI's answers as JSON objects: whole ones, the chunks of a stream, the lines of a batch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,9 @@ from llmpq.rows.results import REASONING
 from quant.common.token_text import INCOMPLETE
 
 Json = Mapping[str, object]
+
+BAD_LINE = "invalid_line"
+"""Code of a line of a batch that cannot be run."""
 
 
 @dataclass(frozen=True)
@@ -190,3 +194,25 @@ def models_content(names: Sequence[str], created_s: int) -> Json:
 def model_content(name: str, created_s: int) -> Json:
     """The answer of `/v1/models/NAME`."""
     return {"id": name, "object": "model", "created": created_s, "owned_by": "llmpq"}
+
+
+def line_response(status: int, body: Json, name: str) -> Json:
+    """What a line of a batch's answers says of its request, which `name` stands for."""
+    return {"status_code": int(status), "request_id": f"req-{name}", "body": body}
+
+
+def answer_line(
+    custom_id: str | None, response: Json | None, error: Json | None, name: str
+) -> dict[str, object]:
+    """A line of a batch's answers."""
+    return {
+        "id": f"batch_req_{name}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+
+
+def written_line(line: Json) -> str:
+    """The text of a line, without its end."""
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -17,7 +17,8 @@ class Result:
 
     `text` is None where the model has no tokenizer. `columns`: what the row carried beside the
     fields that are read, under names that no field here has; before it, of a chat with a model that
-    reasons, the `reasoning_content` of its answer, which `text` is without.
+    reasons, the `reasoning_content` of its answer, which `text` is without. `prompt_tokens`: those
+    of its prompt, None of a row that could not run.
     """
 
     custom_id: str
@@ -26,6 +27,7 @@ class Result:
     finish_reason: str | None
     error: str | None = None
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    prompt_tokens: int | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, and after them the row's own columns."""
@@ -48,7 +50,9 @@ class Result:
         return json.dumps(self.as_dict(), ensure_ascii=False)
 
 
-RESULT_FIELDS = tuple(each.name for each in fields(Result) if each.name != "columns")
+_NOT_WRITTEN = ("columns", "prompt_tokens")
+
+RESULT_FIELDS = tuple(each.name for each in fields(Result) if each.name not in _NOT_WRITTEN)
 """Names of the fields that every result has."""
 
 REASONING = "reasoning_content"

@@ -138,6 +138,7 @@ def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
         custom_id = _custom_id(content)
         name = custom_id or place
         if isinstance(body, Mapping):
+            _check_url(content.get("url"))
             fields = {name: value for name, value in body.items() if name != _IGNORED_IN_BODY}
         else:
             _refuse_near_misses(beside, content)
@@ -174,6 +175,15 @@ def _custom_id(content: Mapping[str, Any]) -> str:
     if not _is_text(custom_id):
         raise _RowError("custom_id holds half a surrogate pair, which UTF-8 cannot write")
     return custom_id
+
+
+def _check_url(url: object) -> None:
+    """Raise for a Batch line that asks another address than those of texts."""
+    if url is not None and not (isinstance(url, str) and url.endswith("/completions")):
+        raise _RowError(
+            f"url is {url!r:.80}; lines are answered that ask /v1/chat/completions or "
+            "/v1/completions"
+        )
 
 
 def _refuse_near_misses(beside: Mapping[str, Any], content: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from actors.messages import Finished, Request
@@ -128,13 +129,22 @@ class RowsInFlight:
             error = (each.error or NOT_FINITE) if each.finish_reason == "error" else None
             if error is None and answer.error is not None:
                 error = f"its tokens cannot be turned into text: {answer.of}: {answer.error}"
+            prompt_tokens = len(request.prompt_ids)
             if error is not None:
-                yield self._failed(each.custom_id, error, each.token_ids)
+                failed = self._failed(each.custom_id, error, each.token_ids)
+                yield replace(failed, prompt_tokens=prompt_tokens)
                 continue
             self.record.end(request, len(each.token_ids))
             self.ended += 1
             text, columns = self._divided(answer.text, request)
-            yield Result(each.custom_id, text, each.token_ids, each.finish_reason, columns=columns)
+            yield Result(
+                each.custom_id,
+                text,
+                each.token_ids,
+                each.finish_reason,
+                columns=columns,
+                prompt_tokens=prompt_tokens,
+            )
 
     def _divided(self, text: str | None, request: Request) -> tuple[str | None, Mapping[str, Any]]:
         """The text of an answer without its reasoning, and the columns of its row with that."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from llmpq.jobs.formats.file_format import COMPRESSIONS, SUFFIXES, output_format
 from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, reason
 from llmpq.jobs.output.job_folder import JobFolder
+from llmpq.jobs.output.openai_lines import error_of, is_line
 from llmpq.jobs.output.result_rows import finished_rows
 from llmpq.jobs.records.disk import Disk
 from planner.length_distribution import RequestLengths
@@ -32,7 +34,8 @@ MOST_FINISHED = 10_000
 
 _KEYS = ("custom_id", "error", "token_ids")
 _REMEDY = (
-    f"give a CSV with the columns {','.join(COLUMNS)}, or the output of llmpq run over this input"
+    f"give a CSV with the columns {','.join(COLUMNS)}, or the output of llmpq run, or of a batch, "
+    "over this input"
 )
 
 
@@ -162,12 +165,29 @@ def _outputs(rows: Iterable[object], path: Path) -> Iterator[tuple[str, int]]:
                 row = json.loads(row)
             except (ValueError, RecursionError):
                 row = None
+        place = f"lengths {path}: row {number}"
+        if isinstance(row, Mapping) and is_line(row):
+            yield str(row.get("custom_id")), _answered_tokens(row, place)
+            continue
         if not isinstance(row, Mapping) or any(key not in row for key in _KEYS):
-            raise InputError(f"lengths {path}: row {number} is no result of llmpq; {_REMEDY}")
+            raise InputError(f"{place} is no result of llmpq; {_REMEDY}")
         custom_id, error, tokens = (row[key] for key in _KEYS)
         if isinstance(custom_id, str):
             good = error is None and isinstance(tokens, list)
             yield custom_id, len(tokens) if good else 0
+
+
+def _answered_tokens(line: Mapping[str, Any], place: str) -> int:
+    """Tokens of the answer of a line of OpenAI's batches, 0 where it is none."""
+    if error_of(line) is not None:
+        return 0
+    try:
+        tokens = line["response"]["body"]["usage"]["completion_tokens"]
+    except (KeyError, TypeError):
+        tokens = None
+    if type(tokens) is not int or tokens < 0:
+        raise InputError(f"{place}: usage.completion_tokens is {tokens!r:.80}; {_REMEDY}")
+    return tokens
 
 
 def _bounded(found: Iterable[tuple[str, int]]) -> dict[str, int]:

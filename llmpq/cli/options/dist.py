@@ -10,6 +10,7 @@ from llmpq.cli.options.prompting import add_prompting
 from llmpq.cli.options.stages import add_cache, add_transport
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
+from llmpq.jobs.records.manifest import OUTPUT_FORMS
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule
@@ -109,6 +110,12 @@ def _add_files(group: OptionGroup) -> None:
         required=True,
         metavar="PATH",
         help="results: .jsonl, .csv (also .gz, .zst), .parquet or a folder/",
+    )
+    add(
+        "--output_format",
+        choices=OUTPUT_FORMS,
+        help="lines of results: rows of llmpq's fields, or answers of OpenAI's batches (default: "
+        "openai where the input's first row is a Batch line and the output no table, else rows)",
     )
     add("--show_plan", action="store_true", help="print the plan first")
 
@@ -364,7 +371,8 @@ def output_options(options: argparse.Namespace) -> OutputOptions:
             f"--shard_rows is {rows}, --shard_seconds {seconds:g}; give 1 or more rows and more "
             "than 0 seconds"
         )
-    return OutputOptions(options.overwrite, options.resume, rows, seconds)
+    given = options.output_format if "output_format" in options else None
+    return OutputOptions(options.overwrite, options.resume, rows, seconds, given)
 
 
 def _bias(pairs: Sequence[str]) -> Mapping[str, float]:

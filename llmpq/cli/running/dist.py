@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -102,7 +103,10 @@ def _run(options: argparse.Namespace) -> int:
     inputs = (*source.files, Path(options.strat_file_name))
     if chosen.trace_path is not None:
         check_trace_path(chosen.trace_path, (*inputs, Path(options.output)))
-    output = open_output(options.output, output_options(options), inputs)
+    written = output_options(options)
+    if written.output_format is None and source.begins_with_batch_line():
+        written = replace(written, default_format="openai")
+    output = open_output(options.output, written, inputs)
     with stop_signals() as seen:
         try:
             with output:
@@ -164,6 +168,8 @@ def _run_job(
         job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
+        if output.output_format == "openai" and "output_format" not in options:
+            _say("results are lines of OpenAI's batches, as the input's; else --output_format rows")
         run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
         run.give_up = partial(_end_at_once, options.prog, output)
         session = _session_of(output.journal, job.tally, options)

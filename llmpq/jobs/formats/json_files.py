@@ -114,8 +114,9 @@ class _Text:
                 is_cut = error.pos > len(self._part) - _LONGEST_WORD or "Untermin" in error.msg
                 if not is_cut or not self._read_on():
                     raise self.wrong(error.msg, after) from error
-            except RecursionError as error:
-                raise self.wrong("a row nests too deeply", 0) from error
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits
+                why = "a row nests too deeply" if isinstance(error, RecursionError) else str(error)
+                raise self.wrong(why, 0) from error
             else:
                 spans_lines = "\n" in self._part[self._at : end]
                 self._at = end

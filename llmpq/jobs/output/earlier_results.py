@@ -11,6 +11,7 @@ from llmpq.jobs.formats.streams import READ_ERRORS, reason
 from llmpq.jobs.output.joining import FINISHED_FILE
 from llmpq.jobs.output.result_rows import ResultIdentity, result_identities, result_identity
 from llmpq.jobs.records.disk import Disk
+from llmpq.jobs.records.manifest import OutputForm
 from llmpq.jobs.records.row_database import Done, RowDatabase
 from llmpq.jobs.records.shards import DAMAGED_SUFFIX, Shard
 from quant.common.errors import InputError
@@ -18,7 +19,8 @@ from quant.common.errors import InputError
 
 @dataclass(frozen=True)
 class EarlierResults:
-    """Notes results of `model` in `database`; raises `InputError` for a result of another model.
+    """Notes results of `model` in `database`; raises `InputError` for a result of another model, or
+    of another form than the job's lines.
 
     With `retry_errors`, errors are forgotten, so that their rows run again.
     """
@@ -27,6 +29,7 @@ class EarlierResults:
     output: Path
     model: str
     model_name: str
+    form: OutputForm
     retry_errors: bool
 
     def note_file(self, path: Path) -> None:
@@ -60,6 +63,11 @@ class EarlierResults:
                 raise InputError(
                     f"output {self.output} was made by another model (row {row.custom_id!r:.80}) "
                     f"than {self.model_name}; name another output or pass --overwrite"
+                )
+            if row.form != self.form:
+                raise InputError(
+                    f"output {self.output} holds lines of another output_format; pass "
+                    f"--output_format {row.form}, name another output or pass --overwrite"
                 )
             forgotten = self.retry_errors and row.failed
             yield row.custom_id, Done(row.fingerprint, row.failed, source, line, forgotten)

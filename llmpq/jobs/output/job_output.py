@@ -35,7 +35,7 @@ from llmpq.jobs.records.completion_record import (
 from llmpq.jobs.records.disk import Disk
 from llmpq.jobs.records.input_changes import InputChanges
 from llmpq.jobs.records.lock import OutputLock
-from llmpq.jobs.records.manifest import JobIdentity, Manifest
+from llmpq.jobs.records.manifest import JobIdentity, Manifest, OutputForm
 from llmpq.jobs.records.row_database import RowDatabase
 from llmpq.jobs.records.row_list import RowList, rows_digest
 from llmpq.jobs.records.shards import Shard, shards_in
@@ -110,6 +110,11 @@ class JobOutput:
     def _check_target(self) -> None:
         if not self._in_folder:
             check_writable(self._named, self.path)
+        if self._is_table and self._options.output_format == "openai":
+            raise InputError(
+                f"output {self.path} would be a table, and OpenAI's lines are none; name an output "
+                "that ends in .jsonl, or pass --output_format rows"
+            )
         if self.path.exists() and any(self.path.samefile(source) for source in self._inputs):
             raise InputError(f"output {self.path} is the input too; name another file")
         if not self._in_folder or not self.path.is_dir() or self._options.overwrite:
@@ -131,10 +136,29 @@ class JobOutput:
             raise self._unwritable(error) from error
         if self._options.resume and not self.exists:
             raise InputError(f"there is nothing to resume at output {self.path}")
+        self.output_format = self._settled_format(found)
         newest = max((shard.generation for shard in shards), default=1)
         self._generation = newest if found is None else found.generation
         if self._options.overwrite:
             self._generation = newest + 1
+
+    def _settled_format(self, found: Manifest | None) -> OutputForm:
+        """What lines are: as the job that is there has them, or as is asked."""
+        options = self._options
+        asked = options.output_format
+        if found is None:
+            return asked or ("rows" if self._is_table else options.default_format)
+        if asked not in (None, found.output_format):
+            raise InputError(
+                f"output {self.path} was made with output_format {found.output_format!r}, this job "
+                f"has {asked!r}; pass --output_format as then, name another output or pass "
+                "--overwrite"
+            )
+        return found.output_format
+
+    @property
+    def _is_table(self) -> bool:
+        return not self._in_folder and output_format(self.path).rows != "jsonl"
 
     def recorded(
         self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
@@ -179,10 +203,16 @@ class JobOutput:
         self._finished = not replaces and self._has_finished_file()
         self._database = database
         manifest = Manifest.of(identity, self._generation, replaces)
+        manifest = replace(manifest, output_format=self.output_format)
         number = max((shard.number for shard in self._shards()), default=-1) + 1
         self._writer = ShardWriter(self._job, manifest, database, number, self._options)
         earlier = EarlierResults(
-            database, self.path, identity.model, identity.model_name, retry_errors
+            database,
+            self.path,
+            identity.model,
+            identity.model_name,
+            self.output_format,
+            retry_errors,
         )
         try:
             if self._finished:
@@ -227,8 +257,7 @@ class JobOutput:
 
     def check_columns(self, names: Collection[str]) -> None:
         """Raise `InputError` where a table would have too many own columns of rows."""
-        is_table = not self._in_folder and output_format(self.path).rows != "jsonl"
-        if is_table and len(names) > MOST_COLUMNS:
+        if self._is_table and len(names) > MOST_COLUMNS:
             raise InputError(
                 f"output {self.path} would be a table of more than {MOST_COLUMNS} own columns of "
                 "the input's rows; name an output that ends in .jsonl, or have fewer columns"
@@ -246,13 +275,13 @@ class JobOutput:
         assert self._writer is not None, "`load` comes first"
         return self._writer
 
-    def write(self, result: Result) -> bool:
+    def write(self, result: Result, is_chat: bool = False) -> bool:
         """Add a result; False if its id has one already, which stays.
 
         Raises `InputError` when earlier ones could not be committed.
         """
         try:
-            return self._loaded().write(result)
+            return self._loaded().write(result, is_chat)
         except OSError as error:
             raise self._unwritable(error) from error
 

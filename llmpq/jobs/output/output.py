@@ -13,7 +13,7 @@ from llmpq.jobs.output.options import JournalPlace, OutputOptions
 from llmpq.jobs.output.result_stream import ResultStream
 from llmpq.jobs.records.completion_record import InputRecord, ReadInputAgain
 from llmpq.jobs.records.input_changes import InputChanges
-from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.records.manifest import JobIdentity, OutputForm
 from llmpq.jobs.records.row_database import RowDatabase
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
@@ -25,6 +25,10 @@ class Output(Protocol):
     @property
     def path(self) -> Path:
         """The place as the user named it."""
+
+    @property
+    def output_format(self) -> OutputForm:
+        """What a line of the results is."""
 
     @property
     def journal(self) -> JournalPlace | None:
@@ -52,8 +56,8 @@ class Output(Protocol):
     def results_without_row(self) -> Iterator[str]:
         """Ids of results whose rows are not in the database."""
 
-    def write(self, result: Result) -> bool:
-        """Add a result; False if its row has one already."""
+    def write(self, result: Result, is_chat: bool = False) -> bool:
+        """Add a result; False if its row has one already. `is_chat`: its prompt was messages."""
 
     def commit(self) -> None:
         """Bring everything that was written to disk."""
@@ -85,7 +89,7 @@ def open_output(name: str, options: OutputOptions, inputs: Sequence[Path]) -> Ou
     try:
         exists = path.exists() and not path.is_dir()
         if exists and (not path.is_file() or path.absolute().parent == Path("/dev")):
-            return ResultStream(path)
+            return ResultStream(path, options.output_format or options.default_format)
         return JobOutput(name, options, inputs)
     except OSError as error:  # too long a name, a folder that may not be searched
         raise InputError(f"cannot write output {name}: {error.strerror}") from error

@@ -12,6 +12,8 @@ from llmpq.jobs.formats.csv_files import read_csv_results
 from llmpq.jobs.formats.file_format import FileFormat, output_format
 from llmpq.jobs.formats.parquet import read_results, require_pyarrow
 from llmpq.jobs.formats.streams import contradiction, numbered_lines
+from llmpq.jobs.output.openai_lines import error_of, fingerprint_of, is_line
+from llmpq.jobs.records.manifest import OutputForm
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS, Result
 from quant.common.errors import InputError
 
@@ -23,11 +25,12 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
 @dataclass(frozen=True)
 class ResultIdentity:
-    """The id of a row of results, whether it failed, and its fingerprint."""
+    """The id of a row of results, whether it failed, its fingerprint, and the form of its line."""
 
     custom_id: str
     failed: bool
     fingerprint: str
+    form: OutputForm = "rows"
 
     @property
     def model(self) -> str:
@@ -86,14 +89,20 @@ def result_identity(row: object) -> ResultIdentity | None:
             row = json.loads(row)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(row, Mapping) or any(key not in row for key in _KEYS):
+    if not isinstance(row, Mapping):
+        return None
+    form: OutputForm = "rows"
+    if is_line(row):
+        values = (row.get("custom_id"), error_of(row), fingerprint_of(row))
+        form, row = "openai", dict(zip(_KEYS, values, strict=True))
+    if any(key not in row for key in _KEYS):
         return None
     custom_id, error, fingerprint = (row[key] for key in _KEYS)
     if not isinstance(custom_id, str) or not isinstance(fingerprint, str):
         return None
     if not _FINGERPRINT.fullmatch(fingerprint) or not isinstance(error, str | None):
         return None
-    return ResultIdentity(custom_id, error is not None, fingerprint)
+    return ResultIdentity(custom_id, error is not None, fingerprint, form)
 
 
 def finished_rows(path: Path, named: FileFormat, columns: Sequence[str] | None) -> Iterator[object]:

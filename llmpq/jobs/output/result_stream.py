@@ -9,9 +9,10 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.output.openai_lines import openai_line
 from llmpq.jobs.records.completion_record import InputRecord, ReadInputAgain
 from llmpq.jobs.records.input_changes import InputChanges
-from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.records.manifest import JobIdentity, OutputForm
 from llmpq.jobs.records.row_database import Done, RowDatabase
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
@@ -20,8 +21,10 @@ from quant.common.errors import InputError
 class ResultStream:
     """Writes results line by line, each at once; raises `InputError` where that fails."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, output_format: OutputForm = "rows") -> None:
         self.path = path
+        self.output_format = output_format
+        self._model_name = ""
         self.journal = None
         self._database = RowDatabase()
 
@@ -36,6 +39,7 @@ class ResultStream:
     ) -> None:
         """Keep the database, in which nothing is done yet."""
         self._database = database
+        self._model_name = identity.model_name
 
     def changes(self, extend: bool = False) -> InputChanges:
         """No changes, as nothing is done yet."""
@@ -48,19 +52,25 @@ class ResultStream:
         """No ids, as nothing is done yet."""
         return iter(())
 
-    def write(self, result: Result) -> bool:
+    def write(self, result: Result, is_chat: bool = False) -> bool:
         """Write one line at once; False if the row has a result already."""
         done = Done("", result.error is not None, 0, 0)
         if not self._database.record(result.custom_id, done):
             return False
         try:
-            self._file.write(result.to_json() + "\n")
+            self._file.write(self._line_of(result, is_chat) + "\n")
             self._file.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
             raise self._unwritable(error) from error
         return True
+
+    def _line_of(self, result: Result, is_chat: bool) -> str:
+        if self.output_format == "rows":
+            return result.to_json()
+        fingerprint = self._database.wanted(result.custom_id) or ""
+        return openai_line(result, fingerprint, self._model_name, is_chat)
 
     def commit(self) -> None:
         """Do nothing: each line was handed on at once."""

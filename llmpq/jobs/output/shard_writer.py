@@ -6,6 +6,7 @@ import threading
 from contextlib import suppress
 
 from llmpq.jobs.output.job_folder import JobFolder
+from llmpq.jobs.output.openai_lines import openai_line
 from llmpq.jobs.output.options import OutputOptions
 from llmpq.jobs.output.result_rows import line_of
 from llmpq.jobs.records.manifest import Manifest
@@ -51,10 +52,11 @@ class ShardWriter:
         if self._options.shard_s is not None:
             threading.Thread(target=self._commit_by_time, daemon=True).start()
 
-    def write(self, result: Result) -> bool:
+    def write(self, result: Result, is_chat: bool) -> bool:
         """Add a result; False if its id has one already, which stays.
 
-        Raises `InputError` for an id that is not in the database.
+        `is_chat`: its prompt was messages. Raises `InputError` for an id that is not in the
+        database.
         """
         with self._mutex:
             self._raise_failure()
@@ -65,12 +67,18 @@ class ShardWriter:
             done = Done(fingerprint, failed, self._number + 1, len(self._lines))
             if not self._database.record(result.custom_id, done):
                 return False
-            line = line_of(result, fingerprint)
+            line = self._line_of(result, fingerprint, is_chat)
             self._lines.append(line)
             self._bytes += len(line)
             if len(self._lines) >= self._options.shard_rows or self._bytes >= SHARD_BYTES:
                 self._commit()
             return True
+
+    def _line_of(self, result: Result, fingerprint: str, is_chat: bool) -> bytes:
+        if self.manifest.output_format == "rows":
+            return line_of(result, fingerprint)
+        line = openai_line(result, fingerprint, self.manifest.model_name, is_chat)
+        return line.encode() + b"\n"
 
     def commit(self) -> None:
         """Bring everything that was written to disk."""

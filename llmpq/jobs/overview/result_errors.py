@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.formats.streams import READ_ERRORS
 from llmpq.jobs.journal.error_kinds import ErrorCounts, ErrorKind
+from llmpq.jobs.output.openai_lines import error_of, is_line
 from llmpq.jobs.output.result_rows import finished_rows
 from llmpq.jobs.overview.places import JobPlace
 from llmpq.jobs.records.shards import Shard
@@ -84,6 +85,8 @@ def _note(row: object, failed: dict[bytes, tuple[str, str]]) -> None:
     if not isinstance(row, Mapping):
         return
     custom_id, error = str(row.get("custom_id")), row.get("error")
+    if is_line(row):
+        error = error_of(row)
     key = json.dumps(custom_id, ensure_ascii=False).encode("utf-8", "surrogatepass")
     if isinstance(error, str):
         failed[key] = (custom_id, error)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from actors.messages import Sampling
 from actors.sampling_options import GREEDY
@@ -18,6 +18,11 @@ from llmpq.rows.row import BadRow, Row, merge_sampling
 from quant.common.errors import InputError
 
 MANIFEST_VERSION = 1
+
+OutputForm = Literal["rows", "openai"]
+"""Lines of results: rows of llmpq's own fields, or answers to lines of OpenAI's batches."""
+
+OUTPUT_FORMS: tuple[OutputForm, ...] = ("rows", "openai")
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Manifest:
     version: int = MANIFEST_VERSION
     record: JobRecord | None = None
     input_digest: str | None = None
+    output_format: OutputForm = "rows"
 
     @classmethod
     def of(cls, identity: JobIdentity, generation: int, replaces: bool) -> Manifest:
@@ -102,6 +108,11 @@ class Manifest:
         if not isinstance(manifest.sampling, Mapping):
             raise InputError(
                 f"{path}: sampling is no object; name another output or pass --overwrite"
+            )
+        if manifest.output_format not in OUTPUT_FORMS:
+            raise InputError(
+                f"{path}: output_format is {manifest.output_format!r:.80}, this llmpq writes "
+                f"{' and '.join(OUTPUT_FORMS)}; name another output or pass --overwrite"
             )
         if type(manifest.generation) is not int or manifest.generation < 1:
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from llmpq.rows.answers import BAD_LINE
 from llmpq.serve.batches import lines
 from llmpq.serve.batches.behind import BehindOnline
 from llmpq.serve.batches.job import Line, Scan
@@ -39,7 +40,7 @@ class Answering:
             content = lines.envelope(line.content, self._endpoint)
         except ApiError as error:
             message = f"line {line.number}: {error.answer.message}"
-            return lines.failed(custom_id, lines.BAD_LINE, message)
+            return lines.failed(custom_id, BAD_LINE, message)
         while True:
             await self._engine.room()
             try:
@@ -66,7 +67,7 @@ class Answering:
         if problem is None and len(line.content) > most:
             problem = f"it has more than {most} bytes"
         if problem is not None:
-            return lines.failed(None, lines.BAD_LINE, f"line {line.number}: {problem}")
+            return lines.failed(None, BAD_LINE, f"line {line.number}: {problem}")
         first = self._found.repeats.get(line.number)
         if first is None:
             return None

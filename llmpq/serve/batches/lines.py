@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -11,14 +10,21 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmpq.rows.answers import ChatForm, CompletionForm, Form, Json
+from llmpq.rows.answers import (
+    ChatForm,
+    CompletionForm,
+    Form,
+    Json,
+    answer_line,
+    line_response,
+    written_line,
+)
 from llmpq.rows.row import MAX_ID_CHARACTERS
 from llmpq.serve.batches.storage.records import Endpoint
 from llmpq.serve.wire.bodies import ChatBody, CompletionBody
 from llmpq.serve.wire.errors import ApiError, ErrorAnswer, bad_request
 from llmpq.serve.wire.parsing import chat_body, checked, completion_body, parse_json
 
-BAD_LINE = "invalid_line"
 DUPLICATE = "duplicate_custom_id"
 EXPIRED = "batch_expired"
 CANCELLED = "batch_cancelled"
@@ -94,12 +100,13 @@ def request_of(content: Mapping[str, object], endpoint: Endpoint) -> Asked:
 
 def answered(custom_id: str | None, content: Json) -> LineAnswer:
     """The line of an answer."""
-    return LineAnswer(_line(custom_id, _response(HTTPStatus.OK, content), None), None)
+    response = line_response(HTTPStatus.OK, content, uuid4().hex)
+    return LineAnswer(_line(custom_id, response, None), None)
 
 
 def refused(custom_id: str | None, answer: ErrorAnswer) -> LineAnswer:
     """The line of a request that HTTP answers by an error."""
-    response = _response(answer.status, answer.content)
+    response = line_response(answer.status, answer.content, uuid4().hex)
     return LineAnswer(_line(custom_id, response, None), answer.code or answer.type)
 
 
@@ -108,15 +115,5 @@ def failed(custom_id: str | None, code: str, message: str) -> LineAnswer:
     return LineAnswer(_line(custom_id, None, {"code": code, "message": message}), code)
 
 
-def _response(status: int, body: Json) -> Json:
-    return {"status_code": int(status), "request_id": f"req-{uuid4().hex}", "body": body}
-
-
 def _line(custom_id: str | None, response: Json | None, error: Json | None) -> str:
-    content = {
-        "id": f"batch_req_{uuid4().hex}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return written_line(answer_line(custom_id, response, error, uuid4().hex))

@@ -98,6 +98,7 @@ def test_bad_rows_are_named_by_their_number(tmp_path: Path) -> None:
         ('{\n"prompt": "a"\n},\n{\n"prompt": "b"\n}', "line 3, column 2: Expecting value"),
         ('[\n"a",\n"b"\n]', "its rows must be objects"),
         ('[{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}]", "nests too deeply"),
+        ('[{"prompt": [' + "9" * 5000 + "]}]", "line 1, column 2: Exceeds the limit"),
     ],
 )
 def test_an_array_that_breaks_off_is_refused_as_a_file(
