@@ -111,12 +111,6 @@ def _add_files(group: OptionGroup) -> None:
         metavar="PATH",
         help="results: .jsonl, .csv (also .gz, .zst), .parquet or a folder/",
     )
-    add(
-        "--output_format",
-        choices=OUTPUT_FORMS,
-        help="lines of results: rows of llmpq's fields, or answers of OpenAI's batches (default: "
-        "openai where the input's first row is a Batch line and the output no table, else rows)",
-    )
     add("--show_plan", action="store_true", help="print the plan first")
 
 
@@ -135,6 +129,12 @@ def _add_progress(group: OptionGroup) -> None:
         choices=("continue", "fail"),
         default="continue",
         help="whether the other rows run on after one has failed",
+    )
+    add(
+        "--output_format",
+        choices=OUTPUT_FORMS,
+        help="lines of results: rows, or answers of OpenAI's batches (default: openai where the "
+        "first row is a Batch line and the output no table)",
     )
     add(
         "--shard_rows",

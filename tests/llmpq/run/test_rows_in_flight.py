@@ -48,6 +48,9 @@ def test_every_result_has_the_columns_of_its_row() -> None:
     assert found["stage"][1] == "lost"
     assert found["bad"][1] == "malformed"
     assert "plan has room for 64" in str(found["too long"][1])
+    lengths = {result.custom_id: result.prompt_tokens for result in results}
+    ran = {"short": 2, "long": 60, "stage": 1, "plain": 1}
+    assert lengths == {**ran, "too long": None, "bad": None}
     assert rows.columns_held == 0
     rows.long.close()
 
