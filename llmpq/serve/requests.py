@@ -8,6 +8,7 @@ from operator import add
 from typing import Any
 
 from actors.sampling_options import Sampling
+from llmpq.rows.pieces import Piece
 from llmpq.rows.row import BadRow, Row, merge_sampling, row_from_mapping
 from llmpq.serve.engine import (
     Engine,
@@ -18,7 +19,6 @@ from llmpq.serve.engine import (
 )
 from llmpq.serve.wire.bodies import ChatBody, CompletionBody
 from llmpq.serve.wire.errors import ApiError, bad_request
-from llmpq.serve.wire.pieces import Piece
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
 from quant.common.errors import FieldError

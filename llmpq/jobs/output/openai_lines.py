@@ -22,7 +22,7 @@ from llmpq.rows.answers import (
 from llmpq.rows.ids import FINGERPRINT_HEX, digest
 from llmpq.rows.own_columns import PREFIX
 from llmpq.rows.pieces import Piece
-from llmpq.rows.results import FINGERPRINT, Result
+from llmpq.rows.results import FINGERPRINT, REASONING, Result
 
 FAILED = "generation_failed"
 """Code of a row that has run, and failed."""
@@ -38,24 +38,28 @@ def openai_line(result: Result, fingerprint: str, model_name: str, is_chat: bool
     """The line that answers a row, with its own columns; `is_chat`: its prompt was messages."""
     name = fingerprint.replace("-", "") + digest({"id": result.custom_id}, _ID_HEX)
     response = error = None
+    columns = dict(result.columns)
+    reasoning = columns.pop(REASONING, None)
     if result.error is None:
-        body = _body(result, Head(name, int(time.time()), model_name), is_chat)
+        head = Head(name, int(time.time()), model_name)
+        body = _body(result, head, is_chat, reasoning)
         response = line_response(HTTPStatus.OK, body, name)
     else:
         code = BAD_LINE if result.prompt_tokens is None else FAILED
         error = {"code": code, "message": result.error}
     line = answer_line(result.custom_id, response, error, name)
-    for column, value in result.columns.items():
+    for column, value in columns.items():
         while column in line:
             column = PREFIX + column
         line[column] = value
     return written_line(line)
 
 
-def _body(result: Result, head: Head, is_chat: bool) -> Json:
+def _body(result: Result, head: Head, is_chat: bool, reasoning: str | None) -> Json:
     form = ChatForm(False) if is_chat else CompletionForm(False)
     new_tokens = len(result.token_ids)
-    piece = Piece(0, result.text or "", new_tokens, finish_reason=result.finish_reason)
+    text, reason = result.text or "", result.finish_reason
+    piece = Piece(0, text, new_tokens, finish_reason=reason, reasoning=reasoning)
     choice = dict(form.whole([piece]))
     if result.text is None:  # the model has no tokenizer
         choice["token_ids"] = list(result.token_ids)

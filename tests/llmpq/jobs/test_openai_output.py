@@ -120,6 +120,21 @@ def test_lines_of_rows_that_are_unlike_others() -> None:
     assert line["response"]["status_code"] == 200
 
 
+def test_reasoning_stands_in_the_message() -> None:
+    columns = {"reasoning_content": "as 2 + 2", "topic": "sums"}
+    result = Result("a", "4", (1, 2), "stop", columns=columns, prompt_tokens=3)
+    line = json.loads(openai_line(result, PRINT, "m", is_chat=True))
+    message = line["response"]["body"]["choices"][0]["message"]
+    assert message["content"] == "4"
+    assert message["reasoning_content"] == "as 2 + 2"
+    assert "reasoning_content" not in line
+    assert line["topic"] == "sums"
+    none = replace(result, columns={"reasoning_content": None})
+    line = json.loads(openai_line(none, PRINT, "m", is_chat=True))
+    assert "reasoning_content" not in line["response"]["body"]["choices"][0]["message"]
+    assert "reasoning_content" not in line
+
+
 @pytest.mark.parametrize("target", ["out.jsonl", "out.jsonl.gz", "folder/"])
 def test_every_row_comes_once_through_stops(target: str, tmp_path: Path) -> None:
     given = [batch_line(f"q{n}", f"prompt {n}") for n in range(9)]
