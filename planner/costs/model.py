@@ -28,7 +28,7 @@ from planner.model.finding import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.capacity import stages_hold
-from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
+from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import job_passes
 from planner.schedule.steady_cycle import SteadyCycle
@@ -44,7 +44,7 @@ class CostModel:
 
     `sensitivity`: omega `[layers, bitwidths of options.bits]`. `theta`: seconds that a unit of it
     is worth. Costs are of one batch of `workload`, or where there is a `job` of all its prompts,
-    of which as many as a batch has are in flight. `only_bits`: the one bitwidth of
+    of which as many as a batch has are in flight. `usable_bits`: the bitwidths of
     `options.bits` that layers may have; None for all. `cycle`: by which the job's passes are
     counted under the policy `exegpt`.
     """
@@ -58,7 +58,7 @@ class CostModel:
     theta: float = 0.0
     job: Job | None = None
     head_on_first: bool = False
-    only_bits: int | None = None
+    usable_bits: tuple[int, ...] | None = None
     cycle: SteadyCycle | None = None
     _rows: dict[Hashable, _StageRows] = field(
         init=False, default_factory=dict, compare=False, repr=False
@@ -68,6 +68,16 @@ class CostModel:
     def of_batch(self) -> CostModel:
         """The costs of the requests in flight as one batch, whose memory is that of the job."""
         return self if self.job is None else replace(self, job=None, cycle=None)
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The bitwidths that layers may have."""
+        return self.options.bits if self.usable_bits is None else self.usable_bits
+
+    @property
+    def _is_usable(self) -> BoolArray:
+        """Whether layers may have each of `options.bits` [K]."""
+        return np.isin(self.options.bits, self.bits)
 
     def head_stage(self, stages: int) -> int:
         """The stage that has LM head and sampling."""
@@ -198,15 +208,14 @@ class CostModel:
             decode_micro_batches=-(-batch // sizes.decode),
             new_tokens=self.workload.new_tokens,
             objective=self.options.objective if self.job is None else "job",
-            available=np.array([self.only_bits in (None, bits) for bits in self.options.bits]),
+            available=self._is_usable,
             passes=rows.passes,
         )
 
     def has_room(self, devices: Sequence[Device], sizes: MicroBatches) -> bool:
         """Whether memory allows a plan, as it does or not for the problem of the same order."""
         rows = self._rows_of(sizes, len(devices))
-        usable = [self.only_bits in (None, bits) for bits in self.options.bits]
-        each = rows.layer_bytes(devices)[:, usable].min(axis=1) * self.options.group
+        each = rows.layer_bytes(devices)[:, self._is_usable].min(axis=1) * self.options.group
         layers = self.shape.layers // self.options.group
         places = [(device, j) for j, device in enumerate(devices)]
         return stages_hold(each, rows.free_bytes(places), layers)

@@ -16,6 +16,7 @@ from planner.optimiser.objectives import decode_round_form
 from planner.optimiser.problem import AssignmentProblem
 from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
+from planner.search.tradeoffs.qualities import bits_by_quality
 from planner.simulation.forecast import Forecast, forecast_assignment
 from planner.simulation.simulation import Simulated, simulate_assignment
 from quant.common.errors import PlanMismatchError
@@ -108,15 +109,21 @@ class PlannedAssignment:
 
 
 def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
-    """Put `plan` on the cost model it was made with, at the plan's own theta.
+    """Put `plan` on the cost model it was made with, at the plan's own theta and with the bits of
+    its quality.
 
     PlanMismatchError for a cost model of another problem.
     """
     _check_same(plan, costs)
     most, chunk = plan.policy.max_batch_size, plan.policy.prefill_chunk_tokens
     options = replace(costs.options, max_batch_size=most, prefill_chunk_tokens=chunk)
-    theta, head_on_first = plan.solver.theta, plan.head_on_first
-    costs = replace(costs, theta=theta, head_on_first=head_on_first, options=options)
+    costs = replace(
+        costs,
+        theta=plan.solver.theta,
+        head_on_first=plan.head_on_first,
+        options=options,
+        usable_bits=_usable_bits(plan, costs.options.bits),
+    )
     devices = devices_of(costs.cluster, tuple(stage.device_names for stage in plan.stages))
     group, bits = costs.options.group, costs.options.bits
     choices = [bits.index(each) for stage in plan.stages for each in stage.bitwidths]
@@ -129,6 +136,14 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
         first_layer=tuple(bound // group for bound in bounds),
         bitwidth=tuple(choices[::group]),
     )
+
+
+def _usable_bits(plan: PlanSpec, bits: Sequence[int]) -> tuple[int, ...] | None:
+    """The bitwidths among which the plan's quality chose; None for all."""
+    if plan.beside.quality in (None, "fast"):
+        return None
+    used = {each for stage in plan.stages for each in stage.bitwidths}
+    return next(usable for usable in bits_by_quality(bits) if used <= set(usable))
 
 
 def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:

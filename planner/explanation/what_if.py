@@ -180,7 +180,7 @@ def _changed(
     changed = {device: device for device in devices}
     cluster = costs.cluster
     if question.kind == "theta":
-        return replace(costs, theta=amount), devices
+        return replace(costs, theta=amount, usable_bits=None), devices
     if question.kind == "memory" and question.stage is not None:
         device = devices[question.stage]
         changed[device] = replace(device, memory_bytes=device.memory_bytes + round(amount))

@@ -6,9 +6,9 @@ the whole job in its steady state.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.costs.model import CostModel
@@ -24,12 +24,14 @@ from planner.scheduling import ScheduleKind
 from planner.search.candidate_search import SearchTime
 from planner.search.tradeoffs.pareto import Point, fastest_within
 from planner.search.tradeoffs.qualities import (
-    MOST_STEPS,
-    SLOWER,
-    STEP,
     TIE_BREAK,
     best_by_rules,
+    bits_by_quality,
+    has_only,
     seconds_per_sensitivity,
+    slowest_high_s,
+    theta_of_tenth,
+    towards_high,
 )
 from planner.workload import Job
 
@@ -63,30 +65,24 @@ class BoundedSearch:
         clock: Callable[[], float],
         tolerance: Tolerance = TOLERANCE,
     ) -> None:
-        self._costs = costs
-        search_time = SearchTime(costs.options.search_time_limit, clock)
-        self._kinds = {
-            kind: KindSearch(
-                PLANNERS[kind](costs, job, request, clock),
-                job.prompts,
-                request.quantile,
-                search_time,
-                tolerance,
-            )
-            for kind in request.kinds
-        }
+        self._costs, self._job, self._request, self._clock = costs, job, request, clock
+        self._search_time = SearchTime(costs.options.search_time_limit, clock)
+        self._tolerance = tolerance
+        self._kinds_of_bits: dict[tuple[int, ...], dict[ScheduleKind, KindSearch]] = {}
 
     @property
     def evaluations(self) -> int:
         """Points of controls that were evaluated."""
-        return sum(each.evaluations for each in self._kinds.values())
+        searches = self._kinds_of_bits.values()
+        return sum(each.evaluations for kinds in searches for each in kinds.values())
 
     @property
     def least(self) -> Least | None:
         """The least latency that was found; None where nothing fits."""
         found = [
             Least(kind, each.least.latency_s)
-            for kind, each in self._kinds.items()
+            for kinds in self._kinds_of_bits.values()
+            for kind, each in kinds.items()
             if each.least is not None
         ]
         return min(found, key=lambda each: each.latency_s, default=None)
@@ -105,40 +101,59 @@ class BoundedSearch:
         choice = fastest_within(lambda theta: self._point(theta, bound_s), options.max_omega)
         return choice.point.plan
 
-    def at(self, theta: float, bound_s: float) -> Scheduled:
-        """The best schedule of all kinds at one theta; errors as in `within`."""
-        found = [each.best(theta, bound_s) for each in self._kinds.values()]
+    def at(
+        self, theta: float, bound_s: float, usable_bits: tuple[int, ...] | None = None
+    ) -> Scheduled:
+        """The best schedule of all kinds at one theta, with layers of these bits (None: of all);
+        errors as in `within`.
+        """
+        kinds = self._kinds(usable_bits or self._costs.bits)
+        found = [each.best(theta, bound_s) for each in kinds.values()]
         kept = [each for each in found if each is not None]
         if not kept:
             raise NoScheduleError(f"no schedule within {bound_s:g} s")
         return min(kept, key=lambda each: each.cost_s(theta))
 
-    def _point(self, theta: float, bound_s: float) -> Point[Scheduled]:
-        best = self.at(theta, bound_s)
+    def _kinds(self, bits: tuple[int, ...]) -> Mapping[ScheduleKind, KindSearch]:
+        """The searches for schedules of each kind with layers of these bits."""
+        if bits not in self._kinds_of_bits:
+            costs, request = replace(self._costs, usable_bits=bits), self._request
+            self._kinds_of_bits[bits] = {
+                kind: KindSearch(
+                    PLANNERS[kind](costs, self._job, request, self._clock),
+                    self._job.prompts,
+                    request.quantile,
+                    self._search_time,
+                    self._tolerance,
+                )
+                for kind in request.kinds
+            }
+        return self._kinds_of_bits[bits]
+
+    def _point(
+        self, theta: float, bound_s: float, usable_bits: tuple[int, ...] | None = None
+    ) -> Point[Scheduled]:
+        best = self.at(theta, bound_s, usable_bits)
         return Point(theta, best.seconds, best.placed.omega, 0.0, best, best.seconds)
 
     def _of_quality(self, quality: Quality, bound_s: float) -> Scheduled:
-        """The schedule of a quality, by the rules for jobs."""
+        """The schedule of a quality, by the rules for jobs; where none near 16 bit keeps the bound,
+        which then asks for fewer, of any bits.
+        """
         fast = self._point(TIE_BREAK * seconds_per_sensitivity(self._costs), bound_s)
-        found = [fast]
-        if fast.omega > 0 and quality != "fast":
-            theta = SLOWER * fast.predicted_s / fast.omega
-            found.append(self._point(theta, bound_s))
-            if quality == "high":
-                found += self._towards_high(theta, bound_s, found)
-        return best_by_rules(found)[quality].plan
+        if quality == "fast" or not fast.omega:
+            return fast.plan
+        for bits in (next(bits_by_quality(self._costs.bits)), self._costs.bits):
 
-    def _towards_high(
-        self, theta: float, bound_s: float, known: list[Point[Scheduled]]
-    ) -> list[Point[Scheduled]]:
-        """Points of ever less sensitivity, about as slow as is allowed."""
-        limit_s = min(point.predicted_s for point in known) / (1 - SLOWER)
-        found, low, high = list[Point[Scheduled]](), theta, math.inf
-        for _ in range(MOST_STEPS):
-            theta = low * STEP if math.isinf(high) else math.sqrt(low * high)
-            found.append(self._point(theta, bound_s))
-            if found[-1].predicted_s > limit_s:
-                high = theta
-            else:
-                low = theta
-        return found
+            def solve(theta: float, bits: tuple[int, ...] = bits, **_: bool) -> Point[Scheduled]:
+                return self._point(theta, bound_s, bits)
+
+            with suppress(NoScheduleError):
+                balanced = solve(theta_of_tenth(fast))
+                placed = fast.plan.placed.placements
+                is_usable = all(has_only(bits, self._costs, each.solution) for each in placed)
+                found = [balanced, fast] if is_usable else [balanced]
+                if quality == "high" and balanced.omega:
+                    found += towards_high(solve, balanced, slowest_high_s(found))
+                return best_by_rules(fast, found)[quality].plan
+        return fast.plan

@@ -121,7 +121,7 @@ class CandidateSearch:
                 f"method {self._options.method} has no plan for any of {count} candidates; "
                 "use method auto"
             )
-        bound = min(self._bound, *(candidates.bound for candidates in searched))
+        bound = min((self._bound, *(candidates.bound for candidates in searched)))
         proven = bound >= self._target() * (1 - ROUNDING)
         most = self._lowest() * (1 + self._slack)
         kept = [each for each in self._kept if each[1].objective < most]

@@ -21,12 +21,7 @@ from llmpq.report.latency import kind_name, latencies, requests_per_second, wait
 from llmpq.report.sentences import LEAST_GAIN, search_outcome
 from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.spec import PlanSpec, StagePlan
-from quant.scheme import FULL_BITS
-
-NEAR_FULL_BITS = 8
-"""Layers of so many bits are near 16 bit: +0.07 of 26.2 and +0.016 of 44.1 in perplexity, within
-the error of the texts (docs/quantization.md).
-"""
+from quant.scheme import FULL_BITS, NEAR_FULL_BITS
 
 LEAST_SHOWN_GAP = 5e-5  # less reads as 0.00 %
 

@@ -90,7 +90,7 @@ class Alternation:
         """The best schedule found within the bound at this theta; None where none keeps it."""
         if not self._pool:
             for start in self._planner.starts():
-                if start.only_bits is None or not self._search_time.is_over:
+                if start.usable_bits is None or not self._search_time.is_over:
                     self._place(start, theta)
         best = self._best_known(theta, bound_s)
         if best is None:

@@ -18,14 +18,14 @@ from planner.scheduling import RequestSchedule, ScheduleKind
 @dataclass(frozen=True)
 class Start:
     """A schedule to place layers for; `free`: its groups may be others, as many as stages. With
-    `only_bits` all layers have that bitwidth; with `on_all` no device is left out. `division`: the
-    devices that prefill and those that decode, where they are divided; `slack`: how many times
-    quality counts on either.
+    `usable_bits` layers have none but these bitwidths; with `on_all` no device is left out.
+    `division`: the devices that prefill and those that decode, where they are divided; `slack`: how
+    many times quality counts on either.
     """
 
     schedule: RequestSchedule
     free: bool = True
-    only_bits: int | None = None
+    usable_bits: tuple[int, ...] | None = None
     on_all: bool = False
     division: Division | None = None
     slack: tuple[float, float] = (1.0, 1.0)

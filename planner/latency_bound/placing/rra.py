@@ -61,7 +61,7 @@ class RraPlanner:
     job: Job
     request: BoundRequest
     clock: Callable[[], float]
-    _known_most: dict[int | None, int] = field(default_factory=dict)
+    _known_most: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
 
     def starts(self) -> Iterator[Start]:
         """Yield what to begin with: from as many requests in flight as have room down to one by
@@ -71,9 +71,9 @@ class RraPlanner:
             yield Start(self._sharing(share))
         longest = max(1, self.request.lengths.outputs.longest - 1)
         yield Start(rra_schedule(self.request.lengths, 1, longest, 1, 1))
-        for bits in self.costs.options.bits:
-            yield Start(self._sharing(FEW, bits), only_bits=bits)
-            yield Start(self._sharing(MANY, bits), only_bits=bits, on_all=True)
+        for bits in self.costs.bits:
+            yield Start(self._sharing(FEW, (bits,)), usable_bits=(bits,))
+            yield Start(self._sharing(MANY, (bits,)), usable_bits=(bits,), on_all=True)
 
     def placed(self, start: Start, theta: float, limit_s: float) -> RraPlaced:
         """The layers where a cycle of the schedule takes the least time, a unit of sensitivity
@@ -91,25 +91,25 @@ class RraPlanner:
                 decode_micro_batch=None if start.free else most_in_group(schedule),
                 keep_all_devices=start.on_all or self.costs.options.keep_all_devices,
             ),
-            only_bits=start.only_bits or self.costs.only_bits,
+            usable_bits=start.usable_bits or self.costs.usable_bits,
         )
         solution = search(costs, self.clock)
-        costs = replace(costs, only_bits=self.costs.only_bits)
+        costs = replace(costs, usable_bits=self.costs.usable_bits)
         return RraPlaced(Placement(costs, solution), self.job, self.request)
 
-    def _sharing(self, share: float, only_bits: int | None = None) -> RequestSchedule:
-        """A schedule of this share of the requests that have room, all layers at one bitwidth."""
+    def _sharing(self, share: float, usable_bits: tuple[int, ...] | None = None) -> RequestSchedule:
+        """A schedule of this share of the requests that have room with these bits."""
         lengths, stages = self.request.lengths, len(self.costs.cluster.devices)
         steps = max(1, ceil((lengths.outputs.mean - 1) / 2))
         phases = max(1.0, Completions(lengths.outputs, steps).phases)
-        most = self._most(only_bits or self.costs.only_bits)
+        most = self._most(usable_bits or self.costs.usable_bits)
         newcomers = max(1, int(share * most / (1 + SCHEDULE_TOLERANCE) / phases))
         return rra_schedule(lengths, newcomers, steps, min(stages, newcomers), 1)
 
-    def _most(self, only_bits: int | None) -> int:
-        """The most requests in flight that memory has room for, at one bitwidth; 1 where none."""
-        if only_bits not in self._known_most:
-            costs = replace(self.costs, only_bits=only_bits)
+    def _most(self, usable_bits: tuple[int, ...] | None) -> int:
+        """The most requests in flight that memory has room for, at these bits; 1 where none."""
+        if usable_bits not in self._known_most:
+            costs = replace(self.costs, usable_bits=usable_bits)
             one = replace(costs, workload=costs.in_flight(self.job, 1))
             room = JobSearch(costs, self.job, self.clock)
             try:
@@ -117,8 +117,8 @@ class RraPlanner:
             except DoesNotFitError:
                 sets = []
             found = (room.most(devices) for devices in sets)
-            self._known_most[only_bits] = max((1, *found))
-        return self._known_most[only_bits]
+            self._known_most[usable_bits] = max((1, *found))
+        return self._known_most[usable_bits]
 
 
 @dataclass(frozen=True, eq=False)

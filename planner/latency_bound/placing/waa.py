@@ -83,8 +83,8 @@ class WaaPlanner:
             yield Start(self._schedule(1), division=division)
         for division in self._divisions[:1]:
             few = self._schedule(max(1, int(SHARES[-1] * self._most(division))))
-            for bits in self.costs.options.bits:
-                yield Start(few, division=division, only_bits=bits)
+            for bits in self.costs.bits:
+                yield Start(few, division=division, usable_bits=(bits,))
 
     def placed(self, start: Start, theta: float, limit_s: float) -> WaaPlaced:
         """The layers of either side that are best for the schedule, a unit of sensitivity counting
@@ -97,14 +97,14 @@ class WaaPlanner:
             replace(
                 self._side(devices),
                 theta=theta / 2 * slack,
-                only_bits=start.only_bits or self.costs.only_bits,
+                usable_bits=start.usable_bits or self.costs.usable_bits,
             )
             for devices, slack in zip((division.prefill, division.decode), start.slack, strict=True)
         )
         prefill = _prefilling(prefill, schedule, self.job, limit_s)
         decode = _decoding(decode, schedule, self.job, limit_s, start.free)
         of_decode, of_prefill = (
-            Placement(replace(costs, only_bits=None), search(costs, self.clock))
+            Placement(replace(costs, usable_bits=self.costs.usable_bits), search(costs, self.clock))
             for costs in (decode, prefill)
         )
         return WaaPlaced(self.kind, division, of_decode, of_prefill, self.job, self.request)

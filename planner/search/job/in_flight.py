@@ -92,10 +92,24 @@ def plan_solver(
     if costs.job is not None and costs.options.in_flight == AUTO:
         return JobSearch(costs, costs.job, clock, known).solve
 
+    found: list[Solution] = []
+
     def solve(theta: float, *, quick: bool = False, limit_s: float | None = None) -> Solution:
-        return search(_limited(replace(costs, theta=theta), limit_s), clock)
+        at_theta = _limited(replace(costs, theta=theta), limit_s)
+        is_near = quick and bool(found)
+        found.append(_near(at_theta, found[-1], clock) if is_near else search(at_theta, clock))
+        return found[-1]
 
     return solve
+
+
+def _near(costs: CostModel, found: Solution, clock: Callable[[], float]) -> Solution:
+    """The best plan of a batch with the order, the sizes and the head of one that was `found`."""
+    costs, runner = found.costs(costs), CandidateSearch(costs.options, clock)
+    problem = grouped(costs.problem(found.devices, found.sizes), costs.options.group)
+    same = found.workload, found.devices, found.sizes
+    runner.consider(SearchCandidate(*same, problem, 0.0, found.head_on_first), 0.0)
+    return runner.solution([])
 
 
 def _limited(costs: CostModel, limit_s: float | None) -> CostModel:

@@ -2,13 +2,15 @@
 
 - `fast` has the most tokens per second (all sensitivity together counts for less than a thousandth
   of the time).
+- `balanced` and `high` are near 16 bit: no layer has fewer than `NEAR_FULL_BITS`. Only where memory
+  has no room for that have they fewer, and then none has fewer than all layers have room for.
 - `balanced` takes the time of the fastest plan as one, and its sensitivity as a tenth, and has the
   least sum of both: it is one percent slower wherever that removes a tenth of that sensitivity.
-- `high` has the least sensitivity of the plans at most a tenth slower than the fastest.
+- `high` has the least sensitivity of the plans at most a tenth slower than the fastest of such bits.
 
-Neither rule knows seconds or the scale of an omega file. The sum being least, no plan has both more
-tokens per second and less sensitivity than `balanced`, which is at most as much slower as `high`
-and at least as good as `fast`.
+No rule knows seconds or the scale of an omega file. The sum being least, no plan of such bits has
+both more tokens per second and less sensitivity than `balanced`, which is at most as much slower as
+`high` and at least as good as `fast`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from planner.search.memory_fit import searched_sizes
 from planner.search.tradeoffs.bounded import PointSolver, theta_solver
 from planner.search.tradeoffs.pareto import PlanT, Point
 from quant.common.errors import InfeasibleError
+from quant.scheme import NEAR_FULL_BITS
 
 SLOWER = 0.1
 """Share of the most tokens per second that `high` gives up at most, and share of the fastest
@@ -58,18 +61,41 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
     search_time = SearchTime(PLAN_TIME * costs.options.search_time_limit, clock)
     solve = theta_solver(costs, clock, search_time=search_time)
     fast = solve(TIE_BREAK * seconds_per_sensitivity(costs))
-    number = fast.plan.workload.global_batch
-    at_most_bits = theta_solver(_at_most_bits(costs), clock, (number,), search_time)
-    finest = _finest(costs, at_most_bits, fast)
-    # `high` takes the longest: a batch, of which little else is asked, has it only if it is wanted
-    found = _by_quality(solve, fast, finest, costs.job is not None or quality == "high")
-    point = found[quality]
-    return Chosen(replace(costs, theta=point.theta), point.plan, quality, found, finest)
+    good = (fast.plan.workload.global_batch,)
+
+    def solver_of(usable: CostModel, known: tuple[int, ...]) -> PointSolver:
+        same = usable.bits == costs.bits
+        return solve if same else theta_solver(usable, clock, known, search_time)
+
+    finest = _finest(costs, solver_of(replace(costs, usable_bits=(max(costs.bits),)), good), fast)
+    for bits in bits_by_quality(costs.bits):
+        usable, is_usable = replace(costs, usable_bits=bits), has_only(bits, costs, fast.plan)
+        known = [point for point in (fast if is_usable else None, finest) if point is not None]
+        try:
+            # Of fewer bits than these many more are in flight.
+            solve_usable = solver_of(usable, good if is_usable else ())
+            found = _by_quality(solve_usable, fast, known, finest)
+        except InfeasibleError:
+            continue
+        point, of_point = found[quality], costs if quality == "fast" else usable
+        return Chosen(replace(of_point, theta=point.theta), point.plan, quality, found, finest)
+    raise AssertionError("the fastest plan has bits of the last ones")
 
 
-def _at_most_bits(costs: CostModel) -> CostModel:
-    """The costs with the most bits for every layer."""
-    return replace(costs, only_bits=max(costs.options.bits))
+def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the bitwidths among which `balanced` and `high` choose: those near 16 bit, and for
+    where these do not fit each time the next one too.
+    """
+    fewer = sorted((each for each in bits if each < NEAR_FULL_BITS), reverse=True)
+    for least in (NEAR_FULL_BITS, *fewer):
+        usable = tuple(each for each in bits if each >= least)
+        if usable:
+            yield usable
+
+
+def has_only(bits: Sequence[int], costs: CostModel, solution: Solution) -> bool:
+    """Whether layers have none but these bitwidths."""
+    return {costs.options.bits[each] for each in solution.assignment.bitwidth} <= set(bits)
 
 
 def _finest(costs: CostModel, solve: PointSolver, fast: Point[Solution]) -> Point[Solution] | None:
@@ -88,25 +114,41 @@ def _finest(costs: CostModel, solve: PointSolver, fast: Point[Solution]) -> Poin
 
 
 def _by_quality(
-    solve: PointSolver, fast: Point[Solution], finest: Point[Solution] | None, with_high: bool
+    solve: PointSolver,
+    fast: Point[Solution],
+    known: Sequence[Point[Solution]],
+    finest: Point[Solution] | None,
 ) -> Qualities:
-    found = [fast] if finest is None else [fast, finest]
-    if fast.omega > 0:
-        theta = SLOWER * fast.predicted_s / fast.omega
-        found.append(solve(theta))
-        limit_s = min(point.predicted_s for point in found) / (1 - SLOWER)
-        if with_high and (finest is None or finest.predicted_s > limit_s):
-            found += _towards_high(solve, theta, limit_s)
-    best = best_by_rules(found)
-    return best if with_high else {name: best[name] for name in best if name != "high"}
+    """The plans of the qualities: those `known` and those of `solve` have bits for all of them."""
+    if not fast.omega:
+        return best_by_rules(fast, [fast])
+    balanced = solve(theta_of_tenth(fast))
+    found = [*known, balanced]
+    limit_s = slowest_high_s(found)
+    if balanced.omega and (finest is None or finest.predicted_s > limit_s):
+        found += towards_high(solve, balanced, limit_s)
+    return best_by_rules(fast, found)
 
 
-def best_by_rules(found: Sequence[Point[PlanT]]) -> Mapping[Quality, Point[PlanT]]:
-    """The best of all that were `found` by each rule: searches rank by a closed form, so that by
-    the prediction one may be beaten by what another found.
+def theta_of_tenth(point: Point[PlanT]) -> float:
+    """The theta at which all the sensitivity of a plan counts as a tenth of its time."""
+    return SLOWER * point.predicted_s / point.omega
+
+
+def slowest_high_s(found: Sequence[Point[PlanT]]) -> float:
+    """Seconds that the plan of quality `high` takes at most, by those of its bits."""
+    return min(point.predicted_s for point in found) / (1 - SLOWER)
+
+
+def best_by_rules(
+    fast: Point[PlanT], found: Sequence[Point[PlanT]]
+) -> Mapping[Quality, Point[PlanT]]:
+    """The best by each rule: of all `fast`, of those `found` with bits for every quality the
+    others. Searches rank by a closed form, so that by the prediction one may be beaten by what
+    another found.
     """
-    fast = min(found, key=lambda point: (point.predicted_s, point.omega))
-    limit_s = fast.predicted_s / (1 - SLOWER)
+    fast = min((fast, *found), key=lambda point: (point.predicted_s, point.omega))
+    limit_s = slowest_high_s(found)
 
     def loss(point: Point[PlanT]) -> float:
         sensitivity = point.omega / fast.omega if fast.omega > 0 else 0.0
@@ -122,9 +164,11 @@ def best_by_rules(found: Sequence[Point[PlanT]]) -> Mapping[Quality, Point[PlanT
     }
 
 
-def _towards_high(solve: PointSolver, theta: float, limit_s: float) -> Iterator[Point[Solution]]:
-    """Yield plans of ever less sensitivity from that of `theta` on, about as slow as the limit."""
-    low, high = theta, math.inf
+def towards_high(
+    solve: Callable[..., Point[PlanT]], balanced: Point[PlanT], limit_s: float
+) -> Iterator[Point[PlanT]]:
+    """Yield plans of ever less sensitivity than `balanced` has, about as slow as the limit."""
+    low, high = max(balanced.theta, theta_of_tenth(balanced) / STEP), math.inf
     for _ in range(MOST_STEPS):
         theta = low * STEP if math.isinf(high) else math.sqrt(low * high)
         found = solve(theta, quick=True)
