@@ -32,6 +32,11 @@ class Priced:
     tokens_per_s: float
     sensitivity: float
 
+    @property
+    def per_device(self) -> float:
+        """Tokens per second and device."""
+        return self.tokens_per_s / sum(block.size for block in self.make_up)
+
 
 @dataclass(eq=False)
 class Pricing:
@@ -52,6 +57,11 @@ class Pricing:
     _tried: set[tuple[MakeUp, float]] = field(default_factory=set)
     _unfit: set[MakeUp] = field(default_factory=set)
     _seconds: dict[MakeUp, float] = field(default_factory=dict)
+
+    def of_bits(self, bits: tuple[int, ...]) -> Pricing:
+        """The same for layers that have only these bitwidths, in the time that is left."""
+        costs = replace(self.costs, usable_bits=bits)
+        return replace(self, costs=costs, priced=[], _tried=set(), _unfit=set())
 
     @property
     def is_over(self) -> bool:

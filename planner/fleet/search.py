@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
@@ -30,7 +32,7 @@ from planner.quality.sensitivity import Omega
 from planner.search.groupings import degrees_of, first_sets
 from planner.search.remedies import PlanningRequest, naming_remedies
 from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
-from planner.search.tradeoffs.qualities import SLOWER, TIE_BREAK
+from planner.search.tradeoffs.qualities import SLOWER, TIE_BREAK, bits_by_quality
 from planner.workload import Job, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError, SpecError
 
@@ -173,24 +175,27 @@ def _make_ups(
 
 def _chosen(request: FleetRequest, pricing: Pricing, pools: Pools) -> tuple[Division, list[Priced]]:
     """The division of the quality that is wanted, and the priced make-ups that it counts."""
-    fast = _fastest(request, pricing, pools)
-    quality = quality_of(request.options)
+    fast, quality = _fastest(request, pricing, pools), quality_of(request.options)
     worth = _worth(request, pricing, fast)
     if worth <= TIE_BREAK:
         return fast, pricing.priced
-    speed = _tokens_per_s(pricing.priced, fast)
     pricing.limit_s *= 1 + QUALITY_TIME
-    taken = [each for each, count in zip(pricing.priced, fast.counts, strict=True) if count]
-    others = sorted(
-        (each for each in pricing.priced if each not in taken),
-        key=lambda each: -each.tokens_per_s / sum(b.size for b in each.make_up),
-    )
-    for each in [*taken, *others]:
-        pricing.price(each.make_up, worth)
-    least = (1 - SLOWER) * speed if quality == "high" else 0.0
-    columns = _columns(pricing.priced, worth / pricing.worst_sensitivity)
-    found = divide(columns, pools.counts(), request.number, least * (1 - 1e-6))
-    return found, pricing.priced
+    counts = zip(pricing.priced, fast.counts, strict=True)
+    taken = {each.make_up for each, count in counts if count}
+    known = sorted(pricing.priced, key=lambda each: (each.make_up not in taken, -each.per_device))
+    every = pricing.costs.bits
+    for bits in bits_by_quality(every) if quality else (every,):
+        usable = pricing if bits == every else pricing.of_bits(bits)
+        makes = _make_ups(request, usable.costs, pools, usable)
+        for make_up in chain([each.make_up for each in known], makes):
+            usable.price(make_up, worth)
+        with suppress(InfeasibleError):
+            speed = _tokens_per_s(usable.priced, _fastest(request, usable, pools))
+            least = (1 - SLOWER) * speed if quality == "high" else 0.0
+            columns = _columns(usable.priced, worth / pricing.worst_sensitivity)
+            found = divide(columns, pools.counts(), request.number, least * (1 - 1e-6))
+            return found, usable.priced
+    return fast, pricing.priced
 
 
 def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> Division:

@@ -6,7 +6,7 @@
   has no room for that have they fewer, and then none has fewer than all layers have room for.
 - `balanced` takes the time of the fastest plan as one, and its sensitivity as a tenth, and has the
   least sum of both: it is one percent slower wherever that removes a tenth of that sensitivity.
-- `high` has the least sensitivity of the plans at most a tenth slower than the fastest of such bits.
+- `high` has the least sensitivity of those at most a tenth slower than the fastest of such bits.
 
 No rule knows seconds or the scale of an omega file. The sum being least, no plan of such bits has
 both more tokens per second and less sensitivity than `balanced`, which is at most as much slower as
@@ -71,10 +71,10 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
     for bits in bits_by_quality(costs.bits):
         usable, is_usable = replace(costs, usable_bits=bits), has_only(bits, costs, fast.plan)
         known = [point for point in (fast if is_usable else None, finest) if point is not None]
+        looks = 1 if is_usable or costs.job is None else 2
+        solve_usable = solver_of(usable, good if is_usable else ())
         try:
-            # Of fewer bits than these many more are in flight.
-            solve_usable = solver_of(usable, good if is_usable else ())
-            found = _by_quality(solve_usable, fast, known, finest)
+            found = _by_quality(solve_usable, looks, fast, known, finest)
         except InfeasibleError:
             continue
         point, of_point = found[quality], costs if quality == "fast" else usable
@@ -115,15 +115,17 @@ def _finest(costs: CostModel, solve: PointSolver, fast: Point[Solution]) -> Poin
 
 def _by_quality(
     solve: PointSolver,
+    looks: int,
     fast: Point[Solution],
     known: Sequence[Point[Solution]],
     finest: Point[Solution] | None,
 ) -> Qualities:
-    """The plans of the qualities: those `known` and those of `solve` have bits for all of them."""
+    """The plans of the qualities: those `known` and those of `solve` have bits for all of them. So
+    many `looks` at a job's numbers in flight are needed where none of these bits was known.
+    """
     if not fast.omega:
         return best_by_rules(fast, [fast])
-    balanced = solve(theta_of_tenth(fast))
-    found = [*known, balanced]
+    *_, balanced = found = [*known, *(solve(theta_of_tenth(fast)) for _ in range(looks))]
     limit_s = slowest_high_s(found)
     if balanced.omega and (finest is None or finest.predicted_s > limit_s):
         found += towards_high(solve, balanced, limit_s)

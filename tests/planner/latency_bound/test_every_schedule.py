@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,10 @@ from planner.latency_bound.placing.rra import RraPlaced, RraPlanner
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.search import find_bounded_plan
 from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.options import PlanOptions
+from planner.options import PlanOptions, Quality
+from planner.plan.spec import PlanSpec
+from quant.common.errors import BoundNotMetError
+from quant.scheme import BITWIDTHS, NEAR_FULL_BITS
 from tests.planner.latency_bound.settings import (
     THREE_LAYERS,
     bounded_costs,
@@ -83,3 +87,25 @@ def test_a_search_without_time_has_a_plan_that_keeps_the_bound(
         searched.append(len(placed))
     assert searched[0] < searched[1] / 2
     assert found[0] <= 1.02 * found[1]
+
+
+@pytest.mark.parametrize("quality", ["balanced", "high", "fast"])
+def test_layers_are_near_16_bit_where_a_schedule_with_these_keeps_the_bound(
+    quality: Quality,
+) -> None:
+    """Under a bound that plans of 8 and 16 bit cannot keep, it is the bound that asks for fewer."""
+    options = replace(OPTIONS, bits=BITWIDTHS, theta=None, quality=quality)
+    near = replace(options, bits=(8, 16))
+
+    def planned(bound_s: float, options: PlanOptions) -> PlanSpec:
+        request = BoundRequest(LENGTHS, bound_s, kinds=("rra",), prompts=JOB)
+        return find_bounded_plan(ONE, THREE_LAYERS, "three", request, options)
+
+    for bound_s in (0.025, 0.018):
+        least = min(bits for stage in planned(bound_s, options).stages for bits in stage.bitwidths)
+        try:
+            planned(bound_s, near)
+        except BoundNotMetError:
+            assert least < NEAR_FULL_BITS
+        else:
+            assert least >= NEAR_FULL_BITS or quality == "fast"

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import numpy as np
 import pytest
 
+from llmpq.report.answers.verdict import quality_word
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
+from planner.fleet.search import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.builder import Solution
+from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
-from planner.search import tradeoffs
 from planner.search.costs import cost_model
-from planner.search.tradeoffs.bounded import PointSolver
+from planner.search.search import find_plan
 from planner.search.tradeoffs.pareto import Point
-from planner.search.tradeoffs.qualities import SLOWER, Qualities, chosen_by_quality
-from planner.workload import Workload
+from planner.search.tradeoffs.qualities import (
+    SLOWER,
+    Qualities,
+    best_by_rules,
+    chosen_by_quality,
+)
+from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
+from quant.scheme import NEAR_FULL_BITS
 
 NEAR = 2e-4  # accepted gaps of both plans that are compared
 
@@ -51,7 +57,10 @@ def test_each_quality_keeps_its_rule(scale: float, tokens: float) -> None:
     assert fast.predicted_s <= balanced.predicted_s * (1 + NEAR)
     assert balanced.predicted_s <= high.predicted_s * (1 + NEAR)
     assert fast.omega >= balanced.omega >= high.omega
-    assert high.predicted_s <= fast.predicted_s / (1 - SLOWER)
+    costs = costs_of(scale, tokens)
+    near = chosen_by_quality(replace(costs, usable_bits=(8, 16)), "fast", lambda: 0.0)
+    limit_s = near.qualities["fast"].predicted_s / (1 - SLOWER)
+    assert high.predicted_s <= limit_s * (1 + NEAR)
 
 
 def test_the_scale_of_sensitivities_changes_nothing() -> None:
@@ -88,26 +97,82 @@ def test_quality_is_refused_beside_what_decides(other: dict[str, object]) -> Non
         PlanOptions.of({"quality": "high", **other})
 
 
-def test_no_quality_is_beaten_by_the_plan_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_quality_is_beaten_by_the_plan_of_another() -> None:
     """The search near known plans finds by chance what the prediction ranks above all others."""
-    best = (5.0, 0.1)  # seconds, sensitivity
-
-    def solver(costs: CostModel, *_: object, **__: object) -> PointSolver:
-        def solve(theta: float, *, quick: bool = False) -> Point[Solution]:
-            if costs.only_bits is not None:
-                raise InfeasibleError("sixteen bits do not fit")
-            seconds, omega = best if quick else (6.0, 1.0)
-            plan = cast(Solution, SimpleNamespace(workload=costs.workload))
-            return Point(theta, 1.0, omega, 1.0, plan, seconds)
-
-        return solve
-
-    monkeypatch.setattr(tradeoffs.qualities, "theta_solver", solver)
-    found = chosen_by_quality(costs_of(), "high", lambda: 0.0).qualities
-    assert {(point.predicted_s, point.omega) for point in found.values()} == {best}
+    fast, chance = (Point(1.0, 1.0, omega, 1.0, None, s) for s, omega in ((6.0, 1.0), (5.0, 0.1)))
+    for found in ([fast, chance], [chance]):
+        assert set(best_by_rules(fast, found).values()) == {chance}
 
 
-def test_a_batch_has_the_plan_of_high_quality_only_if_that_is_wanted() -> None:
-    found = chosen_by_quality(costs_of(), "balanced", lambda: 0.0).qualities
-    assert set(found) == {"fast", "balanced"}
-    assert found["balanced"].omega == qualities()["balanced"].omega
+FOUR_T4, TWO_T4 = {"T4-16GB": 4}, {"T4-16GB": 2}
+BATCH, JOB = Workload(32, 512, 100), Job.of(300, 512, 100)
+
+
+def planned(
+    model: str, devices: dict[str, int], workload: Workload | Job, **options: Any
+) -> PlanSpec:
+    cluster = ClusterSpec.from_counts(list(devices), list(devices.values()))
+    asked = PlanOptions(group=8, head="last", keep_all_devices=True, **options)
+    return find_plan(cluster, model_shape(model), model, workload, asked)
+
+
+def least_bits(plan: PlanSpec) -> int:
+    return min(bits for stage in plan.stages for bits in stage.bitwidths)
+
+
+def fits(model: str, devices: dict[str, int], workload: Workload | Job, *bits: int) -> bool:
+    """Whether a plan that may have no other bits is found."""
+    try:
+        return bool(planned(model, devices, workload, bits=bits, theta=0.0))
+    except InfeasibleError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "workload", "least"),
+    [
+        ("qwen2.5-14b", FOUR_T4, BATCH, 8),
+        ("opt-13b", {"V100-SXM2-32GB": 1}, JOB, 8),
+        ("opt-30b", TWO_T4, Workload(8, 128, 32), 4),
+        ("opt-30b", {"V100-SXM2-16GB": 1}, Workload(1, 64, 8), 3),
+    ],
+)
+def test_layers_have_no_fewer_bits_than_memory_forces(
+    model: str, devices: dict[str, int], workload: Workload | Job, least: int
+) -> None:
+    floors = [each for each in (8, 4, 3) if fits(model, devices, workload, each, 16)]
+    assert floors[0] == least, "the case is what it should be"
+    plan = planned(model, devices, workload)
+    assert least_bits(plan) >= least
+    assert {each.quality for each in plan.beside.qualities} == {"high", "balanced", "fast"}
+    word = quality_word(plan).word
+    assert (word in ("close to 16 bit", "that of 16 bit")) == (least == NEAR_FULL_BITS)
+
+
+@pytest.mark.parametrize("options", [{"quality": "fast"}, {"theta": 0.0}, {"bits": (3, 4)}])
+def test_who_asks_for_fewer_bits_has_them(options: dict[str, Any]) -> None:
+    assert least_bits(planned("qwen2.5-14b", FOUR_T4, BATCH, **options)) < NEAR_FULL_BITS
+
+
+def test_the_qualities_of_a_batch_are_the_best_of_their_bits() -> None:
+    """Against plans of 8 and 16 bit only, at thetas of a wide range."""
+    plan = planned("qwen2.5-14b", FOUR_T4, BATCH)
+    high, balanced, fast = (each.plan for each in plan.beside.qualities)
+    assert fast.tokens_per_s >= balanced.tokens_per_s >= high.tokens_per_s
+    found = [
+        planned("qwen2.5-14b", FOUR_T4, BATCH, bits=(8, 16), theta=theta)
+        for theta in (0.01, 10.0, 1e3, 3e3, 1e5)
+    ]
+    fastest = max(each.predicted.tokens_per_s for each in found)
+    assert balanced.tokens_per_s == pytest.approx(fastest, rel=1e-3)
+    near = [each for each in found if each.predicted.tokens_per_s >= (1 - SLOWER) * fastest]
+    assert high.sensitivity <= min(each.solver.sensitivity for each in near)
+    assert high.tokens_per_s >= (1 - SLOWER) * fastest
+
+
+def test_a_fleet_keeps_the_same_rule() -> None:
+    cluster = ClusterSpec.from_counts(["T4-16GB"], [4])
+    job, shape = Job.of(200, 512, 100), model_shape("qwen2.5-14b")
+    options = PlanOptions(search_time_limit=2.0, group=8, quality="high")
+    fleet = find_fleet(FleetRequest(cluster, shape, "qwen2.5-14b", job, options))
+    assert min(map(least_bits, fleet.replicas)) >= NEAR_FULL_BITS
