@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import floor
 from typing import Literal
 
 from quant.common.errors import SpecError
@@ -81,9 +84,24 @@ class RequestSchedule:
             )
 
     @property
+    def exact_tolerance(self) -> Fraction:
+        """The tolerance as it is written: in binary, 1.1 times 50 is more than 55."""
+        return _written(self.tolerance)
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most requests that decode, or will, within the tolerance (ExeGPT section 5.2)."""
+        return floor((1 + self.exact_tolerance) * self.decode_requests)
+
+    @property
     def divides(self) -> bool:
         """Whether some stages prefill and others decode."""
         return self.kind != "rra"
+
+
+@lru_cache(maxsize=64)
+def _written(share: float) -> Fraction:
+    return Fraction(str(share))
 
 
 PREFILL_CHUNK_TOKENS = 64

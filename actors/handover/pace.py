@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.messages import Request
-from actors.schedule.exegpt_decode import most_requests
 from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
+from planner.schedule.prefills import SHORT_PROMPTS, newcomers
 from planner.schedule.turns import evened
 from planner.scheduling import RequestSchedule
 
@@ -65,19 +65,15 @@ class PrefillPace:
     @property
     def ahead(self) -> int:
         """Requests that should wait for the next turn: as many may be taken, if they are short."""
-        return 2 * self._schedule.prefill_requests
+        return SHORT_PROMPTS * self._schedule.prefill_requests
 
     def turn(self, waiting: Sequence[Request], load: Load) -> int:
         """How many of those `waiting`, in their order, begin now."""
-        schedule, present = self._schedule, load.decoding + load.arriving
-        if present > schedule.decode_requests:
-            return 0
-        most = min(most_requests(schedule), self._slots)
-        most_prefilling = (self._stages + 1) * schedule.prefill_requests
-        room = min(most - present, most_prefilling - load.prefilling)
-        wanted = min(schedule.prefill_requests, room)
+        present = load.decoding + load.arriving
+        wanted, room = newcomers(self._schedule, self._stages, present, load.prefilling)
+        room = min(room, self._slots - present)
         texts = [len(request.prompt_ids) for request in waiting]
-        even = evened(schedule, wanted, room, texts)
+        even = evened(self._schedule, min(wanted, room), room, texts)
         left, taken = self._room_of(load), 0
         for request in waiting[:even]:
             left = left.less(request)

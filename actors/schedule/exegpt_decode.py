@@ -66,7 +66,7 @@ class DecodeScheduler:
 
         Groups that are too many for it take nobody any more, and make steps until they are empty.
         """
-        self._most = min(self._sizes.slots, most_requests(schedule))
+        self._most = min(self._sizes.slots, schedule.most_in_flight)
         even = -(-self._most // schedule.decode_micro_batches)
         self._most_in_group = min(self._sizes.decode_micro_batch, even)
         count = -(-self._most // self._most_in_group)
@@ -239,7 +239,7 @@ def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     the plan has memory for, and at least what the schedule's tolerance allows, in its groups.
     """
     schedule, workload, planned = options.followed_schedule, plan.workload, plan.micro_batches
-    most = most_requests(schedule)
+    most = schedule.most_in_flight
     return QueueSizes(
         slots=max(most, workload.global_batch),
         prefill_micro_batch=min(most, planned.prefill),
@@ -252,8 +252,3 @@ def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
         schedule=schedule,
         role="decode",
     )
-
-
-def most_requests(schedule: RequestSchedule) -> int:
-    """The most requests in flight that a schedule's tolerance allows (ExeGPT section 5.2)."""
-    return max(schedule.decode_requests, int((1 + schedule.tolerance) * schedule.decode_requests))

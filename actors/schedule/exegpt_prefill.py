@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,16 +25,9 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
+from planner.schedule.prefills import SHORT_PROMPTS, WAITING, PrefillSizes
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
-
-SHORT_PROMPTS = 2
-"""The requests of a prefill that short prompts may make of one that was planned: as many tokens
-keep a stage as busy, and each request takes a slot and a row of logits."""
-
-WAITING = 1
-"""Micro-batches under way beside one on every stage, so that none waits for the next. More would
-only wait longer, which counts as latency."""
 
 
 class PrefillScheduler:
@@ -64,11 +58,9 @@ class PrefillScheduler:
 
     def follow(self, schedule: RequestSchedule) -> None:
         """Make micro-batches by this schedule from now on, of the most requests that there are."""
-        size, longest = self._sizes.prefill_micro_batch, self._sizes.slot_tokens
-        self._size = min(size, schedule.prefill_micro_batch)
-        self._usual_tokens = self._size * schedule.mean_prompt_tokens
-        self._most_usual_tokens = (1 + schedule.tolerance) * self._usual_tokens
-        self._most_tokens = min(self._sizes.kv_tokens, self._size * longest)
+        self._size = min(self._sizes.prefill_micro_batch, schedule.prefill_micro_batch)
+        parts = PrefillSizes.of(schedule, self._sizes.slot_tokens, self._size)
+        self._parts = replace(parts, most_tokens=min(self._sizes.kv_tokens, parts.most_tokens))
 
     def add(self, requests: Sequence[Request], last: bool) -> None:
         """Put `requests` at the end of the queue; after the `last` ones no more come."""
@@ -142,22 +134,9 @@ class PrefillScheduler:
         return batch, np.concatenate(texts)
 
     def _newcomers(self) -> int:
-        """How many requests make the next micro-batch; one of up to `_most_usual_tokens` is as even
-        as others (ExeGPT section 5.2).
-        """
+        """How many requests make the next micro-batch."""
         texts = [len(r.prompt_ids) + len(r.generated) for r in self._waiting]
-        left = sum(texts)
-        wanted = self._usual_tokens
-        if left < 2 * wanted:
-            wanted = left if left <= self._most_usual_tokens else left / 2
-        most = min(SHORT_PROMPTS * self._size, len(self._free))
-        taken = total = 0
-        for text in texts[:most]:
-            if taken and (total + text / 2 > wanted or total + text > self._most_tokens):
-                break
-            total += text
-            taken += 1
-        return taken
+        return self._parts.next_part(texts[: len(self._free)], sum(texts))
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         """Take in the tokens of `batch`; returns its requests, all of which have ended."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.costs.model import CostModel
-from planner.latency_bound.placing.job import cycle_of, most_in_flight, most_in_group
+from planner.latency_bound.placing.job import cycle_of, most_in_group
 from planner.latency_bound.placing.kind_search import Scheduled
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.placing.waa import prompts_in_flight
@@ -33,7 +33,7 @@ def bounded_plan(
     placement, *prefilling = scheduled.placed.placements
     prefills = 1 if prefilling else schedule.prefill_micro_batch
     sizes = MicroBatches(prefills, most_in_group(schedule))
-    workload = costs.in_flight(job, most_in_flight(schedule))
+    workload = costs.in_flight(job, schedule.most_in_flight)
     cycle = cycle_of(schedule, job)
     placed = replace(placement.costs, cluster=costs.cluster, cycle=cycle)
     forecast = _forecast(placement, cycle.passes(sizes), scheduled.seconds, job)

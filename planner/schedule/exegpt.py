@@ -89,7 +89,8 @@ class RraSchedule:
         self._limit = UNDER_WAY_PER_STAGE * stages
         self._due: deque[_Group] = deque()
         self._next_request = self._n_rsrv = self._running = self._results = 0
-        self._ended_after: list[int] = []
+        self._turn = 0, 0
+        self._ended: list[tuple[int, int]] = []
         self._in_flight: list[int] = []
 
     @property
@@ -98,9 +99,19 @@ class RraSchedule:
         return self._next_request
 
     @property
+    def turn(self) -> tuple[int, int]:
+        """The group of the last turn that had newcomers, and the number of the first of these."""
+        return self._turn
+
+    @property
+    def ended(self) -> Sequence[tuple[int, int]]:
+        """The requests that have ended, in this order, and after how many results each had."""
+        return self._ended
+
+    @property
     def ended_after(self) -> Sequence[int]:
         """After how many results each request had ended, in the order in which they did."""
-        return self._ended_after
+        return [results for _, results in self._ended]
 
     @property
     def in_flight(self) -> Sequence[int]:
@@ -182,6 +193,8 @@ class RraSchedule:
             self._n_rsrv += sum(self._reserved[first : first + part])
             self._next_request += part
         self._running += joining
+        if joining:
+            self._turn = group.index, self._next_request - joining
         group.steps_left = 0 if group.is_empty else self._sizes.schedule.decode_steps
 
     def _newcomers(self, group: _Group) -> int:
@@ -243,7 +256,7 @@ class RraSchedule:
         group.ended += 1
         self._n_rsrv -= self._reserved[request]
         self._running -= 1
-        self._ended_after.append(self._results)
+        self._ended.append((request, self._results))
 
     def _come_due(self, group: _Group) -> None:
         group.is_due = True

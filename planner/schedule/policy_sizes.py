@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from planner.micro_batches import MicroBatches
 from planner.schedule.turns import Turns
@@ -43,10 +42,9 @@ class TurnSizes:
         """The sizes that the schedule asks for: slots for as many requests as its tolerance allows,
         and one turn more.
         """
-        slots = ceil((1 + schedule.tolerance) * schedule.decode_requests)
         return cls(
             schedule,
-            slots + schedule.prefill_requests,
+            schedule.most_in_flight + schedule.prefill_requests,
             n_slots,
             schedule.prefill_micro_batch,
             Turns.of(schedule).most,

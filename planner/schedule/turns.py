@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil, floor
 
 from planner.scheduling import RequestSchedule
-
-_ROUNDING = 1e-9
-"""What products of shares and counts may be off by."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,9 @@ class Turns:
     @classmethod
     def _of_groups(cls, schedule: RequestSchedule, groups: int) -> Turns:
         """The numbers of requests next to the mean one are always among those of a group."""
-        mean = schedule.decode_requests / groups
-        low, high = mean * (1 - schedule.tolerance), mean * (1 + schedule.tolerance)
-        least = min(floor(mean), ceil(low - _ROUNDING))
-        return cls(schedule, groups, least, max(ceil(mean), floor(high + _ROUNDING)))
+        mean, tolerance = Fraction(schedule.decode_requests, groups), schedule.exact_tolerance
+        least = min(floor(mean), ceil(mean * (1 - tolerance)))
+        return cls(schedule, groups, least, max(ceil(mean), floor(mean * (1 + tolerance))))
 
     def first_credit(self, group: int) -> int:
         """The credit of a group before its first turn: groups get what is over one by one."""
@@ -109,8 +106,8 @@ def evened(
     this order, that the sum of their tokens is within the tolerance of that of `wanted` prompts of
     the mean, where this is possible (ExeGPT section 5.2).
     """
-    tokens, tolerance = wanted * schedule.mean_prompt_tokens, schedule.tolerance
-    low, high = (1 - tolerance) * tokens - _ROUNDING, (1 + tolerance) * tokens + _ROUNDING
+    tokens, tolerance = wanted * Fraction(schedule.mean_prompt_tokens), schedule.exact_tolerance
+    low, high = ceil((1 - tolerance) * tokens), floor((1 + tolerance) * tokens)
     room = min(room, len(texts))
     count = min(wanted, room)
     if count < 1:

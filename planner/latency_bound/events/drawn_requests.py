@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.length_distribution import RequestLengths
+from planner.schedule.turns import evened
+from planner.scheduling import RequestSchedule
 
 _DRAWN_AT_ONCE = 4096
 
@@ -29,29 +31,26 @@ class RequestQueue:
         self._waiting: list[DrawnRequest] = []
         self._next = 0
 
-    def take(
-        self, wanted: int, fewest: int, most: int, tokens: tuple[float, float]
-    ) -> list[DrawnRequest]:
-        """Take `wanted` requests, or so many more or fewer that the sum of their prompts is within
-        `tokens`, as far as `fewest` and `most` allow (ExeGPT section 5.2).
-        """
-        low, high = tokens
-        count, total = wanted, sum(self._prompt(i) for i in range(wanted))
-        while total > high and count > max(1, fewest):
-            count -= 1
-            total -= self._prompt(count)
-        while total < low and count < most and total + self._prompt(count) <= high:
-            total += self._prompt(count)
-            count += 1
+    def take(self, schedule: RequestSchedule, wanted: int, most: int) -> list[DrawnRequest]:
+        """Take about `wanted` requests, at most `most`, with even prompts (ExeGPT section 5.2)."""
+        prompts = [self._prompt(place) for place in range(most)]
+        count = evened(schedule, wanted, most, prompts)
         taken = self._waiting[self._next : self._next + count]
         self._next += count
         return taken
 
     def _prompt(self, place: int) -> int:
         if self._next + place >= len(self._waiting):
-            prompts = self._lengths.prompts.drawn(_DRAWN_AT_ONCE, self._generator).tolist()
-            outputs = self._lengths.outputs.drawn(_DRAWN_AT_ONCE, self._generator).tolist()
             self._waiting = self._waiting[self._next :]
-            self._waiting += map(DrawnRequest, prompts, outputs)
+            self._waiting += drawn_requests(self._lengths, _DRAWN_AT_ONCE, self._generator)
             self._next = 0
         return self._waiting[self._next + place].prompt
+
+
+def drawn_requests(
+    lengths: RequestLengths, count: int, generator: np.random.Generator
+) -> list[DrawnRequest]:
+    """Draw so many requests."""
+    prompts = lengths.prompts.drawn(count, generator).tolist()
+    outputs = lengths.outputs.drawn(count, generator).tolist()
+    return list(map(DrawnRequest, prompts, outputs))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from planner.costs.unlike_prompts import near_length, unlike_prompts_s
-from planner.latency_bound.events.drawn_requests import DrawnRequest
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.tandem import PassTimes, Tandem
 from planner.latency_bound.steady_state.waa.handover import StageCopies
@@ -64,10 +62,3 @@ class PipelineOfRequests:
         if self._copies is None or not prompts:
             return np.zeros(self._times.stages)
         return self._copies.seconds(len(prompts), sum(prompts))
-
-
-def evenly_divided(requests: Sequence[DrawnRequest], most: int) -> list[Sequence[DrawnRequest]]:
-    """Micro-batches of at most `most` requests, in nearly equal numbers."""
-    parts = -(-len(requests) // most)
-    ends = [len(requests) * (part + 1) // parts for part in range(parts)]
-    return [requests[start:end] for start, end in pairwise((0, *ends))]

@@ -18,13 +18,8 @@ from planner.latency_bound.events.drawn_requests import DrawnRequest, RequestQue
 from planner.latency_bound.events.passes import PipelineOfRequests
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.steady_state.waa.handover import Handover
-from planner.latency_bound.steady_state.waa.prefill_queue import (
-    SHORT_PROMPTS,
-    WAITING,
-    PrefillSizes,
-    most_requests,
-)
 from planner.latency_bound.steady_state.waa.sides import WaaSides
+from planner.schedule.prefills import WAITING, PrefillSizes, newcomers
 from planner.scheduling import RequestSchedule
 
 
@@ -40,16 +35,15 @@ def simulate_waa(
     Memory is never short, and what stages do is known at once.
     """
     lengths, handover = sides.lengths, sides.handover
-    pace = _Pace(schedule, sides.prefill.stages)
     run = _WaaRun(
         RequestQueue(lengths, generator),
         _Prefill(
             PipelineOfRequests(sides.prefill, handover.keep),
-            PrefillSizes.of(schedule, lengths.prompts),
+            PrefillSizes.of(schedule, lengths.prompts.longest),
             watch,
         ),
         _Decode(PipelineOfRequests(sides.decode, handover.restore), schedule),
-        pace,
+        schedule,
         watch,
     )
     run.run(handover)
@@ -61,7 +55,7 @@ class _Prefill:
 
     def __init__(self, pipeline: PipelineOfRequests, sizes: PrefillSizes, watch: Watch) -> None:
         self._pipeline, self._sizes, self._watch = pipeline, sizes, watch
-        self._most_under_way = pipeline.stages + WAITING
+        self.stages = pipeline.stages
         self._waiting: deque[DrawnRequest] = deque()
         self._waiting_tokens = 0
         self._under_way: deque[tuple[float, list[DrawnRequest]]] = deque()
@@ -78,7 +72,7 @@ class _Prefill:
 
     def submit(self, now_s: float) -> None:
         """Submit what may be under way."""
-        while self._waiting and len(self._under_way) < self._most_under_way:
+        while self._waiting and len(self._under_way) < self.stages + WAITING:
             waiting = (each.prompt for each in self._waiting)
             count = self._sizes.next_part(waiting, self._waiting_tokens)
             taken = [self._waiting.popleft() for _ in range(count)]
@@ -100,7 +94,7 @@ class _Decode:
 
     def __init__(self, pipeline: PipelineOfRequests, schedule: RequestSchedule) -> None:
         self._pipeline = pipeline
-        most = most_requests(schedule)
+        most = schedule.most_in_flight
         self._most_in_group = -(-most // schedule.decode_micro_batches)
         self._groups = [DecodeGroup() for _ in range(-(-most // self._most_in_group))]
         self._resting = deque(self._groups)
@@ -149,30 +143,6 @@ class _Decode:
         return [each.prompt for each in joining]
 
 
-class _Pace:
-    """Says how many prompts make the next turn (ExeGPT section 5.2)."""
-
-    def __init__(self, schedule: RequestSchedule, stages: int) -> None:
-        self._schedule = schedule
-        self._most = most_requests(schedule)
-        self._most_prefilling = (stages + WAITING) * schedule.prefill_requests
-        self._ahead = SHORT_PROMPTS * schedule.prefill_requests
-
-    def turn(self, queue: RequestQueue, load: _Load) -> list[DrawnRequest]:
-        """Take the requests that begin now, if any do."""
-        schedule = self._schedule
-        present = load.decoding + max(0, load.prefilling - load.leaving)
-        if present > schedule.decode_requests:
-            return []
-        room = min(self._most - present, self._most_prefilling - load.prefilling, self._ahead)
-        wanted = min(schedule.prefill_requests, room)
-        if wanted < 1:
-            return []
-        tokens = wanted * schedule.mean_prompt_tokens
-        within = (1 - schedule.tolerance) * tokens, (1 + schedule.tolerance) * tokens
-        return queue.take(wanted, 0, room, within)
-
-
 @dataclass(slots=True)
 class _Load:
     """Requests in flight: those whose prompts wait or are prefilled, and those that are handed over
@@ -189,9 +159,14 @@ class _WaaRun:
     """The state of a simulation."""
 
     def __init__(
-        self, queue: RequestQueue, prefill: _Prefill, decode: _Decode, pace: _Pace, watch: Watch
+        self,
+        queue: RequestQueue,
+        prefill: _Prefill,
+        decode: _Decode,
+        schedule: RequestSchedule,
+        watch: Watch,
     ) -> None:
-        self._queue, self._pace, self._watch = queue, pace, watch
+        self._queue, self._schedule, self._watch = queue, schedule, watch
         self._prefill, self._decode = prefill, decode
         self._load = _Load()
         self._ended_before: deque[int] = deque()  # those that had when each began that prefills
@@ -219,11 +194,19 @@ class _WaaRun:
     def _begin(self, now_s: float) -> None:
         """Begin what may begin."""
         load = self._load
-        while turn := self._pace.turn(self._queue, load):
+        while turn := self._turn():
             load.prefilling += len(turn)
             self._ended_before.extend([load.ended] * len(turn))
             self._prefill.add(turn)
         self._prefill.submit(now_s)
+
+    def _turn(self) -> list[DrawnRequest]:
+        """The requests that begin now, if any do."""
+        load = self._load
+        present = load.decoding + max(0, load.prefilling - load.leaving)
+        schedule, stages = self._schedule, self._prefill.stages
+        numbers = newcomers(schedule, stages, present, load.prefilling)
+        return self._queue.take(schedule, *numbers)
 
     def _take_prefilled(self, now_s: float, handover: Handover) -> None:
         """Take in first tokens; those who want more are handed over, after those before them."""

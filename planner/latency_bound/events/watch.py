@@ -46,6 +46,11 @@ class Watch:
         self._latencies_s: list[float] = []
 
     @property
+    def requests(self) -> int:
+        """The fewest that have to begin."""
+        return self._warm_up + self._counted
+
+    @property
     def done(self) -> bool:
         """Whether all that are to be noted have ended."""
         return self._to_s is not None and not self._pending

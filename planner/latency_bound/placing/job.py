@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 import numpy as np
 
 from planner.latency_bound.request import BoundRequest
@@ -41,16 +39,11 @@ def _evenly_spaced(lengths: LengthDistribution) -> IntArray:
     return np.asarray(chosen, dtype=np.int64)
 
 
-def most_in_flight(schedule: RequestSchedule) -> int:
-    """The most requests that a schedule has in flight where they decode, within its tolerance."""
-    return ceil((1 + schedule.tolerance) * schedule.decode_requests)
-
-
 def most_in_group(schedule: RequestSchedule) -> int:
     """The most requests that make a decode step together."""
-    return max(
-        Turns.of(schedule).most, ceil(most_in_flight(schedule) / schedule.decode_micro_batches)
-    )
+    if not schedule.divides:
+        return Turns.of(schedule).most
+    return -(-schedule.most_in_flight // schedule.decode_micro_batches)
 
 
 def cycle_of(schedule: RequestSchedule, job: Job, free: bool = False) -> SteadyCycle:
@@ -58,7 +51,7 @@ def cycle_of(schedule: RequestSchedule, job: Job, free: bool = False) -> SteadyC
     return SteadyCycle(
         schedule.prefill_requests,
         schedule.decode_steps,
-        most_in_flight(schedule),
+        schedule.most_in_flight,
         job.prompts,
         job.lengths.mean_output - 1,
         None if free else schedule.decode_micro_batches,

@@ -16,7 +16,7 @@ from planner.latency_bound.controls import RraControls, rra_schedule
 from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.placing.estimates import estimated_rra, shortest_turns
-from planner.latency_bound.placing.job import cycle_of, most_in_flight, most_in_group
+from planner.latency_bound.placing.job import cycle_of, most_in_group
 from planner.latency_bound.placing.known_room import KnownRoom, Need
 from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
@@ -83,7 +83,7 @@ class RraPlanner:
         costs = replace(
             self.costs,
             theta=theta,
-            workload=self.costs.in_flight(self.job, most_in_flight(schedule)),
+            workload=self.costs.in_flight(self.job, schedule.most_in_flight),
             cycle=cycle_of(schedule, self.job, start.free),
             options=replace(
                 self.costs.options,
@@ -189,9 +189,14 @@ class RraPlaced:
     def observed(self, schedule: RequestSchedule, count: int) -> Observed:
         """What is seen of so many requests in a simulation of a schedule's events."""
         watch = Watch(SETTLING * schedule.decode_requests, count)
-        generator = np.random.default_rng(0)
+        generator, n_slots = np.random.default_rng(0), self._reservable_tokens(schedule)
         times, lengths = self.placement.exact_times, self.request.lengths
-        return simulate_rra(times, lengths, schedule, watch, generator)
+        return simulate_rra(times, lengths, schedule, watch, generator, n_slots)
+
+    def _reservable_tokens(self, schedule: RequestSchedule) -> int:
+        """Token slots that the requests of a schedule may reserve together."""
+        workload = self.placement.costs.in_flight(self.job, schedule.most_in_flight)
+        return workload.reservable_tokens
 
     def start(self, schedule: RequestSchedule) -> Start:
         """To place layers again for a schedule."""
@@ -235,7 +240,7 @@ class RraPlaced:
         return self._known_turns[key]
 
     def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:
-        need = most_in_flight(schedule), prefill_micro_batch, most_in_group(schedule)
+        need = schedule.most_in_flight, prefill_micro_batch, most_in_group(schedule)
         return self._room(need)
 
     @cached_property

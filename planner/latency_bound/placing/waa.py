@@ -24,7 +24,7 @@ from planner.latency_bound.placing.estimates import (
     shortest_round,
 )
 from planner.latency_bound.placing.handover import handover_of
-from planner.latency_bound.placing.job import cycle_of, most_in_flight, most_in_group
+from planner.latency_bound.placing.job import cycle_of, most_in_group
 from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
@@ -149,7 +149,7 @@ def _decoding(
         decode_micro_batch=None if free else most_in_group(schedule),
         search_time_limit=limit_s,
     )
-    workload = costs.in_flight(job, most_in_flight(schedule))
+    workload = costs.in_flight(job, schedule.most_in_flight)
     return replace(costs, workload=workload, cycle=cycle_of(schedule, job, free), options=options)
 
 
@@ -294,7 +294,7 @@ class WaaPlaced:
 
     def _decodes(self, schedule: RequestSchedule) -> bool:
         """Whether requests have room where they decode."""
-        workload = self.decode.costs.in_flight(self.job, most_in_flight(schedule))
+        workload = self.decode.costs.in_flight(self.job, schedule.most_in_flight)
         return self.decode.has_room(workload, MicroBatches(1, most_in_group(schedule)))
 
     def _prefills(self, schedule: RequestSchedule) -> bool:

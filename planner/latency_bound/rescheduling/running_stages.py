@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from planner.latency_bound.placing.divisions import Division
-from planner.latency_bound.placing.job import most_in_flight, most_in_group
+from planner.latency_bound.placing.job import most_in_group
 from planner.latency_bound.placing.placed import Placed
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.placing.rra import RraPlaced
@@ -16,7 +16,6 @@ from planner.latency_bound.placing.waa import WaaPlaced
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.rescheduling.sizes import RunningSizes, handed_over_tokens
 from planner.plan.spec import PlanSpec
-from planner.schedule.turns import Turns
 from planner.scheduling import RequestSchedule
 from planner.workload import Job
 
@@ -43,12 +42,14 @@ class RunningRra(RraPlaced):
         """Whether the stages may follow a schedule as it is."""
         return self._has_room(schedule, self.sizes.prefill_micro_batch)
 
+    def _reservable_tokens(self, schedule: RequestSchedule) -> int:
+        return self.sizes.reservable_tokens
+
     def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
         return (self.sizes.prefill_micro_batch,)
 
     def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:
-        in_group, reserved = Turns.of(schedule).most, reserved_tokens(self)
-        return self.sizes.have_room(schedule, in_group, reserved)
+        return self.sizes.have_room(schedule, most_in_group(schedule), reserved_tokens(self))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,7 +62,7 @@ class RunningWaa(WaaPlaced):
 
     def _of(self, requests: int) -> RequestSchedule:
         fastest = super()._of(requests)
-        least = -(-most_in_flight(fastest) // self.sizes.decode_micro_batch)
+        least = -(-fastest.most_in_flight // self.sizes.decode_micro_batch)
         groups = min(requests, max(least, fastest.decode_micro_batches))
         return replace(fastest, decode_micro_batches=groups)
 

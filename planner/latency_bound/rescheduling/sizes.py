@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.latency_bound.placing.job import most_in_flight, most_in_group
-from planner.latency_bound.steady_state.waa.prefill_queue import WAITING
+from planner.latency_bound.placing.job import most_in_group
 from planner.plan.divided import parts_of
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
-from planner.schedule.turns import Turns
+from planner.schedule.prefills import WAITING
 from planner.scheduling import RequestSchedule
 
 SAMPLING_ERROR = 0.03
@@ -37,15 +36,15 @@ class RunningSizes:
     def of(cls, plan: PlanSpec) -> RunningSizes:
         """The sizes of a plan's stages, which it keeps when its schedule becomes another."""
         now, workload = plan.policy.followed_schedule, plan.workload
-        in_flight = max(workload.global_batch, most_in_flight(now))
-        in_group, prefills = plan.micro_batches.decode, plan.prefill_plan
-        if prefills is None:  # a schedule's own limit may be one below the room
-            in_group = max(in_group - 1, Turns.of(now).most)
+        in_flight = max(workload.global_batch, now.most_in_flight)
+        in_group = max(plan.micro_batches.decode, most_in_group(now))
+        prefills = plan.prefill_plan
+        if prefills is None:
             return cls(in_flight, in_group, workload.reservable_tokens, now.prefill_micro_batch)
         host = min(host_tokens(part) for part in parts_of(plan))
         return cls(
             in_flight,
-            max(in_group, most_in_group(now)),
+            in_group,
             workload.reservable_tokens,
             prefills.micro_batches.prefill,
             max(host, int(handed_over_tokens(now, len(prefills.stages), now.mean_prompt_tokens))),
@@ -55,7 +54,7 @@ class RunningSizes:
         """Whether the requests of a schedule have room where they decode: so many of them in a
         micro-batch, each of which reserves so many token slots in the mean.
         """
-        in_flight = most_in_flight(schedule)
+        in_flight = schedule.most_in_flight
         if in_flight > self.in_flight or in_group > self.decode_micro_batch:
             return False
         return in_flight * reserved_tokens <= (1 + SAMPLING_ERROR) * self.reservable_tokens

@@ -11,7 +11,7 @@ import pytest
 
 from actors.messages import Finished, HostKey, MicroBatch, Request
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.exegpt_decode import DecodeScheduler, most_requests
+from actors.schedule.exegpt_decode import DecodeScheduler
 from actors.schedule.live import LiveRun
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
@@ -200,13 +200,3 @@ def test_requests_that_come_and_go_have_every_token_once_and_all_memory_comes_ba
         assert each.custom_id in inbox.cancelled or len(found) == last - first
     assert isinstance(scheduler, DecodeScheduler)
     assert set(pipeline.parked) == set(scheduler._drops), "dropped with the next micro-batch"
-
-
-@pytest.mark.parametrize(
-    ("requests", "tolerance", "most"), [(10, 0.1, 11), (19, 0.1, 20), (4, 0.1, 4), (1, 0.9, 1)]
-)
-def test_as_many_requests_are_in_flight_as_the_tolerance_allows(
-    requests: int, tolerance: float, most: int
-) -> None:
-    schedule = RequestSchedule("waa-m", 2, requests, 1, 1, 2, 5.0, tolerance)
-    assert most_requests(schedule) == most

@@ -15,7 +15,6 @@ import numpy as np
 
 from planner.latency_bound.steady_state.waa.decode_steps import mean_steps
 from planner.latency_bound.steady_state.waa.handover import LEAST_STEPS, going_on
-from planner.latency_bound.steady_state.waa.prefill_queue import most_requests
 from planner.latency_bound.steady_state.waa.prompt_passes import BusyPrefills
 from planner.latency_bound.steady_state.waa.short_run import Passed, ShortRun
 from planner.latency_bound.steady_state.waa.sides import WaaSides
@@ -84,7 +83,7 @@ class LoadOfSides:
         """
         schedule = self.schedule
         most = schedule.decode_requests + schedule.prefill_requests // 2
-        return np.arange(min(most_requests(schedule), most) + 1, dtype=np.float64)
+        return np.arange(min(schedule.most_in_flight, most) + 1, dtype=np.float64)
 
     @cached_property
     def _steps(self) -> float:

@@ -17,13 +17,9 @@ from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.draws import even_shares
 from planner.latency_bound.steady_state.prompt_times import PromptTimes
 from planner.latency_bound.steady_state.tandem import Tandem
-from planner.latency_bound.steady_state.waa.prefill_queue import (
-    SHORT_PROMPTS,
-    WAITING,
-    PrefillQueue,
-    PrefillSizes,
-)
+from planner.latency_bound.steady_state.waa.prefill_queue import PrefillQueue
 from planner.length_distribution import FloatArray, LengthDistribution
+from planner.schedule.prefills import SHORT_PROMPTS, WAITING, PrefillSizes
 from planner.schedule.turns import evened
 from planner.scheduling import RequestSchedule
 
@@ -102,7 +98,7 @@ class PromptPasses:
     ) -> None:
         self._schedule = schedule
         self._times = PromptTimes(times, prompts)
-        self._queue = PrefillQueue(PrefillSizes.of(schedule, prompts))
+        self._queue = PrefillQueue(PrefillSizes.of(schedule, prompts.longest))
         self.prompts = representative_prompts(prompts, schedule.prefill_micro_batch)
         self._next = 0
         self._tandem = Tandem(times.stages)

@@ -17,7 +17,6 @@ import numpy as np
 from planner.latency_bound.steady_state.draws import poisson_numbers
 from planner.latency_bound.steady_state.tandem import Tandem
 from planner.latency_bound.steady_state.waa.decode_steps import mean_steps
-from planner.latency_bound.steady_state.waa.prefill_queue import most_requests
 from planner.latency_bound.steady_state.waa.prompt_passes import (
     SETTLING,
     Part,
@@ -48,7 +47,7 @@ class _Groups:
     def __init__(self, schedule: RequestSchedule, decoding: int, steps: float) -> None:
         count = schedule.decode_micro_batches
         self.sizes = [(decoding + i) // count for i in range(count)]
-        self._most = -(-most_requests(schedule) // count)
+        self._most = -(-schedule.most_in_flight // count)
         self._usual = max(1.0, decoding / count)
         mean = self._usual / steps
         numbers = poisson_numbers(mean, _STEPS)
@@ -133,7 +132,7 @@ class ShortRun:
         present = self._decoding + max(0, self._prompts.requests - self._leaving)
         if present > self._schedule.decode_requests:
             return 0
-        return most_requests(self._schedule) - present
+        return self._schedule.most_in_flight - present
 
     def _hand_over(self) -> None:
         part = self._prompts.take_back()

@@ -9,7 +9,6 @@ import pytest
 
 from planner.latency_bound.events.rra import simulate_rra
 from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.placing.job import most_in_flight
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.rescheduling.reschedule import reschedule
 from planner.latency_bound.rescheduling.sizes import RunningSizes
@@ -106,7 +105,7 @@ def test_stages_have_room_for_one_schedule_after_the_other(plan: PlanSpec) -> No
         now = again(now, measured)
         assert replace(now, policy=plan.policy, latency=plan.latency) == plan
         schedule = schedule_of(now)
-        assert most_in_flight(schedule) <= plan.workload.global_batch
+        assert schedule.most_in_flight <= plan.workload.global_batch
         assert Turns.of(schedule).most <= sizes.decode_micro_batch <= plan.micro_batches.decode
         assert schedule.prefill_micro_batch == plan.micro_batches.prefill
         reserved = measured.prompts.mean + plan.workload.new_tokens

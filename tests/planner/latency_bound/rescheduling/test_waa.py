@@ -12,7 +12,7 @@ import pytest
 from planner.latency_bound.events.waa import simulate_waa
 from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.placing.handover import handover_of
-from planner.latency_bound.placing.job import most_in_flight, most_in_group
+from planner.latency_bound.placing.job import most_in_group
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.rescheduling.reschedule import reschedule
@@ -158,7 +158,7 @@ def test_stages_have_room_for_one_schedule_after_the_other(plan: PlanSpec) -> No
         assert replace(now, policy=plan.policy, latency=plan.latency) == plan
         schedule = schedule_of(now)
         assert schedule.kind == "waa-c"
-        assert most_in_flight(schedule) <= plan.workload.global_batch
+        assert schedule.most_in_flight <= plan.workload.global_batch
         assert most_in_group(schedule) <= plan.micro_batches.decode
         assert schedule.prefill_micro_batch <= plan.prefill_plan.micro_batches.prefill
         reserved = measured.prompts.mean + plan.workload.new_tokens

@@ -1,0 +1,75 @@
+"""Prompts on stages that only prefill, as others decode (WAA): how many begin with a turn, and how
+those that wait are divided into micro-batches (ExeGPT, sections 4.1 and 5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from planner.scheduling import RequestSchedule
+
+WAITING = 1
+"""Micro-batches under way beside one on every stage, so that none waits for the next, and turns of
+newcomers beside those. More would only wait longer, which counts as latency."""
+
+SHORT_PROMPTS = 2
+"""The requests of a micro-batch, or a turn, that short prompts may make of one that was planned: as
+many tokens keep a stage as busy, and each request takes a slot and a row of logits."""
+
+
+def newcomers(
+    schedule: RequestSchedule, stages: int, present: int, prefilling: int
+) -> tuple[int, int]:
+    """How many requests should begin with the next turn on so many `stages`, and how many may.
+
+    A turn begins where at most `decode_requests` are `present`, those that decode and those that
+    will when the ones `prefilling` have been, less those that end until then.
+    """
+    if present > schedule.decode_requests:
+        return 0, 0
+    room = min(
+        schedule.most_in_flight - present,
+        (stages + WAITING) * schedule.prefill_requests - prefilling,
+        SHORT_PROMPTS * schedule.prefill_requests,
+    )
+    return min(schedule.prefill_requests, room), room
+
+
+@dataclass(frozen=True)
+class PrefillSizes:
+    """What a micro-batch may have: at most `most` prompts, about `usual_tokens`, and at most
+    `most_tokens`; one of up to `even_tokens` is as even as others.
+    """
+
+    most: int
+    usual_tokens: float
+    even_tokens: float
+    most_tokens: float
+
+    @classmethod
+    def of(cls, schedule: RequestSchedule, longest: int, size: int | None = None) -> PrefillSizes:
+        """The sizes under a schedule for prompts of at most `longest` tokens, in micro-batches of
+        `size` of the mean length (None: those of the schedule).
+        """
+        size = size or schedule.prefill_micro_batch
+        usual = size * schedule.mean_prompt_tokens
+        even = (1 + schedule.tolerance) * usual
+        return cls(SHORT_PROMPTS * size, usual, even, size * longest)
+
+    def next_part(self, waiting: Iterable[int], waiting_tokens: float) -> int:
+        """How many prompts of those `waiting`, which have so many tokens together, make the next
+        micro-batch: about as many tokens as usual, and of what is less than two of these, halves.
+        """
+        wanted = self.usual_tokens
+        if waiting_tokens < 2 * wanted:
+            is_even = waiting_tokens <= self.even_tokens
+            wanted = waiting_tokens if is_even else waiting_tokens / 2
+        taken = total = 0
+        for text in islice(waiting, self.most):
+            if taken and (total + text / 2 > wanted or total + text > self.most_tokens):
+                break
+            total += text
+            taken += 1
+        return taken
