@@ -1,9 +1,10 @@
-"""Options that do not exist, and options that would change nothing beside others: rules in tables,
-and one check for all.
+"""Options that do not exist, that would change nothing beside others, or that are no numbers: rules
+in tables, and one check for all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -66,3 +67,13 @@ def refuse_unknown(given: Collection[str], known: Collection[str], what: str) ->
         near = get_close_matches(name, known)
         choice = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
         raise SpecError(f"unknown {what} {name!r}; {choice}")
+
+
+def refuse_not_finite(options: object) -> None:
+    """Raise SpecError for the first number among the fields that is infinite or none at all."""
+    for name, value in vars(options).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SpecError(f"{name} is {value!r}; {FINITE_REMEDY}")
+
+
+FINITE_REMEDY = "give a finite number, or leave it out for what is usual"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from planner.model.tensor_parallel import DEGREES
 from planner.optimiser.names import BASELINE_METHODS, DEFAULT_SOLVER, Objective
-from planner.option_rules import refuse_ignored, refuse_unknown
+from planner.option_rules import refuse_ignored, refuse_not_finite, refuse_unknown
 from planner.planning_rules import BOUNDS, PLAN_RULES
 from planner.scheduling import (
     PREDICTING,
@@ -154,12 +154,13 @@ class PlanOptions:
         if self.max_request_latency_s is not None:
             stored = _stored_bound(self.max_request_latency_s)
             object.__setattr__(self, "max_request_latency_s", stored)
+        refuse_not_finite(self)
         sizes = (self.prefill_micro_batch, self.decode_micro_batch)
         rules: dict[str, tuple[bool, str]] = {
             "bits": (bool(bits) and set(bits) <= set(BITWIDTHS), f"among {list(BITWIDTHS)}"),
             "dtype": (self.dtype in ("auto", *DTYPE_BYTES), f"auto or one of {list(DTYPE_BYTES)}"),
             "theta": (
-                self.theta is None or 0 <= self.theta < float("inf"),
+                self.theta is None or self.theta >= 0,
                 "a finite number of at least 0",
             ),
             "quality": (self.quality in (None, *QUALITIES), f"one of {list(QUALITIES)}"),
@@ -174,7 +175,7 @@ class PlanOptions:
                 "more than 0 seconds",
             ),
             "max_ppl_delta": (
-                self.max_ppl_delta is None or 0 < self.max_ppl_delta < float("inf"),
+                self.max_ppl_delta is None or self.max_ppl_delta > 0,
                 "a finite number above 0",
             ),
             "max_request_latency_s": (self.request_bound_s > 0, "more than 0 seconds, or inf"),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from llmpq.cli.help_text import HelpFormatter, wrapped
 from llmpq.cli.verbose import add_verbose
-from planner.option_rules import Rule, refuse_ignored
+from planner.option_rules import FINITE_REMEDY, Rule, refuse_ignored
 from quant.common.errors import SpecError
 from quant.common.safe_text import printable
 
@@ -80,6 +81,8 @@ class Parser(argparse.ArgumentParser):
     def add_to(self, container: argparse._ActionsContainer, *names: str, **options: Any) -> None:
         """Add an option to a group of this parser."""
         shown = [_spelled(name, "-", "_") for name in names]
+        if options.get("type") in _NUMBERS:
+            options["type"] = _NUMBERS[options["type"]]
         if names[0].startswith("-"):
             options.setdefault("dest", shown[0].lstrip("-"))
         if options.get("action") != "store_true" and options.get("default") is None:
@@ -168,6 +171,38 @@ class _Version(argparse.Action):
 
         sys.stdout.write(f"{parser.prog} {llmpq_version()}\n")
         parser.exit()
+
+
+def finite_number(text: str) -> float:
+    """A number that is none of inf, -inf and nan."""
+    value = number_or_inf(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is infinite; {FINITE_REMEDY}")
+    return value
+
+
+def number_or_inf(text: str) -> float:
+    """A number of an option that has no limit with inf."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value) or value == -math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; {FINITE_REMEDY}")
+    return value
+
+
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        message = f"{text!r} is no whole number; give one, such as 8"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+_NUMBERS: dict[object, Callable[[str], float]] = {float: finite_number, int: whole_number}
+"""What an option that takes numbers takes: no option means anything with nan, and those alone mean
+something with inf that name `number_or_inf`."""
 
 
 def _spelled(name: str, old: str, new: str) -> str:

@@ -12,6 +12,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
+from planner.option_rules import refuse_not_finite
 from planner.phases import PHASES
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.row_selection import applies
@@ -50,6 +51,7 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         """Check ranges; SpecError names the option."""
+        refuse_not_finite(self)
         known = ("auto", *DTYPE_BYTES)
         if self.dtype not in known:
             raise SpecError(f"compute type {self.dtype!r} is not one of {', '.join(known)}")

@@ -14,7 +14,7 @@ from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
-from planner.option_rules import Rule, refuse_ignored, refuse_unknown
+from planner.option_rules import Rule, refuse_ignored, refuse_not_finite, refuse_unknown
 from planner.scheduling import (
     BOUNDED,
     CPU_PREFILL_CHUNK_TOKENS,
@@ -120,6 +120,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""
+        refuse_not_finite(self)
         CacheSettings(limit_gib=self.cache_limit_gib)
         Limits(row_s=self.row_s)
         _ = self.recovery, self.prompting
@@ -127,7 +128,7 @@ class RunOptions:
         policy_options(self.policy or "orca", *given)  # of a plan it is known later
         if self.save_predictor is not None:
             self._check_learning()
-        if not 0 < self.drift < float("inf"):
+        if not self.drift > 0:
             raise SpecError(
                 f"drift is {self.drift!r}; it must be a share above 0, such as 0.2 for 20 %"
             )

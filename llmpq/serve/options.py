@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
+from planner.option_rules import refuse_not_finite
 from quant.common.errors import SpecError
 
 KEY_VARIABLE = "LLMPQ_API_KEY"
@@ -46,6 +47,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         """Check ranges, and that nobody opens the model to a network without a key."""
+        refuse_not_finite(self)
         least = {
             "port": 0,
             "queue_limit": 0,
@@ -55,10 +57,10 @@ class ServeOptions:
             "retry_after_s": 0,
         }
         for name, bound in least.items():
-            if not bound <= getattr(self, name) < float("inf"):
+            if getattr(self, name) < bound:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; give {bound} or more")
         for name in ("body_s", "stall_s"):
-            if not 0 < getattr(self, name) < float("inf"):
+            if getattr(self, name) <= 0:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; give seconds above 0")
         if self.port > _MOST_PORT:
             raise SpecError(f"port is {self.port}; give 1 to {_MOST_PORT}, or 0 for any")

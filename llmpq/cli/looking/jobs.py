@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.parser import OptionGroup
+from llmpq.cli.parser import OptionGroup, finite_number, whole_number
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import DEPTH, JobPlace, find_job, jobs_in
 from llmpq.jobs.overview.text import job_text, list_text, ray_text
@@ -189,14 +189,14 @@ def _say(line: str) -> None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = finite_number(text)
     if not 1 <= value <= 86400:
         raise argparse.ArgumentTypeError(f"{text} is not within 1 and 86400 seconds")
     return value
 
 
 def _depth(text: str) -> int:
-    value = int(text)
+    value = whole_number(text)
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is not within 0 and 100 folders")
     return value

@@ -6,7 +6,7 @@ import dataclasses
 
 from llmpq.cli.options.algo_rules import ALGO_RULES
 from llmpq.cli.options.prompting import add_prompting
-from llmpq.cli.parser import OptionGroup, Parser
+from llmpq.cli.parser import OptionGroup, Parser, number_or_inf
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, LONG_ROWS, SEPARATE
 from planner.optimiser.names import BATCH_OBJECTIVES, METHOD_NAMES, SOLVER_NAMES
 from planner.options import (
@@ -221,7 +221,7 @@ def _add_bound(group: OptionGroup) -> None:
     add, tokens = group.option, ("MEAN", "STD", "MAX")
     add(
         "--max_request_latency_s",
-        type=float,
+        type=number_or_inf,
         metavar="SECONDS",
         help="largest allowed seconds from when the prefill of a request begins to its last token "
         "(inf: any); the schedule of the most requests per second is found, for lengths of "

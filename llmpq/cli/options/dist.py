@@ -366,7 +366,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 def output_options(options: argparse.Namespace) -> OutputOptions:
     """Return how results are written; raises `SpecError` for impossible sizes of shards."""
     rows, seconds = options.shard_rows, options.shard_seconds
-    if rows < 1 or not 0 < seconds < float("inf"):
+    if rows < 1 or seconds <= 0:
         raise SpecError(
             f"--shard_rows is {rows}, --shard_seconds {seconds:g}; give 1 or more rows and more "
             "than 0 seconds"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner.option_rules import refuse_not_finite
 from quant.common.errors import SpecError
 from quant.common.units import GIB, MIB
 
@@ -27,8 +28,9 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         """Check ranges."""
+        refuse_not_finite(self)
         for name in ("file_limit_mib", "batch_dir_limit_gib"):
-            if not 0 < getattr(self, name) < float("inf"):
+            if getattr(self, name) <= 0:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; give a number above 0")
 
     @property
