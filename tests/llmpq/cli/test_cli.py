@@ -336,7 +336,7 @@ def shorter(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (["--max-new-tokens", "999"], "room for 8"),
         (["--stop", ""], "stop"),
         (["--repetition-penalty", "0"], "repetition_penalty"),
-        (["--min_p", "nan"], "min_p"),
+        (["--min_p", "2"], "min_p"),
         (["--logit_bias", "5"], "ID=BIAS"),
         (["--logit_bias", "5=1", "6=200"], "token '6' is 200"),
         (["--logit_bias", "199=1"], "vocabulary ends at 198"),

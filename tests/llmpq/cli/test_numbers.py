@@ -30,9 +30,11 @@ def is_number(action: argparse.Action) -> bool:
     if not callable(action.type):
         return False
     try:
-        return isinstance(action.type("8"), int | float) and not isinstance(action.type("x"), str)
-    except (ValueError, argparse.ArgumentTypeError):
-        return True
+        if type(action.type("8")) not in (int, float):
+            return False
+        return not isinstance(action.type("x"), str)
+    except argparse.ArgumentTypeError as error:
+        return "number" in str(error)
 
 
 NUMBERS = [
