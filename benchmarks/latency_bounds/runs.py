@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmpq import Plan, RequestLengths, Sampling
-from planner.latency_bound.placing.job import most_in_flight
 
 FIRST_TOKEN = 3
 """Tokens before it have a meaning of their own."""
@@ -61,7 +60,7 @@ def measure(plan: Plan, requests: list[dict[str, object]]) -> Measured:
     if summary is None or summary.latency is None or len(ended_s) != len(requests):
         raise SystemExit(f"{len(ended_s)} of {len(requests)} requests ended")
     schedule = plan.spec.policy.followed_schedule
-    in_flight = most_in_flight(schedule)
+    in_flight = schedule.most_in_flight
     window = slice(min(2 * in_flight, len(ended_s) // 3), len(ended_s) - in_flight)
     return Measured(slope(ended_s, window), summary.latency.quantile_s, summary.errors)
 
