@@ -22,6 +22,12 @@ _USABLE_SHARE = 0.985
 _USABLE_SHARE_INLINE_ECC = 0.9125
 
 _BF16_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (6, 0)
+"""That of the P100, from which on both the kernels here and those of bitsandbytes serve GPUs."""
+TOO_OLD = (
+    "llmpq runs on NVIDIA GPUs from compute capability {}.{} on (P100, P40, GTX 1080 Ti); leave it "
+    "out: the cores of its node can take its place, as accelerator CPU with threads and memory_gib"
+).format(*LEAST_CAPABILITY)
 _SIZE = re.compile(r"\d+gb")
 
 _SAY_NOTHING = {"geforce", "gpu", "graphics", "generation", "hbm2", "hbm2e", "hbm3", "hbm3e"}
@@ -30,10 +36,14 @@ _SAY_NOTHING = {"geforce", "gpu", "graphics", "generation", "hbm2", "hbm2e", "hb
 _VARIANTS = (
     (re.compile(r"(\bMIG\b|\b\d+g\.\d+gb\b).*", re.IGNORECASE), "a part of a GPU (MIG)"),
     (re.compile(r"\bGRID\b|-\d+[ABCQ]$", re.IGNORECASE), "a virtual GPU (vGPU)"),
-    (re.compile(r"\b(Laptop|Mobile|Max-Q)\b.*", re.IGNORECASE), "a GPU held to less power"),
+    (re.compile(r"(\b(Laptop|Mobile|Max-Q)\b|-LS$).*", re.I), "a GPU held to less power"),
 )
 """Names of devices that are less than the GPU of the rest of the name, and what they are."""
 
+_BEFORE_PASCAL = re.compile(
+    r"(quadro|grid)?[km]\d\d|(geforce)?gtx?(titan|[4-9]\d\d)|geforce[4-9]\d\d"
+)
+"""Keys of names of the generations before compute capability 6.0, above all Kepler and Maxwell."""
 _OTHER_MAKERS = re.compile(r"(Intel|Apple|Qualcomm)\b", re.IGNORECASE)
 
 
@@ -132,6 +142,8 @@ def _no_data_sheet(name: str) -> str | None:
     """Why the registry has no `name` that a driver may report, and what to do; None for others."""
     if _OTHER_MAKERS.match(name):
         return "llmpq runs on NVIDIA GPUs, on AMD GPUs with ROCm, and on CPUs"
+    if _BEFORE_PASCAL.match(name_key(name)):
+        return f"it is of a generation before NVIDIA's Pascal, and {TOO_OLD}"
     for pattern, kind in _VARIANTS:
         if pattern.search(name):
             whole = _registered(pattern.sub("", name))

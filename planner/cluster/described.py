@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 
-from planner.cluster.accelerators import Accelerator, accelerator_of, find_accelerator, name_key
+from planner.cluster.accelerators import (
+    LEAST_CAPABILITY,
+    TOO_OLD,
+    Accelerator,
+    accelerator_of,
+    find_accelerator,
+    name_key,
+)
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 
@@ -93,7 +100,10 @@ def described_accelerator(
     if like is not None:
         values = _derived(values, _base(like, before))
     _check_values(values)
-    return accelerator_of({"name": name, **_with_links(values)})
+    accelerator = accelerator_of({"name": name, **_with_links(values)})
+    if (accelerator.compute_capability or LEAST_CAPABILITY) < LEAST_CAPABILITY:
+        raise DescriptionError("compute_capability", TOO_OLD)
+    return accelerator
 
 
 def entry_of(accelerator: Accelerator) -> AcceleratorEntry:

@@ -76,11 +76,11 @@ def test_figures_are_those_stated_or_follow_from_the_capability(tmp_path: Path) 
 def test_a_device_may_be_like_one_described_above_and_of_amd(tmp_path: Path) -> None:
     text = FILE.replace(
         "nodes:", f"  Second: {{like: {MINE}, int8_tops: 100}}\n"
-        "  Mi210: {like: MI250, rocm_architecture: gfx90a, ray_type: AMD-Instinct-MI210}\nnodes:",
+        "  Mi100: {like: MI250, rocm_architecture: gfx908, ray_type: AMD-Instinct-MI100}\nnodes:",
     )  # fmt: skip
     second, amd = cluster_of(tmp_path, text).described[2:]
     assert (second.int8_ops, second.memory_bytes_per_s) == (100e12, 760e9)
-    assert (amd.compute_capability, amd.rocm_architecture) == (None, "gfx90a")
+    assert (amd.compute_capability, amd.rocm_architecture) == (None, "gfx908")
 
 
 def test_written_files_read_back_equal(tmp_path: Path) -> None:
@@ -116,6 +116,7 @@ def test_the_figures_are_part_of_the_fingerprint_and_names_of_drivers_are_not(
         ("memory_gbyte_per_s", "memory_gbytes_per_s", ":6: .*did you mean 'memory_gbyte_per_s'?"),
         ("    compute_capability: 8.6\n", "", r":3: .*rocm_architecture of an AMD GPU \(gfx942\)"),
         ("8.6", "sm_86", ":10: .*compute_capability: .*found 'sm_86'"),
+        ("8.6", "5.2", ":10: .*compute_capability: llmpq runs .* from compute capability 6.0 on"),
         ("19.2", "21", ":5: .*usable_memory_gib: 21 GiB is more than memory_gib, which is 20"),
         ("like: RTX4090", "like: RTX4070", ":11: .*like: unknown accelerator 'RTX4070'; nearest"),
         ("like: RTX4090", "like: CPU", ":11: .*describe GPUs"),
