@@ -68,7 +68,9 @@ class Replica:
     def start(self) -> None:
         """Load in the background, unless that is going on or done; also after it was given up."""
         if self._thread is not None and self._thread.is_alive():
-            return
+            if self.status != "gone":
+                return
+            self._thread.join()  # it has told so, and ends
         self.status, self._attempts = "loading", 0
         name = f"llmpq-replica-{self.index}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -15,7 +15,8 @@ from actors.recovery.policy import OnEvent, RecoveryEvent
 from actors.replicas.pool import ReplicaPool
 from actors.replicas.restarts import Restarts
 
-WAIT_S = 20.0
+WAIT_S = 120.0
+"""After so long a wait has failed; nothing that is right takes a thousandth of it."""
 NO_END = 10**9
 
 
@@ -82,7 +83,9 @@ class PretendGroup:
             self.scene.may[self.index] -= 1
 
     def _has_news(self) -> bool:
-        return self.is_interrupted or self.error is not None or self.scene.may[self.index] > 0
+        if self.is_interrupted or self.error is not None:
+            return True
+        return self.scene.may[self.index] > 0 and self.scene.begins[self.index]()
 
     def interrupt(self) -> None:
         with self.scene.changed:
@@ -106,7 +109,8 @@ class PretendGroup:
 class Scene:
     """A pool of pretend groups with so many `slots` each, and what happens to them.
 
-    `may` says how many more requests each may finish; `loads` what each start of a replica raises.
+    `may` says how many more requests each may finish, and `begins` whether it may by now, which
+    changes by what other replicas do; `loads` what each start of a replica raises.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Scene:
         restarts = restarts or Restarts(pause_s=0.0)
         self.changed = Condition()
         self.may = [NO_END for _ in slots]
+        self.begins: list[Callable[[], bool]] = [lambda: True for _ in slots]
         self.loads: dict[int, Callable[[], None]] = {}
         self.loaded: list[int] = []
         self.released: list[int] = []
@@ -127,8 +132,10 @@ class Scene:
 
     def make(self, plan: Any, on_event: OnEvent) -> Any:
         index = self.plans[id(plan)]
-        self.groups[index] = PretendGroup(self, index, plan, on_event)
-        return self.groups[index]
+        with self.changed:
+            self.groups[index] = PretendGroup(self, index, plan, on_event)
+            self.changed.notify_all()
+            return self.groups[index]
 
     def hear(self, event: RecoveryEvent) -> None:
         with self.changed:
@@ -147,6 +154,11 @@ class Scene:
             self.may[index] += count
             self.changed.notify_all()
 
+    def is_full(self, index: int) -> bool:
+        """Whether all slots of a replica have requests."""
+        group = self.groups[index]
+        return len(group.in_slots) == group.plan.workload.global_batch
+
     def lose(self, index: int, error: Exception) -> None:
         with self.changed:
             self.groups[index].error = error
@@ -162,6 +174,14 @@ class Scene:
         with changed:
             assert changed.wait_for(
                 lambda: all(each.status == "ready" for each in self.pool.replicas), WAIT_S
+            )
+
+    def until_all_want(self) -> None:
+        """Wait until every replica has a free slot and asks for a request."""
+        board = self.pool._board
+        with board.changed:
+            assert board.changed.wait_for(
+                lambda: board.rows is not None and len(board.rows._wanting) == len(self.may), WAIT_S
             )
 
     def run(self, source: Iterable[Request | None]) -> list[Finished]:
