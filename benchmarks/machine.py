@@ -94,3 +94,12 @@ def process_tree(root: int) -> list[int]:
     for known in found:
         found.extend(pid for pid, parent in parents.items() if parent == known)
     return found
+
+
+def stands_still(pid: int) -> bool:
+    """Whether a process is stopped in all of its threads, or has ended (Linux)."""
+    try:
+        stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:
+        return True  # it has ended
+    return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats)

@@ -23,7 +23,7 @@ from statistics import median
 from types import TracebackType
 from typing import Self
 
-from benchmarks.machine import process_tree
+from benchmarks.machine import process_tree, stands_still
 
 Prompts = list[list[int]]
 
@@ -101,7 +101,7 @@ class Contestant:
         except BaseException:
             self._end()
             raise
-        self._signal(signal.SIGSTOP)
+        self._stop()
         return self
 
     def __exit__(
@@ -139,7 +139,7 @@ class Contestant:
         except BrokenPipeError:
             raise ContestantError(self._ended()) from None
         finally:
-            self._signal(signal.SIGSTOP)
+            self._stop()
         if found.tokens != len(prompts) * new_tokens:
             raise ContestantError(
                 f"{self.name} made {found.tokens} tokens of {len(prompts)} prompts, not "
@@ -158,6 +158,12 @@ class Contestant:
 
     def _ended(self) -> str:
         return f"{self.name} ended; the last it said:\n{self._log.read_text()[-3000:]}"
+
+    def _stop(self) -> None:
+        """Stop the whole tree; each thread runs on until the kernel has told it."""
+        self._signal(signal.SIGSTOP)
+        while not all(stands_still(pid) for pid in process_tree(self.pid)):
+            time.sleep(0.001)
 
     def _signal(self, number: signal.Signals) -> None:
         """Send it to the whole tree, parents first: one that stands still starts nothing more."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.llmpq.forked_workers import fork_server
 
@@ -28,6 +29,9 @@ USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
 """What this process and those it starts take for the user's cache folder."""
 os.environ["XDG_CACHE_HOME"] = USER_CACHE
 
+
+settings.register_profile("llmpq", deadline=None)  # a slow machine is no fault of an example
+settings.load_profile("llmpq")
 
 gc.disable()  # next to nothing of what is imported and collected is garbage
 

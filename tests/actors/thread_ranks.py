@@ -18,7 +18,7 @@ from actors.stage.stage import Stage
 from quant.common.errors import StageLostError
 from quant.scheme import Processor
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 120.0
 _PLAIN = Processor(instruction_sets=frozenset())
 """A CPU without kernels of its own: 8 bit is rounded once, by rows."""
 

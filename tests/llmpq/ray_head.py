@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ BIN = sysconfig.get_path("scripts")
 RAY = str(Path(BIN) / "ray")
 TOKEN = "0123456789abcdef" * 4
 START_S = 90.0
+STARTS = 3
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -59,10 +60,13 @@ class Head:
         )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at, all of them different."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @contextmanager
@@ -83,43 +87,60 @@ def ray_head() -> Iterator[Head]:
     }
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         environment.pop(name, None)
-    dashboard = free_port()
-    command = [RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={free_port()}"]
-    command += ["--include-dashboard=true", f"--dashboard-port={dashboard}"]
-    command += [f"--dashboard-agent-listen-port={free_port()}"]
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # also if we are killed
-    )
     try:
-        address = f"http://127.0.0.1:{dashboard}"
-        _wait_for(f"{address}/api/version", process)
-        yield Head(address, environment, folder)
-    finally:
-        process.send_signal(signal.SIGTERM)
+        address, process = _started(environment)
         try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            yield Head(address, environment, folder)
+        finally:
+            _end(process)
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Until something answers at `url`, be it that a token is missing."""
+def _started(environment: dict[str, str]) -> tuple[str, subprocess.Popen[bytes]]:
+    """The address of a head's dashboard, and the head. Somebody else may take a port that was free:
+    then others are tried.
+    """
+    for _ in range(STARTS):
+        port, dashboard, agent = free_ports(3)
+        command = [RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={port}"]
+        command += ["--include-dashboard=true", f"--dashboard-port={dashboard}"]
+        command += [f"--dashboard-agent-listen-port={agent}"]
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # if we are killed
+        )
+        address = f"http://127.0.0.1:{dashboard}"
+        if _answers(f"{address}/api/version", process):
+            return address, process
+        _end(process)
+    raise AssertionError("no head of Ray starts")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    if not _ended_within(process, 60):
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until something answers at `url`, be it that a token is missing; False where the head
+    ends.
+    """
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
             urllib.request.urlopen(url, timeout=5).close()
-            return
+            return True
         except urllib.error.HTTPError:
-            return
+            return True
         except OSError:
             _ended_within(process, 0.2)
-    raise AssertionError(f"no dashboard at {url}")
+    return False
 
 
 def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:

@@ -89,7 +89,7 @@ SCHEDULES = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     stages=st.integers(1, 4),
     schedule=SCHEDULES,
@@ -149,7 +149,7 @@ class Changing(RandomServer):
             assert self.pipeline.n_rsrv[-1] <= self.n_slots
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     stages=st.integers(1, 3),
     schedule=SCHEDULES,
@@ -211,7 +211,7 @@ def test_nothing_is_lost_over_ten_thousand_requests() -> None:
     server.check_end(requests)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     stages=st.integers(1, 3),
     schedule=SCHEDULES,

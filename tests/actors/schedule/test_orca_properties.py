@@ -26,7 +26,7 @@ class Server(RandomServer):
         assert ran == sorted(ran, reverse=True), "one that came later ran more iterations"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     stages=st.integers(1, 4),
     max_batch_size=st.integers(1, 5),

@@ -210,7 +210,7 @@ class S3Machine(RuleBasedStateMachine):
         assert not kept or EVERY_KEY in batch[0].drops
 
 
-S3Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+S3Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
 TestS3Machine = S3Machine.TestCase
 
 
@@ -297,7 +297,7 @@ def packed(sizes: list[int], free: int) -> list[int]:
     return [each.size for each in taken]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=11), free=st.integers(0, 100))
 def test_packing_is_decreasing_first_fit_and_near_the_best(sizes: list[int], free: int) -> None:
     """By the paper's own loop, and against all subsets: what is left free is less than the

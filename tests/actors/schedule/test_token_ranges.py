@@ -58,7 +58,7 @@ class Store:
             assert tokens == [holder * 1000 + i for i in range(self.written[holder])]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     n_slots=st.integers(1, 60),
     steps=st.lists(

@@ -80,7 +80,7 @@ def test_an_interrupt_keeps_results_and_frees_everything(
     with running(job, tmp_path, process_environment) as process:
         started = children_of(process.pid)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, error
     assert b"what was finished is kept" in error
     assert b"Traceback" not in error

@@ -102,7 +102,7 @@ def test_a_slow_start_is_ended_and_tried_once_more(
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.warns(UserWarning, match="started once more"), session.ray_session("local"):
-        assert children[0].wait(10) < 0  # what the first start had begun
+        assert children[0].wait(120) < 0  # what the first start had begun
     assert alone == ["started", "shut down", "started", "shut down"]
     assert capfd.readouterr().err == ""
 

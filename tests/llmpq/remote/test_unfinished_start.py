@@ -27,7 +27,7 @@ def test_what_was_started_ends_with_a_start_that_does_not(monkeypatch: pytest.Mo
     try:
         with pytest.raises(SystemExit), session.ray_session():
             pass
-        assert started[0].wait(10) < 0
+        assert started[0].wait(120) < 0
         assert before.poll() is None
     finally:
         before.kill()

@@ -87,4 +87,4 @@ def test_a_killed_stage_is_named_within_seconds_where_it_is_not_replaced(
     began = time.monotonic()
     with pytest.raises(StageLostError, match=r"stage 2's process died"):
         list(running)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < Recovery.hang_s / 2, "by its end, not by its silence"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -21,6 +21,10 @@ JSON = {"content-type": "application/json"}
 NOW_S = 1_750_000_000
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+ENDLESS_S = 300.0
+"""No scenario takes so long, however slow the machine is."""
+
+Result = TypeVar("Result")
 
 
 def client_of(service: Service) -> httpx2.AsyncClient:
@@ -53,6 +57,16 @@ def ask(
             return await client.post(path, **more)
 
     return asyncio.run(once())
+
+
+def run(scenario: Callable[[], Awaitable[Result]]) -> Result:
+    """Run `scenario` in an event loop; one that waits for what does not come is ended."""
+
+    async def bounded() -> Result:
+        async with asyncio.timeout(ENDLESS_S):
+            return await scenario()
+
+    return asyncio.run(bounded())
 
 
 def completion(**fields: object) -> dict[str, object]:

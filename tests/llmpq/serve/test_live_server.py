@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -18,23 +18,22 @@ from llmpq.errors import SpecError, StageLostError
 from llmpq.serve.engine import GenerationError
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
-from tests.llmpq.serve.asking import CHAT, COMPLETIONS, KEY, chat, completion, events, service_of
+from tests.llmpq.serve.asking import (
+    CHAT,
+    COMPLETIONS,
+    KEY,
+    chat,
+    completion,
+    events,
+    run,
+    service_of,
+)
 from tests.llmpq.serve.pretend_engine import LIMITS, PretendEngine
 
 SMALL_BYTES = 4096
 """Of socket buffers, so that little is sent unread."""
 
 LONG = replace(LIMITS, new_tokens=100_000, slot_tokens=100_000)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run `scenario` in an event loop, for half a minute at most."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 async def until(holds: Callable[[], bool]) -> None:

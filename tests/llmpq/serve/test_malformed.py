@@ -42,7 +42,7 @@ VALUES = st.recursive(
 CHANGES = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=4), VALUES, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([COMPLETIONS, CHAT]), CHANGES, st.booleans())
 def test_any_fields(path: str, changes: dict[str, object], is_streamed: bool) -> None:
     """Beside a request that goes on meanwhile, and ends as if nothing had happened."""
@@ -68,7 +68,7 @@ def test_any_fields(path: str, changes: dict[str, object], is_streamed: bool) ->
     asyncio.run(scenario())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=40) | st.text(alphabet='{}[]":,0e-.\\u', max_size=12).map(str.encode))
 def test_any_bytes(content: bytes) -> None:
     async def scenario() -> None:

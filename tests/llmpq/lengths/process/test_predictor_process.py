@@ -34,7 +34,6 @@ from tests.llmpq.processes import wait_until_gone
 
 PROMPTS = [Prompt(f"p{n}", 12 + n, tuple(range(n % 14))) for n in range(40)]
 LONGEST = [each.limit for each in PROMPTS]
-SHORT = PredictorLimits(batch_s=0.3)
 
 
 def started(folder: Path, limits: PredictorLimits | None = None) -> PredictorProcess:
@@ -52,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def process(folder: Path) -> Iterator[PredictorProcess]:
     """Its process."""
-    with closing(started(folder, SHORT)) as process:
+    with closing(started(folder)) as process:
         yield process
 
 
@@ -91,12 +90,13 @@ def test_a_process_that_is_killed_is_replaced_by_the_longest(process: PredictorP
     process.finished([("p1", 3)])
 
 
-def test_a_process_that_stalls_is_given_up(process: PredictorProcess) -> None:
+def test_a_process_that_stalls_is_given_up(folder: Path) -> None:
     """The prompts are more than its pipe holds."""
-    os.kill(process.pid, signal.SIGSTOP)
-    assert process.submit(PROMPTS * 500).result() == LONGEST * 500
-    assert process.failure == "it took more than 0.3 s for a batch"
-    wait_until_gone({process.pid})
+    with closing(started(folder, PredictorLimits(batch_s=0.3))) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert process.submit(PROMPTS * 500).result() == LONGEST * 500
+        assert process.failure == "it took more than 0.3 s for a batch"
+        wait_until_gone({process.pid})
 
 
 def test_a_predictor_that_gives_nan_is_given_up(tmp_path: Path) -> None:

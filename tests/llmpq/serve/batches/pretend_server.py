@@ -1,4 +1,6 @@
-"""A server of its own process over a slow pretend engine: `python -m … FOLDER` tells its port."""
+"""A server of its own process over a slow pretend engine: `python -m … FOLDER ANSWERS` tells its
+port; after so many answers it makes no more.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,8 @@ class SlowEngine(PretendEngine):
     """Takes its time for each token."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        if len(self.seen) >= int(sys.argv[2]):
+            await asyncio.Event().wait()
         async for event in super().generate(request):
             await asyncio.sleep(TOKEN_S)
             yield event

@@ -12,8 +12,8 @@ import pytest
 
 from llmpq.serve.batches import job, runner
 from llmpq.serve.engine import GenerationError
-from tests.llmpq.serve.asking import CHAT, COMPLETIONS, NOW_S, chat, completion, error_of
-from tests.llmpq.serve.batches.world import FullDisk, content_of, line, run, world
+from tests.llmpq.serve.asking import CHAT, COMPLETIONS, NOW_S, chat, completion, error_of, run
+from tests.llmpq.serve.batches.world import FullDisk, content_of, line, world
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 DAY_S = 24 * 3600

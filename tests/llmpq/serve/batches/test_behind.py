@@ -14,8 +14,8 @@ from llmpq.serve.access import Gate
 from llmpq.serve.batches.behind import BehindOnline
 from llmpq.serve.engine import GenerationRequest, QueueState, TokenEvent
 from llmpq.serve.options import ServeOptions
-from tests.llmpq.serve.asking import COMPLETIONS, completion
-from tests.llmpq.serve.batches.world import line, run, world
+from tests.llmpq.serve.asking import COMPLETIONS, completion, run
+from tests.llmpq.serve.batches.world import line, world
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 SLOTS = 4
@@ -120,7 +120,7 @@ def test_online_requests_find_the_whole_queue_while_a_batch_runs(tmp_path: Path)
     run(scenario)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     slots=st.integers(1, 40),
     online=st.integers(0, 50),

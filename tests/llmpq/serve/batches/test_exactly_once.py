@@ -19,8 +19,8 @@ import pytest
 
 from llmpq.jobs.records.disk import Disk
 from llmpq.serve.batches import job
-from tests.llmpq.serve.asking import NOW_S
-from tests.llmpq.serve.batches.world import FINISHED, content_of, line, run, world
+from tests.llmpq.serve.asking import NOW_S, run
+from tests.llmpq.serve.batches.world import FINISHED, content_of, line, world
 from tests.paths import ROOT
 
 LINES = 40
@@ -118,10 +118,10 @@ def committed(folder: Path) -> list[Path]:
 
 
 def test_a_server_that_is_killed_goes_on(tmp_path: Path) -> None:
-    def started() -> tuple[subprocess.Popen[str], int]:
+    def started(answers: int) -> tuple[subprocess.Popen[str], int]:
         module = "tests.llmpq.serve.batches.pretend_server"
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(tmp_path / "folder")],
+            [sys.executable, "-m", module, str(tmp_path / "folder"), str(answers)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_goes_on(tmp_path: Path) -> None:
     async def scenario() -> None:
         batch_id = ""
         for attempt in range(3):
-            process, port = await asyncio.to_thread(started)
+            process, port = await asyncio.to_thread(started, 8 if attempt < 2 else LINES)
             try:
                 client = openai.AsyncOpenAI(
                     base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
@@ -162,7 +162,7 @@ def test_a_server_that_is_killed_goes_on(tmp_path: Path) -> None:
                 errors = await client.files.content(batch.error_file_id)
                 check([json.loads(each) for each in (output.text + errors.text).splitlines()])
                 process.send_signal(signal.SIGTERM)
-                assert await asyncio.to_thread(process.wait, 10) in (0, -signal.SIGTERM)
+                assert await asyncio.to_thread(process.wait) in (0, -signal.SIGTERM)
             finally:
                 process.kill()
                 process.wait()

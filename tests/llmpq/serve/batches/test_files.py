@@ -10,8 +10,8 @@ from llmpq.errors import SpecError
 from llmpq.serve.batches.storage.options import BatchOptions
 from llmpq.serve.batches.storage.store import BatchStore
 from llmpq.serve.options import ServeOptions
-from tests.llmpq.serve.asking import KEY, NOW_S, error_of
-from tests.llmpq.serve.batches.world import FullDisk, World, content_of, line, run, world
+from tests.llmpq.serve.asking import KEY, NOW_S, error_of, run
+from tests.llmpq.serve.batches.world import FullDisk, World, content_of, line, world
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 BOUNDARY = "0123456789"

@@ -17,8 +17,8 @@ from llmpq.serve.batches.storage.store import BatchStore
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service
-from tests.llmpq.serve.asking import KEY
-from tests.llmpq.serve.batches.world import FINISHED, content_of, line, run
+from tests.llmpq.serve.asking import KEY, run
+from tests.llmpq.serve.batches.world import FINISHED, content_of, line
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,16 +113,6 @@ async def world(
         finally:
             await batches.close()
             store.close()
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run `scenario` in an event loop, for half a minute at most."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 def line(custom_id: str, **fields: object) -> dict[str, object]:

@@ -77,9 +77,7 @@ def expected(text: str) -> tuple[tuple[int, ...], list[int]]:
 
 
 async def ready(engine: PipelineEngine) -> None:
-    for _ in range(1200):
-        if engine.status != "loading":
-            break
+    while engine.status == "loading":
         await asyncio.sleep(0.05)
     assert engine.status == "ready"
 

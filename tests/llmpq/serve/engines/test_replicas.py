@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ from llmpq.serve.engine import (
 )
 from llmpq.serve.engines.replica_count import count_replicas, parse_replicas
 from llmpq.serve.engines.replicas import ReplicatedEngine
-from tests.llmpq.serve.asking import COMPLETIONS, JSON, client_of, completion, service_of
+from tests.llmpq.serve.asking import COMPLETIONS, JSON, client_of, completion, run, service_of
 from tests.llmpq.serve.pretend_engine import IDLE, PretendEngine
 
 
@@ -59,14 +59,6 @@ def ready(count: int, **options: object) -> list[PretendReplica]:
 
 def request(name: str, prompt_tokens: int = 5, new_tokens: int = 10) -> GenerationRequest:
     return GenerationRequest(name, (7,) * prompt_tokens, new_tokens, GREEDY, name)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await scenario()
-
-    asyncio.run(bounded())
 
 
 async def until(holds: Callable[[], bool]) -> None:
