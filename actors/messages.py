@@ -256,6 +256,12 @@ class MicroBatch:
             tokens += count
         return [*parts, self.of_rows(slice(first, None))]
 
+    @property
+    def by_token(self) -> MicroBatch:
+        """Its new tokens as requests of one new token each, in order."""
+        slots, begins = (np.repeat(each, self.counts) for each in (self.slots, self.begins))
+        return MicroBatch(slots, self.positions, np.ones_like(slots), begins)
+
     def of_rows(self, rows: slice | TokenIds) -> MicroBatch:
         """Some of its requests: their tokens and where these lie."""
         return MicroBatch(self.slots[rows], self.starts[rows], self.counts[rows], self.begins[rows])

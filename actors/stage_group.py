@@ -62,7 +62,7 @@ class GroupOptions:
     connected by it. `telemetry`: what stages note; the sizes of its micro-batches are the plan's.
     `recovery` says how `generate` goes on after faults, which `on_event` is told of. `policy`
     schedules the requests. `importance`: where that of the model is found, or kept once it is
-    measured, for this group and others.
+    measured, for this group and others. `deterministic` as in `StageSpec`.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -73,6 +73,7 @@ class GroupOptions:
     policy: PolicyOptions = PolicyOptions()  # noqa: RUF009  (frozen)
     timeouts: Timeouts = Timeouts()
     importance: ImportanceStore | None = None
+    deterministic: bool = False
 
 
 Reserve = Callable[[], Reservation | ReservedPart]
@@ -225,6 +226,7 @@ class StageGroup:
             stage_spec(self._plan, stage),
             slots=self._slots,
             parked_tokens=self._pipeline.sizes.parked_tokens,
+            deterministic=self._options.deterministic,
         )
         if self._plan.stand_in is None:
             return spec

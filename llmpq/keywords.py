@@ -114,6 +114,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
     predictor: str | Path | None
     save_predictor: str | Path | None
     importance: str | Path | None
+    deterministic: bool
 
 
 class EvaluationKeywords(TypedDict, total=False):

@@ -174,7 +174,7 @@ class KVCache:
 
     Attention reads all of them from here, also within a prompt: what a token sees of another does
     not depend on whether the two came in one pass, so that a request replayed from its tokens goes
-    on as it would have.
+    on as it would have, but for the rounding of sums.
 
     Up to `parked_tokens` tokens of requests that were preempted, or prefilled for other stages, lie
     in host memory. `factors`

@@ -8,6 +8,7 @@ prompts request by request.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -69,6 +70,14 @@ class RaggedContext:
             return cls(cache, where, (Part("prompts", slice(None), where),))
         return cls(cache, where, _parts(cache, batch))
 
+    @classmethod
+    def of_tokens(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
+        """The context of a pass of `batch`, which has one token a request, each of them a decode
+        step, also those of prompts.
+        """
+        where = cache.addresses(batch)
+        return cls(cache, where, (Part("decode", slice(None), where),))
+
 
 def _parts(cache: KVCache, batch: MicroBatch) -> tuple[Part, ...]:
     """Decode steps, the prompts of each length, and parts of prompts, as far as there are some."""
@@ -117,19 +126,27 @@ class NewTokens:
 def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring) -> Tensor:
     """Store the new keys and values, then attend causally within each request.
 
-    Returns `[tokens, heads, head_dim]`.
+    Returns `[tokens, heads, head_dim]`; rows of `new` beyond the tokens of the context are nobody's
+    and get zeros.
     """
-    if context.timer is None:
-        return _stored_and_attended(context, layer, new, scoring)
-    with context.timer:
-        return _stored_and_attended(context, layer, new, scoring)
+    with context.timer or nullcontext():
+        out = _stored_and_attended(context, layer, new, scoring)
+    return with_rows(out, len(new.query))
+
+
+def with_rows(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` with zeros behind it, of so many rows in all."""
+    if len(tensor) == rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
 
 
 def _stored_and_attended(
     context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring
 ) -> Tensor:
-    keys, values = context.cache.append(layer, context.where, new.key, new.value)
-    new = replace(new, query=keys.asked(new.query))
+    own = int(context.where.batch.counts.sum())
+    keys, values = context.cache.append(layer, context.where, new.key[:own], new.value[:own])
+    new = replace(new, query=keys.asked(new.query[:own]))
     if len(context.parts) == 1:
         return _attend(context.parts[0], new, keys, values, scoring)
     out = torch.empty_like(new.query)

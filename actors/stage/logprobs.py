@@ -30,10 +30,10 @@ def logprob_rows(
     most = min(int(wanted.max()), logits.shape[-1])
     part = logits[torch.from_numpy(rows).to(logits.device)].float()
     chosen = torch.from_numpy(tokens[rows]).to(logits.device)[:, None]
-    total = part.logsumexp(-1, keepdim=True)
-    own = (part.gather(-1, chosen) - total)[:, 0].cpu().numpy()
-    best, order = part.topk(most, dim=-1)
-    top, top_ids = (best - total).cpu().numpy(), order.cpu().numpy()
+    each = part.log_softmax(-1)  # row by row; a sum of one row is shared among threads
+    own = each.gather(-1, chosen)[:, 0].cpu().numpy()
+    order = part.topk(most, dim=-1).indices
+    top, top_ids = each.gather(-1, order).cpu().numpy(), order.cpu().numpy()
     for row, token in enumerate(tokens[rows].tolist()):
         _sort_equals(top_ids[row], top[row], token, own[row])
     top_ids[np.arange(most) >= wanted[:, None]] = NO_TOKEN

@@ -235,11 +235,13 @@ def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tupl
     top_k = each([min(s.top_k or vocabulary, vocabulary) for s in sampling])
     scaled.masked_fill_(torch.arange(vocabulary, device=device) >= top_k, -torch.inf)
     probabilities = scaled.softmax(-1)
-    before = probabilities.cumsum(-1).sub_(probabilities)
+    sums = probabilities.cumsum(-1)
+    before = sums.sub_(probabilities)
     top_p = each([s.top_p for s in sampling])
     probabilities.masked_fill_((before >= top_p) & (top_p < 1), 0.0)
     # The most probable token has 0 here: tokens of less than `min_p` of its probability go.
     least = each([log(s.min_p) if s.min_p else -inf for s in sampling])
     probabilities.masked_fill_(scaled < least, 0.0)
-    probabilities /= probabilities.sum(-1, keepdim=True)
+    # In order, as threads would share the sum of a single row, and come to another last bit.
+    probabilities /= torch.cumsum(probabilities, -1, out=sums)[..., -1:]
     return probabilities, order

@@ -22,6 +22,7 @@ class StageSpec:
     `head_on_first` the last stage sends its final hidden states back to the first one.
     `rounding` is one of `quant.scheme.ROUNDINGS`; with `kv_bits` 8 keys and values are codes.
     `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
+    `deterministic`: no token's result depends on which others are computed with it.
     The stage is divided among `degree` ranks, of which this is number `rank`; the memory limit is
     that of the rank.
     """
@@ -42,6 +43,7 @@ class StageSpec:
     rounding: str = ROUNDINGS[0]
     kv_bits: int = 16
     parked_tokens: int = 0
+    deterministic: bool = False
     rank: int = 0
     degree: int = 1
 

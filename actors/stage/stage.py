@@ -5,18 +5,19 @@ the sampler.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention.cpu_decode import warm_up
+from actors.attention.cpu_decode import can_attend, warm_up
 from actors.attention.key_factors import key_factors
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
-from actors.attention.ragged import RaggedContext
+from actors.attention.ragged import RaggedContext, with_rows
 from actors.attention.timer import AttentionTimer
 from actors.collectives.group import ALONE, RankGroup
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
@@ -41,6 +42,13 @@ from quant.common.errors import DeviceError
 from quant.importance.statistics import LayerImportance
 from quant.linear import warm_up_kernels
 from quant.scheme import Processor
+
+FIXED_ROWS = 32
+"""Rows of every product and norm of a deterministic stage, so that one kernel computes all of them:
+libraries choose it, and with it the order of sums, by the number of rows. Of 16, 32 and 64 the one
+that costs least where both phases count (`python -m benchmarks.deterministic`)."""
+
+_PROBES = 8
 
 
 class Stage:
@@ -91,6 +99,59 @@ class Stage:
         self._busy_s = 0.0
         self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
         self._check_memory()
+        if spec.deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        """Raise `DeviceError` unless each module makes equal rows of equal rows, wherever they
+        stand.
+
+        Several threads may divide an element-wise operation where no whole vector ends, and what is
+        left over is computed by another function.
+        """
+        if not can_attend(torch.empty(0, dtype=self._cache.held_dtype, device=self.device)):
+            raise DeviceError(
+                f"{self.spec.name} cannot be deterministic: that takes a CPU, and attention that "
+                "numba compiles; pip install 'llmpq[cpu]' there, or leave out deterministic"
+            )
+        unequal: list[str] = []
+
+        def compare(module: nn.Module, _: object, out: object) -> None:
+            if isinstance(out, Tensor) and out.ndim > 1:
+                rows = out.reshape(FIXED_ROWS, -1)
+                if not torch.equal(rows, rows[:1].expand_as(rows)):
+                    unequal.append(type(module).__name__)
+
+        leaves = [each for each in self._model.modules() if not any(each.children())]
+        hooks = [leaf.register_forward_hook(compare) for leaf in leaves]
+        try:
+            self._compute_equal_rows()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if unequal:
+            raise DeviceError(
+                f"{self.spec.name} cannot be deterministic with {torch.get_num_threads()} threads "
+                f"here: of equal rows {unequal[0]} makes unequal ones; give its device one thread "
+                "in the cluster file, or leave out deterministic"
+            )
+
+    @torch.inference_mode()
+    def _compute_equal_rows(self) -> None:
+        """Compute passes and logits of rows that are all the same."""
+        zeros = np.zeros(FIXED_ROWS, dtype=np.int64)
+        batch = MicroBatch(zeros, zeros, zeros + 1, zeros)
+        context = RaggedContext.of_tokens(self._cache, batch)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(_PROBES):
+            one = torch.randn(1, self.hidden_size, generator=draw).to(self.dtype)
+            if self.spec.is_first:
+                one = torch.randint(int(self._model.config.vocab_size), (1,), generator=draw)
+            run_decoder(self._model, context, one.repeat_interleave(FIXED_ROWS, 0))
+            if self.spec.has_head:
+                head = self._model.get_output_embeddings()
+                hidden = torch.randn(1, head.in_features, generator=draw).to(self.dtype)
+                head(hidden.repeat_interleave(FIXED_ROWS, 0))
 
     def _check_memory(self) -> None:
         stats, limit = self.stats(), self.spec.memory_limit_bytes
@@ -145,7 +206,8 @@ class Stage:
         began = time.perf_counter()
         inputs = self._shared(Order.STEP, batch, inputs)
         self._cache.prepare(batch)
-        hidden = run_in_passes(self._model, self._cache, batch, inputs)
+        run = run_by_token if self.spec.deterministic else run_in_passes
+        hidden = run(self._model, self._cache, batch, inputs)
         self._cache.keep(batch)
         result: Tensor | Sampled = hidden
         if self.spec.is_last:
@@ -178,7 +240,11 @@ class Stage:
         if len(last_hidden):
             head = self._model.get_output_embeddings()
             parts = spread(int(self._model.config.vocab_size), self.spec.degree)
-            logits = self._group.gather(head(last_hidden), [len(part) for part in parts])
+            if self.spec.deterministic:
+                own = by_fixed_rows(lambda _, rows: head(rows), last_hidden)
+            else:
+                own = head(last_hidden)
+            logits = self._group.gather(own, [len(part) for part in parts])
         if self._sampler is None or logits is None:  # rank 0 samples
             return NOTHING_SAMPLED
         return self._sampler.sample(batch, logits)
@@ -253,18 +319,44 @@ def run_in_passes(
     return torch.cat([one(*each) for each in zip(passes, tokens, strict=True)])
 
 
+def run_by_token(
+    model: PreTrainedModel, cache: KVCache, batch: MicroBatch, inputs: Tensor
+) -> Tensor:
+    """`run_decoder` over a whole micro-batch, so that a token's result is the same bit for bit in
+    any micro-batch: in passes of `FIXED_ROWS`, each token a decode step.
+    """
+    tokens = batch.by_token
+
+    def one(rows: slice, padded: Tensor) -> Tensor:
+        return run_decoder(model, RaggedContext.of_tokens(cache, tokens.of_rows(rows)), padded)
+
+    return by_fixed_rows(one, inputs)
+
+
+def by_fixed_rows(compute: Callable[[slice, Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """What `compute` makes of the rows of `inputs`, which it is given `FIXED_ROWS` at a time, the
+    last ones with zeros behind them.
+    """
+    results = []
+    for first in range(0, len(inputs), FIXED_ROWS):
+        rows = slice(first, first + FIXED_ROWS)
+        own = inputs[rows]
+        results.append(compute(rows, with_rows(own, FIXED_ROWS))[: len(own)])
+    return torch.cat(results)
+
+
 def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
     """Pass a flattened batch through the part of the decoder that `keep_stage` has left.
 
     `inputs`: token ids `[tokens]` where the embedding is, else hidden states `[tokens,
-    hidden_size]`; returns hidden states.
+    hidden_size]`; returns hidden states. Rows beyond the tokens of the context are nobody's.
     """
     arguments: dict[str, object] = {"use_cache": False}
     if architecture_of(model.config).context_as_cache:
         arguments["past_key_values"] = ContextAsCache(context)
     else:
         arguments["ragged"] = context
-        arguments["position_ids"] = context.where.positions[None]
+        arguments["position_ids"] = with_rows(context.where.positions, len(inputs))[None]
     arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
     hidden: Tensor = model.get_decoder()(**arguments).last_hidden_state[0]
     return hidden

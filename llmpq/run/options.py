@@ -88,6 +88,8 @@ class RunOptions:
     place of the model's own; `chat_template_kwargs`: what templates are given beside messages, of
     which a row may say otherwise; `add_special_tokens`: whether the tokenizer adds its own to texts
     and messages, without which it does so to texts alone.
+    `deterministic`: no row's tokens depend on what is computed with them (`docs/sampling.md`), for
+    stages on CPUs, which take longer then.
 
     Raises `SpecError` for a value out of range.
     """
@@ -117,6 +119,7 @@ class RunOptions:
     chat_template: str | Path | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     add_special_tokens: bool | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""

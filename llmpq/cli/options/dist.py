@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from llmpq.cli.options.prompting import add_prompting
-from llmpq.cli.options.stages import add_cache, add_transport
+from llmpq.cli.options.stages import add_cache, add_computing
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.jobs.records.manifest import OUTPUT_FORMS
@@ -171,7 +171,7 @@ def _add_stages(group: OptionGroup) -> None:
         help="file of llmpq indicator that weights are rounded by (default: the plan's)",
     )
     add_cache(group)
-    add_transport(group)
+    add_computing(group)
 
 
 def _add_watching(group: OptionGroup) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmpq.cli.options.prompting import add_prompting
-from llmpq.cli.options.stages import add_cache, add_transport
+from llmpq.cli.options.stages import add_cache, add_computing
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, KV_TOKEN_POLICIES, PREFILL_CHUNK_TOKENS
@@ -130,7 +130,7 @@ def _add_stages(group: OptionGroup) -> None:
     )
     add("--importance", metavar="FILE", help="what weights are rounded by (default: the plan's)")
     add_cache(group)
-    add_transport(group)
+    add_computing(group)
 
 
 def _add_schedule(group: OptionGroup) -> None:

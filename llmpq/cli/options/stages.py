@@ -23,8 +23,13 @@ def add_cache(group: OptionGroup) -> None:
     add("--no_cache", action="store_true", help="quantize anew, keep nothing")
 
 
-def add_transport(group: OptionGroup) -> None:
-    """Add how stages send to each other."""
+def add_computing(group: OptionGroup) -> None:
+    """Add how stages compute, and send to each other."""
+    group.option(
+        "--deterministic",
+        action="store_true",
+        help="tokens that do not depend on what is computed beside them, on CPUs, at a lower speed",
+    )
     group.option(
         "--transport",
         choices=TRANSPORTS,

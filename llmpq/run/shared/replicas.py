@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.fleet.spec import FleetSpec, joined_plan
 from planner.plan.divided import parts_of
 from planner.plan.job_forecast import JobForecast
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import SpecError
 from quant.scheme import GPTQ
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Runnable = PlanSpec | FleetSpec
 """What a run can be made of: one pipeline's plan, or those of several that share its rows."""
+
+_COMMUTING = 2
+"""Ranks whose sum is the same in any order."""
 
 
 def named_plans(spec: Runnable, source: str = "the plan") -> dict[str, PlanSpec]:
@@ -56,9 +60,12 @@ def _job_of(fleet: FleetSpec, one: JobForecast) -> JobForecast:
 
 def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
     """Raise `SpecError` for what several pipelines, of a fleet or of a plan whose stages do one
-    phase each, cannot be run with; any other plan passes.
+    phase each, cannot be run with, and for stages that cannot be deterministic where that is asked;
+    any other plan passes.
     """
     pipelines = parts_of(spec) if isinstance(spec, PlanSpec) else spec.replicas
+    if options.deterministic:
+        _check_deterministic(pipelines, source)
     if isinstance(spec, PlanSpec) and len(pipelines) == 1:
         return
     kind = "a plan of stages that only decode" if isinstance(spec, PlanSpec) else "a fleet"
@@ -76,6 +83,34 @@ def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
             f"{source}: its pipelines have different bits, and rounding {GPTQ} calibrates one "
             "checkpoint for all; plan with another --rounding"
         )
+
+
+def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
+    """Raise `SpecError` where a row's tokens would depend on the others all the same."""
+    for stage in (stage for plan in pipelines for stage in plan.stages if not stage.emulated):
+        if not stage.kind.is_cpu:
+            why = "kernels of GPUs are chosen by what is computed together"
+        elif stage.degree > _COMMUTING:
+            why = "sums of more than two ranks are taken in an order that depends on the place"
+        else:
+            continue
+        raise SpecError(
+            f"{source}: stage {stage.index} ({stage.label}) cannot be deterministic: {why}; leave "
+            "out deterministic, or plan for CPUs that are not divided"
+        )
+    forms = {
+        (plan.kv_bits, plan.rounding, tuple(_form(s, b) for s in plan.stages for b in s.bitwidths))
+        for plan in pipelines
+    }
+    if len(forms) > 1:
+        raise SpecError(
+            f"{source}: its pipelines hold layers in different bits, types or kernels, so that "
+            "tokens depend on which of them computes a row; leave out deterministic"
+        )
+
+
+def _form(stage: StagePlan, bits: int) -> tuple[int, str, str | None]:
+    return bits, stage.dtype, stage.backends.get(bits)
 
 
 def check_rooms(fleet: FleetSpec, source: str) -> None:

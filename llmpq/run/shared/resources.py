@@ -198,6 +198,7 @@ class RunResources:
             on_event=on_event,
             policy=options.scheduling(plan),
             importance=self._importance,
+            deterministic=options.deterministic,
         )
         return group_of(plan, self._checkpoint, group_options)
 

@@ -269,6 +269,7 @@ class PipelineEngine:
             on_event=lambda event: _LOG.warning("%s: %s", event.kind, event.text),
             policy=options.scheduling(self._plan),
             importance=self._importance,
+            deterministic=options.deterministic,
         )
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from actors.messages import Sampling
-from llmpq import Plan
+from llmpq import Fleet, Plan
 from llmpq.cli.options.dist import dist_parser, run_options
 from llmpq.errors import SpecError
 from llmpq.run.options import RunOptions
+from llmpq.run.shared.replicas import check_fleet
 
 COMMAND = ["--plan", "plan.json", "--input", "in.jsonl", "--output", "out.jsonl"]
 NAMES = [field.name for field in dataclasses.fields(RunOptions) if field.name != "sampling"]
@@ -42,6 +43,7 @@ def test_python_and_the_command_line_have_the_same_defaults() -> None:
         (["--trace", "t.json", "--row_s", "3"], {"trace": "t.json", "row_s": 3.0}),
         (["--replace_s", "4", "--generation_config", "none"],
          {"replace_s": 4.0, "generation_config": "none"}),
+        (["--deterministic"], {"deterministic": True}),
         (["--temperature", "0.5", "--stop", "a", "b"], {"temperature": 0.5, "stop": ["a", "b"]}),
         (["--logit_bias", "7=-1"], {"sampling": {"logit_bias": {"7": -1.0}}}),
     ],
@@ -82,3 +84,20 @@ def test_options_are_checked_before_rows_are_read(plan: Plan) -> None:
 def test_a_model_without_its_name_is_not_taken_for_a_listener(plan: Plan) -> None:
     with pytest.raises(TypeError, match="positional"):
         plan.run([[5]], None, "models/other")  # type: ignore[misc]
+
+
+def test_what_cannot_be_deterministic_is_refused(plan: Plan, fleet: Fleet) -> None:
+    asked = RunOptions(deterministic=True)
+    check_fleet(plan.spec, asked, "p.json")
+    check_fleet(fleet.spec, asked, "f.json")
+    one, *others = plan.spec.stages
+    real = dataclasses.replace(
+        plan.spec, stages=(dataclasses.replace(one, emulated=False), *others)
+    )
+    with pytest.raises(SpecError, match=r"p.json: stage 0 \(.*T4-16GB:0\) cannot be deterministic"):
+        check_fleet(real, asked, "p.json")
+    check_fleet(real, RunOptions(), "p.json")
+    first, second = fleet.spec.replicas
+    unlike = dataclasses.replace(first, kv_bits=8), second
+    with pytest.raises(SpecError, match=r"f.json: its pipelines hold layers in different bits"):
+        check_fleet(dataclasses.replace(fleet.spec, replicas=unlike), asked, "f.json")
