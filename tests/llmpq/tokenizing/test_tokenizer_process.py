@@ -203,7 +203,8 @@ def test_a_new_process_has_the_time_to_load_whatever_a_row_has(
     assert tokenizer.answer(tasks[1]).ids == (1,)
     assert "SIGABRT" in str(tokenizer.answer(tasks[0]).error)
     tokenizer.close()
-    assert [limit_ms for limit_ms, _ in groupby(asked_ms)] == [120_000, 100, 120_000, 100]
+    limits_ms = [limit_ms for limit_ms, _ in groupby(asked_ms)]
+    assert limits_ms[:3] == [120_000, 100, 120_000], "the last answer may come with the first line"
 
 
 def test_large_tasks_and_answers_both_ways(folder: Path) -> None:

@@ -346,7 +346,7 @@ def test_two_processes_write_at_once(folder: Path) -> None:
     while any(writer.poll() is None for writer in writers):
         sizes.append(bytes_in(folder))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            writers[0].wait(0.001)
+            writers[0].wait(0.01)  # in which the lock is theirs
     hits = [int(writer.communicate()[0]) for writer in writers]
     assert [writer.returncode for writer in writers] == [0, 0]
     assert min(hits) > 0
