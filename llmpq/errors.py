@@ -3,6 +3,7 @@ user's to mend, the others end a run through no mistake of theirs.
 
     LlmpqError
     ├── SpecError            an option, a cluster file, a model or a plan file
+    │   └── FieldError         a field of a row, a request or of sampling
     ├── InfeasibleError      no plan fits
     │   ├── DoesNotFitError    into memory
     │   └── BoundNotMetError   within a bound of quality or latency
@@ -21,6 +22,7 @@ from quant.common.errors import (
     DeviceError,
     DeviceLostError,
     DoesNotFitError,
+    FieldError,
     HeadLostError,
     InfeasibleError,
     InputError,
@@ -36,6 +38,7 @@ __all__ = [
     "DeviceError",
     "DeviceLostError",
     "DoesNotFitError",
+    "FieldError",
     "HeadLostError",
     "InfeasibleError",
     "InputError",

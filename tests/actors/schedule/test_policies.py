@@ -55,7 +55,7 @@ def test_a_plans_schedule_makes_the_scheduler(plan: PlanSpec) -> None:
     exegpt = bounded(plan, SCHEDULE, 600)
     sizes = queue_sizes(exegpt, exegpt.policy)
     assert sizes == QueueSizes(
-        18, 2, 6, 132, "exegpt", kv_tokens=600, n_slots=570, schedule=SCHEDULE
+        17, 2, 6, 132, "exegpt", kv_tokens=600, n_slots=570, schedule=SCHEDULE
     )
     scheduler = make_scheduler(sizes, 2)
     assert isinstance(scheduler, RraScheduler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,10 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def put_on_one_device(content: dict[str, Any]) -> None:
+    content["stages"][1]["device"] = content["stages"][0]["device"]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -119,7 +124,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (change("micro_batches", "prefill", to="4"), "field micro_batches.prefill: "),
         (change("stages", 0, "emulated", to=1), "field stages.0.emulated: "),
         (change("stages", 0, "memory", "weights", to=4.0), "field stages.0.memory.weights: "),
-        (change("stages", 1, "device", to="old/T4-16GB:0"), "stands in stages.0.device already"),
+        (put_on_one_device, "stands in stages.0.device already"),
         (change("stages", 0, "custom_resource", to="moon"), "field stages.0.custom_resource: "),
         (change("time_scale", to=1e9), "field time_scale: "),
         (change("origin", "cluster", to=BOMB), "field origin: the plan's origin.cluster:7: with"),

@@ -34,8 +34,8 @@ from tests.llmpq.fake_jobs import (
     run_job,
     write_prompts,
 )
-from tests.llmpq.serve.asking import CHAT, COMPLETIONS, chat, completion
-from tests.llmpq.serve.batches.world import run, world
+from tests.llmpq.serve.asking import CHAT, COMPLETIONS, chat, completion, run
+from tests.llmpq.serve.batches.world import world
 
 OPENAI = replace(SMALL_SHARDS, output_format="openai")
 AFTER_INPUT = replace(SMALL_SHARDS, default_format="openai")

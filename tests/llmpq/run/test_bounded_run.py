@@ -60,7 +60,7 @@ def test_a_stage_that_dies_is_survived_token_for_token(
     }
     assert all(each.mixed.micro_batches == 0 for each in stats)
     assert stats[0].queue is not None
-    assert stats[0].queue.slots == group.sizes.slots == 14
+    assert stats[0].queue.slots == group.sizes.slots == 13
     assert stats[0].queue.latencies.requests == len(PROMPTS)
 
 

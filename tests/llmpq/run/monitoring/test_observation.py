@@ -157,7 +157,7 @@ def test_prometheus_gets_the_figures_of_every_stage(group: StageGroup, plan: Pla
             expected["busy_seconds_total", each, phase, ""] = pytest.approx(work.seconds, rel=1e-6)
     for phase, work in (("prefill", stats[2].prefill), ("decode", stats[2].decode)):
         expected["generated_tokens_total", "2", phase, ""] = work.requests
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     found = scraped(JOB)
     while any(found.get(key) != value for key, value in expected.items()):
         assert time.monotonic() < deadline, {k: (found.get(k), v) for k, v in expected.items()}

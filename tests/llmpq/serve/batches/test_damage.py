@@ -16,8 +16,8 @@ from llmpq.serve.batches import runner
 from llmpq.serve.batches.storage.options import BatchOptions
 from llmpq.serve.batches.storage.store import BatchStore
 from llmpq.serve.engine import GenerationRequest, TokenEvent
-from tests.llmpq.serve.asking import NOW_S
-from tests.llmpq.serve.batches.world import content_of, line, run, world
+from tests.llmpq.serve.asking import NOW_S, run
+from tests.llmpq.serve.batches.world import content_of, line, world
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 LINES = [line("c0"), line("c1", n=0), *(line(f"c{number}") for number in range(2, 9))]
