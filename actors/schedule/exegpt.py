@@ -180,8 +180,8 @@ class RraScheduler:
 
     def _waits(self, group: _Group) -> bool:
         """Whether another group comes to its turn soon, and this one goes on until then."""
-        near = self._turns.near_steps
-        return bool(group.slots) and any(0 < each.steps_left <= near for each in self._groups)
+        steps = (each.steps_left for each in self._groups)
+        return bool(group.slots) and self._turns.is_near(steps)
 
     def _begin_turn(self, group: _Group) -> tuple[Move, ...]:
         """Let newcomers join, where some wait; returns the moves that their reservations take."""

@@ -177,8 +177,8 @@ class RraSchedule:
 
     def _waits(self, group: _Group) -> bool:
         """Whether another group comes to its turn soon, and this one goes on until then."""
-        near = self._turns.near_steps
-        return not group.is_empty and any(0 < each.steps_left <= near for each in self._groups)
+        steps = (each.steps_left for each in self._groups)
+        return not group.is_empty and self._turns.is_near(steps)
 
     def _begin_turn(self, group: _Group) -> None:
         """Let newcomers join, where some wait; those of one prefill follow each other."""

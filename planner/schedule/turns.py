@@ -12,7 +12,7 @@ latencies has. In simulations of six kinds of lengths groups that were filled at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
@@ -73,15 +73,16 @@ class Turns:
         """The credit that is left after a turn."""
         return (credit + self.schedule.prefill_requests) % self.groups
 
-    @property
-    def near_steps(self) -> int:
-        """How many steps before its turn a group is waited for by one that has come to its own.
+    def is_near(self, steps_left: Iterable[int]) -> bool:
+        """Whether a group that has come to its turn waits for another one, as these groups come to
+        theirs in so many steps; one without requests never waits.
 
         Prefills leave a bubble behind them, which those that follow at once share: turns of groups
         that were apart by a step took up to 7 % of the tokens per second of 2 stages. A group that
         waits makes steps meanwhile.
         """
-        return self.schedule.decode_steps // 2
+        near = self.schedule.decode_steps // 2
+        return any(0 < each <= near for each in steps_left)
 
     def newcomers(self, turn: GroupTurn, texts: Sequence[int]) -> int:
         """How many requests at the front of the queue, whose prompts have `texts` tokens [at most

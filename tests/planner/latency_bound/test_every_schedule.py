@@ -52,9 +52,7 @@ def every() -> list[tuple[float, float]]:
 def test_nothing_within_the_bound_is_much_faster(
     every: list[tuple[float, float]], share: float
 ) -> None:
-    """The bound is a quantile of all latencies; the search may miss 2 %, timelines be 10 % off
-    where a group has one request.
-    """
+    """The bound is a quantile of all latencies; the search may miss 2 %, timelines be 3 % off."""
     latencies_s = sorted(latency_s for _, latency_s in every)
     bound_s = latencies_s[int(share * len(latencies_s))]
     best = max(rate for rate, latency_s in every if latency_s <= bound_s)
@@ -62,7 +60,7 @@ def test_nothing_within_the_bound_is_much_faster(
     found = find_bounded_plan(ONE, THREE_LAYERS, "three", request, OPTIONS).latency
     assert found is not None
     assert found.latency_s <= bound_s
-    assert found.requests_per_s >= 0.88 * best
+    assert found.requests_per_s >= 0.95 * best
 
 
 def test_a_search_without_time_has_a_plan_that_keeps_the_bound(

@@ -42,11 +42,11 @@ class _OneStage:
         return np.zeros(1)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 5, 7, 13])
 def test_rra_is_near_its_events(seed: int) -> None:
-    found = of_rra(seed, 1500)
-    assert abs(found.requests_per_s) < 0.06
-    assert abs(found.latency) < 0.15, "of 1,500 requests 15 are above the quantile"
+    found = of_rra(seed, 2500)
+    assert abs(found.requests_per_s) < 0.05
+    assert abs(found.latency) < 0.15, "of 2,500 requests 25 are above the quantile"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 5, 6])

@@ -1,136 +1,198 @@
-"""A cycle of RRA in its steady state: what turns, and the decode rounds next to them, take.
+"""A cycle of RRA in its steady state: what turns, and the decode steps next to them, take.
 
 Passes of both phases meet there, so they are run one after the other through the stages, of a few
-cycles in whose turns everything has its proportion. Rounds further from the turns are alike.
+cycles in whose turns everything has its proportion. Groups come to their turns as those of
+`planner.schedule.exegpt` do: together, but where one is empty earlier. Rounds of steps further from
+all turns are alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from planner.latency_bound.steady_state.rra.rounds import DecodeRounds
-from planner.latency_bound.steady_state.rra.turns import GOLDEN, Turn
+from planner.latency_bound.steady_state.rra.rounds import FIRST_ROUNDS, DecodeRounds
+from planner.latency_bound.steady_state.rra.turns import GOLDEN, NewcomersTurns, Turn
 from planner.latency_bound.steady_state.tandem import PassTimes, Tandem
 from planner.length_distribution import FloatArray
+from planner.schedule.turns import Turns
 
 _TURNS, _PARTS = 24, 64
-"""Turns, and micro-batches in them, that stand for all."""
-_FIRST_ROUNDS = 3
+"""Turns with newcomers, or micro-batches in them, that stand for all."""
+_CYCLES, _MOST_ROUNDS = 2, 100
+"""The fewest cycles, and the most rounds, where newcomers are rare."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cycle:
     """Mean seconds of a cycle, and those of a request: from its turn to its first token
-    (`first_s`) and to when the turn is back (`turn_s`); of a turn of its group, or a step beside
-    others' turns, later in its life (`later_turn_s`); and of each decode round [decode_steps].
-    `variance` is that of a cycle.
+    (`first_s`) and to when the turn is back (`turn_s`); of a turn of its group later in its life
+    (`later_turn_s`); and of each decode step [decode_steps]. `variance` is that of a cycle.
     """
 
     cycle_s: float
     first_s: float
     turn_s: float
     later_turn_s: float
-    round_s: FloatArray
+    step_s: FloatArray
     variance: float
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A group that has made `steps` since its turn, comes to the next one in `steps_left` and is
+    empty after `empty_after`; its last pass is back at `back_s`.
+    """
+
+    steps: int = 0
+    steps_left: int = 0
+    empty_after: int = 0
+    back_s: float = 0.0
+
+    @property
+    def rounds_to_go(self) -> int:
+        """Rounds until it is at its turn, or empty."""
+        return min(self.steps_left, self.empty_after - self.steps)
+
+
 class _Run:
-    """Groups that make passes in one order for ever."""
+    """Groups that make passes in one order for ever, and what was seen of them: `turns` that had
+    newcomers, with the mean seconds until one of these is back and those until all are; the seconds
+    between the passes of a group around them (`spans_s`), also where it had requests before
+    (`later_s`); and those of steps, by their numbers after a turn (`steps_s`).
+    """
 
-    def __init__(self, stages: int, groups: int) -> None:
-        self._tandem = Tandem(stages)
-        self.ready_s = [0.0] * groups
-        self._last_s = 0.0
+    def __init__(self, rounds: DecodeRounds, turns: NewcomersTurns, limits: Turns) -> None:
+        self._rounds, self._newcomers, self._limits = rounds, turns, limits
+        self._last = len(rounds.phases.reached) - 1
+        self._step_times: dict[int, PassTimes] = {}
+        self._tandem = Tandem(rounds.stages)
+        self._groups = [_Group() for _ in range(rounds.groups)]
+        self._begun = 0
+        self._observe()
 
-    def step(self, group: int, times: PassTimes) -> float:
-        """Have a group make a step; returns the seconds since its last pass was back."""
-        return self._back(group, self._tandem.run(times, self.ready_s[group]))
+    def _observe(self) -> None:
+        """Forget what was seen until now."""
+        self.turns: list[tuple[Turn, float, float]] = []
+        self._parts = 0
+        self.spans_s: list[float] = []
+        self.later_s: list[float] = []
+        self.steps_s: dict[int, list[float]] = {}
+        self._from_s = self._mean_back_s
 
-    def turn(self, group: int, turn: Turn) -> tuple[float, float, float]:
-        """Have the newcomers of a group prefilled; returns the mean seconds until one is back, and
-        those until all are, since the turn began, and the latter since the group's last pass.
-        """
-        ready_s = self.ready_s[group]
-        began_s = max(ready_s, self._tandem.open_s)
-        backs_s = [self._tandem.run(part, ready_s) for part in turn.parts]
-        weighed_s = sum(map(float.__mul__, backs_s, map(float, turn.sizes)))
-        mean_s = weighed_s / turn.newcomers - began_s
-        return mean_s, backs_s[-1] - began_s, self._back(group, backs_s[-1])
+    @property
+    def seconds(self) -> float:
+        """The time that was seen."""
+        return self._mean_back_s - self._from_s
 
-    def rest(self, group: int) -> None:
-        """Have a group wait until the one before it is back."""
-        self._back(group, self._last_s)
+    @property
+    def _mean_back_s(self) -> float:
+        return sum(each.back_s for each in self._groups) / len(self._groups)
 
-    def _back(self, group: int, back_s: float) -> float:
-        since_s = self.ready_s[group]
-        self.ready_s[group] = self._last_s = max(back_s, since_s)
-        return self._last_s - since_s
+    def run(self) -> None:
+        """Run a first cycle, which does not count, and so many that stand for all."""
+        groups, rounds, counts_from = self._groups, 0, 0
+        while True:
+            skipped = min(group.rounds_to_go for group in groups) - 1
+            if skipped < 0 and not counts_from and self._begun >= len(groups):
+                counts_from = self._begun
+                self._observe()
+            elif skipped < 0 and counts_from:
+                cycles = (self._begun - counts_from) / len(groups)
+                if self._stand_for_all(cycles) or (rounds >= _MOST_ROUNDS and self.turns):
+                    return
+            if skipped > 0 and min(group.steps for group in groups) >= FIRST_ROUNDS:
+                self._skip(skipped)
+            for group in groups:
+                self._advance(group)
+            rounds += 1
 
+    def _stand_for_all(self, cycles: float) -> bool:
+        return cycles >= _CYCLES and (len(self.turns) >= _TURNS or self._parts >= _PARTS)
 
-def cycle_of(rounds: DecodeRounds, turns: Iterator[Turn]) -> Cycle:
-    """The cycle with these decode rounds and turns."""
-    groups, reached = rounds.groups, rounds.phases.reached
-    first = list(range(min(len(reached), _FIRST_ROUNDS)))
-    places = first if len(first) == len(reached) else [*first, len(reached) - 1]
-    steps = [rounds.step(place) for place in places]
-    at_turns = rounds.step_at_turns()
-    run = _Run(rounds.times.stages, groups)
-    made: list[Turn] = []
-    newcomers_s: list[tuple[float, float, float]] = []
-    later_s: list[float] = []
-    spans_s: list[list[float]] = [[] for _ in places]
-    cycles = _cycles(groups, islice(turns, groups), made)
-    start_s = 0.0
-    for number in range(cycles + 1):
-        if number == 1:
-            start_s = float(np.mean(run.ready_s))
-        for group in range(groups):
-            turn = made[group] if not number else next(turns)
-            if number:
-                made.append(turn)
+    def _skip(self, rounds: int) -> None:
+        """Have all groups make steps that are alike."""
+        for group in self._groups:
+            group.steps += rounds
+            group.steps_left -= rounds
+
+    def _advance(self, group: _Group) -> None:
+        """Have a group make its next passes."""
+        is_empty = group.steps >= group.empty_after
+        if is_empty or not (group.steps_left or self._waits()):
+            turn = self._newcomers.next(is_empty)
+            self._begun += 1
+            group.steps, group.steps_left = 0, self._last + 1
+            group.empty_after = self._rounds.phases.empty_after(self._begun * GOLDEN % 1)
             if turn.parts:
-                seen = run.turn(group, turn)
-                if number:
-                    newcomers_s.append(seen)
-                    later_s.append(seen[2])
-            else:
-                span_s = run.step(group, at_turns)
-                if number:
-                    later_s.append(span_s)
-        for at, (place, times) in enumerate(zip(places, steps, strict=True)):
-            for group in range(groups):
-                if (1 + number * groups + group) * GOLDEN % 1 < reached[place]:
-                    span_s = run.step(group, times)
-                    if number:
-                        spans_s[at].append(span_s)
-                else:
-                    run.rest(group)
-    explicit_s = (float(np.mean(run.ready_s)) - start_s) / cycles
-    any_s, own_s = rounds.seconds()
-    skipped_s = float(any_s.sum() - any_s[places].sum())
-    for at, place in enumerate(places):
-        if spans_s[at]:
-            own_s[place] = np.mean(spans_s[at])
-    weights = [turn.newcomers for turn in made[groups:] if turn.parts]
-    first_s, turn_s, _ = np.average(newcomers_s, axis=0, weights=weights)
-    busiest_s = [part.busiest_s for turn in made for part in turn.parts]
-    parts = len(busiest_s) / len(made)
+                self._prefill(group, turn, is_empty)
+                return
+        self._step(group)
+
+    def _waits(self) -> bool:
+        return self._limits.is_near(each.steps_left for each in self._groups)
+
+    def _prefill(self, group: _Group, turn: Turn, was_empty: bool) -> None:
+        since_s = group.back_s
+        began_s = max(since_s, self._tandem.open_s)
+        backs_s = [self._tandem.run(part, since_s) for part in turn.parts]
+        weighed_s = sum(map(float.__mul__, backs_s, map(float, turn.sizes)))
+        group.back_s = backs_s[-1]
+        self.turns.append((turn, weighed_s / turn.newcomers - began_s, group.back_s - began_s))
+        self._parts += len(backs_s)
+        self.spans_s.append(group.back_s - since_s)
+        if not was_empty:
+            self.later_s.append(group.back_s - since_s)
+
+    def _step(self, group: _Group) -> None:
+        since_s, place = group.back_s, min(group.steps, self._last)
+        if place not in self._step_times:
+            self._step_times[place] = self._rounds.step(place)
+        group.back_s = self._tandem.run(self._step_times[place], since_s)
+        self.steps_s.setdefault(place, []).append(group.back_s - since_s)
+        group.steps += 1
+        group.steps_left = max(0, group.steps_left - 1)
+
+
+def cycle_of(rounds: DecodeRounds, turns: NewcomersTurns, limits: Turns) -> Cycle:
+    """The cycle with these decode rounds and turns: a turn takes what its steps do not."""
+    phases, groups = rounds.phases, rounds.groups
+    run = _Run(rounds, turns, limits)
+    run.run()
+    step_s = rounds.seconds()
+    in_steps_s = sum(len(seen) * float(step_s[place]) for place, seen in run.steps_s.items())
+    each_s = (run.seconds - in_steps_s / groups) / len(run.turns)
+    come, none_come = 1 - phases.sizes.none_come, phases.sizes.none_come
+    waits_s = phases.waits * float(step_s[-1])
+    steps_s = float(np.dot(phases.reached, step_s))
+    cycle_s = groups * come * each_s + none_come * waits_s + steps_s
+    at_turns_s = come * float(np.mean(run.spans_s)) + none_come * waits_s
+    step_s = _beside_turns(run, phases.reached, step_s, cycle_s - at_turns_s)
+    weights = [turn.newcomers for turn, *_ in run.turns]
+    first_s, turn_s = np.average([each[1:] for each in run.turns], axis=0, weights=weights)
+    none_later = phases.none_come_later
+    later_s = (1 - none_later) * float(np.mean(run.later_s or run.spans_s))
+    busiest_s = [part.busiest_s for turn, *_ in run.turns for part in turn.parts]
     return Cycle(
-        explicit_s + skipped_s,
+        cycle_s,
         float(first_s),
         float(turn_s),
-        float(np.mean(later_s)),
-        own_s,
-        groups * parts * float(np.var(busiest_s)),
+        later_s + none_later * waits_s,
+        step_s,
+        groups * come * len(busiest_s) / len(run.turns) * float(np.var(busiest_s)),
     )
 
 
-def _cycles(groups: int, first: Iterator[Turn], made: list[Turn]) -> int:
-    """How many cycles stand for all; `made` gets the turns of the first one."""
-    made.extend(first)
-    parts = max(1, sum(len(turn.parts) for turn in made))
-    return max(2, min(-(-_TURNS // groups), -(-_PARTS // parts)))
+def _beside_turns(run: _Run, reached: FloatArray, step_s: FloatArray, all_s: float) -> FloatArray:
+    """The seconds of steps with the turns of other groups beside them, where a group has `all_s` in
+    a phase: of the first steps as they were seen, and all others as much longer.
+    """
+    found = step_s.copy()
+    for place in range(min(len(found), FIRST_ROUNDS)):
+        if place in run.steps_s:
+            found[place] = np.mean(run.steps_s[place])
+    others = float(reached[FIRST_ROUNDS:].sum())
+    if others > 0:
+        found[FIRST_ROUNDS:] += (all_s - float(np.dot(reached, found))) / others
+    return found

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import floor
 
 import numpy as np
 
-from planner.length_distribution import FloatArray
+from planner.latency_bound.steady_state.draws import even_shares
+from planner.length_distribution import FloatArray, LengthDistribution
 from planner.lengths import IntArray
-from planner.schedule.turns import Turns
+from planner.schedule.turns import Turns, evened
 from planner.scheduling import RequestSchedule
 
 _ROUNDING = 1e-9
 _MANY_NEWCOMERS = 8
 """Newcomers of a mean turn from which on there are always some, and about as many."""
+_UNEVEN, _MOST_MORE = 3, 2
+"""Newcomers up to which their numbers change as their prompts are evened, and by how many at most;
+of more that are wanted, as many come in the mean."""
+_PROMPTS = 128
+"""Prompts that stand for all."""
 _SQUARINGS = 10
 """Of a chain's moves until nothing is left of where it began: 1024 turns."""
 
@@ -23,15 +29,15 @@ _SQUARINGS = 10
 @dataclass(frozen=True, eq=False)
 class GroupSizes:
     """The chances `chance` of the numbers of requests `size` of a group after its turn, and those
-    of the numbers of `newcomers` among them.
+    of the numbers 0, 1, … of `newcomers` of groups that had requests, and of empty ones [2, n].
     """
 
     size: FloatArray
     chance: FloatArray
-    newcomers: tuple[tuple[int, float], ...]
+    newcomers: FloatArray
 
     @classmethod
-    def of(cls, schedule: RequestSchedule, ended: float) -> GroupSizes:
+    def of(cls, schedule: RequestSchedule, prompts: LengthDistribution, ended: float) -> GroupSizes:
         """The sizes in the steady state where such a share of requests ends from turn to turn.
 
         A turn has the newcomers of the schedule, and as many as ended where else the group would be
@@ -42,36 +48,13 @@ class GroupSizes:
         fewest, most = max(1, limits.least), max(1, limits.most)
         if share >= _MANY_NEWCOMERS:
             mean = min(max(share / ended, fewest), most)
-            return cls(np.array([mean]), np.ones(1), whole_numbers(mean * ended))
-        return cls._of_chain(share, fewest, most, ended)
-
-    @classmethod
-    def _of_chain(cls, share: float, fewest: int, most: int, ended: float) -> GroupSizes:
-        """The steady state of the chain of sizes from turn to turn, each request ending alike."""
-        before = np.arange(fewest, most + 1)[:, None]
-        left = np.arange(most + 1)[None, :]
-        chances = _binomial(before, left, 1 - ended)
-        moves = np.zeros((len(before), len(before)))
-        joining = np.zeros((len(before), most + 1))
-        rows = np.broadcast_to(np.arange(len(before))[:, None], chances.shape)
-        for nominal, likely in whole_numbers(share):
-            missing = fewest - left
-            wanted = np.where(
-                nominal < missing, np.minimum(missing, nominal + before - left), nominal
-            )
-            wanted = np.minimum(np.maximum(wanted, left == 0), most - left)
-            after = np.clip(left + wanted, fewest, most) - fewest
-            np.add.at(moves, (rows, after), likely * chances)
-            np.add.at(joining, (rows, np.maximum(wanted, 0)), likely * chances)
-        for _ in range(_SQUARINGS):
-            moves = moves @ moves
-        found = moves.mean(axis=0)
-        newcomers = [(count, float(each)) for count, each in enumerate(found @ joining)]
-        return cls(
-            before[:, 0].astype(np.float64),
-            found,
-            tuple((count, each) for count, each in newcomers if each > _ROUNDING),
-        )
+            empty = ended**mean
+            counts, chances = zip(*whole_numbers(mean * ended), strict=True)
+            newcomers = np.zeros((2, max(counts) + 1))
+            newcomers[:, counts] = np.outer((1 - empty, empty), chances)
+            return cls(np.array([mean]), np.ones(1), newcomers)
+        evening = _evening(_plain(schedule), prompts)
+        return _Chain(fewest, most, ended, evening).sizes(whole_numbers(share))
 
     @property
     def mean(self) -> float:
@@ -81,12 +64,17 @@ class GroupSizes:
     @property
     def mean_newcomers(self) -> float:
         """Mean number of newcomers of a turn."""
-        return sum(count * chance for count, chance in self.newcomers)
+        return float(self.newcomers.sum(axis=0) @ np.arange(self.newcomers.shape[1]))
 
     @property
     def none_come(self) -> float:
-        """The chance of a turn without newcomers."""
-        return sum(chance for count, chance in self.newcomers if not count)
+        """The chance of a turn without newcomers, which only groups with requests have."""
+        return float(self.newcomers[0, 0])
+
+    @property
+    def empty(self) -> float:
+        """The chance that a group has no request left at its turn."""
+        return float(self.newcomers[1].sum())
 
     def all_ended(self, ended: FloatArray) -> FloatArray:
         """The chance that all requests of a group have ended where each has with chance `ended`."""
@@ -94,11 +82,77 @@ class GroupSizes:
         return np.asarray(each @ self.chance)
 
 
+@dataclass(frozen=True, eq=False)
+class _Chain:
+    """The sizes of a group from turn to turn, of which it has `fewest` to `most` requests after
+    one, each of which `ended` with such a chance until the next; numbers of newcomers change by
+    `evening`.
+    """
+
+    fewest: int
+    most: int
+    ended: float
+    evening: tuple[tuple[int, FloatArray], ...]
+
+    def sizes(self, nominal: tuple[tuple[int, float], ...]) -> GroupSizes:
+        """Its steady state where turns have so many newcomers with these chances."""
+        before = np.arange(self.fewest, self.most + 1)[:, None]
+        left = np.arange(self.most + 1)[None, :]
+        sizes, chances = len(before), _binomial(before, left, 1 - self.ended)
+        row = np.broadcast_to(np.arange(sizes)[:, None], chances.shape)
+        missing, room = self.fewest - left, self.most - left
+        moves, joining = np.zeros(sizes**2), np.zeros(2 * sizes * (self.most + 1))
+        for number, likely in nominal:
+            refilled = np.minimum(missing, number + before - left)
+            wanted = np.where(number < missing, refilled, number)
+            wanted = np.minimum(np.maximum(wanted, left == 0), room)
+            least = np.maximum(np.where(wanted >= missing, missing, 0), 1)
+            for more, shares in self.evening:
+                changed = np.minimum(np.maximum(wanted + more, least), room)
+                count = np.where(wanted > 0, changed, 0)
+                weights = (likely * chances * shares[np.minimum(wanted, _UNEVEN + 1)]).ravel()
+                after = np.maximum(left + count - self.fewest, 0)
+                moves += np.bincount((row * sizes + after).ravel(), weights, len(moves))
+                place = ((left == 0) * sizes + row) * (self.most + 1) + count
+                joining += np.bincount(place.ravel(), weights, len(joining))
+        after_many = moves.reshape(sizes, sizes)
+        for _ in range(_SQUARINGS):
+            after_many = after_many @ after_many
+        found = after_many.mean(axis=0)
+        newcomers = found @ joining.reshape(2, sizes, self.most + 1)
+        return GroupSizes(before[:, 0].astype(np.float64), found, newcomers)
+
+
 def whole_numbers(mean: float) -> tuple[tuple[int, float], ...]:
     """The whole numbers next to `mean` with the chances that have this mean."""
     low = floor(mean + _ROUNDING)
     over = max(0.0, mean - low)
     return ((low, 1 - over), (low + 1, over)) if over > _ROUNDING else ((low, 1.0),)
+
+
+@lru_cache(maxsize=256)
+def _evening(
+    schedule: RequestSchedule, prompts: LengthDistribution
+) -> tuple[tuple[int, FloatArray], ...]:
+    """How many more newcomers come than are wanted as their prompts are evened, with the chances of
+    that where 0, 1, … up to `_UNEVEN` are wanted, or more than that.
+    """
+    texts = [prompts.quantile(share) for share in even_shares(_PROMPTS).tolist()]
+    chances = np.zeros((2 * _MOST_MORE + 1, _UNEVEN + 2))
+    chances[_MOST_MORE] = 1.0
+    for wanted in range(1, _UNEVEN + 1):
+        most, place, counts = wanted + _MOST_MORE, 0, []
+        while place + most <= _PROMPTS:
+            counts.append(evened(schedule, wanted, most, texts[place : place + most]))
+            place += counts[-1]
+        more = np.maximum(np.array(counts) - wanted, -_MOST_MORE) + _MOST_MORE
+        chances[:, wanted] = np.bincount(more, minlength=len(chances)) / len(counts)
+    return tuple((row - _MOST_MORE, each) for row, each in enumerate(chances) if each.any())
+
+
+def _plain(schedule: RequestSchedule) -> RequestSchedule:
+    """A schedule that evens prompts alike, whatever its sizes."""
+    return RequestSchedule("rra", 1, 1, 1, 1, 1, schedule.mean_prompt_tokens, schedule.tolerance)
 
 
 def _binomial(tried: IntArray, found: IntArray, chance: float) -> FloatArray:

@@ -10,9 +10,11 @@ from planner.latency_bound.steady_state.prompt_times import PromptTimes
 from planner.latency_bound.steady_state.rra.cycle import Cycle, cycle_of
 from planner.latency_bound.steady_state.rra.phases import Phases
 from planner.latency_bound.steady_state.rra.rounds import DecodeRounds
-from planner.latency_bound.steady_state.rra.turns import turns
+from planner.latency_bound.steady_state.rra.turns import NewcomersTurns
 from planner.latency_bound.steady_state.timeline import Timeline, mixed_quantile
 from planner.length_distribution import FloatArray, RequestLengths
+from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.turns import Turns
 from planner.scheduling import RequestSchedule
 
 
@@ -22,12 +24,15 @@ def rra_timeline(
     """The timeline of `schedule` for requests of these lengths; `quantile` is that of the latency
     which counts.
     """
-    groups, outputs = schedule.decode_micro_batches, lengths.outputs
-    phases = Phases.of(schedule, outputs)
+    outputs, slots = lengths.outputs, TurnSizes.of(schedule, n_slots=0).slots
+    groups = min(schedule.decode_micro_batches, slots)
+    phases = Phases.of(schedule, lengths)
     prompt_times = PromptTimes(times, lengths.prompts)
     rounds = DecodeRounds(times, phases, groups, lengths.prompts.mean)
-    cycle = cycle_of(rounds, turns(prompt_times, schedule.prefill_micro_batch, phases.sizes))
-    mean_s, cycles = _latencies(cycle, phases.sizes.none_come, outputs.longest)
+    newcomers = NewcomersTurns(prompt_times, schedule, phases.sizes)
+    cycle = cycle_of(rounds, newcomers, Turns.of(schedule))
+    waits = phases.waits * phases.none_come_later
+    mean_s, cycles = _latencies(cycle, waits, outputs.longest)
     chosen = np.array(outputs.lengths)
     chances = np.array(outputs.probabilities)
     deviations_s = np.sqrt(cycle.variance * cycles[chosen])
@@ -42,20 +47,21 @@ def rra_timeline(
     )
 
 
-def _latencies(cycle: Cycle, none_come: float, longest: int) -> tuple[FloatArray, FloatArray]:
+def _latencies(cycle: Cycle, waits: float, longest: int) -> tuple[FloatArray, FloatArray]:
     """Mean seconds by the tokens of an answer, and in how many cycles they come [longest + 1].
 
-    After the phase of its turn a request makes a step more in phases without newcomers.
+    In phases after that of its turn a request makes so many steps more in the mean, as its group
+    `waits` for others.
     """
-    in_first = len(cycle.round_s)
+    in_first = len(cycle.step_s)
     steps = np.arange(longest + 1) - 1.0
-    ends_s = np.concatenate([[0.0], np.cumsum(cycle.round_s)])
-    per_phase = in_first + none_come
+    ends_s = np.concatenate([[0.0], np.cumsum(cycle.step_s)])
+    per_phase = in_first + waits
     beyond = np.maximum(steps - in_first, 0.0)
     later = np.maximum(np.ceil(beyond / per_phase - 1e-9), 0.0)
-    last = np.where(later > 0, beyond - (later - 1) * per_phase - none_come, steps)
+    last = np.where(later > 0, beyond - (later - 1) * per_phase, steps)
     within_s = np.interp(last, np.arange(in_first + 1), ends_s)
-    phase_s = cycle.later_turn_s + float(cycle.round_s.sum())
+    phase_s = cycle.later_turn_s + float(cycle.step_s.sum())
     earlier_s = np.where(
         later > 0, cycle.turn_s + ends_s[-1] + (later - 1) * phase_s + cycle.later_turn_s, 0.0
     )
