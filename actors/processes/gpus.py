@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ class ReportedGpu(NamedTuple):
 
 def visible_gpus() -> tuple[ReportedGpu, ...]:
     """Those that CUDA_VISIBLE_DEVICES names, by number or UUID, in its order; all where it is not
-    set, none without a driver. As for CUDA, what follows an unknown entry does not count.
+    set, none without a driver. As for CUDA, what follows an unknown or an empty entry does not
+    count, and where one is named twice there are none.
     """
     gpus = tuple(_gpus(_answer(*_QUERY)))
     entries = os.environ.get(_VISIBLE)
@@ -40,30 +42,38 @@ def visible_gpus() -> tuple[ReportedGpu, ...]:
         return gpus
     parts = tuple(_parts(_answer("-L"), gpus)) if "MIG-" in entries else ()
     found: list[ReportedGpu] = []
-    for entry in filter(None, map(str.strip, entries.split(","))):
-        named = [each for each in (*gpus, *parts) if each.uuid.startswith(entry)]
+    for entry in map(str.strip, entries.split(",")):
+        named = [each for each in (*gpus, *parts) if entry and each.uuid.startswith(entry)]
         if entry.isdecimal():
             named = list(gpus[int(entry) :][:1])
         if len(named) != 1:
             break
         found += named
-    return tuple(found)
+    return tuple(found) if len(set(found)) == len(found) else ()
 
 
 def _answer(*arguments: str) -> list[str]:
+    """The lines that nvidia-smi prints, none where it is not there; warns of why it fails."""
     try:
         answer = subprocess.run(
-            ("nvidia-smi", *arguments), capture_output=True, text=True, check=True, timeout=30
+            ("nvidia-smi", *arguments), capture_output=True, text=True, check=False, timeout=30
         )
-    except (OSError, subprocess.SubprocessError):
+    except FileNotFoundError:
+        return []
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(f"GPUs cannot be asked for: {error}", stacklevel=1)
         return []
     return [line for line in answer.stdout.splitlines() if line.strip()]
 
 
 def _gpus(lines: Iterable[str]) -> Iterator[ReportedGpu]:
-    """In the order of their PCI buses, as the driver lists them."""
+    """In the order of their PCI buses, as the driver lists them; warns of what it says beside."""
     for line in lines:
-        uuid, size, name = (each.strip() for each in line.split(",", 2))
+        uuid, *rest = (each.strip() for each in line.split(",", 2))
+        if len(rest) != 2:
+            warnings.warn(f"nvidia-smi says: {line.strip()}", stacklevel=1)
+            continue
+        size, name = rest
         known = size.isdecimal()  # some drivers do not say it
         yield ReportedGpu(name, int(size) * MIB if known else 0, uuid)
 

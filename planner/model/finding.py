@@ -28,6 +28,7 @@ from quant.checkpoint.gptq_config import (
     read_gptq_config,
 )
 from quant.checkpoint.model_reference import local_model
+from quant.checkpoint.stored_tensors import is_offline
 from quant.checkpoint.weight_files import unread_file, unread_weights
 from quant.common.errors import SpecError
 from quant.common.json_file import read_json_object
@@ -208,12 +209,14 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 def _hub_config(repository: str) -> Mapping[str, Any]:
     """Read `config.json` of a hub repository, from the local cache or the network."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         path = hf_hub_download(repository, "config.json")
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, LocalEntryNotFoundError) and is_offline():
+            reason = "its cache lacks it, and HF_HUB_OFFLINE forbids to ask"
         raise SpecError(
             f"config.json of {repository!r} cannot be had from the hub ({reason}); "
             f"{_nearest(repository)}, or give a local folder"

@@ -52,6 +52,8 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("-1", []),
         ("", []),
         ("GPU-", []),
+        ("0,,1", ["GPU-1a"]),
+        ("0,1,0", []),  # as `torch.cuda._parse_visible_devices` has it, too
         ("MIG-7a", ["MIG-7a"]),
     ],
 )
@@ -61,6 +63,19 @@ def test_gpus_are_those_that_cuda_shows(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [each.uuid for each in visible_gpus()] == uuids
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Unable to determine the device handle for GPU 0000:0B:00.0: Unknown Error",
+        "Failed to initialize NVML: Driver/library version mismatch",
+    ],
+)
+def test_what_a_driver_says_beside_its_gpus_is_told(said: str, driver: Path) -> None:
+    driver.write_text(f'#!/bin/sh\necho "{said}"; echo "GPU-1a, [N/A], Tesla T4"; exit 18\n')
+    with pytest.warns(UserWarning, match="nvidia-smi says: " + said):
+        assert visible_gpus() == (("Tesla T4", 0, "GPU-1a"),)
 
 
 def test_a_part_of_a_gpu_has_its_own_name_and_memory(

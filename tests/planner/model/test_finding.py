@@ -272,5 +272,6 @@ def test_refused_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SpecError, match="cannot be read as JSON"):
             model_shape(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(SpecError, match=r"nobody/opt-30x.* nearest built-in: opt-30b"):
+    told = r"nobody/opt-30x.* HF_HUB_OFFLINE forbids .* nearest built-in: opt-30b"
+    with pytest.raises(SpecError, match=told):
         model_shape("nobody/opt-30x")
