@@ -96,23 +96,23 @@ class ClusterSpec:
         internode_gbit_per_s: float = DEFAULT_INTERNODE_GBIT_PER_S,
     ) -> ClusterSpec:
         """Make a cluster with one node for each device type, as on the paper's command line; CPUs
-        are those of this machine.
+        share this machine.
         """
         if len(device_names) != len(device_numbers):
             raise SpecError(
                 f"{len(device_names)} device names but {len(device_numbers)} numbers; give one each"
             )
         pairs = list(zip(device_names, device_numbers, strict=True))
-        nodes, notes = list[dict[str, Any]](), []
+        cpus = sum(count for name, count in pairs if name_key(name) == name_key("CPU"))
+        local, nodes = local_cpus(cpus), list[dict[str, Any]]()
         for index, (name, count) in enumerate(pairs):
-            node: dict[str, Any] = {"accelerators": {name: count}}
-            if name_key(name) == name_key("CPU"):
-                node = local_cpus(count)
-                notes.append(
-                    f"{name}: {node['threads']} threads and {node['memory_gib']} GiB each, by this "
-                    "machine; a cluster file (--cluster) says others"
-                )
-            nodes.append({"name": f"node{index}", **node})
+            node = local if name_key(name) == name_key("CPU") else {}
+            nodes.append({**node, "name": f"node{index}", "accelerators": {name: count}})
+        note = (
+            f"CPU: {local['threads']} threads and {local['memory_gib']} GiB each, by this machine; "
+            "a cluster file (--cluster) says others"
+        )
+        notes = [note] if cpus else []
         values = {
             "name": " + ".join(f"{count}x{name}" for name, count in pairs) or "no devices",
             "nodes": nodes,
