@@ -137,13 +137,13 @@ class BoundedSearch:
         return Point(theta, best.seconds, best.placed.omega, 0.0, best, best.seconds)
 
     def _of_quality(self, quality: Quality, bound_s: float) -> Scheduled:
-        """The schedule of a quality, by the rules for jobs; where none near 16 bit keeps the bound,
-        which then asks for fewer, of any bits.
+        """The schedule of a quality, by the rules for jobs: a bound that no schedule near 16 bit
+        keeps asks for fewer bits, as short memory does.
         """
         fast = self._point(TIE_BREAK * seconds_per_sensitivity(self._costs), bound_s)
         if quality == "fast" or not fast.omega:
             return fast.plan
-        for bits in (next(bits_by_quality(self._costs.bits)), self._costs.bits):
+        for bits in bits_by_quality(self._costs.bits):
 
             def solve(theta: float, bits: tuple[int, ...] = bits, **_: bool) -> Point[Scheduled]:
                 return self._point(theta, bound_s, bits)

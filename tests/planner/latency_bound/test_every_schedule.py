@@ -16,7 +16,7 @@ from planner.latency_bound.search import find_bounded_plan
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.options import PlanOptions, Quality
 from planner.plan.spec import PlanSpec
-from quant.common.errors import BoundNotMetError
+from quant.common.errors import BoundNotMetError, DoesNotFitError
 from quant.scheme import BITWIDTHS, NEAR_FULL_BITS
 from tests.planner.latency_bound.settings import (
     THREE_LAYERS,
@@ -109,3 +109,18 @@ def test_layers_are_near_16_bit_where_a_schedule_with_these_keeps_the_bound(
             assert least < NEAR_FULL_BITS
         else:
             assert least >= NEAR_FULL_BITS or quality == "fast"
+
+
+def test_no_layer_has_3_bit_where_4_bit_fits_and_keeps_the_bound() -> None:
+    """In so little memory that 8 bit does not fit, 3 bit would have more requests in flight."""
+    options, short = replace(OPTIONS, theta=None, quality="balanced"), small_cluster([0.95], ["T4"])
+    request = BoundRequest(LENGTHS, 100.0, kinds=("rra",), prompts=JOB)
+
+    def planned(*bits: int) -> PlanSpec:
+        with_bits = replace(options, bits=bits)
+        return find_bounded_plan(short, THREE_LAYERS, "three", request, with_bits)
+
+    with pytest.raises(DoesNotFitError):
+        planned(8, 16)
+    (stage,) = planned(*BITWIDTHS).stages
+    assert stage.bitwidths == (4, 4, 4)
