@@ -108,9 +108,10 @@ class ClusterSpec:
         for index, (name, count) in enumerate(pairs):
             node = local if name_key(name) == name_key("CPU") else {}
             nodes.append({**node, "name": f"node{index}", "accelerators": {name: count}})
+        threads = local["threads"]
         note = (
-            f"CPU: {local['threads']} threads and {local['memory_gib']} GiB each, by this machine; "
-            "a cluster file (--cluster) says others"
+            f"CPU: {threads} thread{'s' * (threads > 1)} and {local['memory_gib']} GiB each, by this "
+            "machine; a cluster file (--cluster) says others"
         )
         notes = [note] if cpus else []
         values = {

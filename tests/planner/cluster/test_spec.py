@@ -373,7 +373,7 @@ def test_cpus_by_counts_share_this_machine() -> None:
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert cpu.memory_bytes == pytest.approx(0.8 * pages, abs=2**30 // 10)
     assert pair[0].memory_bytes == pytest.approx(0.4 * pages, abs=2**30 // 10)
-    assert any("by this machine" in note for note in one.notes)
+    assert any("each, by this machine" in note for note in one.notes)
     apart = ClusterSpec.from_counts(["CPU", "cpu"], [1, 1]).devices
     assert [(d.threads, d.memory_bytes) for d in apart] == [
         (d.threads, d.memory_bytes) for d in pair
