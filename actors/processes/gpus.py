@@ -34,9 +34,22 @@ class ReportedGpu(NamedTuple):
 def visible_gpus() -> tuple[ReportedGpu, ...]:
     """Those that CUDA_VISIBLE_DEVICES names, by number or UUID, in its order; all where it is not
     set, none without a driver. As for CUDA, what follows an unknown or an empty entry does not
-    count, and where one is named twice there are none.
+    count, and where one is named twice there are none. Warns of GPUs with an error, which are left
+    out.
     """
-    gpus = tuple(_gpus(_answer(*_QUERY)))
+    return tuple(filter(_works, _shown(tuple(_gpus(_answer(*_QUERY))))))
+
+
+def _works(gpu: ReportedGpu) -> bool:
+    """Whether the driver can tell its name, in whose place an error stands in brackets."""
+    if not gpu.name.startswith("["):
+        return True
+    warnings.warn(f"nvidia-smi says of {gpu.uuid}: {gpu.name}; it is left out", stacklevel=1)
+    return False
+
+
+def _shown(gpus: tuple[ReportedGpu, ...]) -> tuple[ReportedGpu, ...]:
+    """Those of all `gpus` that CUDA_VISIBLE_DEVICES names."""
     entries = os.environ.get(_VISIBLE)
     if entries is None:
         return gpus

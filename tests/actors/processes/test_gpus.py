@@ -78,6 +78,17 @@ def test_what_a_driver_says_beside_its_gpus_is_told(said: str, driver: Path) -> 
         assert visible_gpus() == (("Tesla T4", 0, "GPU-1a"),)
 
 
+def test_a_gpu_with_an_error_is_left_out_and_told(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers count it: they are those of the driver."""
+    lost = "GPU-2b, [GPU is lost], [GPU is lost]"
+    driver.write_text(f'#!/bin/sh\necho "{GPUS}" | sed "s/GPU-2b.*/{lost}/"\n')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    with pytest.warns(UserWarning, match=r"says of GPU-2b: \[GPU is lost\]; it is left out"):
+        assert [each.uuid for each in visible_gpus()] == ["GPU-3c"]
+
+
 def test_a_part_of_a_gpu_has_its_own_name_and_memory(
     driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
