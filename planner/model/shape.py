@@ -133,7 +133,7 @@ class ModelShape:
 
     @property
     def _output_place(self) -> int:
-        return 1 if self.fused_qkv else 3
+        return len(self._qkv_linears())
 
     @property
     def layer_input_order_bytes(self) -> int:

@@ -27,8 +27,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.scheme import group_size
 
-_WORD = WORD_BITS
-_WORD_MASK = (1 << _WORD) - 1
+_WORD_MASK = (1 << WORD_BITS) - 1
 _FIRST_PART, _SECOND_PART = 21, 11
 """3-bit codes that start below bit 63 of 96, and those from there on: both parts fit an int64."""
 
@@ -87,7 +86,7 @@ def read_gptq(
     bits = _stored_bits(qweight, columns, rows, place)
     groups = _stored_groups(scales, shape, place)
     qzeros = checkpoint.read(f"{stem}.qzeros")
-    if qzeros.dtype != torch.int32 or tuple(qzeros.shape) != (groups, -(-rows * bits // _WORD)):
+    if qzeros.dtype != torch.int32 or tuple(qzeros.shape) != (groups, -(-rows * bits // WORD_BITS)):
         raise CheckpointError(
             f"{place}: its zeros are {qzeros.dtype} {list(qzeros.shape)}, which does not fit "
             f"{rows} outputs in {groups} groups at {bits} bits; the checkpoint is damaged"
@@ -160,7 +159,7 @@ def fills_words(rows: int, columns: int, bits: int) -> bool:
     """Whether the codes of `columns` inputs and the zeros of `rows` outputs fill whole words, as
     the kernels of GPTQModel require.
     """
-    period = _WORD if bits == 3 else _WORD // bits
+    period = WORD_BITS if bits == 3 else WORD_BITS // bits
     return rows % period == 0 and columns % period == 0
 
 
@@ -172,7 +171,7 @@ def gptq_tensors(weight: GptqWeight, zero_offset: int) -> dict[str, torch.Tensor
     rows, columns = weight.codes.shape
     assert fills_words(rows, columns, weight.bits), "checked before anything is computed"
     assert not zero_offset or bool(weight.zero.all()), "format gptq cannot hold a zero of 0"
-    packed = torch.empty(rows, columns * weight.bits // _WORD, dtype=torch.int32)
+    packed = torch.empty(rows, columns * weight.bits // WORD_BITS, dtype=torch.int32)
     for block in row_blocks(rows, columns, packed.device):
         packed[block] = pack_words(weight.codes[block], weight.bits)
     return {
@@ -187,14 +186,14 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes `[rows, n]` to int32 words `[rows, n * bits / 32]`; n has to fill whole words."""
     rows = codes.shape[0]
     if bits != 3:
-        shifts = torch.arange(0, _WORD, bits)
-        words = (codes.long().view(rows, -1, _WORD // bits) << shifts).sum(-1)
+        shifts = torch.arange(0, WORD_BITS, bits)
+        words = (codes.long().view(rows, -1, WORD_BITS // bits) << shifts).sum(-1)
         return words.to(torch.int32)
-    parts = codes.long().reshape(rows, -1, _WORD)
+    parts = codes.long().reshape(rows, -1, WORD_BITS)
     shifts = 3 * torch.arange(_FIRST_PART)
     low = (parts[..., :_FIRST_PART] << shifts).sum(-1)
     high = (parts[..., _FIRST_PART:] << shifts[:_SECOND_PART]).sum(-1)
-    words = torch.stack((low, (low >> _WORD) | (high << (_WORD - 1)), high >> 1), dim=-1)
+    words = torch.stack((low, (low >> WORD_BITS) | (high << (WORD_BITS - 1)), high >> 1), dim=-1)
     return words.to(torch.int32).view(rows, -1)
 
 
@@ -202,14 +201,14 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Unpack codes uint8 `[rows, count]` from int32 words `[rows, ceil(count * bits / 32)]`."""
     words, rows = words.contiguous(), words.shape[0]
     if bits != 3:
-        shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
+        shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
         codes = (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1)
         return codes.view(rows, -1)[:, :count].to(torch.uint8)
     triples = torch.nn.functional.pad(words, (0, -words.shape[1] % 3)).long() & _WORD_MASK
     first, second, third = triples.view(rows, -1, 3).unbind(-1)
     shifts = 3 * torch.arange(_FIRST_PART)
-    low = (first | (second << _WORD)).unsqueeze(-1) >> shifts
-    high = ((second >> (_WORD - 1)) | (third << 1)).unsqueeze(-1) >> shifts[:_SECOND_PART]
+    low = (first | (second << WORD_BITS)).unsqueeze(-1) >> shifts
+    high = ((second >> (WORD_BITS - 1)) | (third << 1)).unsqueeze(-1) >> shifts[:_SECOND_PART]
     codes = torch.cat((low, high), dim=-1).bitwise_and_(7)
     return codes.view(rows, -1)[:, :count].to(torch.uint8)
 
