@@ -110,8 +110,8 @@ class ClusterSpec:
             nodes.append({**node, "name": f"node{index}", "accelerators": {name: count}})
         threads = local["threads"]
         note = (
-            f"CPU: {threads} thread{'s' * (threads > 1)} and {local['memory_gib']} GiB each, by this "
-            "machine; a cluster file (--cluster) says others"
+            f"CPU: {threads} thread{'s' * (threads > 1)} and {local['memory_gib']} GiB each, by "
+            "this machine; a cluster file (--cluster) says others"
         )
         notes = [note] if cpus else []
         values = {
