@@ -61,7 +61,7 @@ def test_a_plans_schedule_makes_the_scheduler(plan: PlanSpec) -> None:
     assert isinstance(scheduler, RraScheduler)
     assert scheduler.most_under_way == 4
     limits = sizes.limits(132, 600, columns=8)
-    assert (limits.requests, limits.rows, limits.slots) == (8, 2 * 132 + 6, 18)
+    assert (limits.requests, limits.rows, limits.slots) == (8, 2 * 132 + 6, 17)
 
 
 def test_a_plan_without_a_schedule_is_refused(plan: PlanSpec) -> None:
