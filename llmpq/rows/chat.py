@@ -27,7 +27,8 @@ def plain_message(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     Raises `MessageError` for a message without role, without content (unless an assistant calls
     tools), for content that is not text, and for calls that `template_message` cannot take.
     """
-    template_message(message, number)
+    if _CALLS in message or _OLD_CALL in message:
+        template_message(message, number)
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise MessageError(f"message {number} has no role; give system, user or assistant")

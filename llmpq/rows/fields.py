@@ -259,9 +259,9 @@ KNOWN_FIELDS = frozenset(
 
 def is_field(name: str, value: Any, row: Mapping[str, Any]) -> bool:
     """Whether what a `row` has under `name` is a field of it, and no column of the user's."""
-    if name not in _WORDS:
-        return name in KNOWN_FIELDS
-    if not _WORDS[name](plain_value(value)):
+    if name in KNOWN_FIELDS:
+        return True
+    if name not in _WORDS or not _WORDS[name](plain_value(value)):
         return False
     messages = plain_value(row.get("messages"))
     if name == "documents":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.messages import Sampling
+from actors.sampling_options import GREEDY
 from llmpq.rows.chat import MessageError, plain_message, template_message
 from llmpq.rows.fields import DRAWN, PROMPT_FIELDS, SAMPLING_FIELDS, is_field, nearest_field
 from llmpq.rows.own_columns import ColumnError, own_columns, plain_value, whole_number
@@ -143,7 +144,7 @@ def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
         else:
             _refuse_near_misses(beside, content)
             fields = {name: value for name, value in content.items() if name not in beside}
-        return dataclasses.replace(_parse(fields, custom_id), columns=columns)
+        return _parse(fields, custom_id, columns)
     except (_RowError, MessageError, ColumnError, LlmpqError) as error:
         return BadRow(name, printable(str(error), MESSAGE_CHARACTERS), columns)
 
@@ -198,8 +199,8 @@ def _refuse_near_misses(beside: Mapping[str, Any], content: Mapping[str, Any]) -
         )
 
 
-def _parse(fields: dict[str, Any], custom_id: str) -> Row:
-    """The row of the `fields` that are read, or of a Batch line's body."""
+def _parse(fields: dict[str, Any], custom_id: str, columns: Mapping[str, Any]) -> Row:
+    """The row of the `fields` that are read, or of a Batch line's body, and of its own columns."""
     fields.pop("custom_id", None)
     prompts = {name: plain_value(fields.pop(name)) for name in PROMPT_FIELDS if name in fields}
     given = [name for name, value in prompts.items() if value is not None]
@@ -211,17 +212,18 @@ def _parse(fields: dict[str, Any], custom_id: str) -> Row:
     found = fields_by_name(fields)
     options, sampling = prompt_options(found, is_chat), _sampling_overrides(found)
     if is_chat:
-        chat = _messages(value)
-        return Row(custom_id, messages=chat, sampling=sampling, prompt_options=options)
+        return Row(custom_id, None, None, _messages(value), sampling, options, columns)
     if not isinstance(value, str):
-        return Row(custom_id, token_ids=_token_ids(value), sampling=sampling)
+        return Row(custom_id, None, _token_ids(value), sampling=sampling, columns=columns)
     if not _is_text(value):
         raise _RowError("prompt holds half a surrogate pair, which no tokenizer can read")
-    return Row(custom_id, text=value, sampling=sampling, prompt_options=options)
+    return Row(custom_id, value, sampling=sampling, prompt_options=options, columns=columns)
 
 
 def _sampling_overrides(found: Mapping[str, Given]) -> Mapping[str, Any]:
     """The row's own sampling; whole numbers are such, and other values as they were given."""
+    if not found:
+        return {}
     unknown = sorted(found.keys() - _OF_SAMPLING)
     if unknown:
         nearest = nearest_field(unknown[0])
@@ -231,7 +233,7 @@ def _sampling_overrides(found: Mapping[str, Given]) -> Mapping[str, Any]:
         raise _RowError(f"unknown field {name!r:.80}; {hint}{own if '.' in name else ''}")
     overrides = {name: _whole(name, each.value) for name, each in found.items()}
     try:
-        merge_sampling(Sampling(), overrides)
+        merge_sampling(GREEDY, overrides)
     except FieldError as error:
         raise FieldError(found[error.name].name, error.why) from error
     return overrides

@@ -153,3 +153,12 @@ def test_row_sampling_overrides_only_its_own_fields() -> None:
     assert merge_sampling(base, {"temperature": 2, "stop": ["y", "z"]}) == Sampling(
         temperature=2.0, seed=3, stop=("y", "z")
     )
+
+
+def test_a_row_without_options_costs_no_check_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    def checked(self: Sampling) -> None:
+        raise AssertionError("a sampling was made, which takes as long as reading the row")
+
+    monkeypatch.setattr(Sampling, "__post_init__", checked)
+    row = row_from_line(b'{"custom_id": "a", "prompt": "x", "source": "web"}', "1")
+    assert row == Row("a", "x", columns={"source": "web"})
