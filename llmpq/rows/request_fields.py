@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from llmpq.rows.fields import (
@@ -40,6 +41,8 @@ def fields_by_name(given: Mapping[str, Any]) -> dict[str, Given]:
     found: dict[str, Given] = {}
     for shown, name, raw in _entries(given):
         value = plain_value(raw)
+        if isinstance(value, Decimal):  # as databases write numbers
+            value = None if value.is_nan() else float(value)
         if asks_nothing(name, value):
             continue
         why = unfollowed(name, value)

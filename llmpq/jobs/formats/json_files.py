@@ -17,7 +17,9 @@ from quant.common.errors import InputError
 
 _DECODE = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"[ \t\r\n]*")
-_OBJECTS = re.compile(r"[ \t\r\n]*\[[ \t\r\n]*\{")
+_WHOLE = re.compile(r'\s*(\[\s*[{\n]|\{\s*\n\s*")')
+"""How an array of objects or of lines begins, and an object that spans lines."""
+
 READ_CHARACTERS = 2**16
 _LONGEST_WORD = 16
 """Longer than any word or escape of JSON: an error nearer to the end of what was read may be gone
@@ -26,16 +28,17 @@ with more of it.
 
 
 def is_whole_json(path: Path, compression: Compression) -> bool:
-    """Whether a file holds an array of objects, or begins with a value that spans lines.
+    """Whether a file holds an array, or begins with a value that spans lines.
 
     Raises one of `READ_ERRORS`.
     """
     with _text(path, compression) as text:
-        if text.begins(_OBJECTS):
+        if text.begins(_WHOLE):
             return True
+        is_array = text.peek() == "["
         try:
-            value, spans_lines = text.value()
-            return spans_lines or (value == [] and not text.peek())
+            _, spans_lines = text.value()
+            return spans_lines or (is_array and not text.peek())
         except InputError:  # lines of JSON, of which the first is none
             return False
 

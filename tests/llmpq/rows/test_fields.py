@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,16 @@ def test_floats_of_pandas_are_whole_numbers_in_every_format(tmp_path: Path) -> N
             Sampling(0.5, 2, max_new_tokens=4),
         ], name
         assert [bool(row.messages) for row in found if isinstance(row, Row)] == [False, True, False]
+
+
+def test_decimals_of_databases_are_numbers() -> None:
+    given = {"temperature": Decimal("0.5"), "max_tokens": Decimal(3), "n": Decimal("1.00"),
+             "top_p": Decimal("sNaN")}  # fmt: skip
+    row = row_from_mapping({"prompt": "a", "price": Decimal("1.10"), **given}, "1")
+    assert isinstance(row, Row)
+    assert row.sampling == {"temperature": 0.5, "max_new_tokens": 3}
+    assert row.columns == {"price": "1.10"}
+    assert isinstance(row_from_mapping({"prompt": "a", "top_p": Decimal(2)}, "1"), BadRow)
 
 
 def test_values_of_numpy_are_those_of_python() -> None:
