@@ -21,6 +21,9 @@ from quant.common.safe_text import printable
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _EOS, _EOS_ID = "eos_token", "eos_token_id"
+_TOKENIZER_FILES = (TOKENIZER_CONFIG_FILE, "special_tokens_map.json")
+"""Files that name a tokenizer's end token: which of them counts differs between versions of
+transformers."""
 _SHOWN_CHARACTERS = 40  # of a token's text
 
 
@@ -65,7 +68,7 @@ def end_tokens(folder: Path) -> EndTokens:
     for file, tokens in (
         (GENERATION_CONFIG_FILE, checked_end_tokens(folder)),
         (CONFIG_FILE, _config_end_tokens(folder)),
-        (TOKENIZER_CONFIG_FILE, _tokenizer_end_tokens(folder)),
+        *((file, _end_tokens_named_in(folder, file)) for file in _TOKENIZER_FILES),
     ):
         named = file if place == folder else place.name
         for token in tokens:
@@ -88,15 +91,12 @@ def _config_end_tokens(folder: Path) -> tuple[int, ...]:
     return check_end_tokens(found.get(_EOS_ID), MAX_SIZE, place, CheckpointError)
 
 
-def _tokenizer_end_tokens(folder: Path) -> tuple[int, ...]:
-    """The end token of the tokenizer, by its id; none where its files do not tell it."""
-    for file in (TOKENIZER_CONFIG_FILE, "special_tokens_map.json"):
-        named = _entries(folder / file).get(_EOS)
-        text = named.get("content") if isinstance(named, dict) else named
-        if isinstance(text, str):
-            found = (ids[text] for ids in _vocabularies(folder) if text in ids)
-            return tuple(token for token in (next(found, None),) if type(token) is int)
-    return ()
+def _end_tokens_named_in(folder: Path, file: str) -> tuple[int, ...]:
+    """The end token that a `file` of the tokenizer names, by its id; none where none tells it."""
+    named = _entries(folder / file).get(_EOS)
+    text = named.get("content") if isinstance(named, dict) else named
+    found = (ids[text] for ids in _vocabularies(folder) if isinstance(text, str) and text in ids)
+    return tuple(token for token in (next(found, None),) if type(token) is int)
 
 
 def _texts(folder: Path, tokens: set[int]) -> Mapping[int, str]:

@@ -66,9 +66,19 @@ def test_a_tokenizer_without_tokenizer_json(place: str, tmp_path: Path) -> None:
     else:
         (tmp_path / place).write_text(json.dumps({"<|im_end|>": TURN_END}))
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert end_tokens(tmp_path).sources == {TURN_END: ("tokenizer_config.json",)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token": ""}, {"eos_token": "<|endoftext|>"}])
+@pytest.mark.parametrize("named", ["<|im_end|>", TOKEN])
+def test_the_map_of_special_tokens_counts_too(named: Any, settings: Any, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", {}, None, **settings)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": named}))
+    found = end_tokens(folder).sources
+    assert found[TURN_END] == ("special_tokens_map.json",)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id in found
+    assert (TEXT_END in found) == ("<|endoftext|>" in settings.values())
 
 
 def test_the_line_that_tells_them(tmp_path: Path) -> None:
