@@ -69,7 +69,7 @@ class Worker:
         self.most_tokens = most_tokens
         self.markers = _markers(self.tokenizer)
         known = inspect.signature(self.tokenizer.apply_chat_template).parameters
-        self._reserved = known.keys() - set(_OF_TEMPLATE)
+        self._reserved = {"messages", *known} - set(_OF_TEMPLATE)
         self.most_characters: int | None = None
         if most_tokens is not None:
             longest = max(map(len, self.tokenizer.get_vocab()), default=1)

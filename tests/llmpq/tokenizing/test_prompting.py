@@ -113,6 +113,7 @@ def test_a_row_wins_over_its_job_name_by_name(of_job: TokenizerProcess, referenc
     [
         ({"chat_template_kwargs": {"tokenize": True}}, "tokenize is no variable of templates"),
         ({"chat_template_kwargs": {"conversation": []}}, "conversation is no variable"),
+        ({"chat_template_kwargs": {"messages": []}}, "messages is no variable"),
         ({"chat_template_kwargs": {"messages": []}}, "messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"tools": "look"}, "chat template"),
