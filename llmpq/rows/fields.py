@@ -17,6 +17,9 @@ from actors.messages import Sampling
 from llmpq.rows.own_columns import plain_value
 
 PROMPT_FIELDS = ("prompt", "messages")
+OTHER_PROMPTS = ("inputs", "input", "input_ids", "prompt_token_ids")
+"""What TGI, OpenAI, transformers and vLLM call a prompt; beside one of ours they are columns."""
+
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 
 DRAWN = "do_sample"

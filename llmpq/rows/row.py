@@ -11,7 +11,14 @@ from typing import Any
 from actors.messages import Sampling
 from actors.sampling_options import GREEDY
 from llmpq.rows.chat import MessageError, plain_message, template_message
-from llmpq.rows.fields import DRAWN, PROMPT_FIELDS, SAMPLING_FIELDS, is_field, nearest_field
+from llmpq.rows.fields import (
+    DRAWN,
+    OTHER_PROMPTS,
+    PROMPT_FIELDS,
+    SAMPLING_FIELDS,
+    is_field,
+    nearest_field,
+)
 from llmpq.rows.own_columns import ColumnError, own_columns, plain_value, whole_number
 from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
 from quant.common.errors import MESSAGE_CHARACTERS, FieldError, LlmpqError, SpecError
@@ -205,8 +212,10 @@ def _parse(fields: dict[str, Any], custom_id: str, columns: Mapping[str, Any]) -
     prompts = {name: plain_value(fields.pop(name)) for name in PROMPT_FIELDS if name in fields}
     given = [name for name, value in prompts.items() if value is not None]
     if len(given) != 1:
+        meant = [] if given else [name for name in OTHER_PROMPTS if name in {**columns, **fields}]
         raise _RowError(
             f"a row needs exactly one of prompt and messages, found {given or 'neither'}"
+            + "".join(f"; is {name} the prompt? name it so" for name in meant[:1])
         )
     value, is_chat = prompts[given[0]], given[0] == "messages"
     found = fields_by_name(fields)

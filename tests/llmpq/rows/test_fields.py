@@ -359,6 +359,20 @@ def test_floats_of_pandas_are_whole_numbers_in_every_format(tmp_path: Path) -> N
         assert [bool(row.messages) for row in found if isinstance(row, Row)] == [False, True, False]
 
 
+@pytest.mark.parametrize("name", ["inputs", "input", "input_ids", "prompt_token_ids"])
+def test_prompts_of_other_tools_are_told(name: str) -> None:
+    said = f"found neither; is {name} the prompt? name it so"
+    assert error_of(**{name: [1, 2], "parameters": {"max_new_tokens": 3}}) == (
+        f"a row needs exactly one of prompt and messages, {said}"
+    )
+    line = row_from_mapping({"body": {"model": "m", name: "hello"}}, "1")
+    assert isinstance(line, BadRow)
+    assert line.error.endswith(said)
+    row = row_of(prompt="a", **{name: "hello"})
+    assert isinstance(row, Row)
+    assert row.columns == {name: "hello"}
+
+
 def test_decimals_of_databases_are_numbers() -> None:
     given = {"temperature": Decimal("0.5"), "max_tokens": Decimal(3), "n": Decimal("1.00"),
              "top_p": Decimal("sNaN")}  # fmt: skip
