@@ -151,7 +151,7 @@ def _shown(value: object) -> str:
 
 
 def _as_then(name: str, earlier: object) -> str:
-    """What makes an option what it was; flags have no value."""
-    if earlier is False or earlier is None:
+    """What makes an option what it was; flags and empty lists have no value."""
+    if not earlier and type(earlier) not in (int, float):
         return f"leave out --{name}"
     return f"pass --{name}" if earlier is True else f"pass --{name} as then"

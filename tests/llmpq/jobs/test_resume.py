@@ -304,8 +304,11 @@ def test_jobs_from_before_a_sampling_field_go_on(source: Path, target: Path) -> 
     assert done.resumed == done.rows > 0
     path.write_text(json.dumps(manifest))
     biased = replace(IDENTITY, sampling=replace(IDENTITY.sampling, logit_bias={5: 1.0}))
-    with pytest.raises(InputError, match=r"made with logit_bias \{\}"):
+    with pytest.raises(InputError, match=r"made with logit_bias \{\}.*; leave out --logit_bias"):
         run_job(source, target, identity=biased)
+    longer = replace(IDENTITY, sampling=replace(IDENTITY.sampling, min_tokens=1))
+    with pytest.raises(InputError, match=r"made with min_tokens 0.*; pass --min_tokens as then"):
+        run_job(source, target, identity=longer)
 
 
 def test_how_prompts_become_tokens_is_a_part_of_a_job(
