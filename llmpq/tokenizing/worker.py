@@ -75,8 +75,9 @@ class Worker:
             longest = max(map(len, self.tokenizer.get_vocab()), default=1)
             self.most_characters = max(FLOOR_CHARACTERS, SLACK * most_tokens * longest)
         self._probed = self._probe()
-        begin = getattr(self.tokenizer, "bos_token_id", None)
-        self._begin = begin if self._probed[:1] == [begin] else None
+        plain = self._probe(add_special_tokens=False)
+        places = (n for n in range(len(self._probed)) if self._probed[n:][: len(plain)] == plain)
+        self._begin = self._probed[: next(places, 0)]  # what the tokenizer puts before a text
         self._decoder = _decoder(self.tokenizer, self.markers)
 
     def answer(self, line: str) -> dict[str, Any]:
@@ -139,21 +140,25 @@ class Worker:
                     raise ValueError(f"it has no place for {name}; put them into a message")
 
     def _encoded(self, text: str, adds: bool) -> dict[str, Any]:
-        """Ids of `text`, with special tokens where `adds`: BOS only where it does not begin so."""
+        """Ids of `text`, with special tokens where `adds`: those before it, such as BOS, only where
+        it does not begin so.
+        """
         if self.most_characters is not None and len(text) > self.most_characters:
             return {"characters": len(text)}
         ids = self.tokenizer(text, verbose=False, add_special_tokens=adds)["input_ids"]
-        has_own = adds and self._begin is not None and ids[:2] == [self._begin] * 2
+        before = len(self._begin)
+        has_own = adds and before > 0 and ids[: 2 * before] == self._begin * 2
         if has_own:
-            ids = ids[1:]
+            ids = ids[before:]
         if self.most_tokens is not None and len(ids) > self.most_tokens:
             return {"tokens": len(ids)}
-        return {"ids": ids, "begins_with": self.tokenizer.bos_token} if has_own else {"ids": ids}
+        own = {"begins_with": self.tokenizer.decode(self._begin)} if has_own else {}
+        return {"ids": ids, **own}
 
-    def _probe(self) -> Any:
+    def _probe(self, **options: Any) -> Any:
         """Tokens of a fixed text, which stay the same as long as the tokenizer is whole."""
         try:
-            return self.tokenizer("a 1", verbose=False)["input_ids"]
+            return self.tokenizer("a 1", verbose=False, **options)["input_ids"]
         except BaseException as error:  # as in `answer`
             return error_words(error)
 

@@ -4,6 +4,7 @@ against transformers' own rendering.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -200,6 +201,30 @@ def test_a_rendered_prompt_gets_no_second_bos(plain: TokenizerProcess, reference
         warnings.simplefilter("error")  # it is said once
         assert asked(plain, text=text, add_special_tokens=True).ids == messages
     assert asked(plain, text=BOS + text).ids == (0, *messages)
+
+
+def test_several_tokens_before_a_text_are_no_second_time_there(tmp_path: Path) -> None:
+    """As GLM's `[gMASK]<sop>`, of which no setting says that texts begin with them."""
+    other = write_byte_tokenizer(tmp_path / "m", (BOS, TURN))
+    path = other / "tokenizer.json"
+    content = json.loads(path.read_text())
+    begin = [{"SpecialToken": {"id": name, "type_id": 0}} for name in (BOS, TURN)]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [*begin, *({"Sequence": {"id": name, "type_id": 0}} for name in "AB")],
+        "special_tokens": {
+            name: {"id": name, "ids": [number], "tokens": [name]}
+            for number, name in enumerate((BOS, TURN))
+        },
+    }
+    path.write_text(json.dumps(content))
+    with closing(started(other)) as tokenizer:
+        ids = asked(tokenizer, text="hi").ids or ()
+        assert ids[:2] == (0, 1)
+        with pytest.warns(UserWarning, match=r"begin with <\|begin\|><\|turn\|> already"):
+            assert asked(tokenizer, text=f"{BOS}{TURN}hi").ids == ids
+        assert asked(tokenizer, text=f"{BOS}hi").ids == (0, 1, 0, *ids[2:])
 
 
 def test_special_tokens_by_job_and_row(of_job: TokenizerProcess, plain: TokenizerProcess) -> None:
