@@ -156,8 +156,15 @@ class PlanOptions:
             stored = _stored_bound(self.max_request_latency_s)
             object.__setattr__(self, "max_request_latency_s", stored)
         refuse_not_finite(self)
-        sizes = (self.prefill_micro_batch, self.decode_micro_batch)
-        rules: dict[str, tuple[bool, str]] = {
+        for name, (holds, wanted) in self._rules().items():
+            if not holds:
+                raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+        self._check_together()
+
+    def _rules(self) -> dict[str, tuple[bool, str]]:
+        """Whether each option is in its range, and the range in words."""
+        bits, sizes = self.bits, (self.prefill_micro_batch, self.decode_micro_batch)
+        return {
             "bits": (bool(bits) and set(bits) <= set(BITWIDTHS), f"among {list(BITWIDTHS)}"),
             "dtype": (self.dtype in ("auto", *DTYPE_BYTES), f"auto or one of {list(DTYPE_BYTES)}"),
             "theta": (
@@ -197,9 +204,9 @@ class PlanOptions:
             "prefill_micro_batch": (sizes[0] is None or sizes[0] >= 1, "at least 1"),
             "decode_micro_batch": (sizes[1] is None or sizes[1] >= 1, "at least 1"),
         }
-        for name, (holds, wanted) in rules.items():
-            if not holds:
-                raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+
+    def _check_together(self) -> None:
+        """Raise `SpecError` for options that do not go together."""
         if self.importance is not None and not self.uses_importance:
             raise SpecError(
                 f"importance has no effect with rounding {self.rounding}; leave it out, or choose "

@@ -281,6 +281,11 @@ def _add_sampling(group: OptionGroup) -> None:
         help="added to the logits of token ID, -100 to 100",
     )
     add("--seed", type=int, metavar="SEED", help="of the random draws (default: 0)")
+    _add_ends(group)
+
+
+def _add_ends(group: OptionGroup) -> None:
+    add = group.option
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
     add("--stop_token_ids", nargs="+", type=int, metavar="ID", help="tokens that end it")
     add(
