@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from actors.logprobs import LogprobRows, TokenLogprobs
 from actors.sampling_options import Sampling as Sampling
-from quant.common.token_text import MOST_BEFORE
+from quant.common.text import MOST_BEFORE
 
 Transport = Literal["auto", "ray", "gloo"]
 """How tensors go between stages; auto: gloo where it connects, else Ray."""

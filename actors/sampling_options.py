@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quant.common.errors import FieldError
-from quant.common.token_text import INCOMPLETE
+from quant.common.text import INCOMPLETE
 
 REPETITION_PENALTIES = (0.01, 100.0)
 """Least and most. Usual are 0.8 to 2; within these limits the logits of every type stay finite."""

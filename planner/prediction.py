@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quant.common.errors import SpecError
-from quant.common.json_file import read_json_object
+from quant.common.files import read_json_object
 
 PREDICTOR_FILE = "predictor.json"
 """Its name in the folder of a predictor, beside the weights."""

@@ -16,8 +16,8 @@ from quant.checkpoint.gguf.index import model_place, settings_place
 from quant.checkpoint.gguf.settings.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.common.errors import CheckpointError
-from quant.common.json_file import MAX_BYTES, read_json_object
-from quant.common.safe_text import printable
+from quant.common.files import MAX_BYTES, read_json_object
+from quant.common.text import printable
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _EOS, _EOS_ID = "eos_token", "eos_token_id"

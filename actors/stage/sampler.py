@@ -28,7 +28,7 @@ from actors.stage.generation_config import end_tokens
 from actors.stage.logprobs import logprob_rows
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
 from actors.stage.transformers_config import read_config
-from quant.common.token_text import MOST_BEFORE, Decoder, text_after
+from quant.common.text import MOST_BEFORE, Decoder, text_after
 
 
 @dataclass

@@ -15,8 +15,8 @@ from planner.model.untied_head import has_own_head
 from quant.checkpoint.gguf.index import settings_place
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError
-from quant.common.json_file import read_json_object
-from quant.common.library_errors import library_reason
+from quant.common.files import read_json_object
+from quant.common.text import library_reason
 
 
 def read_config(folder: Path) -> PretrainedConfig:

@@ -24,7 +24,7 @@ from torch import Tensor
 from quant.checkpoint.demo_model import demo_gguf
 from quant.checkpoint.model_folder import copy_settings
 from quant.checkpoint.reader import Checkpoint
-from quant.common.user_cache import user_cache_folder
+from quant.common.files import user_cache_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
 _WEIGHTS = "model.safetensors"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llmpq.cli.parser import EXIT_BAD_INPUT, Parser
 from llmpq.cli.verbose import details, fault_text, is_for_users, told_as_asked
 from quant.common.errors import HeadLostError, LlmpqError, StageLostError
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

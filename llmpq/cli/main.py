@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 if TYPE_CHECKING:
     from llmpq.cli.parser import Parser

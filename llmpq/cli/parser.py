@@ -14,7 +14,7 @@ from llmpq.cli.help_text import HelpFormatter, wrapped
 from llmpq.cli.verbose import add_verbose
 from planner.option_rules import FINITE_REMEDY, Rule, refuse_ignored
 from quant.common.errors import SpecError
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 EXIT_BAD_INPUT = 2
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 
 class SafeConsole(Console):

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from llmpq.remote.words import LOGGER, is_verbose
-from quant.common.safe_text import printable, without_secrets
+from quant.common.text import printable, without_secrets
 
 FAULT_CHARACTERS = 300
 

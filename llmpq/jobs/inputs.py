@@ -25,8 +25,8 @@ from llmpq.jobs.records.completion_record import FileRecord, InputRecord, settle
 from llmpq.rows.ids import Occurrences
 from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
 from quant.common.errors import InputError
-from quant.common.file_identity import FileIdentity
-from quant.common.library_errors import path_reason
+from quant.common.files import FileIdentity
+from quant.common.text import path_reason
 
 _PLACES_PER_FILE = 2**40
 

@@ -16,7 +16,7 @@ from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
-from quant.common.file_identity import FileIdentity
+from quant.common.files import FileIdentity
 
 
 @dataclass(frozen=True)

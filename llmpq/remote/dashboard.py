@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quant.common.errors import DeviceError, SpecError
-from quant.common.safe_text import without_user
+from quant.common.text import without_user
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

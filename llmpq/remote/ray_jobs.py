@@ -22,7 +22,7 @@ from llmpq.remote.dashboard import (
 from llmpq.remote.job_log import JobLog
 from llmpq.remote.token import refused_token, warn_of_readers
 from quant.common.errors import DeviceError, InputError
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 RECONNECT_S = 300.0
 """Seconds for which a cluster may be silent while a job is followed: a restart of its head takes a

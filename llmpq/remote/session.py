@@ -19,7 +19,7 @@ from llmpq.remote.token import check_token, make_token, warn_of_readers
 from llmpq.remote.words import caught_words, is_verbose
 from planner.cluster.accelerators import reported_accelerator
 from quant.common.errors import DeviceError, SpecError, StageLostError
-from quant.common.safe_text import without_user
+from quant.common.text import without_user
 
 if TYPE_CHECKING:
     from llmpq.remote.local_ray import GiveUp

@@ -12,7 +12,7 @@ from os import environ
 from llmpq.remote.dashboard import error_reason
 from llmpq.remote.token import unreadable_token
 from quant.common.errors import DeviceError
-from quant.common.safe_text import without_secrets
+from quant.common.text import without_secrets
 
 _Match = re.Match[str]
 

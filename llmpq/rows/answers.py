@@ -9,7 +9,7 @@ from typing import Protocol
 
 from llmpq.rows.pieces import Piece, TokenText
 from llmpq.rows.results import REASONING
-from quant.common.token_text import INCOMPLETE
+from quant.common.text import INCOMPLETE
 
 Json = Mapping[str, object]
 

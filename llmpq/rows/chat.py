@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quant.common.json_file import parsed_json
+from quant.common.files import parsed_json
 
 JOINER = "\n"
 """Separator of the text parts of one message, as in vLLM and llama.cpp for templates of text alone;

@@ -22,7 +22,7 @@ from llmpq.rows.fields import (
 from llmpq.rows.own_columns import ColumnError, own_columns, plain_value, whole_number
 from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
 from quant.common.errors import MESSAGE_CHARACTERS, FieldError, LlmpqError, SpecError
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 Messages = tuple[Mapping[str, Any], ...]
 RowInput = str | Sequence[int] | Mapping[str, Any]

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from actors.sampling_options import stop_begin
 from llmpq.tokenizing.reasoning import overlap
-from quant.common.token_text import INCOMPLETE, MOST_BEFORE
+from quant.common.text import INCOMPLETE, MOST_BEFORE
 
 Decode = Callable[[Sequence[int], Sequence[int]], Awaitable[str]]
 """The text of tokens after others, as `Engine.decode`."""

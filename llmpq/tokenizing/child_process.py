@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from quant.common.errors import DeviceError
-from quant.common.safe_text import SECRET_VARIABLES
+from quant.common.text import SECRET_VARIABLES
 
 
 def start_child(program: Path, settings: Mapping[str, Any], does: str) -> subprocess.Popen[bytes]:

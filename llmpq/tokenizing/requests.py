@@ -18,7 +18,7 @@ from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from planner.workload import Workload
 from quant.checkpoint.model_reference import local_model
 from quant.common.errors import CheckpointError, FieldError
-from quant.common.token_text import MOST_BEFORE
+from quant.common.text import MOST_BEFORE
 
 AHEAD_ROWS = 64
 """Rows that the tokenizer has in hand while the first of them is waited for."""

@@ -24,7 +24,7 @@ from llmpq.tokenizing.child_process import end_child, pipes_of, start_child
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
 from quant.common.errors import CheckpointError, SpecError
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 ROW_S = 30.0
 """Seconds for a row: a prompt of a million tokens takes about one."""

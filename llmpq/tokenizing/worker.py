@@ -106,7 +106,7 @@ class Worker:
             return {"error": words, "of": of}
 
     def _text(self, before: list[int], ids: list[int]) -> str:
-        from quant.common.token_text import text_after
+        from quant.common.text import text_after
 
         text = text_after(self._decoder, before, ids)
         text.encode()  # half a surrogate pair could not be written

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from quant.common.errors import SpecError
-from quant.common.near_names import near_names
+from quant.common.text import near_names
 from quant.common.units import GIB
 from quant.scheme import Processor
 

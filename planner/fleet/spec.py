@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from planner.plan.field_types import STRICT, Positive, Seconds
 from planner.plan.spec import FLEET_KEY, PLAN_VERSION, PlanSpec
 from quant.common.errors import SpecError
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 
 
 @dataclass(frozen=True, config=STRICT)

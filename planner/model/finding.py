@@ -31,8 +31,8 @@ from quant.checkpoint.model_reference import local_model
 from quant.checkpoint.stored_tensors import is_offline
 from quant.checkpoint.weight_files import unread_file, unread_weights
 from quant.common.errors import SpecError
-from quant.common.json_file import read_json_object
-from quant.common.near_names import near_names
+from quant.common.files import read_json_object
+from quant.common.text import near_names
 
 __all__ = [
     "ModelShape",

@@ -14,7 +14,7 @@ import numpy as np
 from planner.model.families.table import FAMILIES
 from quant.checkpoint.stored_tensors import StoredTensor, spellings, stored_tensors, unreadable
 from quant.checkpoint.tensor_files.tensor_header import DamagedFileError, TensorPlace, read_header
-from quant.common.file_identity import FileIdentity
+from quant.common.files import FileIdentity
 
 _BLOCK_BYTES = 1 << 24
 

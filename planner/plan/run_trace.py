@@ -15,7 +15,7 @@ from planner.plan.simulate import APPROXIMATION, is_approximate, simulate_plan, 
 from planner.plan.spec import PlanSpec
 from planner.simulation.trace import MICROSECONDS, named_tracks, simulated_events, write_text
 from quant.common.errors import InputError
-from quant.common.whole_file import names_a_file
+from quant.common.files import names_a_file
 
 RUN_PROCESS, FIRST_SIMULATED_PROCESS = 0, 1
 

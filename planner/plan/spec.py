@@ -42,7 +42,7 @@ from planner.plan.plans_beside import PlansBeside
 from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 
 PLAN_VERSION = 1

@@ -12,7 +12,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 
 VERSION = 1
 """The version in the first column of every row of a table; other versions are refused."""

@@ -23,7 +23,7 @@ from planner.quality.omega_file import (
     read_content,
 )
 from quant.common.errors import SpecError
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 from quant.scheme import FULL_BITS
 
 REFERENCE_BITS = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.schedule.static import Pass
 from planner.simulation.simulation import Simulated
 from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 
 MICROSECONDS = 1e6  # Chrome's trace format counts in them
 STAGES_PROCESS, LINKS_PROCESS = 0, 1

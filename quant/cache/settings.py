@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quant.common.errors import SpecError
-from quant.common.user_cache import user_cache_folder
+from quant.common.files import user_cache_folder
 
 DEFAULT_LIMIT_BYTES = 100 << 30
 """The default limit, or half of the free space if that is less: several 70B models at 4 bit."""

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from quant.checkpoint.model_folder import copy_settings, new_folder, overlap, write_index
 from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE, read_index
 from quant.common.errors import CheckpointError
-from quant.common.json_file import read_json_object
+from quant.common.files import read_json_object
 
 _BIN_FILE = "pytorch_model.bin"
 _BIN_INDEX = "pytorch_model.bin.index.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.common.errors import SpecError
-from quant.common.json_file import read_json_object
+from quant.common.files import read_json_object
 
 CONFIG_FILE = "config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"

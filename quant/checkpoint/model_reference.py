@@ -10,7 +10,7 @@ from quant.checkpoint.gguf.folder import folder_of_gguf
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
 from quant.common.errors import CheckpointError, LlmpqError
-from quant.common.library_errors import path_reason
+from quant.common.text import path_reason
 
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Files of weights, configuration and tokenizer; hub repositories often hold the weights thrice."""

@@ -26,7 +26,7 @@ from quant.checkpoint.stored_tensors import shard_path, spellings, unreadable
 from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
 from quant.checkpoint.tensor_files.safetensors_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
-from quant.common.file_identity import FileIdentity
+from quant.common.files import FileIdentity
 
 _SETTINGS_FILES = ("config.json", "quantize_config.json")
 """Files that say how the stored tensors have to be read."""

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from quant.checkpoint.gguf.index import gguf_index
 from quant.common.errors import CheckpointError
-from quant.common.json_file import read_json_object
+from quant.common.files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

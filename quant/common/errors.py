@@ -1,7 +1,6 @@
 """The errors that a user can cause or correct; a command prints one message and exits with 2."""
 
-from quant.common.library_errors import without_library_advice
-from quant.common.safe_text import printable
+from quant.common.text import printable, without_library_advice
 
 MESSAGE_CHARACTERS = 1500
 """Longest message: messages quote text from files and other libraries."""

@@ -113,7 +113,7 @@ def tiny_plan(folder: Path, cluster_file: Path, **options: object) -> Plan:
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs do not wait for the clock's next tick: of files just written they tell by content."""
-    monkeypatch.setattr("quant.common.file_identity.sleep", lambda seconds: None)
+    monkeypatch.setattr("quant.common.files.sleep", lambda seconds: None)
 
 
 @pytest.fixture(scope="session")

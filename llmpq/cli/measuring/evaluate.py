@@ -25,7 +25,7 @@ from planner.plan.spec import PlanSpec
 from quant.cache.settings import cache_settings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import names_a_file, write_whole
+from quant.common.files import names_a_file, write_whole
 
 BITS_WIDTH = 12  # of the runs of bits in a line, where the terminal is narrow
 

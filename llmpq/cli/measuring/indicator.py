@@ -35,7 +35,7 @@ from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.cache.settings import default_folder
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import names_a_file
+from quant.common.files import names_a_file
 from quant.importance.header import SUFFIX
 from quant.sensitivity.variance_form import VarianceForm
 

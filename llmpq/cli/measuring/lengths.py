@@ -19,7 +19,7 @@ from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
 from llmpq.tables import Fitting, new_table
 from quant.common.errors import InputError
-from quant.common.whole_file import names_a_file, write_whole
+from quant.common.files import names_a_file, write_whole
 
 if TYPE_CHECKING:
     from llmpq.lengths.finished_rows import LearntRow

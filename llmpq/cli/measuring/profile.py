@@ -36,7 +36,7 @@ from planner.model.finding import ModelShape, model_config, model_shape
 from planner.profiles.design import DesignSpace
 from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import names_a_file
+from quant.common.files import names_a_file
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:

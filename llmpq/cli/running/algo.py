@@ -43,7 +43,7 @@ from planner.planning_rules import BOUNDS
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import names_a_file
+from quant.common.files import names_a_file
 
 _TARGETS = ("output", "report", "trace", "pareto", "write_cluster")
 """Options that name a file to write."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.jobs.journal.entries import Point, UnreadableEntryError, Work, entry_of
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 
 THIN_BYTES = 2**19
 """Bytes of a journal from which on a new session leaves out half the points of those before."""

@@ -41,7 +41,7 @@ from llmpq.jobs.records.row_list import RowList, rows_digest
 from llmpq.jobs.records.shards import Shard, shards_in
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
-from quant.common.file_identity import FileIdentity
+from quant.common.files import FileIdentity
 
 _MAY_COMMIT = (Exception, KeyboardInterrupt, SystemExit)
 

@@ -16,7 +16,7 @@ from llmpq.jobs.output.result_rows import finished_rows
 from llmpq.jobs.overview.places import JobPlace
 from llmpq.jobs.records.shards import Shard
 from quant.common.errors import InputError
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 BUDGET_S = 1.0
 """Seconds of reading at most: files may have gigabytes."""

@@ -26,7 +26,7 @@ from llmpq.jobs.page.charts import rate_chart, rows_chart
 from llmpq.report.formatting import count, per_second, plural
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from llmpq.jobs.records.disk import file_digest, new_digest
 from llmpq.jobs.records.shards import Shard
 from llmpq.version import llmpq_version
-from quant.common.file_identity import FileIdentity
+from quant.common.files import FileIdentity
 
 
 @dataclass(frozen=True)

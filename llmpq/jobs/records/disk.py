@@ -99,7 +99,7 @@ def commit_file(disk: Disk, path: Path, aside: Path, fill: Callable[[Sink], obje
 
     `fill` writes it under the name `aside` in the same file system; it is brought to the disk and
     then gets its name. Where there is no room for it, it is removed. Other than in
-    `quant.common.whole_file`, each call can be made to fail in tests, content need not fit the
+    `quant.common.files`, each call can be made to fail in tests, content need not fit the
     memory, and the name aside is known, so that the next run finds what a kill has left.
     """
     descriptor = disk.open_new(aside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
 
 
 def write_picture(path: Path, text: str) -> None:

@@ -43,7 +43,7 @@ from planner.phases import Phase
 from planner.plan.divided import undivided
 from planner.plan.simulate import planned_s, time_scale
 from planner.plan.spec import PlanSpec, StagePlan
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 MOST_EVENTS = 300
 """Events of a session that are kept; of the others only their number."""

@@ -14,7 +14,7 @@ from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
 from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from quant.common.errors import SpecError
-from quant.common.token_text import INCOMPLETE, MOST_BEFORE
+from quant.common.text import INCOMPLETE, MOST_BEFORE
 
 _TokensAfter = tuple[Sequence[int], Sequence[int]]
 """Tokens before, and tokens that a text is wanted of."""

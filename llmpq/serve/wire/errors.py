@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from quant.common.errors import MESSAGE_CHARACTERS
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

@@ -33,8 +33,7 @@ from quant.checkpoint.gguf.settings.rotary import FACTORS, Factors
 from quant.checkpoint.gguf.settings.tokenizer import tokenizer_files
 from quant.checkpoint.model_folder import new_folder
 from quant.common.errors import CheckpointError, SpecError
-from quant.common.file_identity import FileIdentity
-from quant.common.user_cache import user_cache_folder
+from quant.common.files import FileIdentity, user_cache_folder
 
 _NAME_CHARACTERS = 80
 _DIGEST_BYTES = 8

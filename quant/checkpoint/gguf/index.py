@@ -11,7 +11,7 @@ from pathlib import Path
 from quant.checkpoint.gguf.architectures import RowOrder
 from quant.checkpoint.gguf.library import BFLOAT16, UNPACKED, can_dequantize
 from quant.common.errors import CheckpointError
-from quant.common.file_identity import FileIdentity
+from quant.common.files import FileIdentity
 
 GGUF_INDEX_FILE = "gguf.index.json"
 _FLOAT = "F32"

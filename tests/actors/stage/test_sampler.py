@@ -26,7 +26,7 @@ from transformers import (
 from actors.messages import Admission, MicroBatch, Request, Sampling
 from actors.stage.sampler import Sampler, choose_tokens, filtered_probabilities, uniform_draw
 from quant.common.errors import SpecError
-from quant.common.token_text import MOST_BEFORE
+from quant.common.text import MOST_BEFORE
 from tests.actors.batches import batch_in_ranges
 from tests.llmpq.small_tokenizers import ids_of, piece_tokenizer, strip_decoder
 

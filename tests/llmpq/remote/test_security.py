@@ -29,8 +29,8 @@ from quant.cache.folder import CacheKey, NewEntry, ShardCache
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import INDEX_FILE
 from quant.common.errors import CheckpointError
-from quant.common.safe_text import printable
-from quant.common.whole_file import write_whole
+from quant.common.files import write_whole
+from quant.common.text import printable
 from tests.llmpq.fake_jobs import IDENTITY
 from tests.llmpq.hostile import with_texts
 from tests.paths import ROOT

@@ -12,7 +12,7 @@ from actors.messages import Sampling
 from llmpq.rows.answers import CompletionForm
 from llmpq.rows.pieces import Piece, TokenText
 from llmpq.serve.options import ServeOptions
-from quant.common.token_text import text_after
+from quant.common.text import text_after
 from tests.llmpq.serve.asking import COMPLETIONS, NOW_S, ask, completion, events
 from tests.llmpq.serve.pretend_engine import LIMITS, PretendEngine
 from tests.llmpq.small_tokenizers import ids_of, piece_tokenizer, strip_decoder

@@ -11,7 +11,7 @@ import pytest
 
 from llmpq.errors import SpecError
 from llmpq.serve.options import ServeOptions, find_api_key
-from quant.common.safe_text import printable
+from quant.common.text import printable
 
 KEY = "0123456789abcdef"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.serve.text import Detokenizer, StopStrings
-from quant.common.token_text import MOST_BEFORE, text_after
+from quant.common.text import MOST_BEFORE, text_after
 from tests.llmpq.small_tokenizers import SPECIAL, ids_of, piece_tokenizer, strip_decoder
 
 FALLBACK = piece_tokenizer(strip_decoder())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quant.common.token_text import text_after
+from quant.common.text import text_after
 from tests.llmpq.small_tokenizers import SPECIAL, ids_of, piece_tokenizer, strip_decoder
 
 _LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

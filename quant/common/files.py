@@ -1,0 +1,154 @@
+"""Whole files, JSON files within limits, files that changed, and the folder of caches."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import sleep, time
+from typing import Any
+
+from quant.common.errors import LlmpqError
+
+
+def names_a_file(path: Path) -> bool:
+    """Whether `path` is no folder itself but in a folder that exists, with a valid name."""
+    try:
+        return bool(path.name) and not path.is_dir() and path.parent.is_dir()
+    except OSError:  # too long a name, no access
+        return False
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to a temporary file in the same folder, and rename it once it is complete.
+
+    The temporary name is random and must be new, so that nobody can have put a file or link there.
+    Permissions follow the user's umask. Raises OSError where the file cannot be written and
+    ValueError for an impossible path; nothing is left behind then.
+    """
+    if not path.name:
+        raise ValueError("no file name; name a file")
+    aside = path.with_name(f".llmpq-{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        with os.fdopen(os.open(aside, flags, 0o666), "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.replace(aside, path)
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            aside.unlink()
+        raise
+
+
+MAX_BYTES = 1 << 26
+"""Largest file. An index of shards has 110 bytes a tensor, for instance 80 layers of 512 experts.
+"""
+
+MAX_DEPTH = 64
+"""Deepest nesting of lists and objects; deeper values break code that prints or compares them."""
+
+
+def read_json_object(
+    path: Path, remedy: str, refuse: type[LlmpqError], what: str = "JSON object"
+) -> dict[str, Any]:
+    """Read the entries of the JSON object in the file at `path`.
+
+    Raises `refuse`, which names the file, the problem and `remedy`, for a file that cannot be read,
+    is larger than `MAX_BYTES`, is no `what`, is nested deeper than `MAX_DEPTH`, or has NaN or
+    Infinity.
+    """
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise ValueError("it is no ordinary file")
+        if size > MAX_BYTES:
+            raise ValueError(f"it has {size} bytes; {MAX_BYTES} at most can be")
+        values = parsed_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise refuse(f"{path} cannot be read as JSON: {error}; {remedy}") from error
+    if not isinstance(values, dict):
+        raise refuse(f"{path} is no {what}; {remedy}")
+    return values
+
+
+def parsed_json(text: str) -> Any:
+    """The value of `text`; ValueError where it is no JSON, nested too deep or not finite."""
+    too_deep = f"it is nested deeper than {MAX_DEPTH} levels"
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    level: list[tuple[str, Any]] = [("", values)]
+    for _ in range(MAX_DEPTH + 1):
+        level = [each for name, outer in level for each in _inside(name, outer)]
+        if not level:
+            return values
+    raise ValueError(too_deep)
+
+
+def _inside(name: str, outer: Any) -> Iterator[tuple[str, Any]]:
+    """The lists and objects directly inside `outer`, each with its path below `name`."""
+    if not isinstance(outer, dict | list):
+        return
+    for key, value in outer.items() if isinstance(outer, dict) else enumerate(outer):
+        if isinstance(value, dict | list):
+            yield f"{name}{str(key)[:40]}.", value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}{str(key)[:40]} is {value}, which is no number of JSON")
+
+
+_CLOCK_TICK_S = 0.02
+"""Changes of a file within one tick of the kernel's clock, at most 10 ms, get the same time."""
+
+_COARSE_TICK_S = 2.0
+"""The tick of file systems that store times in whole seconds, or every other second."""
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """A file in one state: equal as long as nobody changes it. No program can set `changed_ns`."""
+
+    path: str
+    inode: int
+    file_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        """The identity of the file at `path`; OSError where it cannot be looked at."""
+        found = os.stat(path)
+        times = (found.st_mtime_ns, found.st_ctime_ns)
+        return cls(str(path.resolve()), found.st_ino, found.st_size, *times)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last change is a clock tick ago, so that a later one gets another time."""
+        return self._unsettled_s() <= 0
+
+    def settle(self) -> None:
+        """Wait until the last change is a clock tick ago, which takes milliseconds.
+
+        If the file's time lies ahead of this machine's clock, wait for one tick.
+        """
+        sleep(min(self._tick_s, max(0.0, self._unsettled_s())))
+
+    @property
+    def _tick_s(self) -> float:
+        return _CLOCK_TICK_S if self.changed_ns % 1_000_000_000 else _COARSE_TICK_S
+
+    def _unsettled_s(self) -> float:
+        return self.changed_ns / 1e9 + self._tick_s - time()
+
+
+def user_cache_folder() -> Path:
+    """The folder `llmpq` in the user's cache folder (XDG base directories); RuntimeError where the
+    user has no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "llmpq"
