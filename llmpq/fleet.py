@@ -20,7 +20,7 @@ from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
 from llmpq.run.session import Session
 from llmpq.run.shared.replicas import check_fleet
-from planner.fleet.spec import FleetSpec, is_fleet
+from planner.fleet.fleet_spec import FleetSpec, is_fleet
 from planner.plan.spec import PlannedModel
 from quant.common.errors import SpecError
 

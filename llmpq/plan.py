@@ -26,8 +26,7 @@ from llmpq.run.results import Results
 from llmpq.run.session import Session
 from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
-from planner.explanation.planned_assignment import planned_assignment
-from planner.explanation.rebuilt_costs import rebuilt_costs
+from planner.explanation.planned_assignment import planned_assignment, rebuilt_costs
 from planner.explanation.what_if import WhatIfOptions
 from planner.latency_bound.cycles import simulated_cycles
 from planner.latency_bound.kind_fronts import KindFronts

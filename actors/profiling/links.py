@@ -22,7 +22,7 @@ from actors.transport.gloo_links import Links
 from actors.transport.message_format import decode, encode
 from actors.transport.pipelines import RayMessage, from_ray
 from actors.transport.rendezvous import BoardKeeper, RemoteBoard, Rendezvous
-from planner.cluster.links import Place, Way
+from planner.cluster.device import Place, Way
 from quant.common.errors import DeviceError
 
 PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)

@@ -16,7 +16,7 @@ from actors.processes.environment import stage_environment
 from actors.processes.placement import CRUMB, Placement
 from actors.profiling.on_cluster import bare_errors
 from actors.transport.rendezvous import CONTROL
-from planner.cluster.links import Place
+from planner.cluster.device import Place
 from quant.common.errors import DeviceError
 
 _PLACING_S = 60.0

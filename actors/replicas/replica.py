@@ -18,7 +18,7 @@ from actors.recovery.policy import EventReporter
 from actors.replicas.group import Group
 from actors.replicas.restarts import LoadingTurns, Restarts
 from actors.replicas.shared_rows import SharedRows
-from planner.fleet.spec import make_up_text
+from planner.fleet.fleet_spec import make_up_text
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceError, DeviceLostError, HeadLostError, StageLostError
 

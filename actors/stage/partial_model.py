@@ -24,8 +24,8 @@ from actors.attention.ragged import (
     attend,
     register,
 )
-from planner.model.families.family import Architecture
-from planner.model.families.table import FAMILIES, supported_model_types
+from planner.model.families import FAMILIES, supported_model_types
+from planner.model.family import Architecture
 from quant.common.errors import SpecError
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from actors.stage.partial_model import empty_model
 from planner.model.config_check import DTYPE_KEYS
-from planner.model.untied_head import has_own_head
+from planner.model.stored_weights import has_own_head
 from quant.checkpoint.gguf.index import settings_place
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError

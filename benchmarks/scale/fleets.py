@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.planner import update_page
 from benchmarks.scale.clusters import mixed_clusters
 from planner.cluster.spec import ClusterSpec
-from planner.fleet.search import FleetRequest, find_fleet
-from planner.fleet.spec import FleetSpec
+from planner.fleet.fleet_spec import FleetSpec
+from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec

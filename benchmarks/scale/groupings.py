@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.machine import processor_name
 from benchmarks.planner import CLUSTERS, PAPER, WORKLOAD, update_page
 from planner.cluster.spec import ClusterSpec
-from planner.fleet.search import FleetRequest, find_fleet
-from planner.fleet.spec import make_up_text
+from planner.fleet.fleet_spec import make_up_text
+from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import AUTO, PlanOptions
 from planner.plan.spec import PlanSpec

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.cluster.device import Device
-from planner.cluster.groups import group_of
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.collectives import Collectives
 from planner.costs.group_latency import GroupLatency
 from planner.costs.roofline import END_LAUNCHES, LAUNCH_S, RooflineLatency, layer_launches

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.planner import update_page
 from benchmarks.scale.clusters import grown_cluster
-from planner.fleet.search import FleetRequest, find_fleet
+from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.search.search import find_plan

@@ -14,7 +14,7 @@ from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.pictures.schedule import Picture, cycle_pictures, schedule_pictures
 from llmpq.report.sentences import bottlenecks
 from planner.cluster.spec import ClusterSpec, Device
-from planner.fleet.spec import FleetSpec
+from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.simulation.simulation import Simulated
 

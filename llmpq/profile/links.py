@@ -13,8 +13,7 @@ from actors.processes.placement import place
 from actors.profiling.links import MeasuredHop, measure_hops
 from actors.profiling.on_cluster import DeviceRequest
 from llmpq.profile.layers import Report
-from planner.cluster.device import Device
-from planner.cluster.links import Place
+from planner.cluster.device import Device, Place
 from planner.cluster.spec import ClusterSpec
 from planner.profiles.links import LinkRow, links_path, read_links, write_links
 from quant.common.errors import DeviceError

@@ -9,8 +9,7 @@ from actors.profiling.sums import measure_sums
 from llmpq.profile.layers import Report
 from llmpq.profile.links import measuring_placement
 from planner.cluster.device import Device
-from planner.cluster.groups import equal_devices, group_of
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.spec import ClusterSpec, equal_devices, group_of
 from planner.model.tensor_parallel import DEGREES
 from planner.profiles.sums import SumRow, read_sums, sums_path, write_sums
 from quant.common.errors import DeviceError

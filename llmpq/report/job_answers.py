@@ -21,8 +21,7 @@ from llmpq.report.pictures.curve import plan_choice
 from llmpq.report.sentences import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.plan.job_forecast import JobForecast
-from planner.plan.plans_beside import PlanChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanChoice, PlanSpec
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
 
 EQUAL_SPEED = 0.005  # less than a percent that is shown

@@ -32,7 +32,7 @@ from llmpq.report.sentences import (
     question,
     worth_telling_s,
 )
-from planner.cluster.groups import devices_of
+from planner.cluster.spec import devices_of
 from planner.explanation.explain import Explanation, StageLimits
 from planner.latency_bound.kind_fronts import KindFronts
 from planner.plan.spec import Baseline, PlanSpec

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from llmpq.jobs.records.model_digest import model_digest
 from planner.model.finding import ModelShape
 from planner.plan.divided import parts_of
-from planner.plan.importance import PlannedImportance
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlannedImportance, PlanSpec
 from quant.cache.settings import CacheSettings
 from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 from quant.importance.header import FOLDER, by_fingerprint, read_importance_header

@@ -17,7 +17,7 @@ from llmpq.report.formatting import (
     seconds,
 )
 from llmpq.tables.layout import Fitting, Notes, new_table
-from planner.fleet.spec import FleetSpec
+from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.spec import PlanSpec
 
 MOST_UNUSED = 8  # devices that are named; of more the first ones

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ import yaml
 
 from planner.cluster.accelerators import Accelerator, name_key
 from planner.cluster.described import entry_of
-from planner.cluster.device import Device
+from planner.cluster.device import Device, MeasuredLink, MeasuredSum
 from planner.cluster.file import (
     ClusterFile,
     NodeEntry,
@@ -24,7 +24,6 @@ from planner.cluster.file import (
     parse_cluster,
     read_yaml,
 )
-from planner.cluster.links import MeasuredLink, MeasuredSum
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 
@@ -381,3 +380,76 @@ def _traits(device: Device) -> tuple[object, ...]:
 
 def _plain(number: float) -> float | int:
     return int(number) if number == int(number) else number
+
+
+Grouping = tuple[tuple[str, ...], ...]
+"""The names of the devices of each group."""
+
+
+def group_of(devices: Sequence[Device]) -> Device:
+    """One device that stands for all of `devices`; a single one stays as it is.
+
+    SpecError unless they are equal and of one node.
+    """
+    first, *others = devices
+    if not others:
+        return first
+    if any(each.ranks or equality_key(each) != equality_key(first) for each in devices):
+        names = ", ".join(device.name for device in devices)
+        raise SpecError(f"{names} are not equal devices of one node and cannot be one group")
+    return replace(first, ranks=tuple(devices))
+
+
+def equality_key(device: Device) -> Hashable:
+    """A key that is equal for devices that may be ranks of one group."""
+    return device.node, device.cost_kind
+
+
+def ungrouped(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The single devices of all groups."""
+    return tuple(member for device in devices for member in device.members)
+
+
+def grouped_cluster(cluster: ClusterSpec, grouping: Grouping) -> ClusterSpec:
+    """The cluster with one device for each group; devices in no group are left out.
+
+    SpecError for a name that the cluster lacks.
+    """
+    known = {device.name: device for device in ungrouped(cluster.devices)}
+    if unknown := [name for group in grouping for name in group if name not in known]:
+        raise SpecError(f"cluster {cluster.name} has no device {unknown[0]}")
+    groups = tuple(group_of([known[name] for name in group]) for group in grouping)
+    return replace(cluster, devices=groups)
+
+
+def devices_of(cluster: ClusterSpec, grouping: Grouping) -> tuple[Device, ...]:
+    """The device, or group of devices, of each tuple of names; errors as in `grouped_cluster`."""
+    return grouped_cluster(cluster, grouping).devices
+
+
+def ungrouped_cluster(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with every device on its own."""
+    return replace(cluster, devices=ungrouped(cluster.devices))
+
+
+def equal_devices(cluster: ClusterSpec) -> list[tuple[Device, ...]]:
+    """The single devices by node and kind: those of one entry may be ranks of one group."""
+    found: dict[Hashable, list[Device]] = {}
+    for device in ungrouped(cluster.devices):
+        found.setdefault(equality_key(device), []).append(device)
+    return [tuple(devices) for devices in found.values()]
+
+
+def kinds_of_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
+    """A device of each kind, node and memory."""
+    kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in cluster.devices}
+    return tuple(kinds.values())
+
+
+def grown(cluster: ClusterSpec, kind: Device, count: int) -> ClusterSpec:
+    """The cluster with `count` more devices like one of its own, on the same node."""
+    of_type = [
+        d.index for d in cluster.devices if (d.node, d.accelerator) == (kind.node, kind.accelerator)
+    ]
+    added = (replace(kind, index=max(of_type) + step) for step in range(1, count + 1))
+    return replace(cluster, devices=(*cluster.devices, *added))

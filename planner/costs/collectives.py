@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planner.cluster.device import Device
-from planner.cluster.links import MeasuredSum
+from planner.cluster.device import Device, MeasuredSum
 
 _NVLINK_STEP_S = 3e-6
 _HOST_LINK_STEP_S = 8e-6

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.cluster.device import Device
-from planner.cluster.links import MeasuredSum
+from planner.cluster.device import Device, MeasuredSum
 from planner.costs.collectives import Collectives
 from planner.costs.latency_model import LatencyModel, LayerSeconds, TimedInParts
 from planner.costs.roofline import RooflineLatency

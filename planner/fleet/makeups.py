@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 
 from planner.cluster.device import Device
-from planner.cluster.groups import equal_devices, group_of
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.spec import ClusterSpec, equal_devices, group_of
 
 FALLING = 0.97
 """Share of the most tokens per second and device below which no larger make-up is tried."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cluster.device import Device
+from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.fleet.makeups import MakeUp, example_devices
+from planner.model.tensor_parallel import DEGREES
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.search.candidate_search import LEAST_SOLVE_S
 from planner.search.job.in_flight import RANKING_PASSES, plan_solver
 from planner.search.memory_fit import fits_somehow
 from planner.search.tradeoffs.qualities import TIE_BREAK, seconds_per_sensitivity
-from planner.workload import Job
+from planner.workload import MAX_REQUESTS, Job
 from quant.common.errors import InfeasibleError
 
 ONE_S, FEW_DEVICES = 0.6, 6
@@ -133,3 +136,85 @@ class Pricing:
         if make_up in self._seconds and worst:
             return self._seconds[make_up] / worst
         return seconds_per_sensitivity(costs)
+
+
+def ceiling_tokens_per_s(costs: CostModel, job: Job, devices: Sequence[Device]) -> float:
+    """Tokens per second that no division of `devices` into pipelines exceeds."""
+    kinds: dict[object, float] = {}
+    total = 0.0
+    for device in devices:
+        if device.cost_kind not in kinds:
+            kinds[device.cost_kind] = device_tokens_per_s(costs, job, device)
+        total += kinds[device.cost_kind]
+    return total
+
+
+def device_tokens_per_s(costs: CostModel, job: Job, device: Device) -> float:
+    """Generated tokens per second of one device that computes all layers, of which it need hold but
+    one.
+    """
+    dtype, lengths, layer = costs.dtype(device), job.lengths, costs.latency
+    most = _most_requests(costs, job, device)
+    sizes = [*(1 << power for power in range(most.bit_length())), most]
+    prompt, context = max(1, round(lengths.mean_prompt)), round(lengths.mean_context)
+    best = min(
+        min(layer.layer_prefill_s(device, bits, n, prompt, dtype) / n for n in sizes)
+        + (lengths.mean_output - 1)
+        * min(layer.layer_decode_s(device, bits, n, context, dtype) / n for n in sizes)
+        for bits in costs.options.bits
+    )
+    return lengths.mean_output / (best * costs.shape.layers)
+
+
+def _most_requests(costs: CostModel, job: Job, device: Device) -> int:
+    """Requests whose keys and values of one layer fit beside that layer: in a group every rank has
+    those of some heads only, so of as many more.
+    """
+    ranks = 1 if costs.options.tensor_parallel == 1 else DEGREES[-1]
+    limit = costs.limit_bytes(device) - min(
+        layer_weight_bytes(costs.shape, bits, device, costs.dtype(device))
+        for bits in costs.options.bits
+    )
+    one = replace(costs, workload=costs.in_flight(job, 1)).kv_bytes_per_layer(device)
+    return max(1, min(job.prompts, MAX_REQUESTS, int(ranks * limit // one)))
+
+
+MOST_ROWS = 200_000
+"""Rows that are simulated one by one; of a longer job the rest goes on at the rate of all."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A pipeline as rows meet it: `slots` in flight, through which `rows_per_s` pass when all are
+    taken.
+    """
+
+    slots: int
+    rows_per_s: float
+
+    @property
+    def row_s(self) -> float:
+        """Seconds that a row of mean length takes of a slot."""
+        return self.slots / self.rows_per_s
+
+
+def simulate_fleet(servers: Sequence[Server], job: Job) -> float:
+    """Seconds until the last row of `job` is done.
+
+    Rows take a slot for a time in proportion to the tokens of their answers. A row goes to the slot
+    that is free first; while all are free, to the fastest pipeline.
+    """
+    outputs = job.lengths.output_tokens
+    mean = job.lengths.mean_output
+    rows = min(job.prompts, MOST_ROWS)
+    free = [(0.0, server.row_s, index) for index, server in enumerate(servers)]
+    free = [each for each in free for _ in range(min(servers[each[2]].slots, rows))]
+    heapq.heapify(free)
+    last_s = 0.0
+    for row in range(rows):
+        at_s, row_s, index = free[0]
+        done_s = at_s + row_s * outputs[row % len(outputs)] / mean
+        heapq.heapreplace(free, (done_s, row_s, index))
+        last_s = max(last_s, done_s)
+    rate = sum(server.rows_per_s for server in servers)
+    return last_s + (job.prompts - rows) / rate

@@ -17,8 +17,8 @@ from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
-from planner.quality.importance import planned_importance
 from planner.quality.perplexity_fit import perplexity_forecast
+from planner.quality.sensitivity import planned_importance
 from planner.scheduling import BOUNDED
 from planner.search.costs import files_of_costs
 from planner.search.remedies import PlanningRequest, naming_remedies

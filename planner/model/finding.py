@@ -11,14 +11,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from planner.model.config_check import check_values
-from planner.model.config_file import ConfigFile
-from planner.model.families.family import Family
-from planner.model.families.table import FAMILIES, supported_model_types
-from planner.model.rope_check import reach
+from planner.model.config_check import check_values, reach
+from planner.model.families import FAMILIES, supported_model_types
+from planner.model.family import ConfigFile, Family
 from planner.model.shape import ModelShape
-from planner.model.stored_linears import as_configured, as_stored
-from planner.model.untied_head import has_own_head
+from planner.model.stored_weights import as_configured, as_stored, has_own_head
 from quant.checkpoint.gguf.files import model_name
 from quant.checkpoint.gguf.index import gguf_index, settings_place
 from quant.checkpoint.gptq_config import (

@@ -16,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 from math import gcd
 
-from planner.model.families.family import Architecture
+from planner.model.family import Architecture
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
 from quant.cuts import COLUMNS, ROWS, Cut, part_shape

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
-from planner.cluster.groups import ungrouped
+from planner.cluster.spec import ungrouped
 from planner.costs.memory import stage_memory
 from planner.costs.model import CostModel, expanded
 from planner.micro_batches import MicroBatches

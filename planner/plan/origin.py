@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from planner.assumed_predictor import STUDIES
 from planner.cluster.device import AS_MODELLED, Slowdown
-from planner.cluster.safe_yaml import parse_yaml
+from planner.cluster.file import parse_yaml
 from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions
 from quant.common.errors import InfeasibleError, SpecError

@@ -17,6 +17,7 @@ from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.described import AcceleratorEntry, DescriptionError, described_accelerator
 from planner.cluster.file import TimeScale
 from planner.micro_batches import MicroBatches
+from planner.options import Quality
 from planner.plan.field_types import (
     MAX_BYTES,
     MAX_LAYERS,
@@ -33,24 +34,91 @@ from planner.plan.field_types import (
     Rounding,
     Seconds,
 )
-from planner.plan.importance import PlannedImportance
 from planner.plan.job_forecast import JobForecast
 from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
-from planner.plan.plans_beside import PlansBeside
 from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions
-from planner.workload import Workload
+from planner.workload import MAX_REQUESTS, Workload
 from quant.common.errors import SpecError
 from quant.common.files import write_whole
+from quant.importance.header import FINGERPRINT_HEX
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
+
+
+@dataclass(frozen=True, config=STRICT)
+class PlannedImportance:
+    """The `fingerprint` of the numbers, and the `file` that held them when the plan was made."""
+
+    fingerprint: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{FINGERPRINT_HEX}}}$")]
+    file: Annotated[str, Field(min_length=1)]
+
+
+Count = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class PlanChoice:
+    """A plan: prompts in flight, generated tokens per second of the batch or the whole job, summed
+    sensitivity, and the mean bitwidth of a layer.
+    """
+
+    in_flight: Count
+    tokens_per_s: Positive
+    sensitivity: Amount
+    mean_bits: Positive
+
+    def beats(self, other: PlanChoice) -> bool:
+        """Whether it has both more tokens per second and less sensitivity."""
+        return self.tokens_per_s > other.tokens_per_s and self.sensitivity < other.sensitivity
+
+
+@dataclass(frozen=True, config=STRICT)
+class QualityChoice:
+    """The best plan of one quality; `theta` gives it again."""
+
+    quality: Quality
+    theta: Amount
+    plan: PlanChoice
+
+
+@dataclass(frozen=True, config=STRICT)
+class MoreDevices:
+    """The best plan with `count` more devices like those called `accelerator` on `node`."""
+
+    accelerator: str
+    node: str
+    count: Count
+    plan: PlanChoice
+
+
+@dataclass(frozen=True, config=STRICT)
+class PlansBeside:
+    """Plans beside the one that was taken.
+
+    `quality`: which of `qualities` the plan is; None where theta, a bound or a method decided.
+    `full_precision`: the fastest plan with all layers in the most bits allowed, None where that
+    does not fit or was not looked for. `curve`: the best plans found for other numbers in flight,
+    at the plan's theta, ascending. `more_devices`: what one more device of each kind would bring.
+    `beaten_by`: a plan with fewer prompts in flight that has more tokens per second and less
+    sensitivity, where a batch was given for which there is one.
+    """
+
+    quality: Quality | None = None
+    qualities: tuple[QualityChoice, ...] = ()
+    full_precision: PlanChoice | None = None
+    curve: tuple[PlanChoice, ...] = ()
+    more_devices: tuple[MoreDevices, ...] = ()
+    beaten_by: PlanChoice | None = None
+
 
 PLAN_VERSION = 1
 
 Role = Literal["both", "prefill", "decode"]
 
 FLEET_KEY = "replicas"
-"""The key that tells a file of a fleet (`planner.fleet.spec`) from that of a plan."""
+"""The key that tells a file of a fleet (`planner.fleet.fleet_spec`) from that of a plan."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
-from planner.cluster.links import MeasuredLink, Place, Way
+from planner.cluster.device import MeasuredLink, Place, Way
 from planner.profiles.csv_table import read_table, table_beside, write_table
 from quant.common.errors import SpecError
 

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
-from planner.cluster.links import MeasuredSum
+from planner.cluster.device import MeasuredSum
 from planner.model.tensor_parallel import DEGREES
 from planner.profiles.csv_table import read_table, table_beside, write_table
 from planner.profiles.links import AcceleratorName, Count, PositiveSeconds, fitted_line

@@ -4,27 +4,166 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from tokenize import TokenError  # raised for a header that numpy takes for one of Python 2
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from planner.model.finding import ModelShape
-from planner.quality.omega_file import (
-    Matrix,
-    as_matrix,
-    bare_array,
-    check_falling,
-    check_shape,
-    nested,
-    read_content,
-)
-from quant.common.errors import SpecError
+from planner.options import PlanOptions
+from planner.plan.spec import PlannedImportance
+from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
-from quant.scheme import FULL_BITS
+from quant.importance.header import read_importance_header
+from quant.scheme import BITWIDTHS, FULL_BITS
+
+Matrix = npt.NDArray[np.float64]
+
+_NPY_MAGIC = b"\x93NUMPY"
+_PICKLE_MAGIC = b"\x80"
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
+_NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
+"""Errors that numpy raises for headers that it cannot read, or of impossible arrays."""
+
+_MOST_DIGITS = 2
+"""Most digits of a bitwidth."""
+
+_MOST_BYTES = 1 << 26
+"""Largest file, 64 MiB: ten thousand layers and as many measured points take less than 10 MiB."""
+
+
+def read_content(path: Path) -> Any:
+    """Read a file: JSON values, or an array of numbers; SpecError if it is neither."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise SpecError(
+                f"omega file {path} has {path.stat().st_size} bytes; sensitivities take a few "
+                "thousand"
+            )
+        with path.open("rb") as file:
+            head = file.read(len(_NPY_MAGIC))
+        if head == _NPY_MAGIC:
+            return _read_npy(path)
+        if head.startswith((_PICKLE_MAGIC, _ZIP_MAGIC)) or path.suffix in _PICKLE_NAMES:
+            raise SpecError(_refusal(path))
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"omega file {path} cannot be read as JSON: {error}") from error
+
+
+def _read_npy(path: Path) -> npt.NDArray[Any]:
+    """Read an array, mapped, so that a header with a wrong size allocates nothing."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (*_NO_ARRAY, OSError) as error:
+        raise SpecError(
+            f"omega file {path} cannot be read as an array of numbers: {error}"
+        ) from error
+    if array.dtype.kind not in "fiu":
+        raise SpecError(f"omega file {path} holds {array.dtype} values; numbers are needed")
+    found: npt.NDArray[Any] = array
+    return found
+
+
+def _refusal(path: Path) -> str:
+    return (
+        f"omega file {path} is a pickle or an archive, which can run code when it is read; where "
+        'you trust it, convert it: python -c "import json, pickle, sys; '
+        "print(json.dumps(pickle.load(open(sys.argv[1], 'rb')).tolist()))\" "
+        f"{shlex.quote(path.name)} > omega.json"
+    )
+
+
+def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) -> Matrix:
+    """Take the columns `[layers, K]` of ascending `bitwidths` from a bare array.
+
+    As many columns as bitwidths are taken as these; four are those of 3, 4, 8 and 16 bit, in this
+    order or in that of the prototype, which sorts bitwidths as text: 16, 3, 4, 8. The order shows
+    in the values, as a layer loses next to nothing at 16 bit.
+    """
+    matrix = as_matrix(rows, path)
+    columns: Sequence[int] = bitwidths
+    if matrix.ndim == 2 and matrix.shape[1] == len(BITWIDTHS):
+        columns = BITWIDTHS
+        by_text = sorted(BITWIDTHS, key=str)
+        if not is_falling(matrix) and is_falling(
+            matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]
+        ):
+            columns = by_text
+    check_shape(matrix, path, (layers, len(columns)))
+    return matrix[:, [columns.index(bits) for bits in bitwidths]]
+
+
+def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[int], Matrix]:
+    """Read bitwidths and matrix of `{layer: {bits: value}}`; SpecError where one is missing."""
+    wanted = [str(layer) for layer in range(layers)]
+    if sorted(content) != sorted(wanted):
+        raise SpecError(
+            f"omega file {path} names {len(content)} layers; 0 to {layers - 1} are needed"
+        )
+    first = content["0"]
+    if not isinstance(first, Mapping) or not all(map(_is_bitwidth, first)):
+        raise SpecError(f"omega file {path}: layer 0 is no mapping of bitwidths to numbers")
+    rows = []
+    for layer in wanted:
+        row = content[layer]
+        if not isinstance(row, Mapping) or set(row) != set(first):
+            raise SpecError(f"omega file {path}: layer {layer} has other bitwidths than layer 0")
+        rows.append([row[key] for key in first])
+    return [int(key) for key in first], as_matrix(rows, path)
+
+
+def _is_bitwidth(key: str) -> bool:
+    """Whether `key` is a number of at most two digits."""
+    return key.isdecimal() and len(key) <= _MOST_DIGITS
+
+
+def as_matrix(rows: object, path: Path) -> Matrix:
+    """Convert numbers to float64; SpecError where they are none."""
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SpecError(f"omega file {path} holds no matrix of numbers: {error}") from error
+
+
+def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
+    """Raise SpecError where the matrix is not layers by bitwidths of finite sensitivities."""
+    if matrix.shape != expected:
+        raise SpecError(
+            f"omega file {path} holds an array {list(matrix.shape)}; {expected[0]} layers by "
+            f"{expected[1]} bitwidths are needed"
+        )
+    if not np.isfinite(matrix).all() or (matrix < 0).any():
+        layer, column = np.argwhere(~np.isfinite(matrix) | (matrix < 0))[0]
+        raise SpecError(
+            f"omega file {path}: layer {layer}, column {column} is {matrix[layer, column]}; "
+            "sensitivities are finite and not negative"
+        )
+
+
+def is_falling(matrix: Matrix) -> bool:
+    """Whether no layer loses more in a later column."""
+    return bool((np.diff(matrix, axis=1) <= 0).all())
+
+
+def check_falling(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
+    """Raise SpecError where a layer loses more at a higher bitwidth."""
+    for column, (low, high) in enumerate(pairwise(bitwidths)):
+        rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column])
+        if rising.size:
+            raise SpecError(
+                f"omega file {path}: layer {rising[0]} loses more at {high} than at {low} bits; "
+                "sensitivity cannot rise with the bitwidth"
+            )
+
 
 REFERENCE_BITS = 4
 """Default sensitivities of all layers at this bitwidth sum to 1."""
@@ -115,7 +254,7 @@ def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
     """Read measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
 
-    `planner.quality.omega_file` has the forms of file that are read. SpecError for a pickle,
+    `planner.quality.sensitivity` has the forms of file that are read. SpecError for a pickle,
     another model's file, a wrong shape, a bitwidth that is missing, and entries that are negative,
     not finite or rise with the bitwidth.
     """
@@ -213,3 +352,44 @@ def _provenance_text(provenance: object) -> str:
     texts = ("".join(filter(str.isprintable, str(item)))[:_LONGEST] for item in items)
     text = ", ".join(filter(None, texts))
     return f" ({text})" if text else ""
+
+
+FILE_ENTRY = "importance_file"
+FINGERPRINT_ENTRY = "importance"
+"""Entries of an omega file's provenance; the file is named as seen from the omega file's folder."""
+
+
+def planned_importance(options: PlanOptions, shape: ModelShape) -> PlannedImportance | None:
+    """What a plan by `options` rounds by; None: what stages measure when they load.
+
+    SpecError for a file that is no importance, or that of a model of another shape.
+    """
+    if options.importance is not None:
+        return _of_file(Path(options.importance), shape)
+    if options.omega_file is None:
+        return None
+    content = read_content(Path(options.omega_file))
+    told = content.get("provenance") if isinstance(content, dict) else None
+    if not isinstance(told, dict) or FINGERPRINT_ENTRY not in told:
+        return None
+    path = Path(options.omega_file).absolute().parent / str(told.get(FILE_ENTRY, ""))
+    if not path.is_file():
+        raise SpecError(
+            f"omega file {options.omega_file} was measured with the importance "
+            f"{told[FINGERPRINT_ENTRY]!s:.40} in {path}, which is not there; put it there, name it "
+            "with --importance, or measure both again with llmpq indicator"
+        )
+    return _of_file(path, shape)
+
+
+def _of_file(path: Path, shape: ModelShape) -> PlannedImportance:
+    try:
+        found = read_importance_header(path)
+    except CheckpointError as error:
+        raise SpecError(str(error)) from error
+    if found.shape != shape.fingerprint():
+        raise SpecError(
+            f"importance {path} belongs to a model of shape {found.shape}, but {shape.name} has "
+            f"shape {shape.fingerprint()}; measure that of this model with llmpq indicator"
+        )
+    return PlannedImportance(found.fingerprint, str(path.expanduser().absolute()))

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.cluster.device import Device
-from planner.cluster.groups import equal_devices, group_of, ungrouped
+from planner.cluster.spec import equal_devices, group_of, ungrouped
 from planner.costs.model import CostModel
 from planner.model.tensor_parallel import possible_degrees, refusal
 from planner.options import AUTO

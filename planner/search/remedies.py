@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.assumed_predictor import LONGEST, AssumedPredictor
-from planner.cluster.growth import grown, kinds_of_devices
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.spec import ClusterSpec, grown, kinds_of_devices
 from planner.model.finding import ModelShape
 from planner.options import AUTO, PlanOptions
 from planner.scheduling import PREDICTING

@@ -16,9 +16,8 @@ from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
-from planner.quality.importance import planned_importance
 from planner.quality.perplexity_fit import perplexity_forecast
-from planner.quality.sensitivity import Omega
+from planner.quality.sensitivity import Omega, planned_importance
 from planner.search.baselines.comparison import baselines
 from planner.search.baselines.planned import baseline_fits, baseline_solution
 from planner.search.batch_size import with_best_batch_size

@@ -9,8 +9,7 @@ from llmpq import Cluster, Workload
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
 from planner.plan.job_forecast import JobForecast
-from planner.plan.plans_beside import MoreDevices, PlanChoice, PlansBeside, QualityChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import MoreDevices, PlanChoice, PlansBeside, PlanSpec, QualityChoice
 from planner.workload import Job
 
 HIGH = PlanChoice(80, 281.0, 0.12, 6.8)

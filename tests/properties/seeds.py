@@ -13,11 +13,11 @@ import numpy as np
 
 from llmpq import Cluster, Workload
 from planner.lengths import Lengths
-from planner.model.expected_tensors import end_tensors, layer_tensors
-from planner.model.families.table import FAMILIES
+from planner.model.families import FAMILIES
 from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
-from planner.plan.plans_beside import PlansBeside
+from planner.model.weight_check import end_tensors, layer_tensors
+from planner.plan.spec import PlansBeside
 from planner.workload import Job
 from tests.paths import ROOT
 

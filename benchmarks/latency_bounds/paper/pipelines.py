@@ -12,7 +12,7 @@ from functools import cached_property
 
 from benchmarks.latency_bounds.paper.models import BITS
 from planner.cluster.device import Device
-from planner.cluster.groups import group_of
+from planner.cluster.spec import group_of
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.latency_bound.stage_times import PipelineTimes

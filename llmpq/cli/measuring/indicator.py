@@ -29,9 +29,8 @@ from llmpq.quality.options import (
 )
 from llmpq.quality.text_windows import read_documents
 from llmpq.tables import Fitting, new_table
-from planner.quality.importance import FILE_ENTRY
 from planner.quality.perplexity_fit import fit_perplexity
-from planner.quality.sensitivity import OmegaContent, save_omega
+from planner.quality.sensitivity import FILE_ENTRY, OmegaContent, save_omega
 from quant.cache.settings import default_folder
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError

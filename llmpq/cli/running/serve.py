@@ -27,7 +27,7 @@ from llmpq.run.checkpoint import check_run
 from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
 from llmpq.run.shared.replicas import plans_of
-from planner.fleet.spec import FleetSpec
+from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.divided import all_stages
 from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError

@@ -27,8 +27,7 @@ from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windo
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
-from planner.quality.importance import FINGERPRINT_ENTRY
-from planner.quality.sensitivity import MeasuredPoint, OmegaContent
+from planner.quality.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
 from quant.importance.file import Importance, save_importance
 from quant.loading.emulated_kernels import Compute, LayerScheme

@@ -10,8 +10,7 @@ from llmpq.report.formatting import listed
 from llmpq.report.job_answers import beaten, most_bits
 from llmpq.report.pictures.curve import plan_choice
 from llmpq.report.sentences import LEAST_GAIN
-from planner.plan.plans_beside import PlanChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanChoice, PlanSpec
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from llmpq.report.formatting import count, listed, number, per_second, plural
 from llmpq.report.pictures.axes import Axis, CountAxis
 from llmpq.report.pictures.writing import write_picture
 from llmpq.report.rendering import render
-from planner.plan.plans_beside import PlanChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanChoice, PlanSpec
 from quant.common.errors import SpecError
 
 WIDTH, HEIGHT = 560, 430

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from planner.fleet.spec import FleetSpec, joined_plan
+from planner.fleet.fleet_spec import FleetSpec, joined_plan
 from planner.plan.divided import parts_of
 from planner.plan.job_forecast import JobForecast
 from planner.plan.spec import PlanSpec, StagePlan

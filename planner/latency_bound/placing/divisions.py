@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.cluster.groups import equal_devices
+from planner.cluster.spec import equal_devices
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.scheduling import ScheduleKind

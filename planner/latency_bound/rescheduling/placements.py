@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.cluster.device import Device
-from planner.cluster.groups import devices_of
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.spec import ClusterSpec, devices_of
 from planner.costs.model import CostModel
 from planner.latency_bound.placing.placement import Placement
 from planner.model.finding import ModelShape

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from planner.cluster.device import Device
-from planner.cluster.growth import grown, kinds_of_devices
+from planner.cluster.spec import grown, kinds_of_devices
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, forecast_solution, solution_quality
-from planner.plan.plans_beside import MoreDevices, PlanChoice, PlansBeside, QualityChoice
-from planner.plan.spec import Prediction
+from planner.plan.spec import MoreDevices, PlanChoice, PlansBeside, Prediction, QualityChoice
 from planner.search.candidate_search import SearchTime, search
 from planner.search.job.in_flight import RANKING_PASSES, plan_solver
 from planner.search.tradeoffs.qualities import Chosen

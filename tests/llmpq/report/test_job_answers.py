@@ -16,8 +16,7 @@ from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.lengths import Lengths
 from planner.options import PlanOptions
 from planner.plan.origin import origin_of
-from planner.plan.plans_beside import MoreDevices, PlanChoice, QualityChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import MoreDevices, PlanChoice, PlanSpec, QualityChoice
 from planner.scheduling import PolicyOptions
 from planner.workload import Job
 from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, job_plan, small_plan

@@ -14,7 +14,7 @@ from llmpq import Plan
 from llmpq.cli.looking.jobs import main as jobs_main
 from llmpq.cli.running.dist import main
 from llmpq.errors import SpecError
-from planner.fleet.spec import FleetSpec
+from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceError

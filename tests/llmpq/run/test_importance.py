@@ -26,7 +26,7 @@ from llmpq import Cluster, Plan, Workload
 from llmpq.cli.measuring import indicator
 from llmpq.run.importance import importance_store
 from planner.model.finding import model_shape
-from planner.plan.importance import PlannedImportance
+from planner.plan.spec import PlannedImportance
 from quant.cache.settings import CacheSettings
 from quant.common.errors import CheckpointError, LlmpqError, PlanMismatchError, SpecError
 from quant.importance.file import Importance, digest_of_inputs, load_importance

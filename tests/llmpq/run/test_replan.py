@@ -28,8 +28,7 @@ from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.job_forecast import JobForecast
 from planner.plan.origin import origin_of
-from planner.plan.plans_beside import PlansBeside
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlansBeside, PlanSpec
 from planner.scheduling import RequestSchedule
 from planner.workload import Job
 from quant.common.errors import DeviceLostError, InfeasibleError, SpecError

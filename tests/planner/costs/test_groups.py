@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster.device import Device
-from planner.cluster.groups import group_of, grouped_cluster
-from planner.cluster.links import MeasuredSum
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.device import Device, MeasuredSum
+from planner.cluster.spec import ClusterSpec, group_of, grouped_cluster
 from planner.costs.collectives import Collectives
 from planner.costs.group_latency import GroupLatency
 from planner.costs.roofline import RooflineLatency

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from planner.cluster.device import Device, Slowdown
-from planner.cluster.groups import group_of
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.eight_bit_kv import EightBitCacheLatency
 from planner.costs.group_latency import GroupLatency
 from planner.costs.latency_model import LatencyModel, RememberedLatency

@@ -9,9 +9,8 @@ from itertools import product
 import pytest
 
 from planner.cluster.spec import ClusterSpec
+from planner.fleet.division import Column, divide, place
 from planner.fleet.makeups import Block, MakeUp, Pools
-from planner.fleet.master import Column, divide
-from planner.fleet.placing import place
 from quant.common.errors import InfeasibleError
 
 CLUSTER = ClusterSpec.from_dict(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from planner.cluster.spec import ClusterSpec
-from planner.fleet.ceiling import ceiling_tokens_per_s
-from planner.fleet.search import FleetRequest, as_job, find_fleet
-from planner.fleet.spec import FleetSpec, joined_plan, make_up_text, plan_devices
+from planner.fleet.fleet_spec import FleetSpec, joined_plan, make_up_text, plan_devices
+from planner.fleet.planning import FleetRequest, as_job, find_fleet
+from planner.fleet.pricing import ceiling_tokens_per_s
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan

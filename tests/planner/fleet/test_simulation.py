@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.fleet.simulation import Server, simulate_fleet
+from planner.fleet.pricing import Server, simulate_fleet
 from planner.lengths import Lengths
 from planner.workload import Job
 

@@ -11,9 +11,8 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from planner.model.config_check import ACTIVATIONS
+from planner.model.config_check import ACTIVATIONS, ROPE_TYPES
 from planner.model.finding import shape_from_config
-from planner.model.rope_check import ROPE_TYPES
 from quant.common.errors import SpecError
 from tests.actors.models import CONFIGS
 

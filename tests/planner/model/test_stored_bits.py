@@ -15,9 +15,9 @@ from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
-from planner.model.expected_tensors import end_tensors, layer_tensors
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
+from planner.model.weight_check import end_tensors, layer_tensors
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.search.search import find_plan

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from planner.model.families.table import FAMILIES
+from planner.model.families import FAMILIES
 from planner.model.finding import builtin_names, model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import (

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from planner.model.expected_tensors import end_tensors, layer_tensors
-from planner.model.families.table import FAMILIES
+from planner.model.families import FAMILIES
 from planner.model.finding import shape_from_config
+from planner.model.weight_check import end_tensors, layer_tensors
 from tests.actors.models import CONFIGS
 
 

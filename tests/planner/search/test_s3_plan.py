@@ -10,8 +10,7 @@ import pytest
 
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.cluster.spec import ClusterSpec
-from planner.explanation.planned_assignment import planned_assignment
-from planner.explanation.rebuilt_costs import rebuilt_costs
+from planner.explanation.planned_assignment import planned_assignment, rebuilt_costs
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions

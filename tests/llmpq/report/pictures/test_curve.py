@@ -13,8 +13,7 @@ import pytest
 
 from llmpq.report import report_page, write_curve
 from llmpq.report.pictures.curve import JobCurve, curve_of
-from planner.plan.plans_beside import PlanChoice, QualityChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanChoice, PlanSpec, QualityChoice
 from quant.common.errors import SpecError
 from tests.llmpq.jobs_of_prompts import CURVE, job_plan, small_plan
 

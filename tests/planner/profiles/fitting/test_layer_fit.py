@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.cluster.groups import group_of
-from planner.cluster.spec import ClusterSpec
+from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.group_latency import GroupLatency
 from planner.costs.latency_model import LayerSeconds
 from planner.costs.roofline import RooflineLatency

@@ -12,8 +12,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plans_beside import PlanChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanChoice, PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Job, Workload
 

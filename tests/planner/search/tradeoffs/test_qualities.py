@@ -12,7 +12,7 @@ import pytest
 from llmpq.report.answers.verdict import quality_word
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.fleet.search import FleetRequest, find_fleet
+from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec

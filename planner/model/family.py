@@ -1,12 +1,74 @@
-"""The types that describe a model family: its configuration, shape and modules."""
+"""The types that describe a model family, and the `config.json` from which it is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from planner.model.config_file import ConfigFile
-from planner.model.shape import ModelShape
+from planner.model.shape import MAX_SIZE, ModelShape
+from quant.common.errors import SpecError
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """The entries `values` of the model `name`; messages call the file `place`."""
+
+    name: str
+    values: Mapping[str, Any]
+    place: str
+
+    def refusal(self, key: str, value: Any, needed: str) -> SpecError:
+        """Make an error: `key` is `value` but must be what `needed` says."""
+        return SpecError(f"{self.place}: {key} is {shown(value)}; it must be {needed}")
+
+    def integer(self, *keys: str, default: int | None = None) -> int:
+        """Read the first of `keys` that is set, a whole number (older files have other names)."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is None:
+                continue
+            if type(value) is not int:
+                raise self.refusal(key, value, "a whole number")
+            return value
+        if default is None:
+            raise SpecError(f"{self.place}: {' or '.join(keys)} is missing")
+        return default
+
+    def size(self, *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """Read a whole number from 1 to `most`, as `integer` does."""
+        value = self.integer(*keys, default=default)
+        if not 1 <= value <= most:
+            key = next((key for key in keys if self.values.get(key) is not None), keys[0])
+            raise self.refusal(key, value, f"1 to {most}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Read a true or false entry; `default` is what the library takes where it is missing."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, value, "true or false")
+        return value
+
+    def per_head(self, width: int, heads: int) -> int:
+        """Divide `width` by `heads`; SpecError where that leaves a remainder."""
+        if heads < 1 or width % heads:
+            raise SpecError(f"{self.place}: hidden size {width} cannot be split over {heads} heads")
+        return width // heads
+
+
+def is_number(value: Any, least: float, most: float) -> bool:
+    """Whether `value` is a finite number above `least` and at most `most`."""
+    if type(value) not in (int, float) or (type(value) is float and not math.isfinite(value)):
+        return False
+    return bool(least < value <= most)
+
+
+def shown(value: Any) -> str:
+    """The value as Python writes it, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,17 @@ from itertools import chain
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.fleet.ceiling import ceiling_tokens_per_s, device_tokens_per_s
+from planner.fleet.division import Column, Division, Placed, divide, fleet_plans, place
+from planner.fleet.fleet_spec import FleetRecord, FleetSpec, plan_devices
 from planner.fleet.makeups import MakeUp, Pools, grouped_make_ups, make_ups
-from planner.fleet.master import Column, Division, divide
-from planner.fleet.placing import Placed, place
-from planner.fleet.plans import fleet_plans
-from planner.fleet.pricing import Priced, Pricing
-from planner.fleet.simulation import Server, simulate_fleet
-from planner.fleet.spec import FleetRecord, FleetSpec, plan_devices
+from planner.fleet.pricing import (
+    Priced,
+    Pricing,
+    Server,
+    ceiling_tokens_per_s,
+    device_tokens_per_s,
+    simulate_fleet,
+)
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions, quality_of

@@ -1,0 +1,263 @@
+"""The division of a cluster into pipelines: an integer programme over priced make-ups, the devices
+of each pipeline, and their plans.
+
+Nodes are packed exactly: a pool of equal devices is cut by one of the ways to divide it into blocks
+of the sizes that occur, and no more blocks are used than are cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec, ungrouped
+from planner.costs.model import CostModel
+from planner.fleet.makeups import MakeUp, Pools, example_devices
+from planner.fleet.pricing import Priced
+from planner.plan.builder import build_plan
+from planner.plan.origin import PlanOrigin, origin_of
+from planner.plan.spec import PlanSpec, StagePlan
+from planner.quality.sensitivity import planned_importance
+from planner.search.costs import files_of_costs
+from quant.common.errors import InfeasibleError
+
+MOST_CUTS = 300
+"""Ways to cut a pool; of more only those of one size each, with a rest."""
+
+MASTER_GAP = 1e-3
+
+Cut = tuple[int, ...]
+"""Sizes of the blocks of a pool, descending."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How many pipelines of each column [C], how often each kind of pool is cut in each way, and
+    the most value that any choice has.
+    """
+
+    counts: tuple[int, ...]
+    cuts: Mapping[tuple[int, int], tuple[tuple[Cut, int], ...]]
+    value: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """The most by which the value can be below the best one, relative to it."""
+        return max(0.0, (self.bound - self.value) / self.bound) if self.bound > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """A priced make-up: tokens per second, and the value that is maximised."""
+
+    make_up: MakeUp
+    tokens_per_s: float
+    value: float
+
+
+def divide(
+    columns: Sequence[Column],
+    pools: Mapping[tuple[int, int], int],
+    number: int | None = None,
+    least_tokens_per_s: float = 0.0,
+    time_limit_s: float = 5.0,
+) -> Division:
+    """The counts of `columns` that have the most value together, in `pools` (kind and size, with
+    how many there are), with `number` pipelines in all, or any (None).
+
+    InfeasibleError where there is none.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
+
+    sizes = sorted({(block.kind, block.size) for c in columns for block in c.make_up})
+    ways = {pool: _cuts(pool[1], [s for k, s in sizes if k == pool[0]]) for pool in pools}
+    cuts = [(pool, cut) for pool, every in ways.items() for cut in every]
+    columns_n, n = len(columns), len(columns) + len(cuts)
+    used = np.zeros((len(sizes), n))
+    for j, column in enumerate(columns):
+        for block in column.make_up:
+            used[sizes.index((block.kind, block.size)), j] += 1
+    for j, ((kind, _), cut) in enumerate(cuts):
+        for size, count in Counter(cut).items():
+            used[sizes.index((kind, size)), columns_n + j] -= count
+    taken = np.zeros((len(pools), n))
+    for row, pool in enumerate(pools):
+        taken[row, columns_n:] = [own == pool for own, _ in cuts]
+    total = np.zeros((2, n))
+    total[0, :columns_n], total[1, :columns_n] = 1.0, [c.tokens_per_s for c in columns]
+    most = np.inf if number is None else number
+    value = np.zeros(n)
+    value[:columns_n] = [column.value for column in columns]
+    scale = float(np.abs(value).max()) or 1.0
+    found = milp(
+        -value / scale,
+        integrality=np.ones(n, dtype=int),
+        bounds=Bounds(0, np.inf),
+        constraints=[
+            LinearConstraint(used, -np.inf, 0.0),
+            LinearConstraint(taken, 0.0, np.array(list(pools.values()), dtype=float)),
+            LinearConstraint(total, [number or 1, least_tokens_per_s], [most, np.inf]),
+        ],
+        options={"time_limit": time_limit_s, "mip_rel_gap": MASTER_GAP},
+    )
+    if found.x is None:
+        raise InfeasibleError(f"no choice of pipelines makes {number or 'one'} of these devices")
+    counts = np.round(found.x).astype(int)
+    chosen: dict[tuple[int, int], list[tuple[Cut, int]]] = {}
+    for (pool, cut), count in zip(cuts, counts[columns_n:], strict=True):
+        if count:
+            chosen.setdefault(pool, []).append((cut, int(count)))
+    bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
+    return Division(
+        tuple(int(each) for each in counts[:columns_n]),
+        {pool: tuple(each) for pool, each in chosen.items()},
+        -float(found.fun) * scale,
+        -float(bound) * scale,
+    )
+
+
+def _cuts(size: int, sizes: Sequence[int]) -> list[Cut]:
+    """The ways to divide `size` devices into blocks of `sizes` that no block can be added to."""
+    found = []
+    for cut in _sums(size, sorted(sizes, reverse=True)):
+        found.append(cut)
+        if len(found) > MOST_CUTS:
+            return [(each,) * (size // each) for each in sizes if each <= size]
+    return found
+
+
+def _sums(left: int, sizes: Sequence[int]) -> Iterator[Cut]:
+    if not any(size <= left for size in sizes):
+        yield ()
+        return
+    for number, size in enumerate(sizes):
+        if size <= left:
+            yield from ((size, *rest) for rest in _sums(left - size, sizes[number:]))
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A pipeline with the devices of each of its blocks; `column` is the number of its make-up."""
+
+    column: int
+    blocks: tuple[tuple[Device, ...], ...]
+
+
+def place(division: Division, make_ups: Sequence[MakeUp], pools: Pools) -> list[Placed]:
+    """The devices of every pipeline. Blocks of one pipeline are taken from one node if one has
+    them.
+    """
+    free = _free_blocks(division, pools)
+    placed = []
+    for column, count in enumerate(division.counts):
+        for _ in range(count):
+            blocks: list[tuple[Device, ...]] = []
+            for block in make_ups[column]:
+                nodes = {devices[0].node for devices in blocks}
+                left = free[block.kind, block.size]
+                near = next((b for b in left if b[0].node in nodes), left[0])
+                left.remove(near)
+                blocks.append(near)
+            placed.append(Placed(column, tuple(blocks)))
+    return placed
+
+
+def _free_blocks(
+    division: Division, pools: Pools
+) -> dict[tuple[int, int], list[tuple[Device, ...]]]:
+    """The blocks that the nodes are cut into, by kind and size, in the order of the nodes."""
+    waiting: dict[tuple[int, int], list[Cut]] = {
+        pool: [cut for cut, count in cuts for _ in range(count)]
+        for pool, cuts in division.cuts.items()
+    }
+    free: dict[tuple[int, int], list[tuple[Device, ...]]] = {}
+    for pool in pools.pools:
+        cuts = waiting.get((pool.kind, len(pool.devices)), [])
+        first = 0
+        for size in cuts.pop(0) if cuts else ():
+            block = pool.devices[first : first + size]
+            free.setdefault((pool.kind, size), []).append(block)
+            first += size
+    return free
+
+
+def fleet_plans(
+    cluster: ClusterSpec,
+    source: str,
+    sensitivity_source: str,
+    chosen: Sequence[Priced],
+    placed: Sequence[Placed],
+) -> Iterator[PlanSpec]:
+    """Yield the plan of every pipeline; `source` is the model's."""
+    nodes: dict[str, list[Device]] = {}
+    for device in cluster.devices:
+        nodes.setdefault(device.node, []).append(device)
+    built: dict[int, PlanSpec] = {}
+    for each in placed:
+        priced = chosen[each.column]
+        if each.column not in built:
+            built[each.column] = _example_plan(priced, source, sensitivity_source)
+        names = dict(
+            zip(
+                (d.name for d in ungrouped(example_devices(priced.make_up, _kinds(priced, each)))),
+                (device.name for block in each.blocks for device in block),
+                strict=True,
+            )
+        )
+        used = list(chain.from_iterable(each.blocks))
+        whole = [d for node in dict.fromkeys(d.node for d in used) for d in nodes[node]]
+        origin = _origin(replace(cluster, devices=tuple(whole)), used, priced.costs)
+        part = replace(cluster, devices=tuple(d for d in whole if d in used))
+        plan = _renamed(built[each.column], names)
+        yield replace(
+            plan, cluster=cluster.name, cluster_fingerprint=part.fingerprint(), origin=origin
+        )
+
+
+def _kinds(priced: Priced, placed: Placed) -> dict[int, Device]:
+    """An example of each kind that the make-up has."""
+    pairs = zip(priced.make_up, placed.blocks, strict=True)
+    return {block.kind: devices[0] for block, devices in pairs}
+
+
+def _example_plan(priced: Priced, source: str, sensitivity_source: str) -> PlanSpec:
+    """The plan on the example devices of the make-up, without origin."""
+    plan = build_plan(priced.costs, source, priced.solution, sensitivity_source, ())
+    if not plan.needs_importance(priced.costs.shape.stored is not None):
+        return plan
+    importance = planned_importance(priced.costs.options, priced.costs.shape)
+    return replace(plan, importance=importance)
+
+
+def _origin(whole: ClusterSpec, used: Sequence[Device], costs: CostModel) -> PlanOrigin | None:
+    """The origin of a pipeline: its nodes, of which other pipelines have the other devices."""
+    origin = origin_of(whole, costs.options, files_of_costs(costs.options))
+    if origin is None:
+        return None
+    names = {device.name for device in used}
+    return origin.without([d.name for d in whole.devices if d.name not in names])
+
+
+def _renamed(plan: PlanSpec, names: Mapping[str, str]) -> PlanSpec:
+    """The same plan on other devices."""
+
+    def moved(stage: StagePlan) -> StagePlan:
+        device = names[stage.device]
+        return replace(
+            stage,
+            device=device,
+            node=device.rpartition("/")[0],
+            devices=tuple(names[name] for name in stage.devices),
+        )
+
+    return replace(
+        plan,
+        stages=tuple(map(moved, plan.stages)),
+        unused_devices=tuple(names[name] for name in plan.unused_devices),
+    )
