@@ -107,7 +107,7 @@ def _written(share: float) -> Fraction:
 PREFILL_CHUNK_TOKENS = 64
 """Tokens of a part of a prompt that `orca` gives where nobody says otherwise.
 
-In simulations of jobs with real lengths (`benchmarks.token_slots`) they gave 1.2 to 1.3 times the
+In simulations of jobs with real lengths (docs/scheduling.md) they gave 1.2 to 1.3 times the
 tokens per second of whole prompts, as stages wait less for long ones, and with prompts all alike
 0.94 to 0.99 times; parts of 32 gave more to the former and less to the latter."""
 
@@ -115,7 +115,7 @@ CPU_PREFILL_CHUNK_TOKENS = 128
 """The same for a run whose stages are all CPUs, on a plan that does not say.
 
 There parts of 128 gave 1.05 times the tokens per second of parts of 64, and first tokens came after
-0.77 times as long (`benchmarks.orca chunks`): each iteration reads all weights, which takes as long
+0.77 times as long (measured): each iteration reads all weights, which takes as long
 as computing some 70 tokens."""
 
 

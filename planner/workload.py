@@ -19,7 +19,7 @@ MOST_PROMPTS = 10**10
 
 HOLES = 0.05
 """Share of token slots that stays free where requests reserve different numbers: with none, ranges
-of the conversation trace move by ten tokens for each token of a request (`benchmarks.token_slots`).
+of the conversation trace move by ten tokens for each token of a request (docs/scheduling.md).
 """
 
 

@@ -46,7 +46,7 @@ from quant.scheme import Processor
 FIXED_ROWS = 32
 """Rows of every product and norm of a deterministic stage, so that one kernel computes all of them:
 libraries choose it, and with it the order of sums, by the number of rows. Of 16, 32 and 64 the one
-that costs least where both phases count (`python -m benchmarks.deterministic`)."""
+that costs least where both phases count (docs/sampling.md)."""
 
 _PROBES = 8
 

@@ -1,6 +1,6 @@
 """Texts: what is held out to be predicted, and what calibrates.
 
-For the demo model those of `benchmarks.quality`. For SmolLM2 English papers, which are no part of
+For the demo model those of `quality`. For SmolLM2 English papers, which are no part of
 the repository: `s3.txt` held out, `orca.txt` and `exegpt.txt` to calibrate, in `shared/seeds`
 beside the repository; elsewhere any other English text, by `--text` and `--calibration`.
 """
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.quality import read_texts
 from benchmarks.quantization.models import DEMO
+from benchmarks.quantization.quality import read_texts
 from llmpq.quality.text_windows import Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 

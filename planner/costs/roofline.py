@@ -77,7 +77,7 @@ _CPU_RESTORE_SHARE = 0.3
 # makes it in 0.5 to 1 ns.
 _BYTES_PER_CODE_MADE = 39
 # The loop that reads codes is bound by arithmetic. It takes 0.9 of the time of that for bf16, whose
-# 2 bytes are those of the bandwidth above (benchmarks.attention, one core: 0.63 to 0.99).
+# 2 bytes are those of the bandwidth above (benchmarks.speed.attention, one core: 0.63 to 0.99).
 _CPU_CODE_BYTES = 1.8
 
 

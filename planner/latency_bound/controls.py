@@ -1,7 +1,7 @@
 """The controls of each kind of schedule, their ranges, and the schedule of a point.
 
 Each control is turned so that a larger value raises both throughput and latency; measured on the
-timelines of this package (`benchmarks.latency_bounds.monotonicity`) they do so. What is not
+timelines of this package (`benchmarks.reproduction.latency_bounds`) they do so. What is not
 monotone is no control:
 
 - `rra`: newcomers of a group in a turn (B_E / B_m), how often they come (1 / N_D: fewer decode

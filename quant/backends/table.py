@@ -188,7 +188,7 @@ def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
     return shape.parameters // 2 + 4 * (shape.parameters // NF4_BLOCK) + 4 * 16
 
 
-# int*pack: measured on one AVX-512 core against bf16 (benchmarks.linear). A few rows are multiplied
+# int*pack: measured on one AVX-512 core against bf16 (`speed.linear`). A few rows are multiplied
 # in float32, at 0.35 to 0.4 of the rate of bf16; from 96 (24 for 8 bit) on, weights are restored,
 # which takes as long as the product of 130 rows in bf16 (40 for 8 bit). 3 bit is always restored to
 # 4, by one row in 0.7 of the time of bf16.

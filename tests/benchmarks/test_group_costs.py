@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.scale.measured_groups import Row, Setup, predicted_s, relative_errors
+from benchmarks.planning.scale.measured_groups import Row, Setup, predicted_s, relative_errors
 
 ROWS = (
     Row(Setup("llama2-70b", "a100-80gb", 2), 512, 1, 128, 0.19686, 0.054856),

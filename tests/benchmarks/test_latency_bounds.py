@@ -7,18 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.latency_bounds.__main__ import PARTS, main
-from benchmarks.latency_bounds.paper.bounded import Placed
-from benchmarks.latency_bounds.paper.layouts import layouts_with
-from benchmarks.latency_bounds.paper.models import MODELS
-from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline
-from benchmarks.latency_bounds.paper.rra_schedules import RraSchedules
-from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
-from benchmarks.latency_bounds.paper.tables.claims import simulated
-from benchmarks.latency_bounds.paper.tables.monotonicity import Swept
-from benchmarks.latency_bounds.paper.tables.selected import PAPER, PaperRow, as_published
-from benchmarks.latency_bounds.paper.tasks import TASKS
-from benchmarks.latency_bounds.paper.waa_schedules import WaaSchedules, divided_of
+from benchmarks.reproduction.latency_bounds.__main__ import PARTS, main
+from benchmarks.reproduction.latency_bounds.bounded import Placed
+from benchmarks.reproduction.latency_bounds.claims import simulated
+from benchmarks.reproduction.latency_bounds.layouts import layouts_with
+from benchmarks.reproduction.latency_bounds.models import MODELS
+from benchmarks.reproduction.latency_bounds.monotonicity import Swept
+from benchmarks.reproduction.latency_bounds.pipelines import Layout, Pipeline
+from benchmarks.reproduction.latency_bounds.rra_schedules import RraSchedules
+from benchmarks.reproduction.latency_bounds.selected import PAPER, PaperRow, as_published
+from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Setting
+from benchmarks.reproduction.latency_bounds.tasks import TASKS
+from benchmarks.reproduction.latency_bounds.waa_schedules import WaaSchedules, divided_of
 
 OPT_13B, S = MODELS[0], TASKS["S"]
 

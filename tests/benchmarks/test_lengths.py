@@ -1,4 +1,4 @@
-"""The contestants of `benchmarks.lengths` in virtual time: memory, ends, and what they are told."""
+"""Contestants of the benchmark of lengths in virtual time: memory, ends, what they are told."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
-from benchmarks.lengths.on_demand import BLOCK_TOKENS, OnDemandScheduler
-from benchmarks.lengths.rows import Rows, confusion_of, tenths
-from benchmarks.lengths.virtual_job import CacheCosts, run_job
+from benchmarks.reproduction.lengths.on_demand import BLOCK_TOKENS, OnDemandScheduler
+from benchmarks.reproduction.lengths.rows import Rows, confusion_of, tenths
+from benchmarks.reproduction.lengths.virtual_job import CacheCosts, run_job
 from planner.plan.modelled_times import ModelledTimes
 
 LIMIT = 100

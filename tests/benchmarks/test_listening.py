@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.listening import Listening
+from benchmarks.stress.listening import Listening
 from tests.paths import ROOT
 
 
@@ -20,7 +20,7 @@ def test_nothing_of_a_local_run_is_open_to_other_machines(tmp_path: Path) -> Non
     """Neither driver nor stages, which listen for each other, nor Ray."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.listening"],
+        [sys.executable, "-m", "benchmarks.stress.listening"],
         env=variables | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         umask=0o022,

@@ -8,10 +8,9 @@ import pytest
 from actors.messages import MicroBatch, Request, Sampled, Sampling
 from actors.schedule.orca import OrcaScheduler
 from actors.schedule.scheduler import QueueSizes
-from benchmarks.orca.real import BASELINES, ORCAS, Load, Search, report
-from benchmarks.orca.request_level import RequestLevelScheduler
-from benchmarks.orca.traces import Arrival, Lengths, lengths_of, poisson
-from benchmarks.orca.virtual_time import outcomes
+from benchmarks.reproduction.orca.request_level import RequestLevelScheduler
+from benchmarks.reproduction.orca.traces import Arrival, Lengths, lengths_of, poisson
+from benchmarks.reproduction.orca.virtual_time import outcomes
 from planner.plan.modelled_times import ModelledTimes
 
 SLOT = 100
@@ -127,16 +126,3 @@ def test_lengths_are_those_of_the_paper_and_arrivals_have_the_rate() -> None:
     slow, fast = (poisson(lengths, rate, seed=1) for rate in (0.5, 2.0))
     assert slow[-1].at_s == pytest.approx(4 * fast[-1].at_s)
     assert len(fast) / fast[-1].at_s == pytest.approx(2.0, rel=0.05)
-
-
-def test_a_search_ends_with_loads_on_both_sides_and_interpolates_between_them() -> None:
-    searches = [Search(BASELINES[0], 1.0), *(Search(each, 8.0, most_per_s=9.0) for each in ORCAS)]
-    for search in searches:
-        while not search.is_done:
-            latency = 1.0 + search.next_per_s / 1.2 * (0.1 if search.contestant in ORCAS else 1.0)
-            search.add(Load(search.next_per_s, latency, search.next_per_s, 1.0, 1.0))
-    assert [load.per_s for load in searches[0].loads] == pytest.approx([1.0, 1.4])
-    assert searches[0].load_per_s == pytest.approx(1.2, rel=0.01)
-    assert searches[1].load_per_s == 9.0  # 12, but no more than that was ever served
-    ratio = 9.0 / searches[0].load_per_s
-    assert list(report(searches))[-1].endswith(f": {ratio:.1f} times.")

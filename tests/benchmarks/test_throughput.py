@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.machine import Pace
-from benchmarks.throughput import Results, Round, Turn, ratios, table
-from benchmarks.throughput_cases import Case
+from benchmarks.speed.throughput import Results, Round, Turn, ratios, table
+from benchmarks.speed.throughput_cases import Case
 from benchmarks.turns import spread
 
 PACE = Pace(600.0, 20.0)

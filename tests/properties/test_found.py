@@ -1,4 +1,4 @@
-"""Inputs that `benchmarks.fuzz` and the property tests found, one for each fault."""
+"""Inputs that `benchmarks.stress.fuzz` and the property tests found, one for each fault."""
 
 from __future__ import annotations
 

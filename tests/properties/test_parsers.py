@@ -1,6 +1,6 @@
 """Every parser of outside input against spoiled input: taken, or refused in llmpq's own words.
 
-The long run over the same parsers is `python -m benchmarks.fuzz`.
+The long run over the same parsers is `python -m benchmarks.stress.fuzz`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from benchmarks.gpu.measurements.models import (
 )
 from benchmarks.gpu.measurements.recorder import Recorder
 from benchmarks.gpu.place import Place
-from benchmarks.loading import dtype_on
+from benchmarks.speed.loading import dtype_on
 from benchmarks.timing import seconds_of
 from quant.linear import dtype_name
 from quant.processor import local_processor

@@ -19,7 +19,8 @@ import torch
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.recorder import Recorder
 from benchmarks.gpu.place import Place
-from benchmarks.linear import (
+from benchmarks.machine import BFLOAT16_CAPABILITY
+from benchmarks.speed.linear import (
     Held,
     Product,
     Result,
@@ -31,7 +32,6 @@ from benchmarks.linear import (
     measure,
     random_weight,
 )
-from benchmarks.machine import BFLOAT16_CAPABILITY
 from benchmarks.timing import seconds_of
 from quant.backends.cuda.driver import kernels_for
 from quant.backends.cuda.packed import CudaPacked

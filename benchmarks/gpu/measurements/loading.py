@@ -10,7 +10,14 @@ import torch
 from benchmarks.gpu.findings import Cell, Findings
 from benchmarks.gpu.measurements.models import backends_here, note_substitutes, quiet, release
 from benchmarks.gpu.place import Place
-from benchmarks.loading import Way, bring_into_memory, config_of, dtype_on, load, write_checkpoint
+from benchmarks.speed.loading import (
+    Way,
+    bring_into_memory,
+    config_of,
+    dtype_on,
+    load,
+    write_checkpoint,
+)
 from benchmarks.timing import seconds_of
 from quant.common.units import MIB
 from quant.linear import dtype_name

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from actors.messages import Request, Sampling
 from benchmarks.gpu.findings import Findings, NotRunError
 from benchmarks.gpu.place import Place
-from benchmarks.loading import write_checkpoint
+from benchmarks.speed.loading import write_checkpoint
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
 from quant.backends.selection import backend_name

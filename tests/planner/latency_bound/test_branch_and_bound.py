@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.latency_bounds.search_cost import Outcome, outcome_of, random_cases
+from benchmarks.reproduction.latency_bounds.search_cost import Outcome, outcome_of, random_cases
 from planner.latency_bound.branch_and_bound import (
     Found,
     Point,

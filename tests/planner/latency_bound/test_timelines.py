@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from benchmarks.latency_bounds.cases import random_waa
-from benchmarks.latency_bounds.timelines import of_rra, of_waa
+from benchmarks.reproduction.latency_bounds.cases import random_waa
+from benchmarks.reproduction.latency_bounds.timelines import of_rra, of_waa
 from planner.latency_bound.steady_state.rra.timeline import rra_timeline
 from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
 from planner.latency_bound.steady_state.waa.sides import WaaSides

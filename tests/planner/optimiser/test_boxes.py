@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linear_sum_assignment
 
-from benchmarks.published import solve_published
+from benchmarks.planning.published import solve_published
 from planner.optimiser.assignment import evaluate
 from planner.optimiser.automatic import solve_automatically
 from planner.optimiser.boxes import method as box_method

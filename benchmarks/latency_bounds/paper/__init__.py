@@ -1,1 +1,0 @@
-"""ExeGPT's evaluation in simulation: models, tasks, rivals, and our schedules beside them."""

@@ -1,1 +1,0 @@
-"""The tables and pictures of ExeGPT's evaluation."""

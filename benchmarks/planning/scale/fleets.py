@@ -1,0 +1,144 @@
+"""Tokens per second of one pipeline and of pipelines that share the job, on three mixed clusters.
+
+Everything is simulated, with the times of data sheets: one pipeline by simulating its passes,
+replicas by handing rows out as slots become free. `groups` are tensor-parallel ones, chosen by the
+planner. All plans have the quality `balanced`; sensitivities are those of the layers' sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.planning.planner import update_page
+from benchmarks.planning.scale.clusters import mixed_clusters
+from planner.cluster.spec import ClusterSpec
+from planner.fleet.fleet_spec import FleetSpec
+from planner.fleet.planning import FleetRequest, find_fleet
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.spec import PlanSpec
+from planner.search.search import find_plan
+from planner.workload import Job
+from quant.common.errors import InfeasibleError
+
+MODELS = ("opt-30b", "opt-66b")
+PROMPTS, PROMPT, OUTPUT = 5000, 512, 100
+SEARCH_S = 12.0  # of CPU time, so that what else a machine does changes no plan
+WAYS = ("one pipeline", "one, groups", "replicas", "replicas, groups")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One model on one cluster: tokens per second and summed sensitivity by way, the pipelines of
+    the best fleet, and the ceiling.
+    """
+
+    cluster: str
+    model: str
+    tokens_per_s: tuple[float, ...]
+    sensitivity: tuple[float, ...]
+    make_up: str
+    ceiling: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what this part is told."""
+    parser.add_argument("--update", type=Path, help="page whose tables are replaced")
+    parser.add_argument("--plot", type=Path, help="picture to draw (SVG)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the tokens per second of every model on every cluster."""
+    found = [
+        compared(label, cluster, model)
+        for label, cluster in mixed_clusters().items()
+        for model in MODELS
+    ]
+    lines = list(table(found))
+    print("\n".join(lines))
+    if options.update is not None:
+        update_page(options.update, "fleets", lines)
+    if options.plot is not None:
+        plot(found, options.plot)
+
+
+def compared(label: str, cluster: ClusterSpec, model: str) -> Compared:
+    """Plan all ways of using a cluster for a model."""
+    plans = [
+        _one(cluster, model, PlanOptions(tensor_parallel=degree, search_time_limit=SEARCH_S))
+        for degree in (1, "auto")
+    ]
+    fleets = [
+        _many(cluster, model, PlanOptions(tensor_parallel=degree, search_time_limit=SEARCH_S))
+        for degree in (1, "auto")
+    ]
+    best = max(fleets, key=lambda fleet: fleet.tokens_per_s)
+    make_up = ", ".join(f"{len(own)} of {name}" for name, own in best.make_ups().items())
+    speeds = [plan.predicted.tokens_per_s if plan else 0.0 for plan in plans]
+    return Compared(
+        label,
+        model,
+        (*speeds, *(fleet.tokens_per_s for fleet in fleets)),
+        (*(plan.solver.sensitivity if plan else 0.0 for plan in plans), *map(_omega, fleets)),
+        make_up,
+        best.record.ceiling_tokens_per_s,
+    )
+
+
+def _one(cluster: ClusterSpec, model: str, options: PlanOptions) -> PlanSpec | None:
+    try:
+        return find_plan(cluster, model_shape(model), model, _job(), options, time.process_time)
+    except InfeasibleError:
+        return None
+
+
+def _many(cluster: ClusterSpec, model: str, options: PlanOptions) -> FleetSpec:
+    return find_fleet(
+        FleetRequest(cluster, model_shape(model), model, _job(), options), time.process_time
+    )
+
+
+def _job() -> Job:
+    return Job.of(PROMPTS, PROMPT, OUTPUT)
+
+
+def _omega(fleet: FleetSpec) -> float:
+    """The mean sensitivity of the pipeline that makes a token."""
+    speeds = [plan.predicted.tokens_per_s for plan in fleet.replicas]
+    pairs = zip(speeds, fleet.replicas, strict=True)
+    return sum(speed * plan.solver.sensitivity for speed, plan in pairs) / sum(speeds)
+
+
+def table(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield the lines of the table; sensitivities in brackets."""
+    yield f"| cluster | model | {' | '.join(WAYS)} | replicas / one | ceiling | pipelines |"
+    yield "|---" * 9 + "|"
+    for each in found:
+        pairs = zip(each.tokens_per_s, each.sensitivity, strict=True)
+        cells = [f"{speed:,.0f} ({omega:.2g})" if speed else "–" for speed, omega in pairs]
+        one = max(each.tokens_per_s[:2])
+        ratio = f"{max(each.tokens_per_s[2:]) / one:.2f}" if one else "–"
+        cells += [ratio, f"{each.ceiling:,.0f}", each.make_up]
+        yield f"| {each.cluster} | {each.model} | {' | '.join(cells)} |"
+
+
+def plot(found: Sequence[Compared], path: Path) -> None:
+    """Draw bars of tokens per second, a panel for each cluster; needs matplotlib."""
+    import matplotlib.pyplot as plt
+
+    clusters = list(dict.fromkeys(each.cluster for each in found))
+    figure, panels = plt.subplots(1, len(clusters), figsize=(10, 3.2), layout="constrained")
+    for panel, cluster in zip(panels, clusters, strict=True):
+        own = [each for each in found if each.cluster == cluster]
+        for number, way in enumerate(WAYS):
+            places = [index + 0.2 * number for index in range(len(own))]
+            panel.bar(places, [each.tokens_per_s[number] for each in own], 0.18, label=way)
+        panel.set_xticks([index + 0.3 for index in range(len(own))], [e.model for e in own])
+        panel.set_title(cluster, fontsize=9)
+    panels[0].set_ylabel("tokens/s")
+    panels[0].legend(fontsize=8)
+    figure.savefig(path)

@@ -1,0 +1,1 @@
+"""Speed of what llmpq runs: kernels, loading, pipelines, serving."""

@@ -1,0 +1,111 @@
+"""transformers and llmpq as contestants of `benchmarks.speed.throughput`.
+
+    python -m benchmarks.speed.throughput_contestants NAME CASE MODEL
+
+CASE is a `Case` as JSON. Every contestant loads, then generates for each pass that it is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.speed.throughput_cases import Case
+from benchmarks.turns import Prompts, serve
+
+CORES = 2
+TRANSFORMERS = {"transformers, SDPA": "sdpa", "transformers, eager": "eager"}
+"""Its ways of attention: which one is faster depends on the prompts."""
+TRANSFORMERS_BATCH = 32
+CLUSTER = """name: cpu
+nodes:
+  - {{name: host, accelerators: {{CPU: {stages}}}, threads: {threads}, memory_gib: 6}}
+"""
+OURS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "llmpq, 16 bit, one stage of two threads": (1, (16,)),
+    "llmpq, 16 bit, two stages of one thread": (2, (16,)),
+    "llmpq as planned, 4, 8 and 16 bit allowed, one stage": (1, (4, 8, 16)),
+    "llmpq as planned, 4, 8 and 16 bit allowed, two stages": (2, (4, 8, 16)),
+}
+"""Stages, and bitwidths that the planner may choose from."""
+
+
+def serve_transformers(folder: Path, new_tokens: int, attention: str) -> None:
+    """`generate` on left-padded batches, prompts of like length together."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(CORES)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation=attention
+    ).eval()
+
+    def run(prompts: Prompts) -> int:
+        tokens = 0
+        ordered = sorted(prompts, key=len)
+        for first in range(0, len(ordered), TRANSFORMERS_BATCH):
+            batch = ordered[first : first + TRANSFORMERS_BATCH]
+            width = max(map(len, batch))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                pad_token_id=0,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+            )
+            tokens += (out.shape[1] - width) * len(batch)
+        return tokens
+
+    serve(run)
+
+
+def serve_ours(
+    folder: Path, lengths: Sequence[int], new_tokens: int, stages: int, bits: Sequence[int]
+) -> None:
+    """Plan for the case's workload, load the stages once, and keep them."""
+    from actors.messages import Request, Sampling
+    from actors.stage_group import StageGroup
+    from llmpq import Cluster, Workload
+    from llmpq.remote.session import ray_session
+
+    specification = folder.with_name(f"cpu_{stages}.yaml")
+    specification.write_text(CLUSTER.format(stages=stages, threads=CORES // stages))
+    workload = Workload(
+        global_batch=len(lengths), prompt_length=max(lengths), new_tokens=new_tokens
+    )
+    plan = Cluster.from_yaml(specification).plan(folder, workload, theta=0.0, bits=list(bits))
+    sampling = Sampling(ignore_eos=True)
+    with ray_session("local"), StageGroup(plan.spec, str(folder)) as group:
+
+        def run(prompts: Prompts) -> int:
+            requests = [
+                Request(f"row-{i}", tuple(ids), new_tokens, sampling)
+                for i, ids in enumerate(prompts)
+            ]
+            return sum(len(f.token_ids) for found in group.generate(requests) for f in found)
+
+        sizes = plan.spec.micro_batches
+        used = sorted({bit for stage in plan.stages for bit in stage.bitwidths})
+        serve(
+            run,
+            f"{'+'.join(str(len(s.layers)) for s in plan.stages)} layers at "
+            f"{'/'.join(map(str, used))} bit, micro-batches {sizes.prefill}/{sizes.decode}",
+        )
+
+
+def main() -> None:
+    """Serve as the contestant of the given name."""
+    name, case, folder = sys.argv[1], Case(**json.loads(sys.argv[2])), Path(sys.argv[3])
+    if name in TRANSFORMERS:
+        serve_transformers(folder, case.new_tokens, TRANSFORMERS[name])
+    else:
+        serve_ours(folder, case.lengths(), case.new_tokens, *OURS[name])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Faults, spoiled input, and what is left behind."""
