@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from planner.fleet.planning import FleetRequest, find_fleet
 from benchmarks.planning.planner import update_page
 from benchmarks.planning.scale.clusters import grown_cluster
+from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.search.search import find_plan
