@@ -15,7 +15,7 @@ from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.report.formatting import per_second, plural, seconds
 from llmpq.rows.row import BadRow, Row
-from llmpq.rows.sampling_defaults import SamplingInput
+from llmpq.rows.sampling import SamplingInput
 from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
 from llmpq.run.session import Session

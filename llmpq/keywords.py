@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from actors.messages import Transport
 from actors.recovery.policy import OnDeviceLoss
-from llmpq.rows.sampling_defaults import GenerationConfigUse
+from llmpq.rows.sampling import GenerationConfigUse
 from planner.optimiser.names import Objective
 from planner.options import Quality
 from planner.scheduling import PolicyName

@@ -20,7 +20,7 @@ from llmpq.report.formatting import per_second, seconds
 from llmpq.report.job_answers import what_is_planned
 from llmpq.report.latency import latencies, rates
 from llmpq.rows.row import BadRow, Row
-from llmpq.rows.sampling_defaults import SamplingInput
+from llmpq.rows.sampling import SamplingInput
 from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
 from llmpq.run.session import Session

@@ -22,8 +22,7 @@ from llmpq.jobs.formats.streams import (
     reason,
 )
 from llmpq.jobs.records.completion_record import FileRecord, InputRecord, settled_identities
-from llmpq.rows.ids import Occurrences
-from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
+from llmpq.rows.row import BadRow, Occurrences, Row, row_from_line, row_from_mapping
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
 from quant.common.text import path_reason

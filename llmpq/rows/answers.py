@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from llmpq.rows.pieces import Piece, TokenText
 from llmpq.rows.results import REASONING
 from quant.common.text import INCOMPLETE
 
@@ -15,6 +14,36 @@ Json = Mapping[str, object]
 
 BAD_LINE = "invalid_line"
 """Code of a line of a batch that cannot be run."""
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """A token with its log-probability and those of alternatives, best first, as texts.
+
+    `offset`: characters of the answer before it.
+    """
+
+    text: str
+    offset: int
+    logprob: float | None
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Next part of choice `index`: a text, perhaps empty in the last one, which says why it ends.
+
+    `reasoning`: what stands before it and is no part of the answer, where that is told apart;
+    `new_tokens`: tokens generated since the piece before, end tokens included. `tokens`: those that
+    the text is of, where log-probabilities are wanted.
+    """
+
+    index: int
+    text: str
+    new_tokens: int
+    tokens: tuple[TokenText, ...] = ()
+    finish_reason: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -26,7 +55,6 @@ class Usage:
 
     @property
     def content(self) -> Json:
-        """The JSON object."""
         return {**vars(self), "total_tokens": self.prompt_tokens + self.completion_tokens}
 
 
@@ -56,16 +84,16 @@ class Form(Protocol):
     whole_kind: str
     chunk_kind: str
 
-    def whole(self, parts: Sequence[Piece]) -> Json:
+    def whole(self, parts: Sequence[TextPiece]) -> Json:
         """A choice, of all its pieces."""
 
     def opening(self, index: int) -> Json | None:
         """The first chunk's choice, before there is text; None if there is no such chunk."""
 
-    def part(self, piece: Piece) -> Json:
+    def part(self, piece: TextPiece) -> Json:
         """The choice of a chunk with the text of `piece`."""
 
-    def closing(self, piece: Piece) -> Json:
+    def closing(self, piece: TextPiece) -> Json:
         """The choice of the last chunk, which has no text and says why the answer ends."""
 
 
@@ -79,21 +107,18 @@ class CompletionForm:
     def __init__(self, has_logprobs: bool) -> None:
         self._has_logprobs = has_logprobs
 
-    def whole(self, parts: Sequence[Piece]) -> Json:
-        """As in `Form`."""
+    def whole(self, parts: Sequence[TextPiece]) -> Json:
         text = "".join(piece.text for piece in parts)
         tokens = [token for piece in parts for token in piece.tokens]
         return self._choice(parts[-1].index, text, tokens, parts[-1].finish_reason)
 
     def opening(self, index: int) -> None:
-        """No chunk."""
+        return None  # no chunk
 
-    def part(self, piece: Piece) -> Json:
-        """As in `Form`."""
+    def part(self, piece: TextPiece) -> Json:
         return self._choice(piece.index, piece.text, piece.tokens, None)
 
-    def closing(self, piece: Piece) -> Json:
-        """As in `Form`."""
+    def closing(self, piece: TextPiece) -> Json:
         return self._choice(piece.index, "", None, piece.finish_reason)
 
     def _choice(
@@ -131,8 +156,7 @@ class ChatForm:
     def __init__(self, has_logprobs: bool) -> None:
         self._has_logprobs = has_logprobs
 
-    def whole(self, parts: Sequence[Piece]) -> Json:
-        """As in `Form`."""
+    def whole(self, parts: Sequence[TextPiece]) -> Json:
         text = "".join(piece.text for piece in parts)
         tokens = [token for piece in parts for token in piece.tokens]
         message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
@@ -144,17 +168,14 @@ class ChatForm:
         }
 
     def opening(self, index: int) -> Json:
-        """As in `Form`."""
         return self._delta(index, {"role": "assistant", "content": ""})
 
-    def part(self, piece: Piece) -> Json:
-        """As in `Form`."""
+    def part(self, piece: TextPiece) -> Json:
         reasoning = _reasoning(piece) if piece.reasoning else {}
         content = {"content": piece.text} if piece.text or not reasoning else {}
         return self._delta(piece.index, reasoning | content, self._logprobs(piece.tokens))
 
-    def closing(self, piece: Piece) -> Json:
-        """As in `Form`."""
+    def closing(self, piece: TextPiece) -> Json:
         return self._delta(piece.index, {}, None, piece.finish_reason)
 
     def _delta(
@@ -175,7 +196,7 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
 
-def _reasoning(piece: Piece) -> dict[str, object]:
+def _reasoning(piece: TextPiece) -> dict[str, object]:
     """The field that other servers have for reasoning, where a piece has any."""
     return {} if piece.reasoning is None else {REASONING: piece.reasoning}
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from actors.messages import Sampling
-from llmpq.rows.own_columns import plain_value
+from llmpq.rows.results import plain_value
 
 PROMPT_FIELDS = ("prompt", "messages")
 OTHER_PROMPTS = ("inputs", "input", "input_ids", "prompt_token_ids")

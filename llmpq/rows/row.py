@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import json
+import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.messages import Sampling
-from actors.sampling_options import GREEDY
-from llmpq.rows.chat import MessageError, plain_message, template_message
-from llmpq.rows.fields import (
-    DRAWN,
-    OTHER_PROMPTS,
-    PROMPT_FIELDS,
-    SAMPLING_FIELDS,
-    is_field,
-    nearest_field,
+from llmpq.rows.fields import OTHER_PROMPTS, PROMPT_FIELDS, is_field, nearest_field
+from llmpq.rows.request_fields import (
+    fields_by_name,
+    plain_message,
+    prompt_options,
+    template_message,
 )
-from llmpq.rows.own_columns import ColumnError, own_columns, plain_value, whole_number
-from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
-from quant.common.errors import MESSAGE_CHARACTERS, FieldError, LlmpqError, SpecError
+from llmpq.rows.results import RowError, is_writable, own_columns, plain_value, whole_number
+from llmpq.rows.sampling import sampling_overrides
+from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError
 from quant.common.text import printable
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -29,18 +26,20 @@ RowInput = str | Sequence[int] | Mapping[str, Any]
 
 _ENVELOPE = frozenset(("custom_id", "method", "url", "body"))  # of an OpenAI Batch line
 _IGNORED_IN_BODY = "model"  # the plan says which model it is
-_LARGEST = 2**53  # whole numbers up to here are exact in every format
 _DEEPEST = 100  # levels of a message's content; three are usual, and Python gives up at a thousand
 
 MAX_ID_CHARACTERS = 1000
 """Length of a `custom_id`: longer than any name, and short enough to be looked up and shown."""
 
-_NUMBERS = frozenset(
-    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-)
-_WHOLE_NUMBERS = frozenset(("top_k", "seed", "max_new_tokens", "min_tokens"))
-_SWITCHES = frozenset(("ignore_eos", DRAWN))
-_OF_SAMPLING = frozenset((*SAMPLING_FIELDS, DRAWN))
+ID_HEX = 16
+"""Digits of an id, 64 bits. Prompts that share them by chance count as repeats of one prompt."""
+
+FINGERPRINT_HEX = 20
+
+CACHE_KIB = 16 * 1024
+"""Memory for a list of ids: half a million rows."""
+
+_ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class Row:
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: Messages | None = None
-    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prompt_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    prompt_options: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def content(self) -> Mapping[str, Any]:
@@ -96,8 +95,7 @@ class Row:
         return {**self.content, "columns": self.columns} if self.columns else self.content
 
     def named(self, custom_id: str) -> Row:
-        """A copy under another id."""
-        return dataclasses.replace(self, custom_id=custom_id)
+        return replace(self, custom_id=custom_id)
 
 
 @dataclass(frozen=True)
@@ -106,11 +104,7 @@ class BadRow:
 
     custom_id: str
     error: str
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-
-
-class _RowError(Exception):
-    """A mistake in one row."""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def row_from_line(line: bytes, place: str) -> Row | BadRow:
@@ -152,7 +146,7 @@ def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
             _refuse_near_misses(beside, content)
             fields = {name: value for name, value in content.items() if name not in beside}
         return _parse(fields, custom_id, columns)
-    except (_RowError, MessageError, ColumnError, LlmpqError) as error:
+    except (RowError, LlmpqError) as error:
         return BadRow(name, printable(str(error), MESSAGE_CHARACTERS), columns)
 
 
@@ -174,21 +168,21 @@ def _custom_id(content: Mapping[str, Any]) -> str:
     if custom_id is None:
         return ""
     if not isinstance(custom_id, str) or not custom_id:
-        raise _RowError(f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
+        raise RowError(f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
     if len(custom_id) > MAX_ID_CHARACTERS:
-        raise _RowError(
+        raise RowError(
             f"custom_id {custom_id!r:.80}… has {len(custom_id)} characters; give it at most "
             f"{MAX_ID_CHARACTERS}"
         )
-    if not _is_text(custom_id):
-        raise _RowError("custom_id holds half a surrogate pair, which UTF-8 cannot write")
+    if not is_writable(custom_id):
+        raise RowError("custom_id holds half a surrogate pair, which UTF-8 cannot write")
     return custom_id
 
 
 def _check_url(url: object) -> None:
     """Raise for a Batch line that asks another address than those of texts."""
     if url is not None and not (isinstance(url, str) and url.endswith("/completions")):
-        raise _RowError(
+        raise RowError(
             f"url is {url!r:.80}; lines are answered that ask /v1/chat/completions or "
             "/v1/completions"
         )
@@ -200,7 +194,7 @@ def _refuse_near_misses(beside: Mapping[str, Any], content: Mapping[str, Any]) -
         nearest = None if value is None else nearest_field(name)
         if nearest is None or (nearest == "messages" and "prompt" in content):
             continue  # a row with a prompt may well carry a message
-        raise _RowError(
+        raise RowError(
             f"unknown field {name!r:.80}, is {nearest} meant? write that, or give your own column "
             "another name"
         )
@@ -213,127 +207,41 @@ def _parse(fields: dict[str, Any], custom_id: str, columns: Mapping[str, Any]) -
     given = [name for name, value in prompts.items() if value is not None]
     if len(given) != 1:
         meant = [] if given else [name for name in OTHER_PROMPTS if name in {**columns, **fields}]
-        raise _RowError(
+        raise RowError(
             f"a row needs exactly one of prompt and messages, found {given or 'neither'}"
             + "".join(f"; is {name} the prompt? name it so" for name in meant[:1])
         )
     value, is_chat = prompts[given[0]], given[0] == "messages"
     found = fields_by_name(fields)
-    options, sampling = prompt_options(found, is_chat), _sampling_overrides(found)
+    options, sampling = prompt_options(found, is_chat), sampling_overrides(found)
     if is_chat:
         return Row(custom_id, None, None, _messages(value), sampling, options, columns)
     if not isinstance(value, str):
         return Row(custom_id, None, _token_ids(value), sampling=sampling, columns=columns)
-    if not _is_text(value):
-        raise _RowError("prompt holds half a surrogate pair, which no tokenizer can read")
+    if not is_writable(value):
+        raise RowError("prompt holds half a surrogate pair, which no tokenizer can read")
     return Row(custom_id, value, sampling=sampling, prompt_options=options, columns=columns)
-
-
-def _sampling_overrides(found: Mapping[str, Given]) -> Mapping[str, Any]:
-    """The row's own sampling; whole numbers are such, and other values as they were given."""
-    if not found:
-        return {}
-    unknown = sorted(found.keys() - _OF_SAMPLING)
-    if unknown:
-        nearest = nearest_field(unknown[0])
-        hint = f"is {nearest} meant?" if nearest else f"known: {', '.join(SAMPLING_FIELDS)}"
-        name = found[unknown[0]].name
-        own = f"; give a column {name.partition('.')[0]} of your own another name"
-        raise _RowError(f"unknown field {name!r:.80}; {hint}{own if '.' in name else ''}")
-    overrides = {name: _whole(name, each.value) for name, each in found.items()}
-    try:
-        merge_sampling(GREEDY, overrides)
-    except FieldError as error:
-        raise FieldError(found[error.name].name, error.why) from error
-    return overrides
-
-
-def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
-    """`base` with a row's own fields; `do_sample` false is greedy whatever the temperature, true
-    draws at that of `base`, or 1 where that is greedy.
-
-    Raises `FieldError` for a value out of range or of a wrong type.
-    """
-    if not overrides:
-        return base
-    changes = {name: _typed(name, value) for name, value in overrides.items()}
-    is_drawn = changes.pop(DRAWN, None)
-    if is_drawn is False:
-        changes["temperature"] = 0.0
-    elif is_drawn and not changes.setdefault("temperature", base.temperature or 1.0):
-        raise FieldError(DRAWN, "is true, but temperature is 0; give one above 0, or leave it out")
-    return dataclasses.replace(base, **changes)
-
-
-def _whole(name: str, value: Any) -> Any:
-    """`value` with whole numbers as such where a field has them."""
-    if name == "stop_token_ids" and isinstance(value, list | tuple):
-        return [whole_number(plain_value(each)) for each in value]
-    return whole_number(value) if name in _WHOLE_NUMBERS else value
-
-
-def _typed(name: str, given: Any) -> Any:
-    """What is `given` as the type that `Sampling.name` has, or `FieldError`; bias and token ids are
-    checked there.
-    """
-    value = _whole(name, plain_value(given))
-    if name not in _OF_SAMPLING:
-        raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(SAMPLING_FIELDS)}")
-    if name == "logit_bias":
-        is_object = isinstance(value, Mapping)
-        return {key: plain_value(each) for key, each in value.items()} if is_object else value
-    if name == "stop_token_ids":
-        if isinstance(value, list | tuple):
-            return tuple(value)
-        raise FieldError(name, f"is {value!r:.80}; it must be a list of token ids")
-    if name == "stop":
-        texts = (value,) if isinstance(value, str) else value
-        is_list = isinstance(texts, list | tuple)
-        if is_list and all(isinstance(each, str) and _is_text(each) for each in texts):
-            return tuple(texts)
-        raise FieldError(name, "must be a string or a list of strings")
-    return _number(name, value)
-
-
-def _number(name: str, value: Any) -> int | float:
-    wants_bool, wants_float = name in _SWITCHES, name in _NUMBERS
-    accepted = {bool} if wants_bool else {int, float} if wants_float else {int}
-    fits = type(value) in accepted
-    if not fits or abs(value) > _LARGEST:
-        kind = "true or false" if wants_bool else "a number" if wants_float else "a whole number"
-        limit = f" of at most {_LARGEST}" if fits else ""
-        raise FieldError(name, f"is {value!r:.80}; it must be {kind}{limit}")
-    return float(value) if wants_float else value
-
-
-def _is_text(value: str) -> bool:
-    """Whether UTF-8 can write it: JSON lets halves of surrogate pairs through."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _messages(value: Any) -> Messages:
     if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
-        raise _RowError("messages must be a non-empty list of objects with role and content")
-    if not _is_writable(value):
-        raise _RowError(
+        raise RowError("messages must be a non-empty list of objects with role and content")
+    if not _can_be_written(value):
+        raise RowError(
             f"messages hold half a surrogate pair, or nest deeper than {_DEEPEST} levels"
         )
     return tuple(plain_message(message, number) for number, message in enumerate(value, start=1))
 
 
-def _is_writable(value: Any, levels: int = _DEEPEST) -> bool:
+def _can_be_written(value: Any, levels: int = _DEEPEST) -> bool:
     """Whether UTF-8 can write the texts in `value`, and Python can write its depth again."""
     if isinstance(value, str):
-        return _is_text(value)
+        return is_writable(value)
     if isinstance(value, Mapping):
         value = (*value.keys(), *value.values())
     if not isinstance(value, list | tuple):
         return True
-    return levels > 0 and all(_is_writable(each, levels - 1) for each in value)
+    return levels > 0 and all(_can_be_written(each, levels - 1) for each in value)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -342,4 +250,33 @@ def _token_ids(value: Any) -> tuple[int, ...]:
         ids = [whole_number(plain_value(each)) for each in value]
     if isinstance(ids, list | tuple) and all(type(t) is int and 0 <= t < 2**31 for t in ids):
         return tuple(ids)
-    raise _RowError("prompt must be text or a list of token ids (whole numbers of at least 0)")
+    raise RowError("prompt must be text or a list of token ids (whole numbers of at least 0)")
+
+
+def digest(content: Mapping[str, Any], length: int) -> str:
+    """`length` hexadecimal digits of `content`, in whichever order its keys are."""
+    return hashlib.blake2b(_ENCODE(content).encode(), digest_size=length // 2).hexdigest()
+
+
+class Occurrences:
+    """Numbers of repeats of a content, in a temporary database.
+
+    SQLite keeps that in its page cache and beyond it in a file that has no name.
+    """
+
+    def __init__(self) -> None:
+        self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        self._database.execute("BEGIN")
+        self._database.execute("CREATE TABLE seen (id INTEGER PRIMARY KEY, times INT)")
+
+    def custom_id(self, content: Mapping[str, Any]) -> str:
+        """Id of the next prompt of this content: its digest, and its number from the second on."""
+        made = digest(content, ID_HEX)
+        key = (int.from_bytes(bytes.fromhex(made), signed=True),)
+        if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, 1)", key).rowcount:
+            return f"p-{made}"
+        again = "UPDATE seen SET times = times + 1 WHERE id = ? RETURNING times"
+        (times,) = self._database.execute(again, key).fetchone()
+        return f"p-{made}-{times}"

@@ -15,7 +15,7 @@ from llmpq.jobs.records.model_digest import model_digest
 from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape
 from llmpq.remote.session import joins_ray
-from llmpq.rows.sampling_defaults import JobSampling, job_sampling
+from llmpq.rows.sampling import JobSampling, job_sampling
 from llmpq.run.importance import importance_file
 from llmpq.run.options import RunOptions
 from llmpq.run.shared.replicas import Runnable, check_fleet, named_plans, plans_of, shown_plan

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
-from llmpq.rows.row import merge_sampling
-from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
+from llmpq.rows.sampling import (
+    GENERATION_CONFIGS,
+    GenerationConfigUse,
+    SamplingInput,
+    merge_sampling,
+)
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.option_rules import Rule, refuse_ignored, refuse_not_finite, refuse_unknown

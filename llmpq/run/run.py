@@ -14,7 +14,7 @@ from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
 from llmpq.report.measured_latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.rows.sampling_defaults import JobSampling
+from llmpq.rows.sampling import JobSampling
 from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch
 from llmpq.run.drift.rate import planned_latency

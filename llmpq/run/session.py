@@ -11,7 +11,7 @@ from actors.recovery.policy import OnEvent, ignore_event
 from llmpq.jobs.formats.python_rows import RowsInput, rows_of
 from llmpq.keywords import SamplingKeywords, lists_options
 from llmpq.report.formatting import plural
-from llmpq.rows.sampling_defaults import SamplingInput
+from llmpq.rows.sampling import SamplingInput
 from llmpq.run.options import RunOptions, one_sampling
 from llmpq.run.results import Results
 from llmpq.run.run import Run

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from llmpq.rows.pieces import Piece, TokenText
+from llmpq.rows.answers import TextPiece, TokenText
 from llmpq.serve.engine import (
     Engine,
     EngineBusyError,
@@ -44,7 +44,7 @@ class _Choice:
         self._decoded = 0
         self._given = 0
 
-    async def add(self, event: TokenEvent) -> Piece | None:
+    async def add(self, event: TokenEvent) -> TextPiece | None:
         """The piece that is certain with one more token; None if it adds no text."""
         self._new_tokens += 1
         self._all_tokens += 1
@@ -65,13 +65,13 @@ class _Choice:
             return self._piece(text + self._stops.finish(), event.finish_reason)
         return self._piece(text) if text else None
 
-    def _piece(self, text: str, reason: FinishReason | None = None) -> Piece:
+    def _piece(self, text: str, reason: FinishReason | None = None) -> TextPiece:
         self._given += len(text)
         is_whole = reason is not None and not self._stops.found
         tokens = tuple(t for t in self._tokens if is_whole or t.offset < self._given)
         self._tokens = self._tokens[len(tokens) :]
         new_tokens, self._new_tokens = self._new_tokens, 0
-        return Piece(self._index, text, new_tokens, tokens, reason)
+        return TextPiece(self._index, text, new_tokens, tokens, reason)
 
     async def _token_text(self, event: TokenEvent, begin: int, before: Sequence[int]) -> TokenText:
         decode = self._engine.decode
@@ -89,7 +89,7 @@ def _finite(logprob: float) -> float:
 
 async def _pieces(
     engine: Engine, request: GenerationRequest, index: int, timer: AnswerTimer
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[TextPiece, None]:
     """The pieces of one choice; the last has a finish reason."""
     choice = _Choice(engine, request, index)
     with timer:
@@ -112,13 +112,13 @@ async def pieces(
     given_up: asyncio.Event,
     retry_after_s: int,
     timer: Callable[[], AnswerTimer] = AnswerTimer,
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[TextPiece, None]:
     """The pieces of all `requests` as they come; closing it ends every generation.
 
     Raises `ApiError` for the first of them that fails, and ends the others; also once `given_up`
     is set. `timer` makes one for each answer.
     """
-    queue: asyncio.Queue[Piece | ApiError] = asyncio.Queue(MOST_BUFFERED)
+    queue: asyncio.Queue[TextPiece | ApiError] = asyncio.Queue(MOST_BUFFERED)
 
     async def feed(request: GenerationRequest, index: int) -> None:
         try:

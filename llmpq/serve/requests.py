@@ -8,8 +8,9 @@ from operator import add
 from typing import Any
 
 from actors.sampling_options import Sampling
-from llmpq.rows.pieces import Piece
-from llmpq.rows.row import BadRow, Row, merge_sampling, row_from_mapping
+from llmpq.rows.answers import TextPiece
+from llmpq.rows.row import BadRow, Row, row_from_mapping
+from llmpq.rows.sampling import merge_sampling
 from llmpq.serve.engine import (
     Engine,
     EngineLimits,
@@ -39,7 +40,7 @@ class Asked:
     markers: Markers | None = None
     prompt_end: str = ""
 
-    def whole(self, parts: Sequence[Piece]) -> Sequence[Piece]:
+    def whole(self, parts: Sequence[TextPiece]) -> Sequence[TextPiece]:
         """The `parts` of an answer; one, with the reasoning apart, where there may be any."""
         if self.markers is None:
             return parts
@@ -48,7 +49,7 @@ class Asked:
         tokens = tuple(token for piece in parts for token in piece.tokens)
         return [replace(parts[-1], text=content, reasoning=reasoning, tokens=tokens)]
 
-    def divide(self, piece: Piece, streams: dict[int, ReasoningStream]) -> Piece:
+    def divide(self, piece: TextPiece, streams: dict[int, ReasoningStream]) -> TextPiece:
         """The next `piece` of an answer with its reasoning apart; `streams` are kept by index."""
         if self.markers is None:
             return piece

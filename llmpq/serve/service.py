@@ -11,8 +11,7 @@ from uuid import uuid4
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from llmpq.rows.answers import Form, Head, Json, Usage
-from llmpq.rows.pieces import Piece
+from llmpq.rows.answers import Form, Head, Json, TextPiece, Usage
 from llmpq.serve.access import Gate
 from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
@@ -105,7 +104,7 @@ class _Job:
 
     async def content(self) -> Json:
         """The JSON object of the answer in one piece."""
-        parts: dict[int, list[Piece]] = {}
+        parts: dict[int, list[TextPiece]] = {}
         wanted = await self._asked()
         async with aclosing(self._pieces(wanted)) as made:
             async for piece in made:
@@ -166,7 +165,7 @@ class _Job:
         self._service.metrics.count_prompts(wanted.prompt_tokens)
         return wanted
 
-    def _pieces(self, wanted: Asked) -> AsyncGenerator[Piece, None]:
+    def _pieces(self, wanted: Asked) -> AsyncGenerator[TextPiece, None]:
         service = self._service
         return pieces(
             self._engine,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from actors.messages import Request, Sampling
 from actors.sampling_options import stop_begin
-from llmpq.rows.row import BadRow, Row, merge_sampling
+from llmpq.rows.row import BadRow, Row
+from llmpq.rows.sampling import merge_sampling
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess

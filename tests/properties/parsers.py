@@ -26,9 +26,8 @@ from llmpq.jobs.output.result_rows import result_identity
 from llmpq.jobs.records.manifest import Manifest
 from llmpq.quality.text_windows import read_documents
 from llmpq.report import report_page
-from llmpq.rows.ids import FINGERPRINT_HEX, digest
-from llmpq.rows.row import BadRow, merge_sampling, row_from_line
-from llmpq.rows.sampling_defaults import job_sampling
+from llmpq.rows.row import FINGERPRINT_HEX, BadRow, digest, row_from_line
+from llmpq.rows.sampling import job_sampling, merge_sampling
 from llmpq.tables import comparison_table, plan_table
 from planner.cluster.file import MOST_TIME_SCALE
 from planner.cluster.spec import ClusterSpec

@@ -11,7 +11,7 @@ from llmpq.cli.options.stages import add_cache, add_computing
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.jobs.records.manifest import OUTPUT_FORMS
-from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
+from llmpq.rows.sampling import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, POLICY_NAMES, PREFILL_CHUNK_TOKENS

@@ -13,8 +13,7 @@ from llmpq.jobs.formats.tables_of_rows import (
     rows_of_table,
 )
 from llmpq.jobs.records.row_database import RowDatabase
-from llmpq.rows.ids import Occurrences
-from llmpq.rows.row import BadRow, Row, RowInput, row_from_mapping
+from llmpq.rows.row import BadRow, Occurrences, Row, RowInput, row_from_mapping
 from quant.common.errors import InputError
 
 RowsInput = Iterable[RowInput] | Table

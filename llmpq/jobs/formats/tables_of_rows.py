@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from llmpq.jobs.formats.parquet import plain_row, require_pyarrow
-from llmpq.rows.own_columns import plain_value
+from llmpq.rows.results import plain_value
 from quant.common.errors import InputError
 
 

@@ -14,15 +14,14 @@ from llmpq.rows.answers import (
     CompletionForm,
     Head,
     Json,
+    TextPiece,
     Usage,
     answer_line,
     line_response,
     written_line,
 )
-from llmpq.rows.ids import FINGERPRINT_HEX, digest
-from llmpq.rows.own_columns import PREFIX
-from llmpq.rows.pieces import Piece
-from llmpq.rows.results import FINGERPRINT, REASONING, Result
+from llmpq.rows.results import FINGERPRINT, PREFIX, REASONING, Result
+from llmpq.rows.row import FINGERPRINT_HEX, digest
 
 FAILED = "generation_failed"
 """Code of a row that has run, and failed."""
@@ -59,7 +58,7 @@ def _body(result: Result, head: Head, is_chat: bool, reasoning: str | None) -> J
     form = ChatForm(False) if is_chat else CompletionForm(False)
     new_tokens = len(result.token_ids)
     text, reason = result.text or "", result.finish_reason
-    piece = Piece(0, text, new_tokens, finish_reason=reason, reasoning=reasoning)
+    piece = TextPiece(0, text, new_tokens, finish_reason=reason, reasoning=reasoning)
     choice = dict(form.whole([piece]))
     if result.text is None:  # the model has no tokenizer
         choice["token_ids"] = list(result.token_ids)

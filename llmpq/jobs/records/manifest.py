@@ -13,8 +13,8 @@ from actors.sampling_options import GREEDY
 from llmpq.jobs.records.completion_record import JobRecord
 from llmpq.jobs.records.disk import Disk, commit_file
 from llmpq.jobs.records.row_list import known_digest
-from llmpq.rows.ids import FINGERPRINT_HEX, digest
-from llmpq.rows.row import BadRow, Row, merge_sampling
+from llmpq.rows.row import FINGERPRINT_HEX, BadRow, Row, digest
+from llmpq.rows.sampling import merge_sampling
 from quant.common.errors import InputError
 
 MANIFEST_VERSION = 1

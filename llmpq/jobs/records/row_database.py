@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from llmpq.jobs.records.input_changes import NAMED, InputChanges, Places
 from llmpq.jobs.records.row_list import RECORD_BYTES
-from llmpq.rows.ids import FINGERPRINT_HEX
+from llmpq.rows.row import FINGERPRINT_HEX
 from quant.common.errors import InputError
 
 CACHE_KIB = 32 * 1024

@@ -13,8 +13,7 @@ from actors.messages import Sampling
 from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.lengths.finished_rows import texts_of
 from llmpq.lengths.sources import LengthSource, check_source, open_source, wait_loaded
-from llmpq.rows.row import merge_sampling
-from llmpq.rows.sampling_defaults import JobSampling, SamplingInput
+from llmpq.rows.sampling import JobSampling, SamplingInput, merge_sampling
 from llmpq.run.checkpoint import (
     check_machine,
     check_sampling,

@@ -26,9 +26,8 @@ from llmpq.jobs.output.result_rows import result_identity
 from llmpq.jobs.records.disk import Disk, file_digest
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.jobs.records.shards import shards_in
-from llmpq.rows.ids import digest
 from llmpq.rows.results import Result
-from llmpq.rows.row import BadRow, Row
+from llmpq.rows.row import BadRow, Row, digest
 from llmpq.serve.batches.lines import LineAnswer, custom_id_of
 from llmpq.serve.batches.storage.records import Counts, Problem
 from quant.common.errors import InputError

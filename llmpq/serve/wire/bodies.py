@@ -12,8 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 
 from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
-from llmpq.rows.own_columns import whole_number
 from llmpq.rows.request_fields import Given, prompt_options
+from llmpq.rows.results import whole_number
 
 MOST_ANSWERS = 128
 """Largest `n`, as in OpenAI's interface."""

@@ -18,7 +18,8 @@ from llmpq.jobs.formats.csv_files import csv_rows
 from llmpq.jobs.formats.parquet import parquet_rows
 from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.rows.row import BadRow, Row, merge_sampling, row_from_line, row_from_mapping
+from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
+from llmpq.rows.sampling import merge_sampling
 from quant.common.errors import FieldError
 
 CHAT = [{"role": "user", "content": "hi"}]

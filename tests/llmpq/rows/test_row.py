@@ -10,7 +10,8 @@ import pytest
 
 from actors.messages import Sampling
 from llmpq.jobs.formats.python_rows import rows_of
-from llmpq.rows.row import BadRow, Row, merge_sampling, row_from_line
+from llmpq.rows.row import BadRow, Row, row_from_line
+from llmpq.rows.sampling import merge_sampling
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import read_rows
 

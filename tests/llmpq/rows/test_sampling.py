@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from actors.messages import Sampling
 from llmpq import Plan
-from llmpq.rows.sampling_defaults import (
+from llmpq.rows.sampling import (
     GenerationConfigUse,
     JobSampling,
     SamplingInput,

@@ -1,4 +1,4 @@
-"""Sampling of a job: explicit settings, then those of the model's `generation_config.json`.
+"""Sampling: a row's own fields, and a job's, from settings and `generation_config.json`.
 
 Which values count is vLLM's rule: those that stand in the file, not transformers' own (top-k 50).
 Whether tokens are drawn at all is transformers': only with `do_sample` true.
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from actors.messages import Sampling
 from actors.sampling_options import GREEDY
 from actors.stage.generation_config import GENERATION_CONFIG_FILE, read_generation_config
-from llmpq.rows.fields import unfollowed
-from llmpq.rows.row import merge_sampling
-from quant.common.errors import CheckpointError, SpecError
+from llmpq.rows.fields import DRAWN, SAMPLING_FIELDS, nearest_field, unfollowed
+from llmpq.rows.request_fields import Given
+from llmpq.rows.results import RowError, is_writable, plain_value, whole_number
+from quant.common.errors import CheckpointError, FieldError, SpecError
 
 if TYPE_CHECKING:
     from planner.workload import Workload
@@ -38,6 +39,13 @@ _OTHERWISE = frozenset(("eos_token_id", "max_length"))
 """Fields of the file that are followed or told otherwise than a row's."""
 
 _LONGEST = 40  # characters of a value, in messages
+_LARGEST = 2**53  # whole numbers up to here are exact in every format
+_NUMBERS = frozenset(
+    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+)
+_WHOLE_NUMBERS = frozenset(("top_k", "seed", "max_new_tokens", "min_tokens"))
+_SWITCHES = frozenset(("ignore_eos", DRAWN))
+_OF_SAMPLING = frozenset((*SAMPLING_FIELDS, DRAWN))
 
 
 @dataclass(frozen=True)
@@ -164,3 +172,80 @@ def _shown(value: Any) -> str:
     """A value as JSON, which leaves no control characters, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def sampling_overrides(found: Mapping[str, Given]) -> Mapping[str, Any]:
+    """The row's own sampling; whole numbers are such, and other values as they were given."""
+    if not found:
+        return {}
+    unknown = sorted(found.keys() - _OF_SAMPLING)
+    if unknown:
+        nearest = nearest_field(unknown[0])
+        hint = f"is {nearest} meant?" if nearest else f"known: {', '.join(SAMPLING_FIELDS)}"
+        name = found[unknown[0]].name
+        own = f"; give a column {name.partition('.')[0]} of your own another name"
+        raise RowError(f"unknown field {name!r:.80}; {hint}{own if '.' in name else ''}")
+    overrides = {name: _whole(name, each.value) for name, each in found.items()}
+    try:
+        merge_sampling(GREEDY, overrides)
+    except FieldError as error:
+        raise FieldError(found[error.name].name, error.why) from error
+    return overrides
+
+
+def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
+    """`base` with a row's own fields; `do_sample` false is greedy whatever the temperature, true
+    draws at that of `base`, or 1 where that is greedy.
+
+    Raises `FieldError` for a value out of range or of a wrong type.
+    """
+    if not overrides:
+        return base
+    changes = {name: _typed(name, value) for name, value in overrides.items()}
+    is_drawn = changes.pop(DRAWN, None)
+    if is_drawn is False:
+        changes["temperature"] = 0.0
+    elif is_drawn and not changes.setdefault("temperature", base.temperature or 1.0):
+        raise FieldError(DRAWN, "is true, but temperature is 0; give one above 0, or leave it out")
+    return replace(base, **changes)
+
+
+def _whole(name: str, value: Any) -> Any:
+    """`value` with whole numbers as such where a field has them."""
+    if name == "stop_token_ids" and isinstance(value, list | tuple):
+        return [whole_number(plain_value(each)) for each in value]
+    return whole_number(value) if name in _WHOLE_NUMBERS else value
+
+
+def _typed(name: str, given: Any) -> Any:
+    """What is `given` as the type that `Sampling.name` has, or `FieldError`; bias and token ids are
+    checked there.
+    """
+    value = _whole(name, plain_value(given))
+    if name not in _OF_SAMPLING:
+        raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(SAMPLING_FIELDS)}")
+    if name == "logit_bias":
+        is_object = isinstance(value, Mapping)
+        return {key: plain_value(each) for key, each in value.items()} if is_object else value
+    if name == "stop_token_ids":
+        if isinstance(value, list | tuple):
+            return tuple(value)
+        raise FieldError(name, f"is {value!r:.80}; it must be a list of token ids")
+    if name == "stop":
+        texts = (value,) if isinstance(value, str) else value
+        is_list = isinstance(texts, list | tuple)
+        if is_list and all(isinstance(each, str) and is_writable(each) for each in texts):
+            return tuple(texts)
+        raise FieldError(name, "must be a string or a list of strings")
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> int | float:
+    wants_bool, wants_float = name in _SWITCHES, name in _NUMBERS
+    accepted = {bool} if wants_bool else {int, float} if wants_float else {int}
+    fits = type(value) in accepted
+    if not fits or abs(value) > _LARGEST:
+        kind = "true or false" if wants_bool else "a number" if wants_float else "a whole number"
+        limit = f" of at most {_LARGEST}" if fits else ""
+        raise FieldError(name, f"is {value!r:.80}; it must be {kind}{limit}")
+    return float(value) if wants_float else value
