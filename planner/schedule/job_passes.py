@@ -224,7 +224,7 @@ def _counted(small: _SmallJob) -> _Counted:
     for phase in schedule.phases():
         if phase == "decode":
             decode_steps += 1
-            in_burst &= schedule.refills
+            in_burst &= schedule.policy.refills
             continue
         prefills += 1
         bursts += not in_burst

@@ -1,11 +1,8 @@
-"""The order of passes of a job, or of one batch, under the runtime's static schedule.
+"""The policy `static`: decisions over the planned KV slots, and what they make of a whole job.
 
-The first stage's actor runs it (`actors.schedule.static`): the first requests fill all KV slots;
-every group of decode slots steps when all of its requests have their first token, and again when
-its last step came back (LLM-PQ section 4.3). Finished requests leave and newcomers take their
-slots: their prefills and the decode steps take turns. As the actor waits for the oldest micro-batch
-under way and never looks which of them is done, its decisions depend on lengths but not on time,
-and the order can be written down before anything is timed.
+The first requests fill all KV slots; every group of decode slots steps when all of its requests
+have their first token, and again when its last step came back (LLM-PQ section 4.3). Finished
+requests leave and newcomers take their slots: their prefills and the decode steps take turns.
 """
 
 from __future__ import annotations
@@ -34,6 +31,138 @@ def refill_from(slots: int, prefill_size: int, stages: int) -> int:
     """The free slots from which on newcomers are prefilled."""
     share = max(1, slots // REFILL_SHARE)
     return share if stages > 1 else min(share, prefill_size)
+
+
+@dataclass(slots=True, eq=False)
+class SlotGroup:
+    """The slots from `first` up to `end`, which decode together: `free`, `prefilling` and
+    `decoding` ones.
+
+    A group that `fills` has not stepped since it was last empty, and waits for all of its
+    newcomers.
+    """
+
+    index: int
+    first: int
+    end: int
+    free: int = field(init=False)
+    prefilling: int = 0
+    decoding: int = 0
+    under_way: bool = False
+    fills: bool = True
+    is_ready: bool = False
+
+    def __post_init__(self) -> None:
+        """Free all slots."""
+        self.free = self.end - self.first
+
+
+class StaticPolicy:
+    """The decisions of the policy over `slots` KV slots: which are prefilled and which group steps.
+
+    They depend on who ends with which micro-batch but not on time, as the oldest micro-batch under
+    way is waited for, and never which of them is done.
+    """
+
+    def __init__(self, slots: int, sizes: MicroBatches, stages: int) -> None:
+        self.most_under_way = UNDER_WAY_PER_STAGE * stages
+        self.refills = True  # newcomers are prefilled, until no slot is free
+        self._prefill_size = sizes.prefill
+        self._refill_from = refill_from(slots, sizes.prefill, stages)
+        self._free = deque(range(slots))
+        self._unused = slots  # free slots, in front of the others, that no request has had yet
+        self._groups = [
+            SlotGroup(index, first, min(first + sizes.decode, slots))
+            for index, first in enumerate(range(0, slots, sizes.decode))
+        ]
+        self._empty_groups = len(self._groups)
+        self.group_of = [group for group in self._groups for _ in range(group.first, group.end)]
+        self._ready: deque[SlotGroup] = deque()
+        self._decode_is_next = False
+
+    def wants(self, waiting: int, closed: bool) -> bool:
+        """Whether slots could be filled, had the queue more than so many `waiting` requests."""
+        free = self._unused or len(self._free)
+        if closed or waiting >= min(self._prefill_size, free):
+            return False
+        return self.refills or self._empty_groups > 0
+
+    def next(self, waiting: int) -> list[int] | SlotGroup | None:
+        """Choose the next micro-batch where so many requests wait: the slots that the first of them
+        take, or a group that steps; None where there is none now.
+
+        The first requests fill all slots, then prefills and decode steps take turns.
+        """
+        size = self._largest_prefill(waiting) if self.refills else 0
+        group = None
+        for each in self._ready:
+            if not (each.fills and (each.prefilling or (each.free and size))):
+                group = each
+                break
+        # fewer micro-batches than groups go round where one is empty: a stage may then be idle
+        if group is None and not size and self._empty_groups:
+            size = self._largest_prefill(waiting)
+        if size and (self._unused or group is None or not self._decode_is_next):
+            self._decode_is_next = True
+            return self._prefill(size)
+        if group is None:
+            return None
+        return self._step(group)
+
+    def _step(self, group: SlotGroup) -> SlotGroup:
+        self._decode_is_next = False
+        self._ready.remove(group)
+        group.is_ready, group.under_way, group.fills = False, True, False
+        return group
+
+    def _largest_prefill(self, waiting: int) -> int:
+        return min(self._prefill_size, self._unused or len(self._free), waiting)
+
+    def _prefill(self, size: int) -> list[int]:
+        slots = sorted(self._free.popleft() for _ in range(size))
+        self._unused = max(0, self._unused - size)
+        self.refills &= bool(self._free)
+        for slot in slots:
+            group = self.group_of[slot]
+            self._empty_groups -= group.free == group.end - group.first
+            group.free -= 1
+            group.prefilling += 1
+        return slots
+
+    def prefilled(self, slots: Sequence[int]) -> list[SlotGroup]:
+        """Let requests decode whose first token is back; returns their groups in slot order."""
+        touched: list[SlotGroup] = []
+        for slot in slots:
+            group = self.group_of[slot]
+            if not touched or touched[-1] is not group:
+                touched.append(group)
+            group.prefilling -= 1
+            group.decoding += 1
+        return touched
+
+    def stepped(self, slot: int) -> list[SlotGroup]:
+        """Take back the group of `slot`, whose step is back; returns it alone."""
+        group = self.group_of[slot]
+        group.under_way = False
+        return [group]
+
+    def leave(self, slot: int) -> None:
+        """Free the slot of a request that is done."""
+        group = self.group_of[slot]
+        group.decoding -= 1
+        group.free += 1
+        self._empty_groups += group.free == group.end - group.first
+        self._free.append(slot)
+        self.refills |= len(self._free) >= self._refill_from
+
+    def settle(self, touched: Sequence[SlotGroup]) -> None:
+        """Make groups ready to step, once all who ended with the micro-batch have left."""
+        for group in touched:
+            if not group.decoding:
+                group.fills = True
+            elif not group.under_way and not group.is_ready:
+                group.is_ready = True
+                self._ready.append(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,196 +226,109 @@ def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tup
 
 
 @dataclass(slots=True)
-class _Group:
-    """The slots that decode together: `free`, `prefilling` and `decoding` ones.
+class _GroupCount:
+    """Of a group: its steps so far, and the tokens before the next step of all that decode.
 
-    A group that `fills` has not stepped since it was last empty, and waits for all of its
-    newcomers. `context_tokens` are those before the next step of all that decode. `ends` has, by
-    number of the step that gives them their last token, slots and their context after it.
+    `ends` has, by number of the step that gives them their last token, slots and their context
+    after it.
     """
 
-    index: int
-    slots: int
-    free: int
-    prefilling: int = 0
-    decoding: int = 0
-    under_way: bool = False
-    fills: bool = True
-    is_ready: bool = False
     step: int = 0
     context_tokens: int = 0
     ends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Prefill:
-    """A prefill under way: the slots of its requests, which follow each other in the queue."""
-
-    slots: list[int]
-    first_request: int
-
-
 class JobSchedule:
-    """The decisions of `actors.schedule.static` and `actors.schedule.driver` for a queue of `rows`.
+    """The order of passes of a queue of `rows` under `policy`, a new `StaticPolicy` of these sizes.
 
     Every request runs all of its output tokens. It costs something when it comes and when it
     leaves, but nothing while it decodes, so that a pass takes a few microseconds.
     """
 
     def __init__(self, rows: JobRows, slots: int, sizes: MicroBatches, stages: int) -> None:
+        self.policy = StaticPolicy(slots, sizes, stages)
+        self.prefilled = 0
+        """The requests whose prefill has been submitted."""
+        self.ended_after: list[int] = []
+        """After how many results each request had ended, in the order in which they did."""
         self._prompts, self._outputs = list(rows.prompts), list(rows.outputs)
         self._mixed = len(set(self._prompts)) > 1
-        self._prefill_size = sizes.prefill
-        self._limit = UNDER_WAY_PER_STAGE * stages
-        self._refill_from = refill_from(slots, sizes.prefill, stages)
-        self._refills = True
-        self._next_request = 0
-        self._free = deque(range(slots))
-        self._unused = slots  # free slots that no request has had yet
-        self._groups = [
-            _Group(index, size, size)
-            for index, first in enumerate(range(0, slots, sizes.decode))
-            for size in [min(sizes.decode, slots - first)]
-        ]
-        self._group_of = [group for group in self._groups for _ in range(group.slots)]
-        self._ready: deque[_Group] = deque()
-        self._decode_is_next = False
+        self._counts = [_GroupCount() for _ in range(0, slots, sizes.decode)]
         self._results = 0
-        self._ended_after: list[int] = []
-
-    @property
-    def refills(self) -> bool:
-        """Whether newcomers are prefilled until no slot is free."""
-        return self._refills
-
-    @property
-    def prefilled(self) -> int:
-        """The requests whose prefill has been submitted."""
-        return self._next_request
-
-    @property
-    def ended_after(self) -> Sequence[int]:
-        """After how many results each request had ended, in the order in which they did."""
-        return self._ended_after
 
     def phases(self) -> Iterator[Phase]:
         """The phase of every pass, for those who count passes only."""
         for each in self._submitted():
-            yield "prefill" if isinstance(each, _Prefill) else "decode"
+            yield "decode" if isinstance(each, SlotGroup) else "prefill"
 
     def passes(self) -> Iterator[Pass]:
         """Every pass, in the first stage's order of computing."""
         prefills = 0
         for each in self._submitted():
-            if isinstance(each, _Prefill):
-                yield self._prefill_pass(each, prefills)
-                prefills += 1
+            if isinstance(each, SlotGroup):
+                count, requests = self._counts[each.index], each.decoding
+                context = rounded_mean(count.context_tokens - requests, requests)
+                yield Pass("decode", each.index, count.step, requests, 1, context, self._results)
             else:
-                requests = each.decoding
-                context = rounded_mean(each.context_tokens - requests, requests)
-                yield Pass("decode", each.index, each.step, requests, 1, context, self._results)
+                yield self._prefill_pass(len(each), prefills)
+                prefills += 1
 
-    def _prefill_pass(self, prefill: _Prefill, index: int) -> Pass:
-        first, size = prefill.first_request, len(prefill.slots)
+    def _prefill_pass(self, size: int, index: int) -> Pass:
+        first = self.prefilled - size
         prompts = tuple(self._prompts[first : first + size]) if self._mixed else ()
         tokens = rounded_mean(sum(prompts), size) if prompts else self._prompts[first]
         return Pass("prefill", index, 0, size, tokens, 0, self._results, prompts)
 
-    def _submitted(self) -> Iterator[_Prefill | _Group]:
-        under_way: deque[_Prefill | _Group] = deque()
+    def _submitted(self) -> Iterator[list[int] | SlotGroup]:
+        """Yield the slots of each prefill, and each group that steps."""
+        rows, next_of, most = len(self._outputs), self.policy.next, self.policy.most_under_way
+        under_way: deque[tuple[list[int] | SlotGroup, int]] = deque()
         while True:
-            following = self._following() if len(under_way) < self._limit else None
+            first = self.prefilled
+            following = next_of(rows - first) if len(under_way) < most else None
             if following is not None:
-                under_way.append(following)
+                under_way.append((following, first))
+                if isinstance(following, SlotGroup):
+                    count = self._counts[following.index]
+                    count.step += 1
+                    count.context_tokens += following.decoding
+                else:
+                    self.prefilled += len(following)
                 yield following
             elif under_way:
-                self._complete(under_way.popleft())
+                self._complete(*under_way.popleft())
             else:
                 return
 
-    def _following(self) -> _Prefill | _Group | None:
-        """Prefill the first batch, then let prefills and decode steps take turns."""
-        size = self._largest_prefill() if self._refills else 0
-        group = None
-        for each in self._ready:
-            if not (each.fills and (each.prefilling or (each.free and size))):
-                group = each
-                break
-        if group is None and not size and any(each.free == each.slots for each in self._groups):
-            size = self._largest_prefill()
-        if size and (self._unused or group is None or not self._decode_is_next):
-            self._decode_is_next = True
-            return self._prefill(size)
-        if group is None:
-            return None
-        self._decode_is_next = False
-        return self._step(group)
-
-    def _step(self, group: _Group) -> _Group:
-        self._ready.remove(group)
-        group.is_ready, group.under_way, group.fills = False, True, False
-        group.step += 1
-        group.context_tokens += group.decoding
-        return group
-
-    def _largest_prefill(self) -> int:
-        free = self._unused or len(self._free)
-        return min(self._prefill_size, free, len(self._outputs) - self._next_request)
-
-    def _prefill(self, size: int) -> _Prefill:
-        slots = sorted(self._free.popleft() for _ in range(size))
-        self._unused = max(0, self._unused - size)
-        self._refills &= bool(self._free)
-        for slot in slots:
-            group = self._group_of[slot]
-            group.free -= 1
-            group.prefilling += 1
-        self._next_request += size
-        return _Prefill(slots, self._next_request - size)
-
-    def _complete(self, done: _Prefill | _Group) -> None:
+    def _complete(self, done: list[int] | SlotGroup, first_request: int) -> None:
         """Take in the tokens of a pass: the requests that have their last one leave."""
         self._results += 1
-        if isinstance(done, _Prefill):
-            touched = self._complete_prefill(done)
+        if isinstance(done, SlotGroup):
+            touched = self.policy.stepped(done.first)
+            count = self._counts[done.index]
+            if count.step in count.ends:
+                for slot, context in sorted(count.ends.pop(count.step)):
+                    count.context_tokens -= context
+                    self._leave(slot)
         else:
-            touched = [done]
-            done.under_way = False
-            if done.step in done.ends:
-                for slot, context in sorted(done.ends.pop(done.step)):
-                    done.context_tokens -= context
-                    self._leave(done, slot)
-        for group in touched:
-            if not group.decoding:
-                group.fills = True
-            elif not group.under_way and not group.is_ready:
-                group.is_ready = True
-                self._ready.append(group)
+            touched = self.policy.prefilled(done)
+            for request, slot in enumerate(done, start=first_request):
+                self._begin(request, slot)
+        self.policy.settle(touched)
 
-    def _complete_prefill(self, done: _Prefill) -> list[_Group]:
-        """Let requests decode with their group's next step; returns their groups in slot order."""
-        touched: list[_Group] = []
-        for request, slot in enumerate(done.slots, start=done.first_request):
-            group = self._group_of[slot]
-            if not touched or touched[-1] is not group:
-                touched.append(group)
-            group.prefilling -= 1
-            group.decoding += 1
-            steps = self._outputs[request] - 1
-            if steps:
-                prompt = self._prompts[request]
-                group.context_tokens += prompt
-                group.ends.setdefault(group.step + steps, []).append((slot, prompt + steps))
-            else:
-                self._leave(group, slot)
-        return touched
+    def _begin(self, request: int, slot: int) -> None:
+        """Let a request make its decode steps, which has its first token."""
+        prompt, steps = self._prompts[request], self._outputs[request] - 1
+        if not steps:
+            self._leave(slot)
+            return
+        count = self._counts[self.policy.group_of[slot].index]
+        count.context_tokens += prompt
+        count.ends.setdefault(count.step + steps, []).append((slot, prompt + steps))
 
-    def _leave(self, group: _Group, slot: int) -> None:
-        group.decoding -= 1
-        group.free += 1
-        self._free.append(slot)
-        self._ended_after.append(self._results)
-        self._refills |= len(self._free) >= self._refill_from
+    def _leave(self, slot: int) -> None:
+        self.policy.leave(slot)
+        self.ended_after.append(self._results)
 
 
 def rounded_mean(total: int, count: int) -> int:

@@ -50,7 +50,7 @@ class Counted:
             else:
                 found.decode_steps += 1
                 found.decoded += each.requests
-                burst = burst and schedule.refills
+                burst = burst and schedule.policy.refills
         return found
 
 
