@@ -72,11 +72,11 @@ def plan_pictures(folder: Path) -> None:
     """Write `planning.svg`, `in_flight.svg` and `plan.svg`."""
     with tempfile.TemporaryDirectory() as aside:
         plan = f"{aside}/plan.json"
-        text = shown("llmpq.cli.running.algo", [*_PLAN.split(), "-o", plan])
+        text = shown("llmpq.cli.plan", [*_PLAN.split(), "-o", plan])
         text = _REDRAWN.split(text)[-1].replace(plan, "plan.json")  # without the bar of the search
         write_curve(folder / "in_flight.svg", Plan.load(plan).spec)
     save(folder / "planning.svg", f"llmpq plan {_PLAN} -o plan.json", text)
-    shown("llmpq.cli.running.algo", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
+    shown("llmpq.cli.plan", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
 
 
 def page_pictures(folder: Path) -> None:
@@ -86,7 +86,7 @@ def page_pictures(folder: Path) -> None:
     installed = os.environ.get("LLMPQ_BROWSER") or shutil.which("chromium")
     with tempfile.TemporaryDirectory() as aside, sync_playwright() as playwright:
         page = Path(aside) / "page.html"
-        shown("llmpq.cli.running.algo", [*_PLAN.split(), "--report", str(page)])
+        shown("llmpq.cli.plan", [*_PLAN.split(), "--report", str(page)])
         browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
         for name, width, scheme in (("wide", 1280, "light"), ("narrow", 400, "dark")):
             window = browser.new_page(
@@ -103,9 +103,9 @@ def run_picture(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as aside:
         plan, results = f"{aside}/plan.json", f"{aside}/results.jsonl"
         asked = ["--model", "examples/demo_model", "--cluster", cluster, "--input", prompts]
-        shown("llmpq.cli.running.algo", [*asked, "--n", "48", "-o", plan])
+        shown("llmpq.cli.plan", [*asked, "--n", "48", "-o", plan])
         told = ["--plan", plan, "--cluster", cluster, "--input", prompts, "--output", results]
-        *frames, end = _REDRAWN.split(shown("llmpq.cli.running.dist", told))
+        *frames, end = _REDRAWN.split(shown("llmpq.cli.run", told))
     text = f"{busiest(frames).strip()}\n\n{end.strip()}".replace(f"{aside}/", "")
     command = f"llmpq run --plan plan.json --input {prompts} --output results.jsonl"
     save(folder / "run.svg", command, text)

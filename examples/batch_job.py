@@ -21,7 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmpq.cli.running import algo, dist
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 
 
 def main() -> int:
@@ -51,13 +52,13 @@ def main() -> int:
         where = (
             ["--cluster", options.cluster] if options.cluster else ["--address", options.address]
         )
-        code = algo.main(
+        code = plan_cli.main(
             ["--model", options.model, "--input", prompts, "-o", plan, *where, *planning]
         )
         if code:
             return code
         job = ["--plan", plan, "--input", prompts, "--output", options.output]
-        return dist.main([*job, "--address", options.address, *options.run])
+        return run_cli.main([*job, "--address", options.address, *options.run])
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def command_s(folder: Path, code: int) -> float:
     arguments = ["--plan", "plan.json", "--input", "prompts.jsonl", "--output", "out.jsonl"]
     began_s = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "llmpq.cli.running.dist", *arguments],
+        [sys.executable, "-m", "llmpq.cli.run", *arguments],
         cwd=folder,
         capture_output=True,
         check=False,

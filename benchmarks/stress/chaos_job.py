@@ -27,7 +27,7 @@ _ROWS = re.compile(r"part-\d+-\d+-(\d+)-[0-9a-f]{16}\.jsonl")
 # Stacks of all threads on SIGUSR1, for the diagnosis of one that hangs.
 _DRIVER = (
     "import faulthandler, signal, sys; faulthandler.register(signal.SIGUSR1); "
-    "faulthandler.enable(); from llmpq.cli.running.dist import main; sys.exit(main(sys.argv[1:]))"
+    "faulthandler.enable(); from llmpq.cli.run import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -67,7 +67,7 @@ class Job:
         )
         rows = [{"custom_id": f"q{i}", "prompt": [5 + i % 90] * 8} for i in range(ROWS)]
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self._command = [sys.executable, "-m", "llmpq.cli.running.dist", "--plan", str(plan)]
+        self._command = [sys.executable, "-m", "llmpq.cli.run", "--plan", str(plan)]
         self._command += ["--input", str(prompts), "--output", str(self.output)]
         self._command += ["--shard-rows", "1", "--ignore-eos", "--no-cache"]
 

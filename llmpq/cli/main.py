@@ -47,59 +47,55 @@ class Subcommand:
 GROUPS: dict[str, dict[str, Subcommand]] = {
     "plan and run": {
         "plan": Subcommand(
-            "llmpq.cli.running.algo",
+            "llmpq.cli.plan",
             "decide bits, stages and micro-batches for a cluster",
             "llmpq-algo",
         ),
         "run": Subcommand(
-            "llmpq.cli.running.dist",
+            "llmpq.cli.run",
             "generate for files of prompts; goes on after any stop",
             "llmpq-dist",
         ),
         "serve": Subcommand(
-            "llmpq.cli.running.serve",
+            "llmpq.cli.serve",
             "answer OpenAI's HTTP requests from a plan's stages",
             "llmpq-serve",
         ),
-        "demo": Subcommand("llmpq.cli.running.demo", "plan and run a small model on this machine"),
+        "demo": Subcommand("llmpq.cli.demo", "plan and run a small model on this machine"),
     },
     "measure and prepare": {
         "profile": Subcommand(
-            "llmpq.cli.measuring.profile",
+            "llmpq.cli.profile",
             "measure layers, loading and links of devices",
             "llmpq-profile",
         ),
         "indicator": Subcommand(
-            "llmpq.cli.measuring.indicator",
+            "llmpq.cli.indicator",
             "measure what layers lose at each bitwidth",
             "llmpq-indicator",
         ),
         "quantize": Subcommand(
-            "llmpq.cli.measuring.quantize",
+            "llmpq.cli.quantize",
             "make a GPTQ checkpoint with a plan's bits",
             "llmpq-quantize",
         ),
         "eval": Subcommand(
-            "llmpq.cli.measuring.evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval"
+            "llmpq.cli.evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval"
         ),
         "convert": Subcommand(
-            "llmpq.cli.measuring.convert", "make safetensors of .bin weights", "llmpq-convert"
+            "llmpq.cli.convert", "make safetensors of .bin weights", "llmpq-convert"
         ),
         "lengths": Subcommand(
-            "llmpq.cli.measuring.lengths",
+            "llmpq.cli.lengths",
             "train and judge predictors of output lengths",
             "llmpq-lengths",
         ),
     },
     "look": {
-        "devices": Subcommand("llmpq.cli.looking.devices", "list the accelerators that are known"),
-        "models": Subcommand("llmpq.cli.looking.models", "list the models that are built in"),
-        "jobs": Subcommand(
-            "llmpq.cli.looking.jobs", "list jobs, and show one while it runs or after"
-        ),
-        "completion": Subcommand(
-            "llmpq.cli.looking.completion", "print a completion script for a shell"
-        ),
+        "devices": Subcommand("llmpq.cli.devices", "list the accelerators that are known"),
+        "models": Subcommand("llmpq.cli.models", "list the models that are built in"),
+        "jobs": Subcommand("llmpq.cli.jobs", "list jobs, and show one while it runs or after"),
+        "completion": Subcommand("llmpq.cli.completion", "print a completion script for a shell"),
     },
 }
 """The subcommands, in the groups of the help."""

@@ -46,7 +46,7 @@ class Head:
         command = [
             sys.executable,
             "-m",
-            "llmpq.cli.running.dist",
+            "llmpq.cli.run",
             "--submit",
             self.address,
             *arguments,

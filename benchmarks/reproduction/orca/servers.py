@@ -147,7 +147,7 @@ def llmpq_start(
     """llmpq-serve with a plan of so many stages on two cores."""
     plan = folder.with_name(f"plan_{stages}_{'_'.join(map(str, bits))}.json")
     cpu_plan(folder, stages, 2 // stages, bits=list(bits)).save(plan)
-    command = [sys.executable, "-m", "llmpq.cli.running.serve", "--strat_file_name", str(plan)]
+    command = [sys.executable, "-m", "llmpq.cli.serve", "--strat_file_name", str(plan)]
     command += ["--port", str(port), "--served_model_name", SERVED_NAME]
     command += ["--max_batch_size", str(most_batch), "--no-cache"]
     return Start(name, command, {"RAY_worker_niceness": "0"}, "/ready")

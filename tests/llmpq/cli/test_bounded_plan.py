@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from planner.length_distribution import LengthDistribution
 from tests.llmpq.commands import exit_code
 from tests.llmpq.fake_jobs import write_prompts
@@ -34,7 +34,7 @@ def test_a_file_of_lengths_is_enough(tmp_path: Path, capsys: pytest.CaptureFixtu
     lengths.write_text(f"{HEADER}20,5\n40,9\n40,13\n")
     files = ["-o", str(plan), "--report", str(page), "--trace", str(tmp_path / "cycles.svg")]
     words = [*ASKED, "--max_request_latency_s", "2", "--lengths", str(lengths), *files]
-    assert algo.main(words) == 0
+    assert plan_cli.main(words) == 0
     told = capsys.readouterr().out
     assert "99 % of requests within 2 s" in told
     assert f"run it: llmpq run --plan {plan}" in told
@@ -53,7 +53,7 @@ def test_a_file_of_lengths_is_enough(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_any_latency_and_another_quantile(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*ASKED, *NORMAL, "--prompts", "200", "--max_request_latency_s", "inf"]
-    assert algo.main([*words, "--quantile", "0.9", "--json"]) == 0
+    assert plan_cli.main([*words, "--quantile", "0.9", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["latency"]["bound_s"] is None
     assert (plan["latency"]["quantile"], plan["latency"]["prompts"]) == (0.9, 200)
@@ -67,7 +67,7 @@ def test_an_input_gives_lengths_and_the_limit_of_rows_without_one(
     rows = [{"prompt": [5] * n, "max_new_tokens": 9} for n in (20, 30)] + [{"prompt": [5] * 40}]
     source, plan = write_prompts(tmp_path / "in.jsonl", *rows), tmp_path / "plan.json"
     words = [*ASKED, "--max_request_latency_s", "2", "--input", str(source), "--n", "6"]
-    assert algo.main([*words, "-o", str(plan)]) == 0
+    assert plan_cli.main([*words, "-o", str(plan)]) == 0
     assert f"--input {source}" in capsys.readouterr().out
     spec = Plan.load(plan).spec
     assert spec.latency is not None
@@ -82,7 +82,7 @@ def test_a_bound_that_is_too_tight_says_the_least_one(
 ) -> None:
     page = tmp_path / "no.html"
     words = [*ASKED, *NORMAL, "--max_request_latency_s"]
-    assert algo.main([*words, "1e-6", "--report", str(page)]) == 2
+    assert plan_cli.main([*words, "1e-6", "--report", str(page)]) == 2
     _, _, error = capsys.readouterr().err.partition("error: ")
     least = error.split()[-1]
     assert f"--max_request_latency_s {least}" in error
@@ -90,7 +90,7 @@ def test_a_bound_that_is_too_tight_says_the_least_one(
     assert "No plan keeps the bound." in shown
     assert "99 % of requests within 1e-06 s; prompts of" in shown
     assert f"--max_request_latency_s {least}" in shown
-    assert algo.main([*words, least]) == 0
+    assert plan_cli.main([*words, least]) == 0
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_cannot_be_used_is_one_line(
     bad = tmp_path / "bad.csv"
     bad.write_text(f"{HEADER}5,5\n5,many\n")
     words = [str(bad) if word == "BAD" else word for word in more]
-    assert exit_code(algo.main, [*ASKED, "--max_request_latency_s", "2", *words]) == 2
+    assert exit_code(plan_cli.main, [*ASKED, "--max_request_latency_s", "2", *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
@@ -125,7 +125,7 @@ def test_what_cannot_be_used_is_one_line(
 
 @pytest.mark.parametrize("bound", ["0", "-1"])
 def test_bounds_that_are_none(capsys: pytest.CaptureFixture[str], bound: str) -> None:
-    assert exit_code(algo.main, [*ASKED, *NORMAL, "--max_request_latency_s", bound]) == 2
+    assert exit_code(plan_cli.main, [*ASKED, *NORMAL, "--max_request_latency_s", bound]) == 2
     assert "it must be more than 0 seconds, or inf" in capsys.readouterr().err
 
 
@@ -139,7 +139,7 @@ def test_encoder_decoder_models_are_refused_by_name_without_asking_the_hub(
         name = str(tmp_path / "config.json")
         Path(name).write_text('{"model_type": "t5", "is_encoder_decoder": true, "d_model": 512}')
     words = ["--model", name, *ASKED[2:], *NORMAL, "--max_request_latency_s", "2"]
-    assert algo.main(words) == 2
+    assert plan_cli.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "is an encoder-decoder model, which llmpq does not run; choose a decoder-only" in line
     assert name in line

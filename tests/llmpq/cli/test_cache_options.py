@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.options.dist import dist_parser, run_options
-from llmpq.cli.running import dist
+from llmpq.cli import run as run_cli
+from llmpq.cli.options.run import run_options, run_parser
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
 
@@ -24,7 +24,7 @@ from quant.common.errors import SpecError
 )
 def test_command_line(options: list[str], settings: CacheSettings) -> None:
     files = ["--plan", "plan.json", "--input", "in.jsonl", "--output", "out.jsonl"]
-    chosen = run_options(dist_parser().parse([*files, *options]))
+    chosen = run_options(run_parser().parse([*files, *options]))
     assert chosen.cache == settings
     assert chosen.transport == ("ray" if "ray" in options else "auto")
 
@@ -38,7 +38,7 @@ def test_a_limit_that_is_none(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [3]}\n')
     files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     arguments = ["--plan", str(tmp_path / "plan.json"), *files, "--cache_limit_gib", "0"]
-    assert dist.main(arguments) == 2
+    assert run_cli.main(arguments) == 2
     assert "cache limit is 0 GiB" in capsys.readouterr().err
 
 
@@ -47,7 +47,7 @@ def test_a_folder_of_nobody(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [3]}\n')
     files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     plan_file = str(tmp_path / "plan.json")
-    assert dist.main(["--plan", plan_file, *files, "--cache_dir", "~no-such-user/x"]) == 2
+    assert run_cli.main(["--plan", plan_file, *files, "--cache_dir", "~no-such-user/x"]) == 2
     message = capsys.readouterr().err
     assert message.startswith("llmpq-dist: error: cache folder ~no-such-user/x")
     assert message.count("\n") == 1

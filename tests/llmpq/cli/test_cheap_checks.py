@@ -71,9 +71,8 @@ def finish(plan: Plan, target: Path) -> None:
 
 def command(folder: Path, name: str, *arguments: object) -> tuple[int, list[str], float, str]:
     """Exit code, heavy modules and seconds of a processor of a command, and what it said."""
-    room = "running" if name in ("algo", "dist", "serve") else "measuring"
     done = subprocess.run(
-        [sys.executable, "-c", CODE, f"{room}.{name}", *map(str, arguments)],
+        [sys.executable, "-c", CODE, name, *map(str, arguments)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -90,17 +89,17 @@ INDICATOR = ("--model", MODEL, "--calibration", TEXT, "-o", "omega.json")
 EVAL = ("--bits", "4", "--model", MODEL, "--text", TEXT)
 PLAN = ("--model", MODEL, "--cluster", DEMO_CLUSTER)
 OFTEN: list[tuple[str, tuple[object, ...], str]] = [
-    ("dist", (*RUN, "--input", "twice.jsonl"), "stands in"),
-    ("dist", (*RUN, "--plan", "gone.json"), "cannot read plan gone.json"),
-    ("dist", (*RUN, "--importance", "gone"), "gone cannot be read"),
-    ("dist", (*RUN, "--importance", PROMPTS), "holds no importance"),
+    ("run", (*RUN, "--input", "twice.jsonl"), "stands in"),
+    ("run", (*RUN, "--plan", "gone.json"), "cannot read plan gone.json"),
+    ("run", (*RUN, "--importance", "gone"), "gone cannot be read"),
+    ("run", (*RUN, "--importance", PROMPTS), "holds no importance"),
     ("serve", ("--plan", "plan.json", "--importance", "gone"), "gone cannot be read"),
-    ("dist", (*RUN, "--plan", "threads.json"), "needs 4096 CPUs for 1 stage, but this machine has"),
+    ("run", (*RUN, "--plan", "threads.json"), "needs 4096 CPUs for 1 stage, but this machine has"),
     ("serve", ("--plan", "threads.json"), "or of fewer threads each, or give the --address"),
-    ("algo", (*PLAN, "-o", "gone/plan.json"), "name a file in a folder that exists"),
+    ("plan", (*PLAN, "-o", "gone/plan.json"), "name a file in a folder that exists"),
     ("serve", ("--plan", "plan.json", "--policy", "exegpt"), "the plan has none"),
-    ("algo", (*PLAN, "--report", "gone/plan.html"), "name a file in a folder that exists"),
-    ("algo", (*PLAN, "--input", "gone"), "cannot read input gone"),
+    ("plan", (*PLAN, "--report", "gone/plan.html"), "name a file in a folder that exists"),
+    ("plan", (*PLAN, "--input", "gone"), "cannot read input gone"),
     ("quantize", (*QUANTIZE, "--plan", "gone.json"), "cannot read plan gone.json"),
     ("indicator", (*INDICATOR, "--input", "gone"), "cannot read input gone"),
     ("evaluate", (*EVAL, "--importance", "gone"), "gone cannot be read"),
@@ -108,14 +107,14 @@ OFTEN: list[tuple[str, tuple[object, ...], str]] = [
     ("profile", ("--model", MODEL, "-o", "times.csv", "--points", "0"), "points is 0"),
 ]
 SELDOM: list[tuple[str, tuple[object, ...], str]] = [
-    ("dist", (*RUN, "--input", "gone.jsonl"), "cannot read input gone.jsonl"),
-    ("dist", (*RUN, "--cluster", "other.yaml"), "which differs from other.yaml"),
-    ("dist", (*RUN, "--output", "done.jsonl", "--temperature", "1"), "was made with temperature"),
-    ("dist", (*RUN, "--trace", "gone/run.json"), "cannot write the trace"),
-    ("dist", (*RUN, "--policy", "s3", "--predictor", "gone"), "'gone' is no folder"),
-    ("dist", (*RUN, "--policy", "exegpt"), "llmpq plan --max_request_latency_s"),
-    ("dist", (*RUN, "--max_new_tokens", "999"), "the plan has room for 48"),
-    ("dist", (*RUN, "--model", "./gone"), "no folder"),
+    ("run", (*RUN, "--input", "gone.jsonl"), "cannot read input gone.jsonl"),
+    ("run", (*RUN, "--cluster", "other.yaml"), "which differs from other.yaml"),
+    ("run", (*RUN, "--output", "done.jsonl", "--temperature", "1"), "was made with temperature"),
+    ("run", (*RUN, "--trace", "gone/run.json"), "cannot write the trace"),
+    ("run", (*RUN, "--policy", "s3", "--predictor", "gone"), "'gone' is no folder"),
+    ("run", (*RUN, "--policy", "exegpt"), "llmpq plan --max_request_latency_s"),
+    ("run", (*RUN, "--max_new_tokens", "999"), "the plan has room for 48"),
+    ("run", (*RUN, "--model", "./gone"), "no folder"),
     ("serve", ("--plan", "plan.json", "--model", "./gone"), "no folder"),
     ("quantize", (*QUANTIZE, "--calibration", "gone.txt"), "cannot read text gone.txt"),
     ("quantize", (*QUANTIZE, "--device", "tpu"), "choose from auto, cpu, cuda"),
@@ -144,7 +143,7 @@ def test_a_mistake_is_told_before_anything_slow_is_imported(
 
 def test_a_job_that_is_done_is_told_within_two_seconds(folder: Path) -> None:
     arguments = ("--plan", "plan.json", "--input", PROMPTS, "--output", "done.jsonl")
-    code, heavy, seconds, said = command(folder, "dist", *arguments)
+    code, heavy, seconds, said = command(folder, "run", *arguments)
     assert (code, heavy) == (0, []), said
     assert "all 72 rows are done" in said
     assert seconds < SECONDS
@@ -154,6 +153,6 @@ def test_ids_are_looked_at_before_a_checkpoint_is_calibrated(folder: Path) -> No
     planned = json.loads((folder / "plan.json").read_text()) | {"rounding": "gptq"}
     (folder / "gptq.json").write_text(json.dumps(planned))
     arguments = ("--plan", "gptq.json", "--input", "twice.jsonl", "--output", "out.jsonl")
-    code, heavy, _, said = command(folder, "dist", *arguments)
+    code, heavy, _, said = command(folder, "run", *arguments)
     assert (code, heavy) == (2, []), said
     assert "twice.jsonl:73 stands in twice.jsonl:1 already" in said

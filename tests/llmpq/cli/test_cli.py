@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli.measuring import convert
-from llmpq.cli.running import algo, dist
+from llmpq.cli import convert
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from quant.common.errors import LlmpqError
 from tests.actors.models import CONFIGS, reference, save_tiny
 from tests.llmpq.commands import exit_code
@@ -36,7 +37,7 @@ def prompts_file(tmp_path: Path, *rows: Any) -> Path:
 
 
 def run_dist(plan_file: Path, prompts: Path, output: Path, *more: str) -> int:
-    return dist.main(
+    return run_cli.main(
         [
             "--strat_file_name",
             str(plan_file),
@@ -56,7 +57,7 @@ def test_the_papers_spelling_plans(tmp_path: Path, capsys: pytest.CaptureFixture
     target = tmp_path / "plan.json"
     devices = ["--device_names", "T4", "V100-32GB", "--device_numbers", "2", "1"]
     options = ["--theta", "2", "--ilp-time-limit", "30", "--bits", "4", "8", "-o", str(target)]
-    code = algo.main(["--model-name", "opt", "--model_size", "13b", *devices, *SMALL, *options])
+    code = plan_cli.main(["--model-name", "opt", "--model_size", "13b", *devices, *SMALL, *options])
     printed = capsys.readouterr().out
     assert code == 0
     plan = Plan.load(target)
@@ -71,7 +72,7 @@ def test_the_papers_spelling_plans(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_json_on_stdout_is_the_plan_alone(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "opt-1.3b", "--device-names", "T4", "--device-numbers", "1", *SMALL]
-    assert algo.main([*arguments, "--json"]) == 0
+    assert plan_cli.main([*arguments, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["model"]["name"] == "opt-1.3b"
     assert content["stages"][0]["layers"] == [0, 24]
@@ -83,21 +84,21 @@ def test_comparison_front_trace_and_report(
     devices = ["--device_names", "T4", "V100-32GB", "--device_numbers", "1", "1"]
     arguments = ["--model", "opt-6.7b", *devices, *SMALL, "--head", "last"]
     front, trace, picture = (tmp_path / name for name in ("f.json", "t.json", "g.svg"))
-    assert algo.main([*arguments, "--compare", "--trace", str(trace)]) == 0
+    assert plan_cli.main([*arguments, "--compare", "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out
     for scheme in ("uniform", "pipeedge", "adabits", "flexgen", "binds"):
         assert scheme in printed
     assert json.loads(trace.read_text())["traceEvents"]
-    assert algo.main([*arguments, "--trace", str(picture), "--shaq-efficient"]) == 0
+    assert plan_cli.main([*arguments, "--trace", str(picture), "--shaq-efficient"]) == 0
     assert picture.read_text().startswith("<svg")
     capsys.readouterr()
-    assert algo.main([*arguments, "--pareto", str(front)]) == 0
+    assert plan_cli.main([*arguments, "--pareto", str(front)]) == 0
     assert "time a batch" in capsys.readouterr().out
     assert len(json.loads(front.read_text())) >= 1
     report = tmp_path / "report.html"
-    assert algo.main([*arguments, "--pareto", "--report", str(report)]) == 0
+    assert plan_cli.main([*arguments, "--pareto", "--report", str(report)]) == 0
     assert "opt-6.7b" in report.read_text()
-    assert algo.main([*arguments, "--pareto", str(tmp_path / "front.png")]) == 2
+    assert plan_cli.main([*arguments, "--pareto", str(tmp_path / "front.png")]) == 2
 
 
 def test_group_decides_layers_together() -> None:
@@ -111,7 +112,7 @@ def test_group_decides_layers_together() -> None:
 
 def test_cluster_of_this_machine_can_be_written(tmp_path: Path) -> None:
     found = tmp_path / "here.yaml"
-    assert algo.main(["--model", "opt-125m", *SMALL, "--write_cluster", str(found)]) == 0
+    assert plan_cli.main(["--model", "opt-125m", *SMALL, "--write_cluster", str(found)]) == 0
     assert Cluster.from_yaml(found).spec.devices
 
 
@@ -146,7 +147,7 @@ def test_bad_planning_input_exits_2_with_one_message(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = REFUSED_PLANS[name]
-    assert exit_code(algo.main, ["--model", "opt-1.3b", *arguments]) == 2
+    assert exit_code(plan_cli.main, ["--model", "opt-1.3b", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
@@ -157,7 +158,7 @@ def test_misspelt_key_names_file_line_and_nearest(
 ) -> None:
     path = tmp_path / "typo.yaml"
     path.write_text("name: x\nnodes:\n  - {name: a, acelerators: {T4: 1}}\n")
-    assert algo.main(["--model", "opt-1.3b", "--cluster", str(path)]) == 2
+    assert plan_cli.main(["--model", "opt-1.3b", "--cluster", str(path)]) == 2
     error = capsys.readouterr().err
     for part in ("typo.yaml", "3", "acelerators", "accelerators"):
         assert part in error
@@ -166,7 +167,7 @@ def test_misspelt_key_names_file_line_and_nearest(
 def test_infeasible_says_what_is_short_and_what_would_fit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code = algo.main(["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2"])
+    code = plan_cli.main(["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2"])
     error = capsys.readouterr().err
     assert code == 2
     assert "does not fit" in error
@@ -185,7 +186,9 @@ def test_what_the_remedy_says_does_fit() -> None:
 
 
 def test_model_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = algo.main(["--model", str(tmp_path), "--device_names", "T4", "--device_numbers", "1"])
+    code = plan_cli.main(
+        ["--model", str(tmp_path), "--device_names", "T4", "--device_numbers", "1"]
+    )
     assert code == 2
     assert "config.json" in capsys.readouterr().err
 
@@ -193,7 +196,7 @@ def test_model_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_unwritable_plan_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "no" / "such" / "folder" / "plan.json"
     arguments = ["--model", "opt-1.3b", "--device_names", "T4", "--device_numbers", "1"]
-    assert algo.main([*arguments, "-o", str(target)]) == 2
+    assert plan_cli.main([*arguments, "-o", str(target)]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -209,7 +212,7 @@ def test_a_batch_end_to_end_as_a_process(
     long = {"custom_id": "long", "prompt": [3] * 40}
     prompts = prompts_file(tmp_path, *good, long)
     output = tmp_path / "out" / "results.jsonl"
-    command = [sys.executable, "-m", "llmpq.cli.running.dist", "--strat-file-name", str(plan_file)]
+    command = [sys.executable, "-m", "llmpq.cli.run", "--strat-file-name", str(plan_file)]
     done = subprocess.run(
         [*command, "--input", str(prompts), "--output", str(output)],
         env=process_environment,

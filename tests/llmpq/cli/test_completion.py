@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli.looking import completion
+from llmpq.cli import completion
 from llmpq.cli.main import SUBCOMMANDS
-from llmpq.cli.options.dist import dist_parser
+from llmpq.cli.options.run import run_parser
 from tests.llmpq.commands import exit_code
 
 pytest.importorskip("shtab")
@@ -61,7 +61,7 @@ def test_bash_completes_commands_options_values_and_files(
 ) -> None:
     assert set(SUBCOMMANDS) <= offered(bash_script, "llmpq", "")
     assert offered(bash_script, "llmpq", "pl") == {"plan"}
-    names = {name for each in dist_parser()._actions for name in each.option_strings}
+    names = {name for each in run_parser()._actions for name in each.option_strings}
     assert offered(bash_script, "llmpq run", "--") == {n for n in names if n.startswith("--")}
     assert offered(bash_script, "llmpq plan --kv_bits", "") >= {"8", "16", "auto"}
     assert offered(bash_script, "llmpq lengths", "tr") == {"train"}

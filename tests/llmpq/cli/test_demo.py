@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from llmpq.cli.running import algo, demo, dist
+from llmpq.cli import demo
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from llmpq.jobs.records.model_digest import model_digest
 from llmpq.plan import Plan
 from llmpq.run.checkpoint import checkpoint_reference
@@ -72,8 +74,8 @@ def test_it_plans_runs_and_shows_question_and_answer(
         Path(given["--output"]).write_text("\n".join(map(json.dumps, reversed(lines))))
         return 0
 
-    monkeypatch.setattr(algo, "main", plan)
-    monkeypatch.setattr(dist, "main", run)
+    monkeypatch.setattr(plan_cli, "main", plan)
+    monkeypatch.setattr(run_cli, "main", run)
     folder = tmp_path / "out"
     assert demo.main([str(folder)]) == 0
     said = capsys.readouterr().out
@@ -90,8 +92,8 @@ def test_its_files_can_be_planned(
     installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With any model: the cluster has three unlike devices that CPUs play."""
-    monkeypatch.setattr(dist, "main", lambda arguments, prog: 0)
-    monkeypatch.setattr(algo, "main", lambda arguments, prog: 0)
+    monkeypatch.setattr(run_cli, "main", lambda arguments, prog: 0)
+    monkeypatch.setattr(plan_cli, "main", lambda arguments, prog: 0)
     demo.main([str(tmp_path)])
     monkeypatch.undo()
     assert "time_scale: 0" in (tmp_path / "cluster.yaml").read_text()
@@ -118,7 +120,7 @@ def test_every_command_takes_the_name_and_the_file(
     assert model_shape("demo").name == model_shape("tiny.gguf").name == "tiny"
     planned = tmp_path / "plan.json"
     given = ["--device_names", "T4", "--device_numbers", "2", "--s", "16", "--n", "8"]
-    assert algo.main(["--model", "tiny.gguf", *given, "-o", str(planned)]) == 0
+    assert plan_cli.main(["--model", "tiny.gguf", *given, "-o", str(planned)]) == 0
     plan = Plan.load(planned).spec
     assert checkpoint_reference(plan, None) == str(tiny)
     assert checkpoint_reference(plan, "demo") == str(tiny)

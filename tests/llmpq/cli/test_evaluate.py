@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmpq import Plan
-from llmpq.cli.measuring import evaluate as command
+from llmpq.cli import evaluate as command
 from llmpq.quality.text_windows import token_windows
 from tests.actors.models import CONFIGS, VOCABULARY, save_tiny
 from tests.llmpq.commands import exit_code

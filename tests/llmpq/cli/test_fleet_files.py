@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from llmpq import Fleet
-from llmpq.cli.measuring import evaluate, quantize
-from llmpq.cli.running import dist, serve
-from llmpq.cli.running.submit import entrypoint
+from llmpq.cli import evaluate, quantize, serve
+from llmpq.cli import run as run_cli
+from llmpq.cli.submit import entrypoint
 from llmpq.errors import SpecError
 from llmpq.run.shared.replicas import shown_plan
 from tests.llmpq.conftest import EMULATED
@@ -44,9 +44,9 @@ def here(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["--output", "quantized", "--calibration", "text.txt"],
             "a fleet of pipelines where one plan belongs",
         ),
-        (dist.main, [*RUN, "--replan", "auto"], "replan auto has no effect with a fleet"),
-        (dist.main, [*RUN, "--trace", "t.json"], "trace has no effect with a fleet"),
-        (dist.main, [*RUN, "--cluster", "other.yaml"], "'two-pipelines', which differs from"),
+        (run_cli.main, [*RUN, "--replan", "auto"], "replan auto has no effect with a fleet"),
+        (run_cli.main, [*RUN, "--trace", "t.json"], "trace has no effect with a fleet"),
+        (run_cli.main, [*RUN, "--cluster", "other.yaml"], "'two-pipelines', which differs from"),
         (serve.main, ["--replicas", "2"], "--replicas has no effect with a fleet"),
         (serve.main, [], "the model folder has no tokenizer"),
     ],
@@ -67,7 +67,7 @@ def test_a_cluster_with_all_devices_of_the_fleet_is_the_one_that_was_planned_for
     here: Path, fleet: Fleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["--plan", "fleet.json", *RUN, "--cluster", "same.yaml", "--model", "nothing"]
-    assert dist.main(command) == 2
+    assert run_cli.main(command) == 2
     assert "differs from" not in capsys.readouterr().err, "the model is what is missing"
 
 

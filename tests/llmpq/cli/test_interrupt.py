@@ -42,7 +42,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for i in range(ROWS)
     ]
     prompts.write_text("".join(json.dumps(row | {"ignore_eos": True}) + "\n" for row in rows))
-    command = [sys.executable, "-m", "llmpq.cli.running.dist", "--plan", str(plan_file)]
+    command = [sys.executable, "-m", "llmpq.cli.run", "--plan", str(plan_file)]
     return [*command, "--input", str(prompts), "--shard-rows", "1"]
 
 

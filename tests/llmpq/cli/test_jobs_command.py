@@ -15,8 +15,8 @@ import pytest
 import ray.data
 
 from llmpq import Plan
-from llmpq.cli.looking import jobs
-from llmpq.cli.running import dist
+from llmpq.cli import jobs
+from llmpq.cli import run as run_cli
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.fake_jobs import results_in, write_prompts
@@ -46,7 +46,7 @@ def test_killed_at_once_and_resumed(
     write_prompts(tmp_path / "in.jsonl", *rows)
     arguments = command(one_stage, tmp_path, "--shard-rows", "1")
     process = subprocess.Popen(
-        [sys.executable, "-m", "llmpq.cli.running.dist", *arguments],
+        [sys.executable, "-m", "llmpq.cli.run", *arguments],
         stderr=subprocess.DEVNULL,
         env=process_environment,
     )
@@ -70,7 +70,7 @@ def test_killed_at_once_and_resumed(
     assert "out.jsonl: stopped" in told
     assert f"{kept} of {ROWS} done, {ROWS - kept} left, 0 errors" in told
     assert "Its process was killed or its machine went down" in told
-    assert dist.main([*arguments, "--resume"]) == 0
+    assert run_cli.main([*arguments, "--resume"]) == 0
     assert f"{kept} of {ROWS} rows are done" in capsys.readouterr().err
     assert jobs.main(["show", output, "--json"]) == 0
     job = json.loads(capsys.readouterr().out)
@@ -102,19 +102,19 @@ def check_a_job_that_is_done(
         pytest.fail("Ray is started for a job that is done")
 
     monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
-    assert dist.main(arguments) == 0
+    assert run_cli.main(arguments) == 0
     assert f"all {ROWS} rows are done" in capsys.readouterr().err
     with (folder / "in.jsonl").open("a") as file:
         file.write(json.dumps({"custom_id": "long", "prompt": [3] * 40}) + "\n")
-    assert dist.main(arguments) == 2
+    assert run_cli.main(arguments) == 2
     assert "1 is new ('long'); pass --extend" in capsys.readouterr().err
-    assert dist.main([*arguments, "--on-error", "fail", "--extend"]) == 1
+    assert run_cli.main([*arguments, "--on-error", "fail", "--extend"]) == 1
     assert "stopped at row 'long'" in capsys.readouterr().err
-    assert dist.main([*arguments, "--extend"]) == 3
-    assert dist.main(arguments) == 3
-    assert dist.main([*arguments, "--temperature", "1"]) == 2
+    assert run_cli.main([*arguments, "--extend"]) == 3
+    assert run_cli.main(arguments) == 3
+    assert run_cli.main([*arguments, "--temperature", "1"]) == 2
     assert "temperature 0.0, this job has 1.0" in capsys.readouterr().err
-    assert dist.main([*arguments, "--shard-rows", "0"]) == 2
+    assert run_cli.main([*arguments, "--shard-rows", "0"]) == 2
 
 
 def test_streams_of_results(one_stage: Plan, tiny: tuple[Path, Any], local_ray: None) -> None:

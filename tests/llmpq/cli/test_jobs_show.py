@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cli.looking import jobs
+from llmpq.cli import jobs
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import JobPlace
 from llmpq.remote.ray_jobs import KnownJob, RayJobs
@@ -157,7 +157,7 @@ def test_options_that_make_no_sense(arguments: list[str]) -> None:
 
 def test_neither_torch_nor_ray_nor_the_planner_is_loaded(folder: Path) -> None:
     text = (
-        "import sys; from llmpq.cli.looking import jobs; code = jobs.main(sys.argv[1:]); "
+        "import sys; from llmpq.cli import jobs; code = jobs.main(sys.argv[1:]); "
         "sys.exit(code or bool({'torch', 'ray', 'planner.search'} & set(sys.modules)) * 9)"
     )
     page = str(folder / "page.html")

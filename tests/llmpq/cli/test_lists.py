@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.processes.gpus import ReportedGpu
-from llmpq.cli.looking import devices, models
+from llmpq.cli import devices, models
 from planner.cluster.accelerators import find_accelerator, registry
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import builtin_names, model_shape, names_of_builtin
@@ -42,7 +42,7 @@ def test_the_list_has_every_name_within_80_columns(
 @pytest.mark.parametrize("command", ["devices", "models"])
 def test_no_list_loads_torch_or_ray_and_each_takes_no_second_of_work(command: str) -> None:
     code = (
-        f"import sys\nfrom llmpq.cli.looking import {command}\n{command}.main([])\n"
+        f"import sys\nfrom llmpq.cli import {command}\n{command}.main([])\n"
         "import time\nheavy = {'torch', 'ray', 'transformers', 'scipy'} & set(sys.modules)\n"
         "print('heavy', sorted(heavy), time.process_time())"
     )

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from llmpq.cli import convert
 from llmpq.cli.common import EXIT_BAD_INPUT
-from llmpq.cli.measuring import convert
 from quant.common.errors import CheckpointError
 from tests.paths import ROOT
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
+from llmpq.cli import lengths, serve
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE
-from llmpq.cli.measuring import lengths
-from llmpq.cli.running import algo, dist, serve
 from quant.common.errors import SpecError
 from tests.paths import ROOT
 from tests.planner.edits import Edit, change
@@ -77,14 +78,14 @@ def test_what_cannot_be_planned_with(
     profile.write_text(FOREIGN)
     more = [str(profile) if each == "PROFILE" else each for each in more]
     given = ["--model", "opt-125m", *SIZES, "--cluster", str(path), "-o", str(plan), *more]
-    assert run(algo.main, *given) == EXIT_BAD_INPUT
+    assert run(plan_cli.main, *given) == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err
     assert not plan.exists()
 
 
 def test_what_is_assumed_is_noted_once_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", "opt-125m", *SIZES, "--device_names", "V100", "--device_numbers", "2"]
-    assert run(algo.main, *given, "--json") == EXIT_DONE
+    assert run(plan_cli.main, *given, "--json") == EXIT_DONE
     shown = capsys.readouterr()
     assert shown.err.count("note: V100 is taken for V100-SXM2-16GB (16 GB); if it is") == 1
     stage = json.loads(shown.out)["stages"][0]
@@ -97,7 +98,7 @@ def test_the_table_says_where_times_come_from(
 ) -> None:
     (tmp_path / "times.csv").write_text(FOREIGN)
     given = ["--model", "opt-125m", *SIZES, "--device_names", "T4", "--device_numbers", "1"]
-    assert run(algo.main, *given, "--profiles", str(tmp_path / "times.csv")) == EXIT_DONE
+    assert run(plan_cli.main, *given, "--profiles", str(tmp_path / "times.csv")) == EXIT_DONE
     shown = " ".join(capsys.readouterr().out.split())
     assert "times: T4-16GB fitted to 1 profile rows of times.csv (bits 16); estimated: " in shown
     assert "(bits 3, 4, 8: no rows; decode of bits 16: no rows); embedding and LM head" in shown
@@ -109,7 +110,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     cluster = str(ROOT / "cluster_specs/demo_mixed_cpu.yaml")
     given = ["--model", MODEL, *SIZES, "--cluster", cluster, "--keep_all_devices"]
-    assert run(algo.main, *given, "-o", str(path)) == EXIT_DONE
+    assert run(plan_cli.main, *given, "-o", str(path)) == EXIT_DONE
     return path
 
 
@@ -143,7 +144,7 @@ def test_an_edited_plan_is_not_run(
     plan.write_text(json.dumps(content))
     prompts.write_text('{"prompt": [1]}\n')
     given = ["--plan", str(plan), "--input", str(prompts), "--output", str(output)]
-    assert run(dist.main, *given) == EXIT_BAD_INPUT
+    assert run(run_cli.main, *given) == EXIT_BAD_INPUT
     shown = capsys.readouterr().err
     assert message in shown
     assert f"llmpq-dist: error: {plan}: field " in shown
@@ -187,8 +188,8 @@ def test_what_no_template_can_be_given(
     prompts.write_text('{"prompt": "a", "output_tokens": 1}\n')
     plan, given = ["--plan", str(plan_file)], ["--input", str(prompts)]
     main, arguments = {
-        "plan": (algo.main, ["--model", MODEL, *given]),
-        "run": (dist.main, [*plan, *given, "--output", str(tmp_path / "out.jsonl")]),
+        "plan": (plan_cli.main, ["--model", MODEL, *given]),
+        "run": (run_cli.main, [*plan, *given, "--output", str(tmp_path / "out.jsonl")]),
         "serve": (serve.main, plan),
         "lengths": (lengths.main, ["train", "--model", MODEL, *given, "-o", str(tmp_path / "p")]),
     }[command]
@@ -212,12 +213,12 @@ def test_the_command_that_runs_a_plan_says_how_prompts_become_tokens(
         str(tmp_path / "p.json"),
     ]
     devices = ["--device_names", "T4", "--device_numbers", "1"]
-    assert run(algo.main, *given, *devices, *how) == EXIT_DONE
+    assert run(plan_cli.main, *given, *devices, *how) == EXIT_DONE
     shown = capsys.readouterr().out
     assert """--chat_template_kwargs '{"mood": "calm"}' --add_special_tokens false""" in shown
 
 
 def test_templates_are_for_rows(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", MODEL, "--prompts", "5", "--chat_template_kwargs", "{}"]
-    assert run(algo.main, *given) == EXIT_BAD_INPUT
+    assert run(plan_cli.main, *given) == EXIT_BAD_INPUT
     assert "--chat_template_kwargs has no effect without --input" in capsys.readouterr().err

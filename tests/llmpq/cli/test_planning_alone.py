@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from llmpq import Cluster
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from tests.paths import SPECS
 
 
 def test_unknown_option_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        algo.main(["--modle", "opt-30b"])
+        plan_cli.main(["--modle", "opt-30b"])
     assert caught.value.code == 2
     assert "--modle" in capsys.readouterr().err
 

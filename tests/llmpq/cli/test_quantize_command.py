@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from llmpq.cli.measuring import quantize as command
+from llmpq.cli import quantize as command
 from tests.actors.models import VOCABULARY, save_tiny
 from tests.llmpq.commands import exit_code
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.running.serve import main
+from llmpq.cli.serve import main
 
 
 @pytest.fixture

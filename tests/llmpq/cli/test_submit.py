@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.options.dist import dist_parser
-from llmpq.cli.running import dist, submit
-from llmpq.cli.running.submit import entrypoint, exit_code, split_options
+from llmpq.cli import run as run_cli
+from llmpq.cli import submit
+from llmpq.cli.options.run import run_parser
+from llmpq.cli.submit import entrypoint, exit_code, split_options
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote import ray_jobs
 from llmpq.remote.dashboard import dashboard_client
@@ -60,7 +61,7 @@ def test_the_job_has_the_options_of_the_command(plan: Plan, here: Path, tmp_path
     paths = ["--output", "/shared/out.jsonl", "--trace", "/shared/t.json", "--cluster", "c.yaml"]
     command = ["--strat-file-name", "plan.json", "--input", "a.jsonl", "more", *options, *paths]
     arguments = sent(plan, tmp_path / "job", *command, "--address", "ray://here:1", "--resume")
-    given, got = dist_parser().parse_args(command), dist_parser().parse_args(arguments)
+    given, got = run_parser().parse_args(command), run_parser().parse_args(arguments)
     changed = {"strat_file_name", "input", "address", "cluster", "resume", "model"}
     for name in (set(vars(given)) | set(vars(got))) - changed:
         assert getattr(got, name) == getattr(given, name), name
@@ -74,16 +75,14 @@ def test_relative_inputs_travel_and_keep_their_names(
 ) -> None:
     command = ["--plan", "plan.json", "--output", "/o.jsonl", "--input"]
     before = JobInput.find(["more/b.jsonl", "a.jsonl"])
-    got = dist_parser().parse_args(
-        sent(plan, tmp_path / "job", *command, "more/b.jsonl", "a.jsonl")
-    )
+    got = run_parser().parse_args(sent(plan, tmp_path / "job", *command, "more/b.jsonl", "a.jsonl"))
     before_rows = [(p.place, p.row) for p in before.rows()]
     monkeypatch.chdir(tmp_path / "job")
     after = JobInput.find(got.input)
     assert after.names == before.names == ("more/b.jsonl", "a.jsonl")
     assert [(p.place, p.row) for p in after.rows()] == before_rows
     monkeypatch.chdir(here)
-    got = dist_parser().parse_args(sent(plan, tmp_path / "j2", *command, "/far/*.parquet", "~/x"))
+    got = run_parser().parse_args(sent(plan, tmp_path / "j2", *command, "/far/*.parquet", "~/x"))
     assert got.input == ["/far/*.parquet", "~/x"]
     assert not (tmp_path / "j2" / "input").exists()
 
@@ -155,7 +154,7 @@ def test_what_is_wrong_here_is_not_submitted(
         (["plan.json", "--shard-rows", "0"], "--shard_rows is 0"),
         (["plan.json"], "no Ray dashboard answers"),
     ):
-        assert dist.main([*command, *more]) == 2
+        assert run_cli.main([*command, *more]) == 2
         assert problem in capsys.readouterr().err
 
 
@@ -180,12 +179,12 @@ def test_jobs_are_told_of_under_the_name_that_was_called(
 ) -> None:
     monkeypatch.setattr(submit, "RayJobs", ToldJobs)
     files = ["--plan", "plan.json", "--input", "a.jsonl", "--output", "/o.jsonl"]
-    assert dist.main(["--submit", "http://head:8265", "--no-wait", *files], prog=prog) == 0
+    assert run_cli.main(["--submit", "http://head:8265", "--no-wait", *files], prog=prog) == 0
     printed = capsys.readouterr()
     assert printed.out == "raysubmit_1\n"
     for option in ("--follow_job", "--stop_job"):
         assert f"{prog} --submit http://head:8265 {option} raysubmit_1" in printed.err
-    assert dist.main(["--submit", "http://head:8265", "--stop_job", "x"], prog=prog) == 0
+    assert run_cli.main(["--submit", "http://head:8265", "--stop_job", "x"], prog=prog) == 0
     assert capsys.readouterr().err.startswith(f"{prog}: job x is stopped")
 
 

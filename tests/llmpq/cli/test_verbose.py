@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RaySystemError, RayTaskError
 
+from llmpq.cli import convert, evaluate, indicator, lengths, profile, quantize, serve
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, Parser, run_command
-from llmpq.cli.measuring import convert, evaluate, indicator, lengths, profile, quantize
-from llmpq.cli.running import algo, dist, serve
 from llmpq.remote.words import is_verbose
 from quant.common.errors import DeviceError
 
@@ -127,7 +128,7 @@ def test_warnings_of_libraries_are_not_for_users() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [algo, convert, dist, evaluate, indicator, profile, quantize, serve],
+    [plan_cli, convert, run_cli, evaluate, indicator, profile, quantize, serve],
     ids=lambda module: module.__name__.rpartition(".")[2],
 )
 def test_every_command_offers_it(command: object, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.cli import plan as plan_cli
 from llmpq.cli.common import console
-from llmpq.cli.running import algo
 from tests.paths import DEMO_MODEL
 
 PROMPTS = """{"custom_id": "a", "prompt": [5, 6, 7]}\n{"custom_id": "b", "prompt": [5, 6]}\n"""
@@ -30,7 +30,7 @@ def test_every_file_is_named_with_what_comes_next(
     names = ("plan.json", "page.html", "trace.svg", "front.svg", "here.yaml")
     plan, page, trace, front, cluster = (str(tmp_path / name) for name in names)
     files = ["-o", plan, "--report", page, "--trace", trace, "--pareto", front]
-    assert algo.main([*asked, *files, "--write_cluster", cluster]) == 0
+    assert plan_cli.main([*asked, *files, "--write_cluster", cluster]) == 0
     out = capsys.readouterr().out.splitlines()
     told = [line for line in out if line.startswith("wrote ")]
     assert all(Path(path).stat().st_size for path in (plan, page, trace, front, cluster))
@@ -53,7 +53,7 @@ def test_beside_json_the_words_go_to_standard_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan, trace = str(tmp_path / "plan.json"), str(tmp_path / "trace.json")
-    assert algo.main([*ON_T4, "--json", "-o", plan, "--trace", trace]) == 0
+    assert plan_cli.main([*ON_T4, "--json", "-o", plan, "--trace", trace]) == 0
     out, error = capsys.readouterr()
     assert json.loads(out) == json.loads(Path(plan).read_text())
     assert f"wrote {plan}; run it: llmpq run" in error
@@ -64,7 +64,7 @@ def test_a_model_without_weights_here_asks_for_their_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = str(tmp_path / "plan.json")
-    assert algo.main([*ON_T4, "-o", target]) == 0
+    assert plan_cli.main([*ON_T4, "-o", target]) == 0
     assert (
         f"run it: llmpq run --plan {target} --input prompts.jsonl --model FOLDER --output "
         "results.jsonl"

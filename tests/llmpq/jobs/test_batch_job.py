@@ -164,7 +164,7 @@ def listed(head: Head) -> list[dict[str, Any]]:
     command = [
         sys.executable,
         "-m",
-        "llmpq.cli.looking.jobs",
+        "llmpq.cli.jobs",
         "list",
         "--json",
         "--ray",
@@ -214,7 +214,7 @@ def test_without_its_token_no_run_joins_the_head(
 ) -> None:
     """Said at once, in one message; `ray.init` alone takes 20 s and a line each of them."""
     prompts = write_prompts(tmp_path / "in.jsonl", {"prompt": [5]})
-    command = [sys.executable, "-m", "llmpq.cli.running.dist", "--plan", plan_file]
+    command = [sys.executable, "-m", "llmpq.cli.run", "--plan", plan_file]
     command += ["--input", str(prompts), "--address", head.cluster]
     processes = [
         subprocess.Popen(

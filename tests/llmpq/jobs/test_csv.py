@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from llmpq.jobs.formats.csv_files import csv_rows
 from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row
@@ -200,10 +200,10 @@ def test_the_planner_reads_them_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     command = ["--model", "opt-125m", "--device-names", "T4", "--device-numbers", "1", "--s", "8"]
     command += ["--n", "4", "-o", str(tmp_path / "plan.json"), "--input"]
     source = written(tmp_path / "in.csv.zst", zstd(b"prompt\nx\ny\nz\n"))
-    assert algo.main([*command, str(source)]) == 0
+    assert plan_cli.main([*command, str(source)]) == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["workload"]["global_batch"] == 3
     capsys.readouterr()
     write_prompts(tmp_path / "in.csv", *prompts(2))
-    assert algo.main([*command, str(tmp_path / "in.csv")]) == 2
+    assert plan_cli.main([*command, str(tmp_path / "in.csv")]) == 2
     assert "stands for CSV, but it holds JSON lines" in capsys.readouterr().err

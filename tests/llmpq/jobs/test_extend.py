@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.running import dist
+from llmpq.cli import run as run_cli
 from llmpq.jobs.job import JobOptions, Tally
 from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
 from llmpq.jobs.records.row_list import rows_digest
@@ -248,12 +248,12 @@ def test_the_command_says_it_before_torch_and_ray(
     write_prompts(source, *prompts(2))
     command = ["--plan", str(tmp_path / "plan.json"), "--input", str(source)]
     command += ["--output", str(target)]
-    assert dist.main(command) == 2
+    assert run_cli.main(command) == 2
     error = capsys.readouterr().err
     assert "1 of before is gone ('q2'); pass --extend to keep what is done" in error
-    assert dist.main([*command, "--extend"]) == 0
+    assert run_cli.main([*command, "--extend"]) == 0
     assert "all 2 rows are done" in capsys.readouterr().err
-    assert dist.main(command) == 0
+    assert run_cli.main(command) == 0
     assert len(results_in(target)) == 3
 
 

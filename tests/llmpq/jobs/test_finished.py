@@ -271,10 +271,10 @@ def test_the_command_needs_neither_torch_nor_ray_for_a_finished_job(
         identity=job_identity(plan.spec, RunOptions()),
     )
     code = (
-        "import sys; from llmpq.cli.running import dist\n"
+        "import sys; from llmpq.cli.run import main\n"
         "command = ['--plan', 'plan.json', '--input']\n"
-        "codes = [dist.main([*command, 'in.jsonl', '--output', 'out.jsonl']),\n"
-        "    dist.main([*command, 'good.jsonl', '--output', 'good-out.jsonl', '--retry-errors'])]\n"
+        "codes = [main([*command, 'in.jsonl', '--output', 'out.jsonl']),\n"
+        "    main([*command, 'good.jsonl', '--output', 'good-out.jsonl', '--retry-errors'])]\n"
         "print(codes, {'torch', 'ray', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.running import dist
+from llmpq.cli import run as run_cli
 from llmpq.jobs.formats.csv_files import RESULT_COLUMNS, csv_lines, read_csv_results
 from llmpq.jobs.formats.file_format import SUFFIXES
 from llmpq.jobs.inputs import JobInput
@@ -104,10 +104,10 @@ def test_the_command_refuses_them_too(
 ) -> None:
     plan.save(tmp_path / "plan.json")
     command = ["--plan", str(tmp_path / "plan.json"), "--input", str(source), "--output"]
-    assert dist.main([*command, str(tmp_path / "out.xlsx")]) == 2
+    assert run_cli.main([*command, str(tmp_path / "out.xlsx")]) == 2
     assert "ends in '.xlsx', which llmpq does not write" in capsys.readouterr().err
     submit = ["--submit", "http://127.0.0.1:1", "--input", "/in.jsonl"]
-    assert dist.main([*command[:2], *submit, "--output", "/out.txt"]) == 2
+    assert run_cli.main([*command[:2], *submit, "--output", "/out.txt"]) == 2
     assert "ends in '.txt'" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmpq.cli.measuring.lengths import main
+from llmpq.cli.lengths import main
 from llmpq.lengths.boosting import feature_count
 from llmpq.lengths.buckets import buckets_of, confusion_of
 from llmpq.lengths.folder import tokenizer_digest

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from actors.profiling.links import measure_hops
-from llmpq.cli.measuring import profile
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import profile
 from llmpq.profile.layers import workload_of
 from planner.profiles.links import links_beside, links_path
 from planner.profiles.loading import loading_path, read_loading
@@ -59,7 +59,7 @@ def test_the_file_has_the_design_and_is_planned_with(
     assert all(r.spread is not None and r.repetitions == 1 and r.threads == 1 for r in rows)
     assert all(r.attention_s is not None and 0 < r.attention_s < r.seconds for r in rows)
     (tmp_path / "cluster.yaml").write_text(CPU_CLUSTER)
-    assert algo.main(
+    assert plan_cli.main(
         ["--model", model, "--cluster", str(tmp_path / "cluster.yaml"), "--profiles", str(times),
          "--bits", "4", "16", "--s", "16", "--n", "8", "--global_bz", "4"]
     ) == 0  # fmt: skip

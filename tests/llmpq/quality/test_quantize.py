@@ -17,8 +17,8 @@ from actors.stage.layer_stream import LayerStream, stream_layers
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli.measuring import quantize as command
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import quantize as command
 from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inputs
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
@@ -344,7 +344,7 @@ def test_mixed_checkpoints_are_not_planned_for(
     save_tiny(tmp_path / "model", CONFIGS["llama"])
     make(tmp_path / "model", tmp_path / "made")
     arguments = ["--model", str(tmp_path / "made"), "--device_names", "T4", "--device_numbers", "1"]
-    assert algo.main(arguments) == 2
+    assert plan_cli.main(arguments) == 2
     assert "different bits for some of its layers" in capsys.readouterr().err
 
 

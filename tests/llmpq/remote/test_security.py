@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from llmpq import Plan
+from llmpq.cli import convert
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from llmpq.cli.common import EXIT_BAD_INPUT
-from llmpq.cli.measuring import convert
-from llmpq.cli.running import algo, dist
 from llmpq.jobs.job import Job
 from llmpq.jobs.output.job_output import JobOutput
 from llmpq.rows.results import Result
@@ -101,7 +102,7 @@ def test_names_in_a_plan_are_no_places_to_write(text: str, plan: Plan, tmp_path:
     loaded.report(folder / "report.html")
     arguments = ["--plan", str(folder / "plan.json"), "--output", str(folder / "out.jsonl")]
     (folder / "in.jsonl").write_text('{"prompt": [1]}\n')
-    assert dist.main([*arguments, "--input", str(folder / "in.jsonl")]) == EXIT_BAD_INPUT
+    assert run_cli.main([*arguments, "--input", str(folder / "in.jsonl")]) == EXIT_BAD_INPUT
     below = {"a", "a/b", *(f"a/b/{name}" for name in ("plan.json", "report.html", "in.jsonl"))}
     assert everything_below(tmp_path) == below
 
@@ -164,7 +165,7 @@ def test_no_secret_in_anything_a_run_leaves(
     (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [5, 6, 7]}\n{"prompt": 1}\n')
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "llmpq.cli.running.dist", "--plan", tmp_path / "plan.json"),
+            *(sys.executable, "-m", "llmpq.cli.run", "--plan", tmp_path / "plan.json"),
             *("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"),
             *("--trace", tmp_path / "trace.json", "--show-plan"),
         ],
@@ -208,16 +209,16 @@ def test_no_secret_in_messages(
     url = f"https://user:{URL_SECRET}@127.0.0.1:1"
     monkeypatch.chdir(tmp_path)
     for main, arguments in (
-        (dist.main, [*run, "--address", f"ray://user:{URL_SECRET}@127.0.0.1:1"]),
-        (dist.main, [*run, "--address", "127.0.0.1:1"]),
-        (dist.main, [*run, "--address", f"user:{URL_SECRET}@127.0.0.1:1"]),
-        (dist.main, [*run, "--submit", f"user:{URL_SECRET}@127.0.0.1:1"]),
-        (dist.main, [*run, "--submit", url]),
-        (dist.main, [*run, "--model", url]),
-        (dist.main, [*run, "--model", "some/private-model"]),
-        (dist.main, [*run, "--model", f"some/{HF_SECRET}"]),
-        (algo.main, ["--model", "some/private-model", *cluster]),
-        (algo.main, ["--model", f"x?token={URL_SECRET}", *cluster]),
+        (run_cli.main, [*run, "--address", f"ray://user:{URL_SECRET}@127.0.0.1:1"]),
+        (run_cli.main, [*run, "--address", "127.0.0.1:1"]),
+        (run_cli.main, [*run, "--address", f"user:{URL_SECRET}@127.0.0.1:1"]),
+        (run_cli.main, [*run, "--submit", f"user:{URL_SECRET}@127.0.0.1:1"]),
+        (run_cli.main, [*run, "--submit", url]),
+        (run_cli.main, [*run, "--model", url]),
+        (run_cli.main, [*run, "--model", "some/private-model"]),
+        (run_cli.main, [*run, "--model", f"some/{HF_SECRET}"]),
+        (plan_cli.main, ["--model", "some/private-model", *cluster]),
+        (plan_cli.main, ["--model", f"x?token={URL_SECRET}", *cluster]),
     ):
         assert main(arguments) == EXIT_BAD_INPUT, arguments
         printed = capsys.readouterr()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from llmpq.report import write_curve, write_front, write_report
 from planner.explanation.what_if import WhatIfOptions
 from planner.search.tradeoffs.front import FrontPoint
@@ -51,7 +51,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     Plan(job_plan()).report(written["bare"])
     write_report(written["long"], eight_stages("rack-7-of-building-2", (16, 8, 4, 3))[0])
     short = ["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2"]
-    assert algo.main([*short, "--global_bz", "1", "--report", str(written["refusal"])]) == 2
+    assert plan_cli.main([*short, "--global_bz", "1", "--report", str(written["refusal"])]) == 2
     return written
 
 

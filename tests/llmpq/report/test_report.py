@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from llmpq.report import report_page, write_front
 from llmpq.report.formatting import change, layer_span, listed, seconds, shortened, size
 from planner.explanation.explain import Explanation
@@ -288,11 +288,11 @@ def test_command_line_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFi
     arguments = ["--model", "opt-125m", "--device_names", "T4", "--device_numbers", "1"]
     small = ["--global_bz", "2", "--s", "16", "--n", "4", "--theta", "1", "--json"]
     target = tmp_path / "page.html"
-    assert algo.main([*arguments, *small, "--report", str(target)]) == 0
+    assert plan_cli.main([*arguments, *small, "--report", str(target)]) == 0
     printed = PlanSpec.from_json(capsys.readouterr().out)
     assert json.loads(printed.to_json())["model"]["name"] in Page(target.read_text()).text
     missing = tmp_path / "no" / "page.html"
-    assert algo.main([*arguments, *small, "--report", str(missing)]) == 2
+    assert plan_cli.main([*arguments, *small, "--report", str(missing)]) == 2
     assert "name a file in a folder that exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 

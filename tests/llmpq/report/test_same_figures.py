@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from llmpq import Cluster, Job, Plan, Workload
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from llmpq.report import report_page
 from llmpq.tables import comparison_table, front_table, latency_front_table, plan_table
 from planner.explanation.what_if import WhatIfOptions
@@ -120,7 +120,7 @@ def test_the_command_writes_what_it_prints(
     devices = ["--device_names", "T4", "V100-SXM2-32GB", "--device_numbers", "1", "1"]
     asked = ["--model", "opt-6.7b", *devices, "--global_bz", "8", "--s", "64", "--n", "16"]
     words = [*asked, "--theta", "1", "--pareto", "--report", str(target)]
-    assert algo.main(words) == 0
+    assert plan_cli.main(words) == 0
     printed = capsys.readouterr().out
     told, _, last = printed.rstrip().rpartition("\n")
     assert last == f"wrote {target}; open it in a browser"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli.running import dist
+from llmpq.cli import run as run_cli
 from llmpq.jobs.inputs import JobInput
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
@@ -77,7 +77,7 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
     one_stage.save(tmp_path / "plan.json")
     arguments = ["--plan", str(tmp_path / "plan.json"), "--input", str(tmp_path / "in.jsonl"),
                  "--output", str(tmp_path / "out.jsonl"), "--model", str(model)]  # fmt: skip
-    assert dist.main([*arguments, "--row_s", "1"]) == 3
+    assert run_cli.main([*arguments, "--row_s", "1"]) == 3
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert "a row's chat template or tokens took more than 1 s" in error
@@ -98,10 +98,10 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
 
     monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
     write_prompts(tmp_path / "in.jsonl", *rows, {"custom_id": "more", "prompt": MANY_X})
-    assert dist.main([*arguments, "--extend"]) == 3
+    assert run_cli.main([*arguments, "--extend"]) == 3
     assert len(results_in(tmp_path / "out.jsonl")) == len(rows) + 1
     (model / "chat_template.jinja").write_text("{% for m in messages %}")
-    assert dist.main([*arguments, "--overwrite"]) == 2
+    assert run_cli.main([*arguments, "--overwrite"]) == 2
     error = capsys.readouterr().err
     assert f"{model}/chat_template.jinja: Unexpected end of template" in error
     assert "Traceback" not in error

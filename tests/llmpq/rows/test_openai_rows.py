@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cli.running import dist
+from llmpq.cli import run as run_cli
 from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.jobs.job import JobOptions
 from llmpq.rows.row import MAX_ID_CHARACTERS, BadRow, Row, row_from_line
@@ -248,5 +248,5 @@ def test_a_field_that_nests_as_deep_as_can_be_read() -> None:
 
 def test_seconds_of_a_row_are_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--plan", "p.json", "--input", "in.jsonl", "--output", "out.jsonl"]
-    assert dist.main([*arguments, "--row-s", "0"]) == 2
+    assert run_cli.main([*arguments, "--row-s", "0"]) == 2
     assert "row_s is 0" in capsys.readouterr().err

@@ -11,8 +11,8 @@ import pytest
 
 from actors.handover.group import DividedGroup
 from llmpq import Plan
-from llmpq.cli.looking.jobs import main as jobs_main
-from llmpq.cli.running.dist import main
+from llmpq.cli.jobs import main as jobs_main
+from llmpq.cli.run import main
 from llmpq.errors import SpecError
 from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.divided import undivided

@@ -17,7 +17,7 @@ from actors.replicas.pool import ReplicaPool
 from actors.replicas.restarts import Restarts
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Fleet, Plan
-from llmpq.cli.running.dist import main
+from llmpq.cli.run import main
 from llmpq.errors import SpecError
 from llmpq.run.shared.replicas import shown_plan
 from planner.plan.spec import PlanSpec

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmpq import Plan
-from llmpq.cli.running import algo, dist
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from tests.paths import DEMO_MODEL, EXAMPLES, SPECS
 
 NEW_TOKENS, PROMPTS = 12, 12
@@ -25,11 +26,11 @@ def test_two_devices_that_share_every_layer_give_the_tokens_of_generate(tmp_path
     planning = ["--model", str(DEMO_MODEL), "--cluster", str(SPECS / "demo_group_cpu.yaml")]
     planning += ["--input", str(prompts), "--n", str(NEW_TOKENS), "--tensor_parallel", "2"]
     exact = ["--bits", "16", "--dtype", "float32"]
-    assert algo.main([*planning, *exact, "-o", str(plan)]) == 0
+    assert plan_cli.main([*planning, *exact, "-o", str(plan)]) == 0
     (stage,) = Plan.load(plan).spec.stages
     assert stage.device_names == ("here/CPU:0", "here/CPU:1")
     running = ["--plan", str(plan), "--input", str(prompts), "--output", str(output)]
-    assert dist.main([*running, "--ignore_eos"]) == 0
+    assert run_cli.main([*running, "--ignore_eos"]) == 0
     found = [json.loads(line) for line in output.read_text().splitlines()]
     expected = generated(list(map(json.loads, lines)))
     assert {each["custom_id"]: each["token_ids"] for each in found} == expected

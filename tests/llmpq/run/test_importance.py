@@ -23,7 +23,7 @@ from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from actors.transport.rendezvous import CONTROL
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli.measuring import indicator
+from llmpq.cli import indicator
 from llmpq.run.importance import importance_store
 from planner.model.finding import model_shape
 from planner.plan.spec import PlannedImportance

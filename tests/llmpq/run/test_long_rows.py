@@ -12,7 +12,7 @@ import yaml
 
 from actors.recovery.policy import RecoveryEvent
 from llmpq import Cluster, Plan, Sampling, Workload
-from llmpq.cli.running.dist import main
+from llmpq.cli.run import main
 from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
 from planner.plan.spec import PlanSpec
@@ -149,7 +149,7 @@ def test_a_job_with_long_rows_ends_once_and_goes_on_after_a_stop(
     files = {"plan": "plan.json", "input": "in.jsonl", "output": "out.jsonl"}
     command = [f"--{name}={tmp_path / file}" for name, file in files.items()]
     command += ["--ignore_eos", "--address=auto", "--shard_rows=1"]
-    monkeypatch.setattr("llmpq.cli.running.dist._write_all", stopped_at(5))
+    monkeypatch.setattr("llmpq.cli.run._write_all", stopped_at(5))
     assert main(command) == 130
     assert "interrupted" in capsys.readouterr().err
     monkeypatch.undo()

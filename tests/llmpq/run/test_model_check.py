@@ -16,7 +16,8 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 from llmpq import Cluster, Workload
-from llmpq.cli.running import algo, dist
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from llmpq.model_check import checked_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
@@ -128,8 +129,8 @@ def test_both_commands_refuse(
     else:
         model.spoil(file, content)
     commands = (
-        lambda: algo.main(["--model", str(model.folder), "--cluster", str(CLUSTER), *LENGTHS]),
-        lambda: dist.main([*run_of(plan, tmp_path), "--model", str(model.folder)]),
+        lambda: plan_cli.main(["--model", str(model.folder), "--cluster", str(CLUSTER), *LENGTHS]),
+        lambda: run_cli.main([*run_of(plan, tmp_path), "--model", str(model.folder)]),
     )
     for command in commands:
         assert command() == 2
@@ -174,9 +175,9 @@ def test_a_part_of_a_model_in_the_hubs_cache_is_told(
     plan = str(tmp_path / "plan.json")
     options = ["--model", "me/demo", "--cluster", str(CLUSTER), *LENGTHS]
     with pytest.warns(UserWarning, match=re.escape(told)):
-        assert algo.main([*options, "-o", plan]) == 0
+        assert plan_cli.main([*options, "-o", plan]) == 0
     with pytest.warns(UserWarning, match=re.escape(told)):
-        assert dist.main(run_of(Path(plan), tmp_path)) == 2
+        assert run_cli.main(run_of(Path(plan), tmp_path)) == 2
     assert told in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="hf download me/demo"):
         Checkpoint(hub).check_files()
@@ -192,8 +193,8 @@ def test_python_refuses_too(model: Model) -> None:
 def test_names_that_no_folder_can_have(
     name: str, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert algo.main(["--model", name, "--cluster", str(CLUSTER)]) == 2
-    assert dist.main([*run_of(plan, tmp_path), "--model", name]) == 2
+    assert plan_cli.main(["--model", name, "--cluster", str(CLUSTER)]) == 2
+    assert run_cli.main([*run_of(plan, tmp_path), "--model", name]) == 2
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in said] == ["llmpq-algo", "llmpq-dist"]
     assert all(name[:100] in line and "folder or a hub id" in line for line in said)
@@ -292,9 +293,9 @@ def test_what_is_said_when_planning_is_said_when_running(
     """Weights of another format, before Ray starts: the words of both commands are the same."""
     (model.folder / "model.safetensors").unlink()
     (model.folder / "pytorch_model.bin").touch()
-    assert algo.main(["--model", str(model.folder), "--cluster", str(CLUSTER), *LENGTHS]) == 2
+    assert plan_cli.main(["--model", str(model.folder), "--cluster", str(CLUSTER), *LENGTHS]) == 2
     planning = capsys.readouterr().err.removeprefix("llmpq-algo")
-    assert dist.main([*run_of(plan, tmp_path), "--model", str(model.folder)]) == 2
+    assert run_cli.main([*run_of(plan, tmp_path), "--model", str(model.folder)]) == 2
     assert capsys.readouterr().err.removeprefix("llmpq-dist") == planning
     assert "llmpq convert" in planning
 

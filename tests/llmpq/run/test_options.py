@@ -8,7 +8,7 @@ import pytest
 
 from actors.messages import Sampling
 from llmpq import Fleet, Plan
-from llmpq.cli.options.dist import dist_parser, run_options
+from llmpq.cli.options.run import run_options, run_parser
 from llmpq.errors import SpecError
 from llmpq.run.options import RunOptions
 from llmpq.run.shared.replicas import check_fleet
@@ -18,11 +18,11 @@ NAMES = [field.name for field in dataclasses.fields(RunOptions) if field.name !=
 
 
 def of_command(*arguments: str) -> RunOptions:
-    return run_options(dist_parser().parse([*COMMAND, *arguments], ()))
+    return run_options(run_parser().parse([*COMMAND, *arguments], ()))
 
 
 def test_every_option_has_its_name_on_the_command_line() -> None:
-    shown = dist_parser().format_help()
+    shown = run_parser().format_help()
     for name in (*NAMES, *(field.name for field in dataclasses.fields(Sampling))):
         assert f"--{name}" in shown, name
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli.running.dist import main
+from llmpq.cli.run import main
 from llmpq.run.drift.control import Measured
 from llmpq.run.replan import (
     replan,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from llmpq.tokenizing.requests import load_tokenizer, tokenizer_checked
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from quant.common.errors import CheckpointError, SpecError
@@ -260,9 +260,9 @@ def test_planning_tells_a_damaged_tokenizer_too(
     (folder / "config.json").write_bytes(config.read_bytes())
     arguments = ["--model", str(folder), "--device_names", "T4", "--device_numbers", "1",
                  "--s", "64", "--n", "16", "--global_bz", "4"]  # fmt: skip
-    assert algo.main(arguments) == 0
+    assert plan_cli.main(arguments) == 0
     (folder / "tokenizer.json").write_text("{}")
-    assert algo.main(arguments) == 2
+    assert plan_cli.main(arguments) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert f"the tokenizer in {folder} cannot be loaded: {folder}/tokenizer.json" in error
     assert "take the model's own files again" in error

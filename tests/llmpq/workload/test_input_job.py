@@ -10,7 +10,7 @@ import pytest
 
 from actors.stage.spec import stage_spec
 from llmpq import Cluster, InputJob, Job, Workload, job_of_input
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from llmpq.workload import measured_lengths
 from llmpq.workload.input_job import job_of_prompts
 from llmpq.workload.long_rows import LongRowRule
@@ -62,7 +62,7 @@ def test_long_rows_can_be_an_error(source: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SpecError, match="long_rows is 'drop'; it must be one of separate, error"):
         job_of_input(source, MODEL, long_rows="drop")
     command = ["--model", str(MODEL), "--device-names", "T4", "--device-numbers", "1"]
-    assert algo.main([*command, "--input", str(source), "--long_rows", "error"]) == 2
+    assert plan_cli.main([*command, "--input", str(source), "--long_rows", "error"]) == 2
     assert "shorten them, give them an input of their own" in capsys.readouterr().err
 
 
@@ -96,22 +96,22 @@ def test_a_row_that_keeps_a_plan_from_fitting_is_named_with_a_percentile(
     source = write_prompts(tmp_path / "in.jsonl", *rows, row(900, custom_id="long"))
     command = ["--model", str(MODEL), "--cluster", str(SPECS / "demo_mixed_cpu.yaml")]
     batch = ["--n", "48", "--global_bz", "16"]
-    assert algo.main([*command, "--input", str(source), *batch]) == 2
+    assert plan_cli.main([*command, "--input", str(source), *batch]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "the longest row, in.jsonl:73: 'long' with 900 + 48 tokens; 98 % of the rows" in said
     assert "at most 88 tokens with their answers: --percentile 98 plans for these" in said
     plan = tmp_path / "plan.json"
     output = ["--percentile", "98", "-o", str(plan)]
-    assert algo.main([*command, "--input", str(source), *batch, *output]) == 0
+    assert plan_cli.main([*command, "--input", str(source), *batch, *output]) == 0
     assert PlanSpec.load(plan).workload == Workload(16, 40, 48)
     assert "1 row is longer than what is planned for" in capsys.readouterr().err
     write_prompts(source, *rows, row(5000, custom_id="book"))
-    assert algo.main([*command, "--input", str(source), *batch, "-o", str(plan)]) == 0
+    assert plan_cli.main([*command, "--input", str(source), *batch, "-o", str(plan)]) == 0
     assert PlanSpec.load(plan).workload == Workload(16, 40, 48)
     said = " ".join(capsys.readouterr().err.split())
     assert "1 row is longer than the model's context (in.jsonl:73: 'book' with 5000 + 48" in said
     write_prompts(source, row(5000, custom_id="book"))
-    assert algo.main([*command, "--input", str(source), *batch]) == 2
+    assert plan_cli.main([*command, "--input", str(source), *batch]) == 2
     assert "the only row has more tokens than the 1024 positions" in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_an_input_may_be_named_more_than_once(
         write_prompts(tmp_path / f"{name}.jsonl", row(40, custom_id=name))
     command = ["--model", str(MODEL), "--cluster", str(SPECS / "demo_mixed_cpu.yaml"), "--json"]
     inputs = ["--input", f"{tmp_path}/a*", f"{tmp_path}/b.jsonl", "--input", f"{tmp_path}/c.jsonl"]
-    assert algo.main([*command, *inputs, "--n", "8"]) == 0
+    assert plan_cli.main([*command, *inputs, "--n", "8"]) == 0
     planned = PlanSpec.from_json(capsys.readouterr().out)
     assert planned.job is not None
     assert planned.job.job.prompts == 3

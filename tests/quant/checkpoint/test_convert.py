@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmpq.cli.measuring.convert import main
+from llmpq.cli.convert import main
 from quant.checkpoint.convert import convert
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError

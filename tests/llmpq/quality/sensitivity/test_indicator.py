@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 
 from actors.stage.layer_stream import compute_on
 from llmpq import Cluster, Workload
-from llmpq.cli.measuring import indicator
-from llmpq.cli.running import algo
+from llmpq.cli import indicator
+from llmpq.cli import plan as plan_cli
 from llmpq.quality.options import IndicatorOptions
 from llmpq.quality.sensitivity.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.sensitivity.indicator import Calibration, measure_indicators
@@ -299,10 +299,10 @@ def test_bound_of_perplexity_from_the_command_line(
     ]
     command = ["--model", str(model), "--cluster", str(cluster_file), "--global_bz", "2", "--s",
                "16", "--n", "4", "--omega_file", str(omega), "--max-ppl-delta"]  # fmt: skip
-    assert algo.main([*command, "0.5"]) == 2
+    assert plan_cli.main([*command, "0.5"]) == 2
     assert "llmpq indicator --perplexity" in capsys.readouterr().err
     omega.write_text(json.dumps(content))
-    assert algo.main([*command, str(total[0])]) == 0
+    assert plan_cli.main([*command, str(total[0])]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "over 30 at 16 bit expected" in printed
     assert "from 3 measured points); at most" in printed
@@ -367,7 +367,7 @@ def test_bad_input_of_the_command(
 
 def test_help_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, llmpq.cli.measuring.indicator; "
+        "import sys, llmpq.cli.indicator; "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

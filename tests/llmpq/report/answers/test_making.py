@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmpq import Cluster, Job, Plan, Workload
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from llmpq.report import making, report_page
 from llmpq.version import llmpq_version
 from planner.plan.spec import PlanSpec
@@ -50,6 +50,6 @@ def test_the_command_of_a_loaded_plan_makes_it_again(
     Path("cluster.yaml").write_text(made.cluster)
     program, command, *arguments = shlex.split(made.command)
     assert (program, command) == ("llmpq", "plan")
-    assert algo.main(arguments) == 0
+    assert plan_cli.main(arguments) == 0
     again = PlanSpec.load("plan.json")
     assert replace(again, solver=first.solver, importance=first.importance) == first

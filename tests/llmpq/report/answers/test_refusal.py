@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli.running import algo
+from llmpq.cli import plan as plan_cli
 from tests.llmpq.report.pages import Page, measures
 
 NO_ROOM = ["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2", "--theta", "1"]
@@ -14,7 +14,7 @@ NO_ROOM = ["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2"
 
 def refused(words: list[str], target: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """The text of the page and the message of the refusal."""
-    assert algo.main([*words, "--report", str(target)]) == 2
+    assert plan_cli.main([*words, "--report", str(target)]) == 2
     out, error = capsys.readouterr()
     assert out == ""
     told, _, message = error.partition("llmpq-algo: error: ")
@@ -52,6 +52,6 @@ def test_without_a_report_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert algo.main([*NO_ROOM, "--global_bz", "1", "--s", "64", "--n", "8"]) == 2
+    assert plan_cli.main([*NO_ROOM, "--global_bz", "1", "--s", "64", "--n", "8"]) == 2
     assert "does not fit" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

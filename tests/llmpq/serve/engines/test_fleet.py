@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmpq import Cluster, Fleet, Workload
-from llmpq.cli.running.serve import main
+from llmpq.cli.serve import main
 from llmpq.serve.engine import GenerationRequest, TokenEvent
 from llmpq.serve.engines import pipeline_engine
 from llmpq.serve.server import Server

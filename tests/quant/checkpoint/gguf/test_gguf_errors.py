@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmpq.cli.running.algo import main as plan
+from llmpq.cli.plan import main as plan
 from llmpq.model_check import checked_shape
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
 from tests.actors.models import CONFIGS, save_tiny

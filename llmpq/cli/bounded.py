@@ -10,14 +10,14 @@ from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, console
 from llmpq.cli.options.prompting import asked_prompting, given_prompting
-from llmpq.cli.progress import TaskProgress
-from llmpq.cli.running.plan_files import (
+from llmpq.cli.plan_files import (
     PageOfRefusal,
     searching,
     show_stages,
     write_files,
     write_latency_front_file,
 )
+from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.tables import latency_front_table
 from llmpq.tokenizing.requests import tokenizer_checked

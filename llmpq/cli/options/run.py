@@ -18,7 +18,7 @@ from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, POLICY_NAMES, PREFILL_C
 from quant.common.errors import SpecError
 
 _RUN_OPTIONS = (*(field.name for field in dataclasses.fields(RunOptions)), *SAMPLING_OPTIONS)
-DIST_RULES = (
+RUN_RULES = (
     Rule(
         ("retry_errors",), "--overwrite runs every row again; give one of them", beside="overwrite"
     ),
@@ -72,9 +72,9 @@ _EXAMPLES = (
 )
 
 
-def dist_parser(prog: str | None = PROG) -> Parser:
+def run_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, DIST_RULES)
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, RUN_RULES)
     _add_files(parser.group("plan and files"))
     _add_progress(parser.group("what is done already"))
     _add_sampling(parser.group("sampling", "for rows that do not say"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from llmpq.cli.options.algo_rules import ALGO_RULES
+from llmpq.cli.options.plan_rules import PLAN_COMMAND_RULES
 from llmpq.cli.options.prompting import add_prompting
 from llmpq.cli.parser import OptionGroup, Parser, number_or_inf
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, LONG_ROWS, SEPARATE
@@ -42,9 +42,9 @@ _EXAMPLES = (
 )
 
 
-def algo_parser(prog: str | None = PROG) -> Parser:
+def plan_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, ALGO_RULES)
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, PLAN_COMMAND_RULES)
     parser.usage = "%(prog)s --model MODEL [--cluster FILE] [--input PATH ...] [-o FILE] [options]"
     _add_model(parser.group("what to plan"))
     prompts = parser.group("prompts")

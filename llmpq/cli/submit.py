@@ -20,7 +20,7 @@ from llmpq.cli.common import (
     EXIT_TERMINATED,
     console,
 )
-from llmpq.cli.options.dist import submit_parser
+from llmpq.cli.options.run import submit_parser
 from llmpq.cli.parser import Parser
 from llmpq.cli.verbose import show_all
 from llmpq.jobs.formats.file_format import output_format

@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.text import Text
 
+from llmpq.cli import plan as plan_cli
+from llmpq.cli import run as run_cli
 from llmpq.cli.common import Parser, console, run_command
-from llmpq.cli.running import algo, dist
 from quant.checkpoint.demo_model import DEMO, demo_gguf
 from quant.common.errors import InputError
 
@@ -64,11 +65,11 @@ def _demo(options: argparse.Namespace) -> int:
     planning += [*_LIMITS, "-o", plan]
     running = ["--plan", plan, "--input", questions, "--output", answers, "--overwrite"]
     _show_command("plan", planning)
-    code = algo.main(planning, prog="llmpq plan")
+    code = plan_cli.main(planning, prog="llmpq plan")
     if code:
         return code
     _show_command("run", running)
-    code = dist.main(running, prog="llmpq run")
+    code = run_cli.main(running, prog="llmpq run")
     if Path(answers).is_file():
         _show_answers(Path(questions), Path(answers))
         _show_what_next(folder)

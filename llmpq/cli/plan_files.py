@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import command_line, console, tell_written
-from llmpq.cli.options.algo import PLANNING
+from llmpq.cli.options.plan import PLANNING
 from llmpq.cli.options.prompting import prompting_words
 from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster

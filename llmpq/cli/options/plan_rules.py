@@ -85,7 +85,7 @@ _BOUND_RULES = (
 )
 """Options that contradict a bound on the latency of requests, and those that need one."""
 
-ALGO_RULES = (
+PLAN_COMMAND_RULES = (
     Rule(("model_size",), "give the size of the family of --model_name", without=("model_name",)),
     Rule(
         ("method",),

@@ -24,14 +24,14 @@ from llmpq.cli.common import (
     run_command,
     tell_written,
 )
-from llmpq.cli.options.dist import (
+from llmpq.cli.options.run import (
     PROG,
-    dist_parser,
     output_options,
     run_options,
+    run_parser,
 )
 from llmpq.cli.progress import TaskProgress
-from llmpq.cli.running.submit import known_job, split_options, submit
+from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.cli.verbose import details
 from llmpq.fleet import Fleet, load_plan
 from llmpq.jobs.inputs import JobInput
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     where, command = split_options(arguments, prog)
     if where.follow or where.stop:
         return run_command(prog, lambda: known_job(where))
-    options = dist_parser(prog).parse(arguments)
+    options = run_parser(prog).parse(arguments)
     options.prog = prog
     options.command = shlex.join([*prog.split(), *arguments])
     if where.address is not None:

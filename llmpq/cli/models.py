@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import EXIT_DONE, Parser, run_command
-from llmpq.cli.looking.lists import facts_table, plain_table, print_json, print_table, with_notes
+from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
 from planner.model.finding import (
     ModelShape,
     builtin_names,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.looking.lists import facts_table, plain_table, print_json, print_table, with_notes
+from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
 from planner.cluster.accelerators import Accelerator, assumption, find_accelerator, registry
 from planner.cluster.described import entry_of
 from quant.backends.selection import backend_name

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmpq.cli.bounded import plan_bounded
 from llmpq.cli.common import (
     EXIT_DONE,
     command_line,
@@ -15,11 +16,9 @@ from llmpq.cli.common import (
     run_command,
     tell_written,
 )
-from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
+from llmpq.cli.options.plan import PLANNING, PROG, plan_parser
 from llmpq.cli.options.prompting import asked_prompting, given_prompting
-from llmpq.cli.progress import TaskProgress
-from llmpq.cli.running.bounded import plan_bounded
-from llmpq.cli.running.plan_files import (
+from llmpq.cli.plan_files import (
     PageOfRefusal,
     searching,
     show_stages,
@@ -27,6 +26,7 @@ from llmpq.cli.running.plan_files import (
     write_fleet_file,
     write_front_file,
 )
+from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.fleet import Fleet
 from llmpq.model_check import checked_shape
@@ -53,7 +53,7 @@ _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = algo_parser(prog).parse(arguments)
+    options = plan_parser(prog).parse(arguments)
     words = ["llmpq", "plan", *(sys.argv[1:] if arguments is None else arguments)]
     return run_command(prog, lambda: _plan(options, words))
 

@@ -1,1 +1,0 @@
-"""Commands that list and show."""
