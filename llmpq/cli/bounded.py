@@ -30,7 +30,7 @@ from llmpq.workload.request_lengths import (
     requests_of,
     same_lengths,
 )
-from planner.latency_bound.kind_fronts import KindFronts
+from planner.latency_bound.front import KindFronts
 from planner.length_distribution import LengthDistribution, RequestLengths
 from quant.common.errors import SpecError
 

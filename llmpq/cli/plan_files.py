@@ -22,9 +22,9 @@ from llmpq.report.latency import lengths, what_is_bounded
 from llmpq.tables import plan_table
 from llmpq.workload.input_job import InputJob
 from llmpq.workload.request_lengths import Requests, bound_request
-from planner.latency_bound.kind_fronts import KindFronts
-from planner.latency_bound.placing.job import job_of
-from planner.latency_bound.search import bounded_options
+from planner.latency_bound.bounded_plan import bounded_options
+from planner.latency_bound.front import KindFronts
+from planner.latency_bound.request import job_of
 from planner.options import PlanOptions
 from planner.search.remedies import PlanningRequest
 from planner.search.tradeoffs.front import FrontPoint

@@ -14,7 +14,7 @@ from llmpq.report.job_answers import job_answers
 from llmpq.report.pictures.bounds import BoundCurves, winners
 from llmpq.report.pictures.schedule import Picture, cycle_pictures
 from llmpq.report.rendering import render
-from planner.latency_bound.kind_fronts import KindFronts
+from planner.latency_bound.front import KindFronts
 from planner.phases import PHASES, Phase
 from planner.plan.spec import PlanSpec, StagePlan
 

@@ -34,7 +34,7 @@ from llmpq.report.sentences import (
 )
 from planner.cluster.spec import devices_of
 from planner.explanation.explain import Explanation, StageLimits
-from planner.latency_bound.kind_fronts import KindFronts
+from planner.latency_bound.front import KindFronts
 from planner.plan.spec import Baseline, PlanSpec
 from planner.search.tradeoffs.front import FrontPoint
 from quant.common.errors import LlmpqError

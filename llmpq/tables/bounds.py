@@ -11,8 +11,7 @@ from llmpq.report.formatting import per_second, plain, seconds
 from llmpq.report.latency import kind_name
 from llmpq.report.pictures.bounds import winners
 from llmpq.tables.layout import Fitting, Notes, new_table
-from planner.latency_bound.front import LatencyPoint
-from planner.latency_bound.kind_fronts import KindFronts
+from planner.latency_bound.front import KindFronts, LatencyPoint
 
 
 def latency_front_table(fronts: KindFronts) -> RenderableType:

@@ -40,10 +40,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from planner.latency_bound.steady_state.performance import DOES_NOT_FIT, Performance
+from planner.latency_bound.timeline import DOES_NOT_FIT, Performance
 
-Point = tuple[int, ...]
-PerformanceOf = Callable[[Point], Performance]
+ControlPoint = tuple[int, ...]
+PerformanceOf = Callable[[ControlPoint], Performance]
 """The performance of a point. Where requests have no room, it states the throughput that they would
 have beside an infinite latency; `DOES_NOT_FIT` tells nothing of the points below."""
 
@@ -62,33 +62,33 @@ class Tolerance:
 class Found:
     """The point that was found, its performance, and how many points were evaluated for it."""
 
-    point: Point
+    point: ControlPoint
     performance: Performance
     evaluations: int
 
 
 @dataclass(frozen=True)
-class Block:
+class ControlBox:
     """The points from the corner `low` to the corner `high`, both included."""
 
-    low: Point
-    high: Point
+    low: ControlPoint
+    high: ControlPoint
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Steps between the corners along each control."""
         return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
 
-    def at(self, share: float) -> Point:
+    def at(self, share: float) -> ControlPoint:
         """The point at this share of the diagonal."""
         steps = zip(self.low, self.widths, strict=True)
         return tuple(low + round(share * width) for low, width in steps)
 
-    def halves(self, control: int) -> tuple[Block, Block]:
+    def halves(self, control: int) -> tuple[ControlBox, ControlBox]:
         """Both halves along a control."""
         middle = (self.low[control] + self.high[control]) // 2
-        below = Block(self.low, _with(self.high, control, middle))
-        return below, Block(_with(self.low, control, middle + 1), self.high)
+        below = ControlBox(self.low, _with(self.high, control, middle))
+        return below, ControlBox(_with(self.low, control, middle + 1), self.high)
 
 
 class Evaluations:
@@ -96,12 +96,12 @@ class Evaluations:
 
     def __init__(self, performance: PerformanceOf, bound_s: float, more_than: float = 0.0) -> None:
         self._performance, self._bound_s = performance, bound_s
-        self._known: dict[Point, Performance] = {}
+        self._known: dict[ControlPoint, Performance] = {}
         self.throughput = more_than
         """Requests per second of the best point so far, or those that are to be exceeded."""
-        self.best: Point | None = None
+        self.best: ControlPoint | None = None
 
-    def __call__(self, point: Point) -> Performance:
+    def __call__(self, point: ControlPoint) -> Performance:
         """The performance of a point."""
         if point not in self._known:
             found = self._known[point] = self._performance(point)
@@ -109,7 +109,7 @@ class Evaluations:
                 self.throughput, self.best = found.requests_per_s, point
         return self._known[point]
 
-    def most(self, point: Point) -> float:
+    def most(self, point: ControlPoint) -> float:
         """Requests per second that no point below is known to exceed."""
         found = self(point)
         return math.inf if found == DOES_NOT_FIT else found.requests_per_s
@@ -165,9 +165,9 @@ def climbed(ranges: Sequence[range], performance: PerformanceOf, bound_s: float)
     return evaluated.found
 
 
-def whole_block(ranges: Sequence[range]) -> Block:
+def whole_block(ranges: Sequence[range]) -> ControlBox:
     """All points of a box."""
-    return Block(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
+    return ControlBox(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
 
 
 def least_latency(ranges: Sequence[range], performance: PerformanceOf) -> Found:
@@ -182,10 +182,10 @@ class _BranchAndBound:
     def __init__(self, evaluated: Evaluations, bound_s: float, tolerance: Tolerance) -> None:
         self._evaluated = evaluated
         self._bound_s, self._latest_s = bound_s, bound_s * (1 + tolerance.latency)
-        self._queue: list[tuple[float, int, Block]] = []
+        self._queue: list[tuple[float, int, ControlBox]] = []
         self._serial = itertools.count()
 
-    def run(self, whole: Block) -> None:
+    def run(self, whole: ControlBox) -> None:
         """Search `whole`, whose upper corner does not keep the bound."""
         if not self._in_time(whole.low):
             return
@@ -200,19 +200,19 @@ class _BranchAndBound:
                 for half in cut.halves(self._side(cut)):
                     self._add(half)
 
-    def _in_time(self, point: Point) -> bool:
+    def _in_time(self, point: ControlPoint) -> bool:
         return self._evaluated(point).keeps(self._latest_s)
 
-    def _is_faster(self, point: Point) -> bool:
+    def _is_faster(self, point: ControlPoint) -> bool:
         return self._evaluated.most(point) > self._evaluated.throughput
 
-    def _add(self, block: Block) -> None:
+    def _add(self, block: ControlBox) -> None:
         """Queue a block, unless it is of no interest."""
         if self._is_faster(block.high) and self._in_time(block.low):
             place = -self._evaluated.most(block.high), next(self._serial)
             heapq.heappush(self._queue, (*place, block))
 
-    def _cut(self, block: Block) -> Block | None:
+    def _cut(self, block: ControlBox) -> ControlBox | None:
         """Cut off what is too late, then what is too slow; None where nothing is left."""
         upward = (
             self._steps(block.low, control, width, self._in_time)
@@ -223,14 +223,14 @@ class _BranchAndBound:
             return None
         downward = (
             self._steps(high, control, -width, self._is_faster)
-            for control, width in enumerate(Block(block.low, high).widths)
+            for control, width in enumerate(ControlBox(block.low, high).widths)
         )
         low = tuple(top - steps for top, steps in zip(high, downward, strict=True))
         still = self._in_time(low) and self._is_faster(high)
-        return Block(low, high) if still else None
+        return ControlBox(low, high) if still else None
 
     def _steps(
-        self, corner: Point, control: int, width: int, holds: Callable[[Point], bool]
+        self, corner: ControlPoint, control: int, width: int, holds: Callable[[ControlPoint], bool]
     ) -> int:
         """Steps from a corner along a control, up or where `width` is below 0 down, for which
         something holds.
@@ -240,7 +240,7 @@ class _BranchAndBound:
             abs(width), lambda k: holds(_with(corner, control, corner[control] + sign * k))
         )
 
-    def _side(self, block: Block) -> int:
+    def _side(self, block: ControlBox) -> int:
         """The control along which to split: of the corners that keep the bound with one control
         low, that of the fastest (lines 7 to 10); without any, that of the slowest corner.
         """
@@ -254,13 +254,13 @@ class _BranchAndBound:
         return max(within, key=most.__getitem__) if within else min(most, key=most.__getitem__)
 
 
-def _climb(whole: Block, evaluated: Evaluations, bound_s: float) -> None:
+def _climb(whole: ControlBox, evaluated: Evaluations, bound_s: float) -> None:
     """Evaluate points of the diagonal up to the last that keeps the bound."""
     steps = max(whole.widths)
     _reach(steps, lambda k: evaluated(whole.at(k / steps)).keeps(bound_s))
 
 
-def _with(point: Point, control: int, value: int) -> Point:
+def _with(point: ControlPoint, control: int, value: int) -> ControlPoint:
     return (*point[:control], value, *point[control + 1 :])
 
 

@@ -1,27 +1,27 @@
-"""Throughput against the bound on latency, as far as either can be had."""
+"""Throughput against the bound on latency: which kind of schedule is best where, and why."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
 from planner.cluster.spec import ClusterSpec
-from planner.latency_bound.bounded_search import BoundedSearch
-from planner.latency_bound.placing.job import job_of
-from planner.latency_bound.placing.kind_search import Scheduled
-from planner.latency_bound.refusals import NoScheduleError, nothing_fits
-from planner.latency_bound.request import BoundRequest
-from planner.latency_bound.search import bounded_options
+from planner.latency_bound.bounded_plan import bounded_options, nothing_fits
+from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError, Scheduled
+from planner.latency_bound.request import BoundRequest, job_of
 from planner.model.finding import ModelShape
 from planner.options import AUTO, PlanOptions
-from planner.scheduling import RequestSchedule
+from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.remedies import PlanningRequest, naming_remedies
 from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
+from quant.common.errors import InfeasibleError
 
 POINTS = 8
 
@@ -48,8 +48,8 @@ def latency_front(
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[LatencyPoint, ...]:
     """Points of ascending bounds and throughput, from the least feasible bound to that beyond
-    which throughput does not grow; errors as of `planner.latency_bound.search.find_bounded_plan`,
-    but that the request's own bound is left aside.
+    which throughput does not grow. The request's own bound is left aside; errors are those of
+    `planner.latency_bound.bounded_plan.find_bounded_plan`.
     """
     planned = PlanningRequest.of(cluster, shape, job_of(request), bounded_options(options))
 
@@ -105,3 +105,117 @@ def _ascending(points: list[LatencyPoint]) -> tuple[LatencyPoint, ...]:
         if not kept or point.requests_per_s > kept[-1].requests_per_s:
             kept.append(point)
     return tuple(kept)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A kind of schedule that cannot be had, and the problem with it."""
+
+    kind: ScheduleKind
+    problem: str
+
+
+@dataclass(frozen=True)
+class BoundRow:
+    """For one bound the schedule of each kind that keeps it with the most requests per second."""
+
+    bound_s: float
+    points: tuple[LatencyPoint, ...]
+
+    def of(self, kind: ScheduleKind) -> LatencyPoint | None:
+        """The point of a kind; None where none keeps the bound."""
+        return next((each for each in self.points if each.schedule.kind == kind), None)
+
+    @property
+    def best(self) -> LatencyPoint:
+        """The point of the most requests per second."""
+        return max(self.points, key=lambda each: each.requests_per_s)
+
+
+@dataclass(frozen=True)
+class KindFronts:
+    """The fronts of all kinds that can be had: `points`, and the kinds that cannot."""
+
+    points: tuple[LatencyPoint, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[ScheduleKind, ...]:
+        """The kinds that there are points of, in the order in which these stand."""
+        return tuple(dict.fromkeys(each.schedule.kind for each in self.points))
+
+    def front(self, kind: ScheduleKind) -> list[LatencyPoint]:
+        """The points of a kind, the tightest bound first."""
+        own = (each for each in self.points if each.schedule.kind == kind)
+        return sorted(own, key=lambda each: each.bound_s)
+
+    @property
+    def rows(self) -> list[BoundRow]:
+        """The bounds from which on the best schedule has more throughput, ascending."""
+        rows: list[BoundRow] = []
+        for bound_s in sorted({each.bound_s for each in self.points}):
+            fronts = ([p for p in self.front(kind) if p.bound_s <= bound_s] for kind in self.kinds)
+            row = BoundRow(bound_s, tuple(kept[-1] for kept in fronts if kept))
+            if not rows or row.best.requests_per_s > rows[-1].best.requests_per_s:
+                rows.append(row)
+        return rows
+
+    @property
+    def runs(self) -> list[list[BoundRow]]:
+        """The rows in runs of which one kind is the best."""
+        return [list(run) for _, run in groupby(self.rows, key=lambda row: row.best.schedule.kind)]
+
+    def to_json(self) -> str:
+        """Points and kinds that are left out as JSON."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def kind_fronts(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    source: str,
+    request: BoundRequest,
+    options: PlanOptions,
+    clock: Callable[[], float] = time.perf_counter,
+) -> KindFronts:
+    """The fronts of the kinds that are asked for; each search has its own time limit.
+
+    Raises as `planner.latency_bound.front.latency_front` where no kind can be had.
+    """
+    points: list[LatencyPoint] = []
+    errors: dict[ScheduleKind, InfeasibleError] = {}
+    for kind in request.kinds:
+        own = replace(request, kinds=(kind,))
+        try:
+            points += latency_front(cluster, shape, source, own, options, clock)
+        except InfeasibleError as error:
+            errors[kind] = error
+    if not points:
+        raise next(iter(errors.values()))
+    left_out = (LeftOut(kind, error.problem) for kind, error in errors.items())
+    return KindFronts(tuple(points), tuple(left_out))
+
+
+def reason_of(run: Sequence[BoundRow]) -> str:
+    """What the best kind of these rows has that the next best of the last one has not."""
+    row = run[-1]
+    best = row.best.schedule
+    others = [each for each in row.points if each.schedule.kind != best.kind]
+    if not others:
+        return "the only one that keeps the bound"
+    other = max(others, key=lambda each: each.requests_per_s).schedule
+    if best.divides and not other.divides:
+        return (
+            f"its decode steps wait for no prefill, where {other.kind.upper()} prefills "
+            f"{other.prefill_requests:,} requests after every {other.decode_steps:,} steps"
+        )
+    more = f"{best.decode_requests:,} requests decode at a time, {other.decode_requests:,} with"
+    if best.decode_requests > other.decode_requests:
+        room = "one copy of the layers leaves room: " if other.divides != best.divides else ""
+        return f"{room}{more} {other.kind.upper()}"
+    if not best.divides:
+        return f"all devices serve either phase, where {other.kind.upper()} has some for each alone"
+    return (
+        f"its sides take more equally long than those of {other.kind.upper()}, "
+        f"with {best.decode_requests:,} requests that decode at a time"
+    )

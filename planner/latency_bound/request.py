@@ -1,13 +1,16 @@
-"""What is asked of a schedule: lengths, the bound on latency, and the kinds it may be of."""
+"""What is asked: lengths, a bound on latency, kinds of schedule; and the job that stands for it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from planner.length_distribution import RequestLengths
+import numpy as np
+
+from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import MOST_SAMPLED, IntArray, Lengths
 from planner.scheduling import SCHEDULE_KINDS, ScheduleKind
-from planner.workload import MOST_PROMPTS
+from planner.workload import MOST_PROMPTS, Job
 from quant.common.errors import SpecError
 
 QUANTILE = 0.99
@@ -50,3 +53,30 @@ class BoundRequest:
     def limit_s(self) -> float:
         """The bound in seconds; infinite where any time will do."""
         return math.inf if self.bound_s is None else self.bound_s
+
+
+PROMPTS = 10_000
+"""Prompts of the job where nobody says how many come: enough for a steady state."""
+
+
+def job_of(request: BoundRequest) -> Job:
+    """The job of the request's prompts."""
+    return Job(request.prompts or PROMPTS, sampled_lengths(request.lengths))
+
+
+def sampled_lengths(lengths: RequestLengths) -> Lengths:
+    """A sample of evenly spaced lengths of prompts, with outputs in random order."""
+    prompts = _evenly_spaced(lengths.prompts)
+    outputs = np.random.default_rng(0).permutation(_evenly_spaced(lengths.outputs))
+    rows = zip(prompts.tolist(), outputs.tolist(), strict=True)
+    longest = lengths.outputs.longest
+    return Lengths.of(rows, "distribution of lengths", output_limit=longest)
+
+
+def _evenly_spaced(lengths: LengthDistribution) -> IntArray:
+    """So many lengths of equal shares, the longest among them."""
+    shares = (np.arange(MOST_SAMPLED) + 0.5) / MOST_SAMPLED
+    places = np.searchsorted(np.cumsum(lengths.probabilities), shares)
+    chosen = np.array(lengths.lengths)[np.minimum(places, len(lengths.lengths) - 1)]
+    chosen[-1] = lengths.longest
+    return np.asarray(chosen, dtype=np.int64)

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from llmpq import Cluster, Workload
-from planner.latency_bound.front import LatencyPoint
-from planner.latency_bound.kind_fronts import KindFronts, LeftOut
+from planner.latency_bound.front import KindFronts, LatencyPoint, LeftOut
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.plan.latency_forecast import LatencyForecast

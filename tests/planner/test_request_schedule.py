@@ -7,7 +7,7 @@ from decimal import ROUND_FLOOR, Decimal
 import pytest
 
 from actors.schedule.exegpt_decode import DecodeScheduler
-from planner.latency_bound.placing.job import cycle_of, most_in_group
+from planner.latency_bound.schedules import cycle_of, most_in_group
 from planner.lengths import Lengths
 from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.turns import Turns

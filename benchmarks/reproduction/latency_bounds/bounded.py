@@ -9,14 +9,13 @@ from typing import Protocol
 
 from benchmarks.reproduction.latency_bounds.setting import Chosen, Setting
 from planner.latency_bound.branch_and_bound import (
+    ControlPoint,
     Evaluations,
     PerformanceOf,
-    Point,
     best_evaluated,
 )
-from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.steady_state.performance import Performance
-from planner.latency_bound.steady_state.timeline import Timeline
+from planner.latency_bound.simulate import ObservedRequests, Watch
+from planner.latency_bound.timeline import Performance, Timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -28,23 +27,23 @@ class Schedules(Protocol):
     """Schedules on one layout; `known` are those whose performance was asked for."""
 
     @property
-    def known(self) -> dict[Point, Performance]:
+    def known(self) -> dict[ControlPoint, Performance]:
         """The performance of points that were evaluated."""
 
     @property
     def ranges(self) -> Sequence[range]:
         """The box of the controls."""
 
-    def performance(self, point: Point) -> Performance:
+    def performance(self, point: ControlPoint) -> Performance:
         """The performance of a point; latency is infinite where requests have no room."""
 
-    def label(self, point: Point) -> str:
+    def label(self, point: ControlPoint) -> str:
         """The controls of a point in words."""
 
-    def schedule_at(self, point: Point) -> RequestSchedule:
+    def schedule_at(self, point: ControlPoint) -> RequestSchedule:
         """The schedule of a point."""
 
-    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> Observed:
+    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> ObservedRequests:
         """What is seen in a simulation of a schedule's events."""
 
     def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:
@@ -56,7 +55,7 @@ class Placed:
     """The point that was found on a layout."""
 
     schedules: Schedules
-    point: Point
+    point: ControlPoint
     performance: Performance
 
 
@@ -108,7 +107,7 @@ def bounded_performance(
 def remembered(schedules: Schedules) -> PerformanceOf:
     """The performance of points, each of which is computed once."""
 
-    def performance(point: Point) -> Performance:
+    def performance(point: ControlPoint) -> Performance:
         if point not in schedules.known:
             schedules.known[point] = schedules.performance(point)
         return schedules.known[point]

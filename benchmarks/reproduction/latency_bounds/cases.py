@@ -8,11 +8,9 @@ import numpy as np
 
 from benchmarks.reproduction.latency_bounds.random_times import RandomTimes, random_times
 from planner.costs.preemption import COPY_LAUNCH_S
-from planner.latency_bound.controls import prefill_sizes
-from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.steady_state.completions import Completions, waa_decode_requests
-from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
-from planner.latency_bound.steady_state.waa.sides import WaaSides
+from planner.latency_bound.schedules import Completions, prefill_sizes, waa_decode_requests
+from planner.latency_bound.stage_times import StageSeconds
+from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -24,7 +22,7 @@ MOST_IN_FLIGHT = 2048
 class RraCase:
     """A schedule of RRA."""
 
-    times: StageTimes
+    times: StageSeconds
     lengths: RequestLengths
     schedule: RequestSchedule
 

@@ -23,8 +23,8 @@ from benchmarks.reproduction.latency_bounds.rra_schedules import rra_of
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Setting
 from benchmarks.reproduction.latency_bounds.tasks import TASKS
 from benchmarks.reproduction.latency_bounds.waa_schedules import waa_of
-from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.placing.kind_search import CHECKS
+from planner.latency_bound.bounded_search import CHECKS
+from planner.latency_bound.simulate import ObservedRequests, Watch
 
 KINDS: dict[str, Callable[[Setting, float], Bounded]] = {"RRA": rra_of, "WAA": waa_of}
 SETTLING = 3
@@ -48,9 +48,9 @@ class Claim:
     bound_s: float
     kind: str
     first: Placed
-    first_seen: Observed
+    first_seen: ObservedRequests
     chosen: Placed | None
-    judged: Observed | None
+    judged: ObservedRequests | None
 
     @property
     def kept(self) -> bool:
@@ -108,7 +108,7 @@ def claims(setting: Setting, task: str) -> Iterator[Claim]:
                 yield Claim(setting.model, task, bound_s, kind, first, seen, chosen, judged)
 
 
-def simulated(placed: Placed, count: int, seed: int) -> Observed:
+def simulated(placed: Placed, count: int, seed: int) -> ObservedRequests:
     """What is seen of so many requests under a schedule."""
     schedule = placed.schedules.schedule_at(placed.point)
     watch = Watch(SETTLING * schedule.decode_requests, count)

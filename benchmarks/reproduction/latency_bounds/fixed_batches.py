@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.stage_times import StageSeconds
 from planner.length_distribution import RequestLengths
 
 FloatArray = npt.NDArray[np.float64]
@@ -69,7 +69,9 @@ class BatchTimeline:
         return self.batch.requests / self.mean_s
 
 
-def batch_timeline(times: StageTimes, lengths: RequestLengths, batch: FixedBatch) -> BatchTimeline:
+def batch_timeline(
+    times: StageSeconds, lengths: RequestLengths, batch: FixedBatch
+) -> BatchTimeline:
     """The timeline of batches of requests with these lengths."""
     longest, prompt = lengths.outputs.longest, lengths.prompts.mean
     steps = np.arange(1, longest)
@@ -80,7 +82,7 @@ def batch_timeline(times: StageTimes, lengths: RequestLengths, batch: FixedBatch
     return BatchTimeline(batch, lengths, seconds)
 
 
-def prefill_s(times: StageTimes, batch: FixedBatch, prompt_tokens: float) -> float:
+def prefill_s(times: StageSeconds, batch: FixedBatch, prompt_tokens: float) -> float:
     """Seconds until all requests of a batch have their first token."""
     count = batch.prefill_micro_batches
     stage_s = times.prefill_s(batch.requests / count, prompt_tokens)
@@ -88,7 +90,7 @@ def prefill_s(times: StageTimes, batch: FixedBatch, prompt_tokens: float) -> flo
     return float((count - 1) * max(stage_s.max(), hop_s.max()) + stage_s.sum() + hop_s.sum())
 
 
-def decode_round_s(times: StageTimes, batch: FixedBatch, context_tokens: float) -> float:
+def decode_round_s(times: StageSeconds, batch: FixedBatch, context_tokens: float) -> float:
     """Seconds in which every request gets one token more: the slowest stage or link is busy all
     the time, or every micro-batch waits for its own token to come round.
     """

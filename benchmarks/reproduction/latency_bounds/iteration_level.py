@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.stage_times import StageSeconds
 from planner.length_distribution import LengthDistribution, RequestLengths
 
 FloatArray = npt.NDArray[np.float64]
@@ -99,7 +99,7 @@ class IterationTimeline:
 
 
 def iteration_timeline(
-    times: StageTimes, lengths: RequestLengths, policy: IterationLevel, seed: int = 0
+    times: StageSeconds, lengths: RequestLengths, policy: IterationLevel, seed: int = 0
 ) -> IterationTimeline:
     """Simulate one group a stage, long enough for the longest output and for some requests."""
     generator = np.random.default_rng([seed, policy.requests])
@@ -156,7 +156,7 @@ def _rounds(
         yield decodes, context, newcomers, prompts
 
 
-def pass_seconds(times: StageTimes, passes: Passes) -> tuple[FloatArray, FloatArray]:
+def pass_seconds(times: StageSeconds, passes: Passes) -> tuple[FloatArray, FloatArray]:
     """Seconds of computing and of hops of every pass [rounds, groups, N].
 
     In a pass of both phases weights are read and kernels started once: the least decode step is

@@ -26,7 +26,7 @@ from benchmarks.reproduction.latency_bounds.rra_schedules import RraSchedules, r
 from benchmarks.reproduction.latency_bounds.setting import Setting
 from benchmarks.reproduction.latency_bounds.tasks import TASKS
 from benchmarks.reproduction.latency_bounds.waa_schedules import WaaSchedules, divided_of, waa_of
-from planner.latency_bound.steady_state.performance import DOES_NOT_FIT, Performance
+from planner.latency_bound.timeline import DOES_NOT_FIT, Performance
 from planner.length_distribution import FloatArray
 
 SECTION = "monotonicity"

@@ -15,8 +15,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import group_of
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.model import CostModel
-from planner.latency_bound.stage_times import PipelineTimes
-from planner.latency_bound.steady_state.grid_times import GridTimes
+from planner.latency_bound.stage_times import GridTimes, PipelineTimes
 from planner.length_distribution import RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.workload import Workload

@@ -25,7 +25,7 @@ from benchmarks.reproduction.latency_bounds.rivals import FixedBatches
 from benchmarks.reproduction.latency_bounds.rra_schedules import rra_of
 from benchmarks.reproduction.latency_bounds.setting import Setting
 from benchmarks.reproduction.latency_bounds.waa_schedules import waa_of
-from planner.latency_bound.steady_state.timeline import Timeline
+from planner.latency_bound.timeline import Timeline
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import IntArray
 

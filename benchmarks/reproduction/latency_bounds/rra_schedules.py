@@ -13,15 +13,12 @@ from benchmarks.reproduction.latency_bounds.bounded import Bounded, bounded_perf
 from benchmarks.reproduction.latency_bounds.layouts import layouts_of
 from benchmarks.reproduction.latency_bounds.pipelines import Layout, Pipeline, Work
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Setting
-from planner.latency_bound.branch_and_bound import Point
-from planner.latency_bound.controls import rra_schedule
-from planner.latency_bound.events.rra import simulate_rra
-from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.placing.estimates import shortest_turns
-from planner.latency_bound.steady_state.completions import Completions
-from planner.latency_bound.steady_state.performance import Performance
-from planner.latency_bound.steady_state.rra.timeline import rra_timeline
-from planner.latency_bound.steady_state.timeline import Timeline
+from planner.latency_bound.branch_and_bound import ControlPoint
+from planner.latency_bound.estimates import shortest_turns
+from planner.latency_bound.rra_timeline import rra_timeline
+from planner.latency_bound.schedules import Completions, rra_schedule
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
+from planner.latency_bound.timeline import Performance, Timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule
 from planner.workload import HOLES
@@ -44,7 +41,7 @@ class RraSchedules:
     layout: Layout
     pipeline: Pipeline
     quantile: float | None = None
-    known: dict[Point, Performance] = field(default_factory=dict)
+    known: dict[ControlPoint, Performance] = field(default_factory=dict)
     _prefills: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -73,11 +70,11 @@ class RraSchedules:
         even = {math.ceil(bounded / phases) for phases in range(1, bounded + 1)}
         return tuple(sorted({*numbers_up_to(longest), *even}, reverse=True))
 
-    def label(self, point: Point) -> str:
+    def label(self, point: ControlPoint) -> str:
         """The controls of a point as in table 6."""
         return f"B_E={self.newcomers[point[0]]}, N_D={self.steps[point[1]]}{self.layout.label}"
 
-    def performance(self, point: Point) -> Performance:
+    def performance(self, point: ControlPoint) -> Performance:
         """The performance of a point; latency is infinite where requests have no room."""
         return self.performance_of(self.newcomers[point[0]], self.steps[point[1]])
 
@@ -91,12 +88,12 @@ class RraSchedules:
         """The timeline of a schedule for requests of these lengths."""
         return rra_timeline(self.pipeline.grid_times, lengths, schedule, self.quantile or QUANTILE)
 
-    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> Observed:
+    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> ObservedRequests:
         """What is seen in a simulation of a schedule's events, at the times before the grid."""
         generator = np.random.default_rng(seed)
         return simulate_rra(self.pipeline.times, self.setting.lengths, schedule, watch, generator)
 
-    def schedule_at(self, point: Point) -> RequestSchedule:
+    def schedule_at(self, point: ControlPoint) -> RequestSchedule:
         """The schedule of a point."""
         return self.schedule(self.newcomers[point[0]], self.steps[point[1]])[0]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.latency_bound.branch_and_bound import Point, Tolerance, best_within
-from planner.latency_bound.steady_state.performance import Performance
+from planner.latency_bound.branch_and_bound import ControlPoint, Tolerance, best_within
+from planner.latency_bound.timeline import Performance
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -42,7 +42,7 @@ class Case:
         """The box; controls count from 1."""
         return tuple(range(1, size + 1) for size in self.latency_s.shape)
 
-    def performance(self, point: Point) -> Performance:
+    def performance(self, point: ControlPoint) -> Performance:
         """The performance of a point."""
         at = tuple(value - 1 for value in point)
         return Performance(float(self.requests_per_s[at]), float(self.latency_s[at]))
@@ -68,9 +68,9 @@ class Outcome:
 
 def outcome_of(case: Case, tolerance: Tolerance = TOLERANCE) -> Outcome:
     """Search a case, and compare with all of its points."""
-    seen = set[Point]()
+    seen = set[ControlPoint]()
 
-    def performance(point: Point) -> Performance:
+    def performance(point: ControlPoint) -> Performance:
         seen.add(point)
         return case.performance(point)
 

@@ -19,12 +19,11 @@ import numpy as np
 
 from benchmarks.machine import processor_name
 from benchmarks.reproduction.latency_bounds.cases import RraCase, WaaCase, random_rra, random_waa
-from planner.latency_bound.events.rra import simulate_rra
-from planner.latency_bound.events.waa import simulate_waa
-from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.steady_state.rra.timeline import rra_timeline
-from planner.latency_bound.steady_state.timeline import Timeline
-from planner.latency_bound.steady_state.waa.timeline import waa_timeline
+from planner.latency_bound.rra_timeline import rra_timeline
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
+from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.waa_timeline import waa_timeline
 
 QUANTILE, NEAR = 0.99, 0.05
 SETTLING = 3
@@ -64,7 +63,9 @@ def of_waa(seed: int, requests: int) -> Deviation:
     )
 
 
-def _deviation(timeline: Callable[[], Timeline], events: Callable[[], Observed]) -> Deviation:
+def _deviation(
+    timeline: Callable[[], Timeline], events: Callable[[], ObservedRequests]
+) -> Deviation:
     began_s = time.process_time()
     found = timeline().performance
     between_s = time.process_time()

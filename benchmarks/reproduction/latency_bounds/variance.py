@@ -22,7 +22,7 @@ from benchmarks.reproduction.latency_bounds.rra_schedules import RraSchedules, r
 from benchmarks.reproduction.latency_bounds.setting import Setting
 from benchmarks.reproduction.latency_bounds.tasks import TASKS
 from benchmarks.reproduction.latency_bounds.waa_schedules import WaaSchedules, waa_of
-from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.stage_times import StageSeconds
 from planner.length_distribution import FloatArray, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -82,8 +82,8 @@ def sampled(placed: Placed, lengths: RequestLengths) -> tuple[FloatArray, FloatA
 
 
 def _sampled(
-    prefill: StageTimes,
-    decode: StageTimes,
+    prefill: StageSeconds,
+    decode: StageSeconds,
     schedule: RequestSchedule,
     lengths: RequestLengths,
     generator: np.random.Generator,
@@ -118,7 +118,7 @@ def _sampled(
     return np.array(turns), np.array(steps)
 
 
-def _turn_s(times: StageTimes, prompts: FloatArray, most: int) -> float:
+def _turn_s(times: StageSeconds, prompts: FloatArray, most: int) -> float:
     """Seconds of the slowest stage for prompts in micro-batches of at most `most`."""
     parts = np.array_split(prompts, -(-len(prompts) // most))
     seconds = [

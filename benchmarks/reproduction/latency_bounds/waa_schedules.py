@@ -22,17 +22,14 @@ from benchmarks.reproduction.latency_bounds.rra_schedules import reserved_tokens
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Setting
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.preemption import HostCopies, cache_tensors
-from planner.latency_bound.branch_and_bound import Point
-from planner.latency_bound.controls import waa_schedule
-from planner.latency_bound.events.waa import simulate_waa
-from planner.latency_bound.events.watch import Observed, Watch
-from planner.latency_bound.placing.estimates import shortest_turns
-from planner.latency_bound.steady_state.completions import waa_decode_requests
-from planner.latency_bound.steady_state.performance import Performance
-from planner.latency_bound.steady_state.timeline import Timeline
-from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
-from planner.latency_bound.steady_state.waa.sides import WaaSides
-from planner.latency_bound.steady_state.waa.timeline import waa_timeline
+from planner.latency_bound.branch_and_bound import ControlPoint
+from planner.latency_bound.estimates import shortest_turns
+from planner.latency_bound.schedules import waa_decode_requests, waa_schedule
+from planner.latency_bound.simulate import ObservedRequests, Watch
+from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.timeline import Performance, Timeline
+from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
+from planner.latency_bound.waa_timeline import waa_timeline
 from planner.length_distribution import RequestLengths
 from planner.scheduling import RequestSchedule, ScheduleKind
 
@@ -83,14 +80,14 @@ class WaaSchedules:
     layout: Layout
     divided: Divided
     quantile: float | None = None
-    known: dict[Point, Performance] = field(default_factory=dict)
+    known: dict[ControlPoint, Performance] = field(default_factory=dict)
 
     @property
     def ranges(self) -> tuple[range]:
         """The box of points."""
         return (range(1, self._most_decoding() + 1),)
 
-    def label(self, point: Point) -> str:
+    def label(self, point: ControlPoint) -> str:
         """The controls of a point as in table 6, and the GPUs that prefill."""
         gpus = sum(device.degree for device in self.divided.prefill.stages)
         schedule = self.schedule_at(point)
@@ -98,7 +95,7 @@ class WaaSchedules:
         groups = schedule.decode_micro_batches
         return f"{controls}, B_m={groups}{self.layout.label}, {gpus} prefill"
 
-    def performance(self, point: Point) -> Performance:
+    def performance(self, point: ControlPoint) -> Performance:
         """The performance of a point; latency is infinite where requests have no room."""
         return self.performance_of(self.schedule_at(point))
 
@@ -114,7 +111,7 @@ class WaaSchedules:
         sides = self._sides if lengths is own else both.sides(lengths)
         return waa_timeline(sides, schedule, self.quantile or QUANTILE)
 
-    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> Observed:
+    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> ObservedRequests:
         """What is seen in a simulation of a schedule's events, at the times before the grid."""
         both = self.divided
         exact = WaaSides(both.prefill.times, both.decode.times, both.handover, self.setting.lengths)
@@ -124,7 +121,7 @@ class WaaSchedules:
     def _sides(self) -> WaaSides:
         return self.divided.sides(self.setting.lengths)
 
-    def schedule_at(self, point: Point) -> RequestSchedule:
+    def schedule_at(self, point: ControlPoint) -> RequestSchedule:
         """The schedule of a point."""
         (decoding,) = point
         lengths = self.setting.lengths
@@ -134,7 +131,7 @@ class WaaSchedules:
         size = shortest_turns(prefill.grid_times, lengths.prompts, newcomers, 1)[0]
         return replace(schedule, prefill_micro_batch=size)
 
-    def point_of(self, newcomers: int) -> Point:
+    def point_of(self, newcomers: int) -> ControlPoint:
         """The point with so many newcomers of a turn."""
         return (max(1, round(waa_decode_requests(self.setting.lengths.outputs, newcomers))),)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.report.formatting import shortened
-from planner.latency_bound.cycles import simulated_cycles
+from planner.latency_bound.draw import simulated_cycles
 from planner.plan.spec import PlanSpec
 from planner.simulation.gantt import GanttOptions, gantt_svg
 from planner.simulation.simulation import Simulated

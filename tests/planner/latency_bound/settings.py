@@ -9,10 +9,9 @@ from dataclasses import replace
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.latency_bound.placing.job import job_of
-from planner.latency_bound.placing.placement import Placement
-from planner.latency_bound.request import BoundRequest
-from planner.latency_bound.search import bounded_options
+from planner.latency_bound.bounded_plan import bounded_options
+from planner.latency_bound.placed_layers import PlacedLayers
+from planner.latency_bound.request import BoundRequest, job_of
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, model_shape
@@ -58,7 +57,7 @@ def bounded_costs(
 
 def placement_of(
     costs: CostModel, devices: Sequence[Device], counts: Sequence[Sequence[int]]
-) -> Placement:
+) -> PlacedLayers:
     """The placement with so many layers of each bitwidth on each device."""
     ends = itertools.accumulate(map(sum, counts))
     bits = [b for stage in counts for b, count in enumerate(stage) for _ in range(count)]
@@ -66,10 +65,10 @@ def placement_of(
     solution = Solution(
         costs.workload, tuple(devices), MicroBatches(1, 1), found, 0.0, 1, 1, 0.0, False
     )
-    return Placement(costs, solution)
+    return PlacedLayers(costs, solution)
 
 
-def every_placement(costs: CostModel) -> Iterator[Placement]:
+def every_placement(costs: CostModel) -> Iterator[PlacedLayers]:
     """Yield all placements on all orders of some of the devices, by layers of each bitwidth."""
     layers, choices = costs.shape.layers, len(costs.options.bits)
     devices = costs.cluster.devices

@@ -12,18 +12,18 @@ import pytest
 
 from benchmarks.reproduction.latency_bounds.search_cost import Outcome, outcome_of, random_cases
 from planner.latency_bound.branch_and_bound import (
+    ControlPoint,
     Found,
-    Point,
     Tolerance,
     best_within,
     least_latency,
 )
-from planner.latency_bound.steady_state.performance import DOES_NOT_FIT, Performance
+from planner.latency_bound.timeline import DOES_NOT_FIT, Performance
 
 EXACT = Tolerance(0.0, 0.0)
 
 
-def _product(point: Point) -> Performance:
+def _product(point: ControlPoint) -> Performance:
     """Throughput and latency that rise with both controls, in different measure."""
     first, second = point
     return Performance(first * second**0.5, first**0.5 + second)
@@ -53,7 +53,7 @@ def test_random_boxes_of_any_number_of_controls_are_searched_exactly() -> None:
         bound_s = float(generator.choice(latency_s.ravel()))
 
         def performance(
-            point: Point, rates: np.ndarray = throughput, times: np.ndarray = latency_s
+            point: ControlPoint, rates: np.ndarray = throughput, times: np.ndarray = latency_s
         ) -> Performance:
             return Performance(1 + float(rates[point]), float(times[point]))
 
@@ -74,9 +74,9 @@ def test_an_upper_corner_within_the_bound_is_the_answer_at_once() -> None:
 
 
 def test_no_point_is_evaluated_twice() -> None:
-    seen = Counter[Point]()
+    seen = Counter[ControlPoint]()
 
-    def performance(point: Point) -> Performance:
+    def performance(point: ControlPoint) -> Performance:
         seen[point] += 1
         return _product(point)
 
@@ -91,7 +91,7 @@ def test_no_point_is_evaluated_twice() -> None:
 def test_points_without_room_are_left_out(states_throughput: bool, bound_s: float) -> None:
     evaluated = 0
 
-    def performance(point: Point) -> Performance:
+    def performance(point: ControlPoint) -> Performance:
         nonlocal evaluated
         evaluated += 1
         whole = _product(point)

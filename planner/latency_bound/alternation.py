@@ -1,0 +1,300 @@
+"""Placements and schedules in turns: layers where a schedule runs best, then the best schedule
+there.
+
+For a given schedule the best placement is the one whose cycle is shortest, which is best for both
+throughput and latency: an assignment problem. For a given placement branch and bound finds the
+schedule. Each turn improves on the one before or is the last. Where it ends depends on where it
+begins: with many requests in flight there is no room for more bits, with which there would be
+better schedules of fewer. So there are several beginnings, each bitwidth alone among them, and from
+the best schedule on, fewer and more requests in flight are tried too. All of this goes by estimates
+of performance (`planner.latency_bound.estimates`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.latency_bound.branch_and_bound import (
+    ControlPoint,
+    Evaluations,
+    PerformanceOf,
+    Tolerance,
+    best_evaluated,
+    climbed,
+)
+from planner.latency_bound.divisions import PhaseDivision
+from planner.latency_bound.placed_layers import PlacedLayers
+from planner.latency_bound.simulate import ObservedRequests
+from planner.latency_bound.timeline import Performance, Timeline
+from planner.scheduling import RequestSchedule, ScheduleKind
+from planner.search.candidate_search import SearchTime
+from quant.common.errors import InfeasibleError
+
+
+@dataclass(frozen=True)
+class PlacingGoal:
+    """A schedule to place layers for; `free`: its groups may be others, as many as stages. With
+    `usable_bits` layers have none but these bitwidths; with `on_all` no device is left out.
+    `division`: the devices that prefill and those that decode, where they are divided; `slack`: how
+    many times quality counts on either.
+    """
+
+    schedule: RequestSchedule
+    free: bool = True
+    usable_bits: tuple[int, ...] | None = None
+    on_all: bool = False
+    division: PhaseDivision | None = None
+    slack: tuple[float, float] = (1.0, 1.0)
+
+
+class ScheduleSpace(Protocol):
+    """Layers on devices, and the performance of every point of the controls there."""
+
+    @property
+    def kind(self) -> ScheduleKind:
+        """The kind of the schedules."""
+
+    @property
+    def key(self) -> Hashable:
+        """A key that is equal for equal placements."""
+
+    @property
+    def placements(self) -> tuple[PlacedLayers, ...]:
+        """The placement; or that of the stages that decode, then that of those that prefill."""
+
+    @property
+    def omega(self) -> float:
+        """Summed sensitivity of the layers' bitwidths."""
+
+    @property
+    def ranges(self) -> Sequence[range]:
+        """The box of the controls."""
+
+    def around(self, point: ControlPoint) -> Sequence[range]:
+        """The box of the controls up to somewhat more than a point."""
+
+    def __call__(self, point: ControlPoint) -> Performance:
+        """The estimated performance of a point; latency is infinite where requests have no room."""
+
+    def exact(self, point: ControlPoint, quantile: float) -> Performance:
+        """The performance of a point by its timeline at a quantile of the latency, as above."""
+
+    def schedule(self, point: ControlPoint) -> RequestSchedule:
+        """The schedule of a point."""
+
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the requests of a schedule have room, as it is."""
+
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
+        """The timeline of a schedule."""
+
+    def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
+        """What is seen of so many requests in a simulation of a schedule's events."""
+
+    def start(self, schedule: RequestSchedule) -> PlacingGoal:
+        """To place layers again for a schedule."""
+
+    def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:
+        """Yield what to place layers for besides, where a schedule is the best so far."""
+
+    def crossed(self, others: Sequence[ScheduleSpace]) -> Iterator[ScheduleSpace]:
+        """Yield placements that have parts of this one and parts of others."""
+
+
+class KindPlanner(Protocol):
+    """Finds placements for schedules of one kind."""
+
+    def starts(self) -> Iterator[PlacingGoal]:
+        """Yield what to begin with, the schedule with the least latency among it."""
+
+    def placed(self, start: PlacingGoal, theta: float, limit_s: float) -> ScheduleSpace:
+        """The best placement for a schedule; InfeasibleError where none fits."""
+
+
+def scaled_count(count: int, ratio: float) -> int:
+    """About `ratio` times as many, but at least one more or fewer, and at least one."""
+    scaled = round(ratio * count)
+    return max(1, max(scaled, count + 1) if ratio > 1 else min(scaled, count - 1))
+
+
+PROGRESS = 1e-3
+"""Share by which a turn must improve for another one."""
+
+MOST_TURNS = 6
+
+FINALISTS = 5
+"""Placements on which schedules are searched for, of those that are known: those with the best
+schedules on the diagonal of the box."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedPoint:
+    """A point of the controls where layers lie, and its estimated performance; `seconds` are those
+    of the whole job in its steady state.
+    """
+
+    placed: ScheduleSpace
+    point: ControlPoint
+    performance: Performance
+    seconds: float
+
+    @property
+    def start(self) -> PlacingGoal:
+        """To place layers again for its schedule."""
+        return self.placed.start(self.placed.schedule(self.point))
+
+    def cost_s(self, theta: float) -> float:
+        """Seconds of the job, a unit of sensitivity counting as `theta`."""
+        return self.seconds + theta * self.placed.omega
+
+
+class Alternation:
+    """Searches the schedules of one kind, at one theta and bound after another; `prompts` are
+    those of the job. Placements that were found stay known, with all that was evaluated there.
+    """
+
+    def __init__(
+        self, planner: KindPlanner, prompts: int, search_time: SearchTime, tolerance: Tolerance
+    ) -> None:
+        self._planner, self._prompts = planner, prompts
+        self._search_time, self._tolerance = search_time, tolerance
+        self._pool: dict[Hashable, ScheduleSpace] = {}
+        self._placed: dict[tuple[PlacingGoal, float], ScheduleSpace | None] = {}
+        self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
+
+    @property
+    def evaluations(self) -> int:
+        """Points that were evaluated, over all placements."""
+        return sum(map(len, self._known.values()))
+
+    @property
+    def least(self) -> PlacedPoint | None:
+        """The schedule with the least latency on any placement; None where nothing fits."""
+        ends = (self._lowest(placed) for placed in self._pool.values())
+        fitting = (each for each in ends if each is not None)
+        return min(fitting, key=lambda each: each.performance.latency_s, default=None)
+
+    def best(self, theta: float, bound_s: float) -> PlacedPoint | None:
+        """The best schedule found within the bound at this theta; None where none keeps it."""
+        if not self._pool:
+            for start in self._planner.starts():
+                if start.usable_bits is None or not self._search_time.is_over:
+                    self._place(start, theta)
+        best = self._best_known(theta, bound_s)
+        if best is None:
+            return None
+        best = self._descend(best.start, theta, bound_s, best)
+        for start in best.placed.near(best.placed.schedule(best.point)):
+            if self._search_time.is_over:
+                break
+            best = self._descend(start, theta, bound_s, best)
+        return self._best_crossed(theta, bound_s, best)
+
+    def _best_known(self, theta: float, bound_s: float) -> PlacedPoint | None:
+        """The best schedule on the placements that are known, or on parts of the one with the least
+        latency.
+        """
+        best = self._best_of(list(self._pool.values()), theta, bound_s)
+        least = self.least
+        if best is not None or least is None:
+            return best
+        return self._best_of(self._crossed(least.placed), theta, bound_s)
+
+    def _best_of(
+        self, placements: Sequence[ScheduleSpace], theta: float, bound_s: float
+    ) -> PlacedPoint | None:
+        """The best schedule on the most promising of these placements."""
+
+        def cost_s(placed: ScheduleSpace) -> float:
+            found = climbed(placed.ranges, self._performance(placed), bound_s)
+            rate = 0.0 if found is None else found.performance.requests_per_s
+            return self._prompts / rate + theta * placed.omega if rate else math.inf
+
+        best: PlacedPoint | None = None
+        for placed in sorted(placements, key=cost_s)[:FINALISTS]:
+            best = self._better(placed, theta, bound_s, best) or best
+        return best
+
+    def _best_crossed(self, theta: float, bound_s: float, best: PlacedPoint) -> PlacedPoint:
+        """The best schedule on parts of the best placement and of others."""
+        for _ in range(MOST_TURNS):
+            if self._search_time.is_over:
+                break
+            before = best
+            for placed in self._crossed(before.placed):
+                best = self._better(placed, theta, bound_s, best) or best
+            if best is before:
+                break
+        return best
+
+    def _crossed(self, placed: ScheduleSpace) -> list[ScheduleSpace]:
+        """Placements with parts of this one, which are known from then on."""
+        crossed = list(placed.crossed(list(self._pool.values())))
+        return [self._pool.setdefault(each.key, each) for each in crossed]
+
+    def _place(self, start: PlacingGoal, theta: float) -> ScheduleSpace | None:
+        """The best placement for a schedule, which is known from then on; None where none fits."""
+        key = start, theta
+        if key not in self._placed:
+            try:
+                placed = self._planner.placed(start, theta, self._search_time.next_s())
+            except InfeasibleError:
+                self._placed[key] = None
+            else:
+                self._placed[key] = self._pool.setdefault(placed.key, placed)
+        return self._placed[key]
+
+    def _descend(
+        self, start: PlacingGoal, theta: float, bound_s: float, best: PlacedPoint
+    ) -> PlacedPoint:
+        """Improve in turns from `start` on; the best there is then."""
+        for _ in range(MOST_TURNS):
+            if self._search_time.is_over:
+                return best
+            placed = self._place(start, theta)
+            found = None if placed is None else self._better(placed, theta, bound_s, best)
+            if found is None:
+                return best
+            before_s, best = best.cost_s(theta), found
+            start = found.start
+            if found.cost_s(theta) > before_s * (1 - PROGRESS):
+                return best
+        return best
+
+    def _better(
+        self, placed: ScheduleSpace, theta: float, bound_s: float, best: PlacedPoint | None
+    ) -> PlacedPoint | None:
+        """The best schedule on a placement, if it is better than the best so far."""
+        more_than = 0.0
+        if best is not None:
+            left_s = best.cost_s(theta) - theta * placed.omega
+            if left_s <= 0:
+                return None
+            more_than = self._prompts / left_s
+        evaluated = Evaluations(self._performance(placed), bound_s, more_than)
+        found = best_evaluated(placed.ranges, evaluated, bound_s, self._tolerance)
+        return None if found is None else self._candidate(placed, found.point)
+
+    def _performance(self, placed: ScheduleSpace) -> PerformanceOf:
+        """The performance of points on a placement, each evaluated once."""
+        known = self._known.setdefault(placed.key, {})
+
+        def performance(point: ControlPoint) -> Performance:
+            if point not in known:
+                known[point] = placed(point)
+            return known[point]
+
+        return performance
+
+    def _candidate(self, placed: ScheduleSpace, point: ControlPoint) -> PlacedPoint:
+        performance = self._performance(placed)(point)
+        return PlacedPoint(placed, point, performance, self._prompts / performance.requests_per_s)
+
+    def _lowest(self, placed: ScheduleSpace) -> PlacedPoint | None:
+        """The schedule of least latency on a placement; None where not even that has room."""
+        low = tuple(each[0] for each in placed.ranges)
+        fits = self._performance(placed)(low).latency_s < math.inf
+        return self._candidate(placed, low) if fits else None

@@ -1,1 +1,0 @@
-"""Simulation of schedules event by event, with lengths drawn at random."""

@@ -1,1 +1,0 @@
-"""Where layers lie under a schedule: devices, bits and partition, decided together with it."""

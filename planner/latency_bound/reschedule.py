@@ -1,0 +1,300 @@
+"""Another schedule for the stages of a plan whose requests have other lengths than were planned for
+(ExeGPT section 7.6): layers and bitwidths stay where they are, so that the stages follow it while
+they run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec, devices_of
+from planner.costs.model import CostModel
+from planner.latency_bound.alternation import ScheduleSpace
+from planner.latency_bound.bounded_plan import bound_not_met, latency_forecast
+from planner.latency_bound.bounded_search import CHECKS, TOLERANCE, Scheduled, kept_below, scheduled
+from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_evaluated
+from planner.latency_bound.divisions import PhaseDivision
+from planner.latency_bound.placed_layers import PlacedLayers
+from planner.latency_bound.request import PROMPTS, BoundRequest, sampled_lengths
+from planner.latency_bound.rra import RraSpace
+from planner.latency_bound.schedules import most_in_group
+from planner.latency_bound.waa import WaaSpace
+from planner.length_distribution import RequestLengths
+from planner.model.finding import ModelShape
+from planner.optimiser.assignment import Assignment
+from planner.options import AUTO, PlanOptions
+from planner.plan.builder import Solution
+from planner.plan.divided import parts_of
+from planner.plan.parking import host_tokens
+from planner.plan.spec import PlanSpec
+from planner.schedule.prefills import WAITING
+from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
+from planner.search.remedies import PlanningRequest
+from planner.search.search import costs_of
+from planner.workload import Job
+from quant.common.errors import InfeasibleError, SpecError
+
+SAMPLING_ERROR = 0.03
+"""By which the mean prompt of a few hundred rows may be off. Where token slots are short, turns are
+smaller; a tenth of them is in use only while groups are larger than in the mean."""
+
+MOVING = 1
+"""Turns whose keys and values are on their way from stages that prefill to stages that decode."""
+
+
+@dataclass(frozen=True)
+class RunningSizes:
+    """The sizes of stages: the most requests in flight and in one decode micro-batch, the token
+    slots that requests may reserve, the requests of a prefill micro-batch, and the tokens of
+    prompts that have room in host memory, where keys and values are handed over (else 0).
+    """
+
+    in_flight: int
+    decode_micro_batch: int
+    reservable_tokens: int
+    prefill_micro_batch: int
+    host_tokens: int = 0
+
+    @classmethod
+    def of(cls, plan: PlanSpec) -> RunningSizes:
+        """The sizes of a plan's stages, which it keeps when its schedule becomes another."""
+        now, workload = plan.policy.followed_schedule, plan.workload
+        in_flight = max(workload.global_batch, now.most_in_flight)
+        in_group = max(plan.micro_batches.decode, most_in_group(now))
+        prefills = plan.prefill_plan
+        if prefills is None:
+            return cls(in_flight, in_group, workload.reservable_tokens, now.prefill_micro_batch)
+        host = min(host_tokens(part) for part in parts_of(plan))
+        return cls(
+            in_flight,
+            in_group,
+            workload.reservable_tokens,
+            prefills.micro_batches.prefill,
+            max(host, int(handed_over_tokens(now, len(prefills.stages), now.mean_prompt_tokens))),
+        )
+
+    def have_room(self, schedule: RequestSchedule, in_group: int, reserved_tokens: float) -> bool:
+        """Whether the requests of a schedule have room where they decode: so many of them in a
+        micro-batch, each of which reserves so many token slots in the mean.
+        """
+        in_flight = schedule.most_in_flight
+        if in_flight > self.in_flight or in_group > self.decode_micro_batch:
+            return False
+        return in_flight * reserved_tokens <= (1 + SAMPLING_ERROR) * self.reservable_tokens
+
+
+def handed_over_tokens(schedule: RequestSchedule, stages: int, mean_prompt: float) -> float:
+    """Tokens of the prompts in host memory, or soon there: of a turn for each of the `stages` that
+    prefill, of those that wait, and of those on their way.
+    """
+    return (stages + WAITING + MOVING) * schedule.prefill_requests * mean_prompt
+
+
+def placements_of(
+    plan: PlanSpec, cluster: ClusterSpec, shape: ModelShape, options: PlanOptions, job: Job
+) -> tuple[PlacedLayers, ...]:
+    """The placement of all stages; or that of those that decode, then that of those that prefill,
+    as in `ScheduleSpace`.
+    """
+    options = replace(
+        options, policy=BOUNDED, group=1, in_flight=AUTO, kv_bits=plan.kv_bits, max_omega=None
+    )
+    costs, _ = costs_of(PlanningRequest.of(cluster, shape, job, options))
+    prefills = () if plan.prefill_plan is None else (plan.prefill_plan,)
+    return tuple(_placement(part, costs) for part in (plan, *prefills))
+
+
+def _placement(plan: PlanSpec, costs: CostModel) -> PlacedLayers:
+    devices = devices_of(costs.cluster, tuple(stage.device_names for stage in plan.stages))
+    return PlacedLayers(costs, _solution(plan, costs, devices))
+
+
+def _solution(plan: PlanSpec, costs: CostModel, devices: tuple[Device, ...]) -> Solution:
+    bits = tuple(costs.options.bits.index(b) for stage in plan.stages for b in stage.bitwidths)
+    ends = (stage.layers.stop for stage in plan.stages)
+    assignment = Assignment((0, *ends), bits, 0.0, 0.0, "as it is", 0.0)
+    return Solution(
+        workload=plan.workload,
+        devices=devices,
+        sizes=plan.micro_batches,
+        assignment=assignment,
+        lower_bound=0.0,
+        candidates=1,
+        solved=0,
+        seconds=0.0,
+        head_on_first=plan.head_on_first,
+    )
+
+
+class RunningSpace(ScheduleSpace, Protocol):
+    """Stages that run, and the requests that were measured."""
+
+    @property
+    def job(self) -> Job:
+        """The job that stands for the requests."""
+
+    @property
+    def request(self) -> BoundRequest:
+        """The requests, and the bound on their latency."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunningRra(RraSpace):
+    """Stages of both phases; their prefill micro-batches stay as they are."""
+
+    sizes: RunningSizes
+
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the stages may follow a schedule as it is."""
+        return self._has_room(schedule, self.sizes.prefill_micro_batch)
+
+    def _reservable_tokens(self, schedule: RequestSchedule) -> int:
+        return self.sizes.reservable_tokens
+
+    def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
+        return (self.sizes.prefill_micro_batch,)
+
+    def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:
+        return self.sizes.have_room(schedule, most_in_group(schedule), reserved_tokens(self))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunningWaa(WaaSpace):
+    """Stages that prefill, and stages that decode. Prefill micro-batches may become smaller, and
+    groups more than are fastest, where they would have more requests than have room.
+    """
+
+    sizes: RunningSizes
+
+    def _of(self, requests: int) -> RequestSchedule:
+        fastest = super()._of(requests)
+        least = -(-fastest.most_in_flight // self.sizes.decode_micro_batch)
+        groups = min(requests, max(least, fastest.decode_micro_batches))
+        return replace(fastest, decode_micro_batches=groups)
+
+    def _decodes(self, schedule: RequestSchedule) -> bool:
+        return self.sizes.have_room(schedule, most_in_group(schedule), reserved_tokens(self))
+
+    def _prefills(self, schedule: RequestSchedule) -> bool:
+        """Whether prompts have room in micro-batches, and in host memory; one at a time has."""
+        if schedule.prefill_micro_batch > self.sizes.prefill_micro_batch:
+            return False
+        stages, mean = len(self.prefill.devices), self.request.lengths.prompts.mean
+        tokens = handed_over_tokens(schedule, stages, mean)
+        return schedule.prefill_requests == 1 or tokens <= self.sizes.host_tokens
+
+
+def reserved_tokens(stages: RunningSpace) -> float:
+    """Token slots that a request reserves in the mean: lengths are drawn apart from each other, and
+    every request reserves all new tokens.
+    """
+    return stages.request.lengths.prompts.mean + stages.job.lengths.longest_output
+
+
+def running_stages(
+    plan: PlanSpec, placements: tuple[PlacedLayers, ...], job: Job, request: BoundRequest
+) -> RunningSpace:
+    """The stages of `plan`, whose `placements` are as in `ScheduleSpace`."""
+    sizes, (placement, *prefilling) = RunningSizes.of(plan), placements
+    if not prefilling:
+        return RunningRra(placement, job, request, sizes=sizes)
+    (prefill,) = prefilling
+    division = PhaseDivision(prefill.devices, placement.devices)
+    kind = plan.policy.followed_schedule.kind
+    return RunningWaa(kind, division, placement, prefill, job, request, sizes=sizes)
+
+
+def reschedule(
+    plan: PlanSpec,
+    shape: ModelShape,
+    options: PlanOptions,
+    lengths: RequestLengths,
+) -> PlanSpec:
+    """`plan` with the schedule of most throughput for requests of these `lengths`, of the same kind
+    and within its bound and the memory of its stages; `options` are those of its origin, without
+    files that are gone.
+
+    Raises `SpecError` for a plan without a forecast of its schedule or without an origin,
+    `BoundNotMetError` with the least feasible bound where no schedule keeps that of the plan, and
+    `InfeasibleError` where not even one request has room.
+    """
+    now, forecast = plan.policy.followed_schedule, plan.latency
+    if forecast is None or plan.origin is None:
+        raise SpecError("only a plan with the forecast of its schedule and its origin has another")
+    request = BoundRequest(
+        lengths, forecast.bound_s, forecast.quantile, (now.kind,), forecast.prompts
+    )
+    job = _job(plan, request)
+    placements = placements_of(plan, plan.origin.cluster_spec(), shape, options, job)
+    found, evaluations = _best(running_stages(plan, placements, job, request), now)
+    policy = PolicyOptions(BOUNDED, schedule=found.schedule)
+    made = latency_forecast(found, request, evaluations)
+    return replace(plan, policy=policy, latency=replace(made, prompts=forecast.prompts))
+
+
+def _best(stages: RunningSpace, now: RequestSchedule) -> tuple[Scheduled, int]:
+    """The best schedule, and how many points were evaluated: the one that timelines lead to, or the
+    present one where that keeps the bound and is as fast.
+    """
+    request = stages.request
+    found, evaluations = _searched(stages)
+    if stages.has_room(now):
+        present = scheduled(stages, now, request.quantile, stages.job.prompts)
+        keeps = present.latency_s <= request.limit_s
+        if keeps and (found is None or present.seconds <= found.seconds):
+            found = present
+    if found is None:
+        found = _least(stages)
+    if found.latency_s > request.limit_s:
+        kind = f"{stages.kind}, with layers where they are"
+        raise bound_not_met(request, found.latency_s, kind)
+    return found, evaluations
+
+
+def _searched(stages: RunningSpace) -> tuple[Scheduled | None, int]:
+    """The schedule that branch and bound finds; it goes by timelines, of which a second is enough
+    for all controls where there is one placement.
+    """
+    request, evaluations = stages.request, 0
+    point: ControlPoint | None = None
+    for share, late in CHECKS:
+        quantile, bound_s = 1 - late * (1 - request.quantile), share * request.limit_s
+        evaluated = Evaluations(partial(stages.exact, quantile=quantile), bound_s)
+        best = best_evaluated(stages.ranges, evaluated, bound_s, TOLERANCE)
+        evaluations += evaluated.count
+        if best is None:
+            break
+        point, found = best.point, _scheduled(stages, best.point)
+        if found.latency_s <= request.limit_s:
+            return found, evaluations
+    if point is None:
+        return None, evaluations
+    kept = kept_below(stages, point, request.limit_s, lambda _, each: _scheduled(stages, each))
+    return kept, evaluations
+
+
+def _least(stages: RunningSpace) -> Scheduled:
+    """The schedule with the least latency; InfeasibleError where not even that has room."""
+    found = stages.schedule(_least_point(stages))
+    if not stages.has_room(found):
+        raise InfeasibleError("the token slots of the stages have no room for the longer requests")
+    return _scheduled(stages, _least_point(stages))
+
+
+def _least_point(stages: RunningSpace) -> ControlPoint:
+    return tuple(each[0] for each in stages.ranges)
+
+
+def _scheduled(stages: RunningSpace, point: ControlPoint) -> Scheduled:
+    schedule = stages.schedule(point)
+    return scheduled(stages, schedule, stages.request.quantile, stages.job.prompts)
+
+
+def _job(plan: PlanSpec, request: BoundRequest) -> Job:
+    """The job of the request's lengths; each reserves as many new tokens as when it was planned."""
+    lengths = sampled_lengths(request.lengths)
+    limit = max(plan.workload.new_tokens, lengths.longest_output)
+    return Job(request.prompts or PROMPTS, replace(lengths, output_limit=limit))

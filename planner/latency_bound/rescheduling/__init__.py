@@ -1,1 +1,0 @@
-"""Another schedule for stages that run, whose layers and bitwidths stay where they are."""

@@ -1,0 +1,266 @@
+"""Placements for schedules of kind `rra`, whose stages have both phases in turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+
+from planner.costs.model import CostModel
+from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
+from planner.latency_bound.branch_and_bound import ControlPoint
+from planner.latency_bound.estimates import estimated_rra, shortest_turns
+from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
+from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.rra_timeline import rra_timeline
+from planner.latency_bound.schedules import (
+    Completions,
+    RraControls,
+    cycle_of,
+    most_in_group,
+    rra_schedule,
+)
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
+from planner.latency_bound.timeline import Performance, Timeline
+from planner.micro_batches import MicroBatches
+from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
+from planner.search.candidate_search import search
+from planner.search.groupings import first_sets
+from planner.search.job.in_flight import JobSearch
+from planner.workload import Job
+from quant.common.errors import DoesNotFitError
+
+SHARES, FEW, MANY = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 64), 1 / 8, 3 / 4
+"""Shares of the requests that memory has room for, with which placements are begun, and
+those of placements of one bitwidth, on the best devices and on all."""
+
+NEAR = (0.5, 0.8, 1.25, 2.0)
+"""Newcomers, relative to the best schedule's, for which layers are placed again."""
+
+BEYOND = 1.5
+"""By which each control may exceed the best point by estimates."""
+
+SETTLING = 3
+"""Times the requests in flight that begin before those which are observed."""
+
+MOST_GROUPS = 2
+"""Groups for each stage: with more, throughput hardly grows."""
+
+FEW_SETS = 3
+"""Sets of devices of which the room is looked at before the first search."""
+
+
+@dataclass(frozen=True, eq=False)
+class RraPlanner:
+    """Finds placements at the costs of a job for schedules of kind `rra`."""
+
+    costs: CostModel
+    job: Job
+    request: BoundRequest
+    clock: Callable[[], float]
+    _known_most: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
+
+    def starts(self) -> Iterator[PlacingGoal]:
+        """Yield what to begin with: from as many requests in flight as have room down to one by
+        itself.
+        """
+        for share in SHARES:
+            yield PlacingGoal(self._sharing(share))
+        longest = max(1, self.request.lengths.outputs.longest - 1)
+        yield PlacingGoal(rra_schedule(self.request.lengths, 1, longest, 1, 1))
+        for bits in self.costs.bits:
+            yield PlacingGoal(self._sharing(FEW, (bits,)), usable_bits=(bits,))
+            yield PlacingGoal(self._sharing(MANY, (bits,)), usable_bits=(bits,), on_all=True)
+
+    def placed(self, start: PlacingGoal, theta: float, limit_s: float) -> RraSpace:
+        """The layers where a cycle of the schedule takes the least time, a unit of sensitivity
+        counting as `theta` seconds of the job; InfeasibleError where none fits.
+        """
+        schedule = start.schedule
+        costs = replace(
+            self.costs,
+            theta=theta,
+            workload=self.costs.in_flight(self.job, schedule.most_in_flight),
+            cycle=cycle_of(schedule, self.job, start.free),
+            options=replace(
+                self.costs.options,
+                search_time_limit=limit_s,
+                decode_micro_batch=None if start.free else most_in_group(schedule),
+                keep_all_devices=start.on_all or self.costs.options.keep_all_devices,
+            ),
+            usable_bits=start.usable_bits or self.costs.usable_bits,
+        )
+        solution = search(costs, self.clock)
+        costs = replace(costs, usable_bits=self.costs.usable_bits)
+        return RraSpace(PlacedLayers(costs, solution), self.job, self.request)
+
+    def _sharing(self, share: float, usable_bits: tuple[int, ...] | None = None) -> RequestSchedule:
+        """A schedule of this share of the requests that have room with these bits."""
+        lengths, stages = self.request.lengths, len(self.costs.cluster.devices)
+        steps = max(1, ceil((lengths.outputs.mean - 1) / 2))
+        phases = max(1.0, Completions(lengths.outputs, steps).phases)
+        most = self._most(usable_bits or self.costs.usable_bits)
+        newcomers = max(1, int(share * most / (1 + SCHEDULE_TOLERANCE) / phases))
+        return rra_schedule(lengths, newcomers, steps, min(stages, newcomers), 1)
+
+    def _most(self, usable_bits: tuple[int, ...] | None) -> int:
+        """The most requests in flight that memory has room for, at these bits; 1 where none."""
+        if usable_bits not in self._known_most:
+            costs = replace(self.costs, usable_bits=usable_bits)
+            one = replace(costs, workload=costs.in_flight(self.job, 1))
+            room = JobSearch(costs, self.job, self.clock)
+            try:
+                sets = first_sets(one)[:FEW_SETS]
+            except DoesNotFitError:
+                sets = []
+            found = (room.most(devices) for devices in sets)
+            self._known_most[usable_bits] = max((1, *found))
+        return self._known_most[usable_bits]
+
+
+@dataclass(frozen=True, eq=False)
+class RraSpace:
+    """Layers on devices, and the performance of every schedule there."""
+
+    placement: PlacedLayers
+    job: Job
+    request: BoundRequest
+    _known_turns: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> ScheduleKind:
+        """The kind of the schedules."""
+        return "rra"
+
+    @property
+    def placements(self) -> tuple[PlacedLayers, ...]:
+        """The placement of all stages."""
+        return (self.placement,)
+
+    @property
+    def key(self) -> Hashable:
+        """A key that is equal for equal placements."""
+        return self.placement.key
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The box of the controls."""
+        return self._controls.ranges
+
+    @property
+    def omega(self) -> float:
+        """Summed sensitivity of the layers' bitwidths."""
+        return self.placement.omega
+
+    def __call__(self, point: ControlPoint) -> Performance:
+        """The estimated performance of a point; latency is infinite where requests have no room."""
+        schedule, fits = self._schedule(point)
+        request = self.request
+        times, lengths = self.placement.times, request.lengths
+        found = estimated_rra(times, lengths, schedule, request.quantile)
+        return found if fits else Performance(found.requests_per_s, math.inf)
+
+    def exact(self, point: ControlPoint, quantile: float) -> Performance:
+        """The performance of a point by its timeline; as above where requests have no room, since
+        far beyond that the throughput of timelines falls again.
+        """
+        schedule, fits = self._schedule(point)
+        return self.timeline(schedule, quantile).performance if fits else self(point)
+
+    def around(self, point: ControlPoint) -> tuple[range, ...]:
+        """The box of the controls up to somewhat more than a point."""
+        return self._controls.up_to(point, BEYOND)
+
+    def schedule(self, point: ControlPoint) -> RequestSchedule:
+        """The schedule of a point."""
+        return self._schedule(point)[0]
+
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the requests of a schedule have room, as it is."""
+        return self._has_room(schedule, schedule.prefill_micro_batch)
+
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
+        """The timeline of a schedule."""
+        return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
+
+    def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
+        """What is seen of so many requests in a simulation of a schedule's events."""
+        watch = Watch(SETTLING * schedule.decode_requests, count)
+        generator, n_slots = np.random.default_rng(0), self._reservable_tokens(schedule)
+        times, lengths = self.placement.exact_times, self.request.lengths
+        return simulate_rra(times, lengths, schedule, watch, generator, n_slots)
+
+    def _reservable_tokens(self, schedule: RequestSchedule) -> int:
+        """Token slots that the requests of a schedule may reserve together."""
+        workload = self.placement.costs.in_flight(self.job, schedule.most_in_flight)
+        return workload.reservable_tokens
+
+    def start(self, schedule: RequestSchedule) -> PlacingGoal:
+        """To place layers again for a schedule."""
+        return PlacingGoal(schedule, free=False)
+
+    def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:
+        """Yield fewer and more newcomers, and more that come twice as often on all devices."""
+        groups, stages = schedule.decode_micro_batches, len(self.placement.devices)
+        size, steps = schedule.prefill_micro_batch, schedule.decode_steps
+        lengths, own = self.request.lengths, schedule.prefill_requests
+        for ratio in NEAR:
+            newcomers = scaled_count(own // groups, ratio) * groups
+            yield PlacingGoal(rra_schedule(lengths, newcomers, steps, groups, size), free=False)
+        for ratio in (1.0, NEAR[-1]):
+            newcomers = max(stages, int(ratio * own))
+            often = rra_schedule(lengths, newcomers, max(1, steps // 2), stages, size)
+            yield PlacingGoal(often, on_all=True)
+
+    def crossed(self, others: Sequence[ScheduleSpace]) -> Iterator[ScheduleSpace]:
+        """Yield nothing: there is one part."""
+        return iter(())
+
+    def _schedule(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
+        """The schedule of a point, with the best prefill micro-batch that has room, and whether
+        any has.
+        """
+        newcomers, _, groups = point
+        sizes = self._turns(newcomers, groups)
+        schedule = self._controls.schedule(point, sizes[0])
+        if not self._has_room(schedule, min(sizes)):
+            return schedule, False
+        best = next(size for size in sizes if self._has_room(schedule, size))
+        return replace(schedule, prefill_micro_batch=best), True
+
+    def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
+        """Prefill micro-batches, the best first."""
+        key = newcomers, groups
+        if key not in self._known_turns:
+            prompts = self.request.lengths.prompts
+            self._known_turns[key] = shortest_turns(self.placement.times, prompts, *key)
+        return self._known_turns[key]
+
+    def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:
+        need = schedule.most_in_flight, prefill_micro_batch, most_in_group(schedule)
+        return self._room(need)
+
+    @cached_property
+    def _room(self) -> KnownRoom:
+        """Whether requests in flight have room, in micro-batches of either phase."""
+
+        def has_room(need: Need) -> bool:
+            workload = self.placement.costs.in_flight(self.job, need[0])
+            return self.placement.has_room(workload, MicroBatches(*need[1:]))
+
+        return KnownRoom(has_room)
+
+    @cached_property
+    def _controls(self) -> RraControls:
+        lengths, groups = self.request.lengths, MOST_GROUPS * len(self.placement.devices)
+        steps = max(1, lengths.outputs.longest - 1)
+        most = 1
+        while most < self.job.prompts and self._has_room(
+            rra_schedule(lengths, 2 * most, steps, 1, 1), 1
+        ):
+            most *= 2
+        return RraControls(lengths, min(2 * most, self.job.prompts), groups)

@@ -1,0 +1,243 @@
+"""The controls of each kind of schedule, and which requests end when under it (ExeGPT section 6).
+
+Each control is turned so that a larger value raises both throughput and latency; measured on the
+timelines of this package (`benchmarks.reproduction.latency_bounds`) they do so. What is not
+monotone is no control:
+
+- `rra`: newcomers of a group in a turn (B_E / B_m), how often they come (1 / N_D: fewer decode
+  steps between turns), and the number of groups (B_m). Of the whole B_E, more groups would make
+  both better as far as there are stages for them, and both worse beyond.
+- `waa-c`, `waa-m`: the requests that decode (B_D). A turn has as many newcomers as end in a round
+  (B_E = B_D / S_D as published, but at least one, which then come less often). Of B_m groups the
+  number that makes a round shortest is best for both.
+- The prefill micro-batch is the one whose turn is shortest, for the same reason.
+- Tensor-parallel groups are devices to the planner, which tries sets of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import ceil, floor
+
+import numpy as np
+
+from planner.latency_bound.branch_and_bound import ControlPoint
+from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.micro_batches import MOST_PREFILL_TOKENS
+from planner.schedule.steady_cycle import SteadyCycle
+from planner.schedule.turns import Turns
+from planner.scheduling import RequestSchedule, ScheduleKind
+from planner.workload import Job
+
+
+@dataclass(frozen=True, eq=False)
+class RraControls:
+    """Points (newcomers of a group, 1 + longest decode steps - N_D, groups)."""
+
+    lengths: RequestLengths
+    most_newcomers: int
+    most_groups: int
+
+    @property
+    def ranges(self) -> tuple[range, range, range]:
+        """The box of points."""
+        return (
+            range(1, self.most_newcomers + 1),
+            range(1, self.longest_steps + 1),
+            range(1, self.most_groups + 1),
+        )
+
+    def up_to(self, point: ControlPoint, ratio: float) -> tuple[range, ...]:
+        """The box of points whose controls are at most `ratio` times those of a point."""
+        newcomers, frequency, groups = point
+        steps = (self.longest_steps + 1 - frequency) / ratio
+        most = ceil(newcomers * ratio), self.longest_steps + 1 - floor(steps), groups + 1
+        return tuple(
+            range(each.start, min(each.stop, end + 1))
+            for each, end in zip(self.ranges, most, strict=True)
+        )
+
+    @property
+    def longest_steps(self) -> int:
+        """Decode steps of the longest answer."""
+        return max(1, self.lengths.outputs.longest - 1)
+
+    def schedule(self, point: ControlPoint, prefill_micro_batch: int) -> RequestSchedule:
+        """The schedule of a point."""
+        newcomers, frequency, groups = point
+        steps = self.longest_steps + 1 - frequency
+        return rra_schedule(self.lengths, newcomers * groups, steps, groups, prefill_micro_batch)
+
+    def point(self, schedule: RequestSchedule) -> ControlPoint:
+        """The point of a schedule."""
+        groups = schedule.decode_micro_batches
+        frequency = self.longest_steps + 1 - schedule.decode_steps
+        return schedule.prefill_requests // groups, frequency, groups
+
+
+def rra_schedule(
+    lengths: RequestLengths,
+    prefill_requests: int,
+    decode_steps: int,
+    groups: int,
+    prefill_micro_batch: int,
+) -> RequestSchedule:
+    """The schedule of these controls, with as many requests decoding as its turns bring."""
+    return RequestSchedule(
+        "rra",
+        prefill_requests,
+        max(1, round(prefill_requests * mean_phases(lengths.outputs, decode_steps))),
+        decode_steps,
+        groups,
+        prefill_micro_batch,
+        lengths.prompts.mean,
+    )
+
+
+@lru_cache(maxsize=4096)
+def mean_phases(outputs: LengthDistribution, decode_steps: int) -> float:
+    """Mean number of phases for which a request stays."""
+    return Completions(outputs, decode_steps).phases
+
+
+def waa_schedule(
+    kind: ScheduleKind,
+    lengths: RequestLengths,
+    decode_requests: int,
+    groups: int,
+    prefill_micro_batch: int,
+) -> RequestSchedule:
+    """The schedule of so many requests that decode, and newcomers as they end."""
+    newcomers = max(1, round(decode_requests / max(1.0, lengths.outputs.mean - 1)))
+    return RequestSchedule(
+        kind,
+        newcomers,
+        decode_requests,
+        1,
+        min(groups, decode_requests),
+        min(prefill_micro_batch, newcomers),
+        lengths.prompts.mean,
+    )
+
+
+def most_in_group(schedule: RequestSchedule) -> int:
+    """The most requests that make a decode step together."""
+    if not schedule.divides:
+        return Turns.of(schedule).most
+    return -(-schedule.most_in_flight // schedule.decode_micro_batches)
+
+
+def cycle_of(schedule: RequestSchedule, job: Job, free: bool = False) -> SteadyCycle:
+    """The cycle of a schedule; `free`: its groups may be others, as many as stages."""
+    return SteadyCycle(
+        schedule.prefill_requests,
+        schedule.decode_steps,
+        schedule.most_in_flight,
+        job.prompts,
+        job.lengths.mean_output - 1,
+        None if free else schedule.decode_micro_batches,
+        prefills=not schedule.divides,
+    )
+
+
+def prefill_sizes(newcomers: int, mean_prompt: float) -> tuple[int, ...]:
+    """Prefill micro-batches that may be best for so many newcomers: even shares of them in about
+    powers of two, of at most `MOST_PREFILL_TOKENS` tokens beyond one request.
+    """
+    most = min(newcomers, max(1, int(MOST_PREFILL_TOKENS // mean_prompt)))
+    sizes = {1 << power for power in range(most.bit_length())} | {most}
+    return tuple(sorted({-(-newcomers // -(-newcomers // size)) for size in sizes}))
+
+
+def phases_of(steps: int, decode_steps: int) -> int:
+    """The phases of `decode_steps` steps for which a request of so many steps stays."""
+    return max(1, -(-steps // decode_steps))
+
+
+def completion_chances(steps: int, decode_steps: int) -> FloatArray:
+    """P_D(U|S) as published: the chance [decode_steps + 1] that a request of `steps` decode steps
+    ends with step U = 0, 1, … of a phase of decoding in which it takes part.
+    """
+    chances = np.zeros(decode_steps + 1)
+    last = 1 + (steps - 1) % decode_steps if steps else 0
+    chances[last] = 1 / phases_of(steps, decode_steps)
+    return chances
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Requests with these `outputs` under phases of `decode_steps` decode steps (N_D)."""
+
+    outputs: LengthDistribution
+    decode_steps: int
+
+    @cached_property
+    def of_those_that_come(self) -> FloatArray:
+        """P_D(U) [decode_steps + 1] with the lengths of requests as they come."""
+        return self._weighed(np.array(self.outputs.probabilities))
+
+    @cached_property
+    def of_those_in_flight(self) -> FloatArray:
+        """P_D(U) [decode_steps + 1] with the lengths of the requests in flight at a time."""
+        weights = np.array(self.outputs.probabilities) * self._stays
+        return self._weighed(weights / self.phases)
+
+    @cached_property
+    def phases(self) -> float:
+        """Mean number of phases for which a request stays, E[ceil(S / N_D)]."""
+        return float(np.dot(self._stays, self.outputs.probabilities))
+
+    def decode_requests(self, prefill_requests: float) -> float:
+        """B_D = B_E / sum P_D(U) of those in flight: how many there are after a turn."""
+        return prefill_requests * self.phases
+
+    def printed_decode_requests(self, prefill_requests: float) -> float:
+        """B_D = B_E / sum P_D(U) of those that come."""
+        return prefill_requests / float(self.of_those_that_come.sum())
+
+    @cached_property
+    def decoding(self) -> FloatArray:
+        """Requests that make step 1, 2, … of a phase for each that comes, [decode_steps]."""
+        return np.asarray(self._by_phase(self._reached).sum(axis=0))
+
+    @cached_property
+    def answer_tokens(self) -> FloatArray:
+        """Mean tokens of the answers before step 1, 2, … of a phase, beside the one that is fed,
+        [decode_steps]; 0 at steps that none makes.
+        """
+        earlier = np.arange(len(self._reached))
+        sums, decoding = self._by_phase(self._reached * earlier).sum(axis=0), self.decoding
+        means = np.divide(sums, decoding, out=np.zeros_like(sums), where=decoding > 0)
+        return np.asarray(means)
+
+    @cached_property
+    def _stays(self) -> FloatArray:
+        steps = np.array(self.outputs.lengths, dtype=np.float64) - 1
+        return np.maximum(1.0, np.ceil(steps / self.decode_steps))
+
+    @cached_property
+    def _reached(self) -> FloatArray:
+        """The chance [steps] that a request makes its decode step 1, 2, …; one entry at least."""
+        steps = max(1, self.outputs.longest - 1)
+        ended = np.zeros(steps + 1)
+        ended[np.array(self.outputs.lengths) - 1] = self.outputs.probabilities
+        return np.asarray(np.clip(1 - np.cumsum(ended)[:steps], 0.0, None))
+
+    def _by_phase(self, by_step: FloatArray) -> FloatArray:
+        """Values of steps 1, 2, … laid out as [phases, decode_steps]."""
+        phases = phases_of(len(by_step), self.decode_steps)
+        padded = np.zeros(phases * self.decode_steps)
+        padded[: len(by_step)] = by_step
+        return padded.reshape(phases, self.decode_steps)
+
+    def _weighed(self, weights: FloatArray) -> FloatArray:
+        steps = np.array(self.outputs.lengths) - 1
+        last = np.where(steps > 0, 1 + (steps - 1) % self.decode_steps, 0)
+        counts = np.bincount(last, weights / self._stays, self.decode_steps + 1)
+        return counts.astype(np.float64)
+
+
+def waa_decode_requests(outputs: LengthDistribution, prefill_requests: float) -> float:
+    """B_D = B_E * S_D of WAA: a request decodes for as many rounds as it makes decode steps."""
+    return prefill_requests * (outputs.mean - 1)

@@ -1,0 +1,239 @@
+"""Simulation of schedules event by event: lengths drawn at random, decisions of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from planner.costs.unlike_prompts import near_length, unlike_prompts_s
+from planner.latency_bound.stage_times import StageSeconds
+from planner.latency_bound.timeline import PassTimes, Tandem
+from planner.latency_bound.waa_sides import StageCopies
+from planner.length_distribution import FloatArray, RequestLengths
+from planner.schedule.exegpt import RraSchedule
+from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.static import JobRows
+from planner.schedule.turns import evened
+from planner.scheduling import RequestSchedule
+
+_DRAWN_AT_ONCE = 4096
+
+
+@dataclass(slots=True, eq=False)
+class DrawnRequest:
+    """A request of so many tokens that began with its turn; noted, or only to keep stages busy."""
+
+    prompt: int
+    output: int
+    began_s: float = 0.0
+    noted: bool = False
+
+
+class RequestQueue:
+    """An endless queue of requests of these lengths."""
+
+    def __init__(self, lengths: RequestLengths, generator: np.random.Generator) -> None:
+        self._lengths, self._generator = lengths, generator
+        self._waiting: list[DrawnRequest] = []
+        self._next = 0
+
+    def take(self, schedule: RequestSchedule, wanted: int, most: int) -> list[DrawnRequest]:
+        """Take about `wanted` requests, at most `most`, with even prompts (ExeGPT section 5.2)."""
+        prompts = [self._prompt(place) for place in range(most)]
+        count = evened(schedule, wanted, most, prompts)
+        taken = self._waiting[self._next : self._next + count]
+        self._next += count
+        return taken
+
+    def _prompt(self, place: int) -> int:
+        if self._next + place >= len(self._waiting):
+            self._waiting = self._waiting[self._next :]
+            self._waiting += drawn_requests(self._lengths, _DRAWN_AT_ONCE, self._generator)
+            self._next = 0
+        return self._waiting[self._next + place].prompt
+
+
+def drawn_requests(
+    lengths: RequestLengths, count: int, generator: np.random.Generator
+) -> list[DrawnRequest]:
+    """Draw so many requests."""
+    prompts = lengths.prompts.drawn(count, generator).tolist()
+    outputs = lengths.outputs.drawn(count, generator).tolist()
+    return list(map(DrawnRequest, prompts, outputs))
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedRequests:
+    """What was seen after a warm-up: `latencies_s` of requests, and how many came a second, which
+    in the steady state is how many ended.
+    """
+
+    requests_per_s: float
+    latencies_s: FloatArray
+
+    @property
+    def mean_latency_s(self) -> float:
+        """Mean latency of a request."""
+        return float(self.latencies_s.mean())
+
+    def latency_s(self, quantile: float) -> float:
+        """The latency that such a share of all requests does not exceed."""
+        return float(np.quantile(self.latencies_s, quantile))
+
+
+class Watch:
+    """Notes the requests that begin after `warm_up` others, until at least `counted` of them have
+    begun and all of those have ended.
+
+    The time in which they begin is bounded by turns of the same group, as others come at other
+    moments of a cycle.
+    """
+
+    def __init__(self, warm_up: int, counted: int) -> None:
+        self._warm_up, self._counted = warm_up, counted
+        self._begun = self._noted = self._pending = 0
+        self._from_s: float | None = None
+        self._to_s: float | None = None
+        self._latencies_s: list[float] = []
+
+    @property
+    def requests(self) -> int:
+        """The fewest that have to begin."""
+        return self._warm_up + self._counted
+
+    @property
+    def done(self) -> bool:
+        """Whether all that are to be noted have ended."""
+        return self._to_s is not None and not self._pending
+
+    def begin(self, requests: Iterable[DrawnRequest], now_s: float, bounds: bool) -> None:
+        """Note a turn of requests that begin now; `bounds`: of the group that bounds the time."""
+        if bounds and self._from_s is None and self._begun >= self._warm_up:
+            self._from_s = now_s
+        if bounds and self._to_s is None and self._noted >= self._counted:
+            self._to_s = now_s
+        for request in requests:
+            self._begun += 1
+            request.began_s = now_s
+            request.noted = self._from_s is not None and self._to_s is None
+            self._noted += request.noted
+            self._pending += request.noted
+
+    def end(self, requests: Iterable[DrawnRequest], now_s: float) -> None:
+        """Note that these have their last token."""
+        for request in requests:
+            if request.noted:
+                self._pending -= 1
+                self._latencies_s.append(now_s - request.began_s)
+
+    def observed(self) -> ObservedRequests:
+        """What was noted."""
+        assert self._from_s is not None
+        assert self._to_s is not None
+        return ObservedRequests(
+            self._noted / (self._to_s - self._from_s), np.array(self._latencies_s)
+        )
+
+
+class PipelineOfRequests:
+    """A pipeline with these times. Stages copy keys and values of some prompts by `copies` (None:
+    of none), and compute nothing meanwhile.
+    """
+
+    def __init__(self, times: StageSeconds, copies: StageCopies | None = None) -> None:
+        self._times, self._copies = times, copies
+        self.stages = times.stages
+        self._tandem = Tandem(times.stages)
+        self._steps: dict[tuple[int, int], PassTimes] = {}
+        self._prompts: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
+
+    def decode(
+        self, requests: int, context_tokens: int, at_s: float, copied: Sequence[int] = ()
+    ) -> float:
+        """When a decode step that is submitted at `at_s` is back; the tokens before it are those of
+        all requests, and the prompts of some, of so many tokens, are `copied`.
+        """
+        size, context = requests, near_length(round(context_tokens / requests))
+        if (size, context) not in self._steps:
+            compute_s, hop_s = self._times.decode_s(size, context), self._times.decode_hop_s(size)
+            self._steps[size, context] = PassTimes.of(compute_s, hop_s)
+        step = self._steps[size, context]
+        if copied:
+            step = PassTimes.of(step.compute_s + self._copies_s(copied), np.array(step.hop_s))
+        return self._tandem.run(step, at_s)
+
+    def prefill(self, prompts: Sequence[int], at_s: float, copied: Sequence[int] = ()) -> float:
+        """When a micro-batch of these prompts that is submitted at `at_s` is back; some of them are
+        `copied`.
+        """
+        size, tokens = len(prompts), sum(prompts)
+        compute_s = unlike_prompts_s(prompts, self._parts) + self._copies_s(copied)
+        hop_s = self._times.prefill_hop_s(size, tokens / size)
+        return self._tandem.run(PassTimes.of(compute_s, hop_s), at_s)
+
+    def _parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of attention and of the rest [N] for prompts that are all so long."""
+        key = requests, length
+        if key not in self._prompts:
+            attention_s = self._times.attention_s(*key)
+            self._prompts[key] = attention_s, self._times.prefill_s(*key) - attention_s
+        return self._prompts[key]
+
+    def _copies_s(self, prompts: Sequence[int]) -> FloatArray:
+        """Seconds in which stages copy keys and values of prompts of so many tokens [N]."""
+        if self._copies is None or not prompts:
+            return np.zeros(self._times.stages)
+        return self._copies.seconds(len(prompts), sum(prompts))
+
+
+_QUEUE = 2.0
+"""Times the requests that begin, in the mean, while the last ones that count end: as many are in
+the queue beyond these."""
+
+
+def simulate_rra(
+    times: StageSeconds,
+    lengths: RequestLengths,
+    schedule: RequestSchedule,
+    watch: Watch,
+    generator: np.random.Generator,
+    n_slots: int | None = None,
+) -> ObservedRequests:
+    """Simulate the passes of `planner.schedule.exegpt` from when all groups are empty. Requests
+    reserve token slots for the longest answer; there are `n_slots` (None: enough for all).
+    """
+    requests = drawn_requests(lengths, watch.requests + _queued(lengths, schedule), generator)
+    rows = JobRows(
+        [each.prompt for each in requests],
+        [each.output for each in requests],
+        [each.prompt + lengths.outputs.longest for each in requests],
+    )
+    sizes = TurnSizes.of(schedule, sum(rows.reserved or ()) if n_slots is None else n_slots)
+    run, pipeline = RraSchedule(rows, sizes, times.stages), PipelineOfRequests(times)
+    backs_s, begun, ended = [0.0], 0, 0
+    for each in run.passes():
+        at_s = backs_s[each.results_before]
+        for request, results in run.ended[ended:]:
+            watch.end([requests[request]], backs_s[results])
+        ended = len(run.ended)
+        if watch.done:
+            break
+        if each.phase == "decode":
+            tokens = each.requests * each.context_length
+            backs_s.append(pipeline.decode(each.requests, tokens, at_s))
+            continue
+        newcomers = requests[begun : begun + each.requests]
+        watch.begin(newcomers, at_s, run.turn == (0, begun))
+        begun += each.requests
+        backs_s.append(pipeline.prefill([each.prompt for each in newcomers], at_s))
+    return watch.observed()
+
+
+def _queued(lengths: RequestLengths, schedule: RequestSchedule) -> int:
+    """Requests that keep the stages busy until the last of those that count have ended."""
+    turns = ceil(lengths.outputs.longest / schedule.decode_steps) + 2
+    begin = turns * (schedule.prefill_requests + schedule.decode_micro_batches)
+    return ceil(_QUEUE * begin) + 2 * schedule.decode_requests

@@ -1,1 +1,0 @@
-"""The steady state of schedules whose stages have both phases in turns."""

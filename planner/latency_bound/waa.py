@@ -1,0 +1,307 @@
+"""Placements for schedules of kinds `waa-c` and `waa-m`: some stages prefill, and others decode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+import numpy as np
+
+from planner.cluster.device import Device
+from planner.costs.model import CostModel
+from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
+from planner.latency_bound.branch_and_bound import ControlPoint
+from planner.latency_bound.divisions import PhaseDivision, balanced_divisions
+from planner.latency_bound.estimates import estimated_waa, prefill_rate, round_s, shortest_round
+from planner.latency_bound.placed_layers import PlacedLayers, handover_of
+from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.schedules import cycle_of, most_in_group, prefill_sizes, waa_schedule
+from planner.latency_bound.simulate import ObservedRequests, Watch
+from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.timeline import Performance, Timeline
+from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
+from planner.latency_bound.waa_timeline import waa_timeline
+from planner.micro_batches import MicroBatches
+from planner.schedule.steady_cycle import SteadyCycle
+from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
+from planner.search.candidate_search import search
+from planner.search.groupings import first_sets
+from planner.search.job.in_flight import JobSearch
+from planner.workload import MAX_REQUESTS, Job, Workload
+from quant.common.errors import DoesNotFitError, InfeasibleError
+
+SETTLING = 3
+"""Times as many requests as decode that begin before any are watched."""
+
+SHARES = (0.5, 1 / 8)
+"""Shares of the requests that stages which decode have room for, to begin with."""
+
+NEAR = (0.5, 0.8, 1.25, 2.0)
+"""Requests that decode, relative to the best schedule's, for which layers are placed again."""
+
+BEYOND = 1.5
+"""By which the control may exceed the best point by estimates."""
+
+MOST_GROUPS = 2
+"""Groups for each stage that are looked at."""
+
+SLACK = (0.25, 4.0)
+"""Least and greatest factor by which a side that waits for the other one counts quality more."""
+
+
+@dataclass(frozen=True, eq=False)
+class WaaPlanner:
+    """Finds placements at the costs of a job for schedules whose stages are divided."""
+
+    kind: ScheduleKind
+    costs: CostModel
+    job: Job
+    request: BoundRequest
+    clock: Callable[[], float]
+
+    def starts(self) -> Iterator[PlacingGoal]:
+        """Yield what to begin with, for each division: some requests in flight, and one; for the
+        best balanced one also layers all alike.
+        """
+        for division in self._divisions:
+            most = self._most(division)
+            for share in SHARES if most > 1 else ():
+                yield PlacingGoal(self._schedule(max(1, int(share * most))), division=division)
+        for division in self._divisions[:2]:
+            yield PlacingGoal(self._schedule(1), division=division)
+        for division in self._divisions[:1]:
+            few = self._schedule(max(1, int(SHARES[-1] * self._most(division))))
+            for bits in self.costs.bits:
+                yield PlacingGoal(few, division=division, usable_bits=(bits,))
+
+    def placed(self, start: PlacingGoal, theta: float, limit_s: float) -> WaaSpace:
+        """The layers of either side that are best for the schedule, a unit of sensitivity counting
+        as `theta` seconds of the job; each side has half of it. InfeasibleError where none fit.
+        """
+        division, schedule = start.division, start.schedule
+        if division is None:
+            raise InfeasibleError("no division of the devices")
+        prefill, decode = (
+            replace(
+                self._side(devices),
+                theta=theta / 2 * slack,
+                usable_bits=start.usable_bits or self.costs.usable_bits,
+            )
+            for devices, slack in zip((division.prefill, division.decode), start.slack, strict=True)
+        )
+        prefill = _prefilling(prefill, schedule, self.job, limit_s)
+        decode = _decoding(decode, schedule, self.job, limit_s, start.free)
+        of_decode, of_prefill = (
+            PlacedLayers(
+                replace(costs, usable_bits=self.costs.usable_bits), search(costs, self.clock)
+            )
+            for costs in (decode, prefill)
+        )
+        return WaaSpace(self.kind, division, of_decode, of_prefill, self.job, self.request)
+
+    @cached_property
+    def _divisions(self) -> list[PhaseDivision]:
+        return balanced_divisions(self.kind, self.costs, self.job)
+
+    def _schedule(self, requests: int) -> RequestSchedule:
+        return waa_schedule(self.kind, self.request.lengths, requests, 1, 1)
+
+    def _side(self, devices: tuple[Device, ...]) -> CostModel:
+        return replace(self.costs, cluster=replace(self.costs.cluster, devices=devices))
+
+    def _most(self, division: PhaseDivision) -> int:
+        """The most requests that memory has room for where they decode; 0 where not even one."""
+        costs = self._side(division.decode)
+        one = replace(costs, workload=costs.in_flight(self.job, 1))
+        room = JobSearch(costs, self.job, self.clock)
+        try:
+            return max(room.most(devices) for devices in first_sets(one)[:1])
+        except DoesNotFitError:
+            return 0
+
+
+def _prefilling(costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float) -> CostModel:
+    """The costs of stages that prefill the turns of a schedule, one after the other."""
+    workload = prompts_in_flight(schedule, len(costs.cluster.devices), job)
+    batch = workload.global_batch
+    cycle = SteadyCycle(schedule.prefill_requests, 0, batch, job.prompts, 0.0, 1)
+    options = replace(costs.options, policy=STATIC, decode_micro_batch=1, search_time_limit=limit_s)
+    return replace(costs, workload=workload, cycle=cycle, options=options)
+
+
+def _decoding(
+    costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float, free: bool
+) -> CostModel:
+    """The costs of stages that decode what others have prefilled."""
+    options = replace(
+        costs.options,
+        prefill_micro_batch=1,
+        decode_micro_batch=None if free else most_in_group(schedule),
+        search_time_limit=limit_s,
+    )
+    workload = costs.in_flight(job, schedule.most_in_flight)
+    return replace(costs, workload=workload, cycle=cycle_of(schedule, job, free), options=options)
+
+
+def prompts_in_flight(schedule: RequestSchedule, stages: int, job: Job) -> Workload:
+    """What stages that prefill have in flight: a turn on each of them, every slot as long as the
+    longest prompt.
+    """
+    requests = min(MAX_REQUESTS, schedule.prefill_requests * stages)
+    return Workload(requests, job.lengths.longest_prompt, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class WaaSpace:
+    """Layers on devices that prefill and on others that decode, and the performance of every
+    schedule there; the one control is the number of requests that decode.
+    """
+
+    kind: ScheduleKind
+    division: PhaseDivision
+    decode: PlacedLayers
+    prefill: PlacedLayers
+    job: Job
+    request: BoundRequest
+
+    @property
+    def placements(self) -> tuple[PlacedLayers, ...]:
+        """That of the stages that decode, then that of those that prefill."""
+        return self.decode, self.prefill
+
+    @property
+    def key(self) -> Hashable:
+        """A key that is equal for equal placements."""
+        return self.decode.key, self.prefill.key
+
+    @property
+    def omega(self) -> float:
+        """Summed sensitivity of the layers' bitwidths, in the mean of both sides."""
+        return (self.decode.omega + self.prefill.omega) / 2
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """The numbers of requests that decode."""
+        most = 1
+        while most < self.job.prompts and self._decodes(self._of(2 * most)):
+            most *= 2
+        return (range(1, min(2 * most, self.job.prompts) + 1),)
+
+    def __call__(self, point: ControlPoint) -> Performance:
+        """The estimated performance of a point; latency is infinite where requests have no room."""
+        schedule, fits = self._best(point)
+        found = self._estimate(schedule)
+        return found if fits else Performance(found.requests_per_s, math.inf)
+
+    def exact(self, point: ControlPoint, quantile: float) -> Performance:
+        """The performance of a point by its timeline; as above where requests have no room, since
+        far beyond that the throughput of timelines falls again.
+        """
+        schedule, fits = self._best(point)
+        return self.timeline(schedule, quantile).performance if fits else self(point)
+
+    def around(self, point: ControlPoint) -> tuple[range, ...]:
+        """The box of the control up to somewhat more than a point."""
+        whole = self.ranges[0]
+        return (range(whole.start, min(whole.stop, ceil(BEYOND * point[0]) + 1)),)
+
+    def schedule(self, point: ControlPoint) -> RequestSchedule:
+        """The schedule of a point."""
+        return self._best(point)[0]
+
+    def has_room(self, schedule: RequestSchedule) -> bool:
+        """Whether the requests of a schedule have room, as it is."""
+        return self._decodes(schedule) and self._prefills(schedule)
+
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
+        """The timeline of a schedule."""
+        return waa_timeline(self.sides, schedule, quantile)
+
+    def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
+        """What is seen of so many requests in a simulation of a schedule's events."""
+        watch = Watch(SETTLING * schedule.decode_requests, count)
+        return simulate_waa(self.sides, schedule, watch, np.random.default_rng(0))
+
+    def start(self, schedule: RequestSchedule) -> PlacingGoal:
+        """To place layers again for a schedule. A side that is slower than it need be to keep up
+        with the other may have more bits at no cost, and counts quality more.
+        """
+        rate = self._estimate(schedule).requests_per_s
+        low, high = SLACK
+        prefill, decode = (min(high, max(low, each / rate)) for each in self._rates(schedule))
+        return PlacingGoal(schedule, free=False, division=self.division, slack=(prefill, decode))
+
+    def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:
+        """Yield fewer and more requests that decode, those of one newcomer more, and the same with
+        quality that counts otherwise on either side.
+        """
+        steps, newcomers = self.request.lengths.outputs.mean - 1, schedule.prefill_requests
+        counts = [scaled_count(schedule.decode_requests, ratio) for ratio in NEAR]
+        for requests in (*counts, max(1, ceil((newcomers + 1) * steps))):
+            other = replace(self._of(requests), prefill_micro_batch=1)
+            yield PlacingGoal(other, free=False, division=self.division)
+        low, high = SLACK
+        for slack in ((low, high), (high, low)):
+            yield PlacingGoal(schedule, free=False, division=self.division, slack=slack)
+
+    def crossed(self, others: Sequence[ScheduleSpace]) -> Iterator[ScheduleSpace]:
+        """Yield either side with the other sides of placements on the same devices."""
+        for other in others:
+            if isinstance(other, WaaSpace) and other.division == self.division:
+                yield replace(self, decode=other.decode)
+                yield replace(self, prefill=other.prefill)
+
+    @cached_property
+    def sides(self) -> WaaSides:
+        """The times of both sides, and of the way between them."""
+        handover = handover_of(self.prefill, self.decode)
+        return WaaSides(self.prefill.times, self.decode.times, handover, self.request.lengths)
+
+    def _best(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
+        """The schedule of a point, in the prefill micro-batches that have room with which most
+        requests are served, and of those the one with the least latency; and whether any has.
+        """
+        schedule = self._of(*point)
+        fits = self._decodes(schedule)
+        sizes = prefill_sizes(schedule.prefill_requests, self.request.lengths.prompts.mean)
+        tried = [replace(schedule, prefill_micro_batch=size) for size in sizes]
+        roomy = [each for each in tried if fits and self._prefills(each)]
+        return max(roomy or tried[:1], key=self._merit), bool(roomy)
+
+    def _merit(self, schedule: RequestSchedule) -> tuple[float, float]:
+        found = self._estimate(schedule)
+        return round(found.requests_per_s, 9), -found.latency_s
+
+    def _estimate(self, schedule: RequestSchedule) -> Performance:
+        return estimated_waa(self.sides, schedule, self.request.quantile)
+
+    def _of(self, requests: int) -> RequestSchedule:
+        """The schedule of so many requests that decode, in the groups whose round is shortest."""
+        times, context = self.decode.times, self.job.lengths.mean_context
+        most = min(requests, MOST_GROUPS * len(self.decode.devices))
+        groups = shortest_round(times, requests, context, most)
+        return waa_schedule(self.kind, self.request.lengths, requests, groups, 1)
+
+    def _decodes(self, schedule: RequestSchedule) -> bool:
+        """Whether requests have room where they decode."""
+        workload = self.decode.costs.in_flight(self.job, schedule.most_in_flight)
+        return self.decode.has_room(workload, MicroBatches(1, most_in_group(schedule)))
+
+    def _prefills(self, schedule: RequestSchedule) -> bool:
+        """Whether prompts have room where they are prefilled."""
+        workload = prompts_in_flight(schedule, len(self.prefill.devices), self.job)
+        return self.prefill.has_room(workload, MicroBatches(schedule.prefill_micro_batch, 1))
+
+    def _rates(self, schedule: RequestSchedule) -> tuple[float, float]:
+        """Requests per second that stages which prefill, and that those which decode, could serve
+        by themselves.
+        """
+        size, prompts = schedule.prefill_micro_batch, self.request.lengths.prompts
+        groups, decoding = schedule.decode_micro_batches, schedule.decode_requests
+        context, steps = self.job.lengths.mean_context, self.request.lengths.outputs.mean - 1
+        together_s = round_s(self.sides.restore_and_decode, groups, decoding / groups, context)
+        prefilled = prefill_rate(self.sides.prefill_and_keep, prompts, size)
+        return prefilled, decoding / max(steps, LEAST_STEPS) / together_s

@@ -1,0 +1,138 @@
+"""Schedules for stages that run: within the bound for what was measured, and within their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.latency_bound.bounded_plan import find_bounded_plan
+from planner.latency_bound.request import BOUND, BoundRequest
+from planner.latency_bound.reschedule import RunningSizes, reschedule
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
+from planner.latency_bound.stage_times import PipelineTimes
+from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.spec import PlanSpec
+from planner.schedule.turns import Turns
+from planner.scheduling import RequestSchedule
+from quant.common.errors import BoundNotMetError, SpecError
+from tests.planner.latency_bound.settings import bounded_costs, small_cluster
+
+CLUSTER = small_cluster([15.0, 31.0])
+SHAPE = model_shape("opt-1.3b")
+OPTIONS = PlanOptions(bits=(8,), keep_all_devices=True)
+PROMPTS = LengthDistribution.truncated_normal(128, 60, 256)
+BOUND_S = 2.0
+
+
+def lengths(mean: float) -> RequestLengths:
+    """Outputs of about so many tokens, of at most 80."""
+    return RequestLengths(PROMPTS, LengthDistribution.truncated_normal(mean, mean / 3, 80))
+
+
+PLANNED, LONGER, SHORTER = lengths(24), lengths(48), lengths(10)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanSpec:
+    request = BoundRequest(PLANNED, BOUND_S, kinds=("rra",))
+    return find_bounded_plan(CLUSTER, SHAPE, "opt-1.3b", request, OPTIONS)
+
+
+def again(plan: PlanSpec, measured: RequestLengths) -> PlanSpec:
+    assert plan.origin is not None
+    return reschedule(plan, SHAPE, plan.origin.options, measured)
+
+
+def schedule_of(plan: PlanSpec) -> RequestSchedule:
+    return plan.policy.followed_schedule
+
+
+def observed(
+    plan: PlanSpec, schedule: RequestSchedule, measured: RequestLengths
+) -> ObservedRequests:
+    """What events show on the stages of `plan`, of requests drawn anew."""
+    costs = bounded_costs(CLUSTER, BoundRequest(measured, None), SHAPE, OPTIONS)
+    by_name = {device.name: device for device in CLUSTER.devices}
+    devices = [by_name[stage.device] for stage in plan.stages]
+    first_layer = [0, *(stage.layers.stop for stage in plan.stages)]
+    costs = replace(costs, head_on_first=plan.head_on_first)
+    times = PipelineTimes(costs, devices, first_layer, [0] * SHAPE.layers)
+    watch = Watch(3 * schedule.decode_requests, 6000)
+    return simulate_rra(times, measured, schedule, watch, np.random.default_rng(7))
+
+
+def test_longer_outputs_have_a_schedule_that_keeps_the_bound(plan: PlanSpec) -> None:
+    """The old one would not; both by events, with other requests than the search drew."""
+    found = again(plan, LONGER)
+    assert observed(plan, schedule_of(plan), LONGER).latency_s(0.99) > 1.2 * BOUND_S
+    seen = observed(plan, schedule_of(found), LONGER)
+    assert seen.latency_s(0.99) <= 1.03 * BOUND_S
+    assert found.latency is not None
+    assert found.latency.latency_s <= BOUND_S
+    assert found.latency.lengths == LONGER
+    assert seen.requests_per_s == pytest.approx(found.latency.requests_per_s, rel=0.05)
+
+
+def test_shorter_outputs_have_a_schedule_of_more_throughput(plan: PlanSpec) -> None:
+    found = schedule_of(again(plan, SHORTER))
+    before, now = (observed(plan, each, SHORTER) for each in (schedule_of(plan), found))
+    assert now.requests_per_s > 1.02 * before.requests_per_s
+    assert now.latency_s(0.99) <= 1.03 * BOUND_S
+
+
+def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(
+    plan: PlanSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they were three times too short: with half of the throughput, not the least latency."""
+    usual = again(plan, LONGER).latency
+    monkeypatch.setattr("planner.latency_bound.reschedule.CHECKS", ((3.0, 1.0),))
+    found = again(plan, LONGER).latency
+    assert usual is not None
+    assert found is not None
+    assert found.latency_s <= BOUND_S
+    assert found.requests_per_s > 0.5 * usual.requests_per_s
+
+
+@pytest.mark.rare
+def test_stages_have_room_for_one_schedule_after_the_other(plan: PlanSpec) -> None:
+    """Nothing but the schedule and its forecast differs, and what memory was allocated for."""
+    sizes, now = RunningSizes.of(plan), plan
+    for measured in (LONGER, SHORTER, PLANNED, SHORTER):
+        now = again(now, measured)
+        assert replace(now, policy=plan.policy, latency=plan.latency) == plan
+        schedule = schedule_of(now)
+        assert schedule.most_in_flight <= plan.workload.global_batch
+        assert Turns.of(schedule).most <= sizes.decode_micro_batch <= plan.micro_batches.decode
+        assert schedule.prefill_micro_batch == plan.micro_batches.prefill
+        reserved = measured.prompts.mean + plan.workload.new_tokens
+        assert schedule.decode_requests * reserved <= plan.workload.reservable_tokens
+
+
+def test_for_the_lengths_that_were_planned_the_schedule_stays_or_is_faster(plan: PlanSpec) -> None:
+    """A search on layers that lie where they are never makes a run slower."""
+    found = again(plan, PLANNED)
+    assert plan.latency is not None
+    assert found.latency is not None
+    assert found.latency.requests_per_s >= plan.latency.requests_per_s
+    assert found.latency.latency_s <= BOUND_S
+
+
+def test_a_bound_below_all_schedules_is_refused_with_the_least(plan: PlanSpec) -> None:
+    assert plan.latency is not None
+    tight = replace(plan, latency=replace(plan.latency, bound_s=0.1))
+    with pytest.raises(BoundNotMetError, match="layers where they are") as refused:
+        again(tight, LONGER)
+    assert refused.value.option == BOUND
+    least = replace(plan, latency=replace(plan.latency, bound_s=refused.value.reachable))
+    found = again(least, LONGER).latency
+    assert found is not None
+    assert found.latency_s <= refused.value.reachable
+
+
+def test_only_plans_with_a_schedule_have_another(plan: PlanSpec) -> None:
+    with pytest.raises(SpecError, match="forecast of its schedule"):
+        reschedule(replace(plan, latency=None), SHAPE, OPTIONS, LONGER)

@@ -1,0 +1,94 @@
+"""Times on a grid beside those that they stand for, and room that is known beside what is asked."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from planner.costs.unlike_prompts import unlike_prompts_s
+from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
+from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.stage_times import mean_prefill_s
+from planner.length_distribution import FloatArray, LengthDistribution
+from tests.planner.latency_bound.settings import (
+    TASK_S,
+    bounded_costs,
+    every_placement,
+    small_cluster,
+)
+
+
+@pytest.fixture(scope="module")
+def placement() -> PlacedLayers:
+    costs = bounded_costs(small_cluster([15.0, 31.0]), BoundRequest(TASK_S, None))
+    return next(each for each in every_placement(costs) if len(each.devices) == 2)
+
+
+def test_small_numbers_are_on_the_grid(placement: PlacedLayers) -> None:
+    grid, exact = placement.times, placement.exact_times
+    for requests, tokens in itertools.product((1, 2, 17, 64), (1, 7, 32)):
+        assert grid.prefill_s(requests, tokens) == pytest.approx(exact.prefill_s(requests, tokens))
+        assert grid.decode_s(requests, tokens) == pytest.approx(exact.decode_s(requests, tokens))
+
+
+def test_between_its_points_a_grid_is_near(placement: PlacedLayers) -> None:
+    grid, exact = placement.times, placement.exact_times
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        requests, tokens = np.exp(generator.uniform(0, np.log((900, 3000))))
+        assert grid.prefill_s(requests, tokens) == pytest.approx(
+            exact.prefill_s(requests, tokens), rel=0.03
+        )
+        assert grid.decode_s(requests, tokens) == pytest.approx(
+            exact.decode_s(requests, tokens), rel=0.03
+        )
+        assert grid.decode_hop_s(requests) == pytest.approx(exact.decode_hop_s(requests))
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_a_mean_prefill_is_that_of_drawn_prompts(placement: PlacedLayers, size: int) -> None:
+    """Of prompts each as long as by chance, whose sum deviates less than they do."""
+    times, prompts = placement.exact_times, TASK_S.prompts
+
+    def parts(requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        attention_s = times.attention_s(requests, length)
+        return attention_s, times.prefill_s(requests, length) - attention_s
+
+    drawn = prompts.drawn(1500 * size, np.random.default_rng(0)).reshape(-1, size)
+    mean_s = np.mean([unlike_prompts_s(each, parts) for each in drawn.tolist()], axis=0)
+    for found in (mean_prefill_s(each, size, prompts) for each in (times, placement.times)):
+        assert found == pytest.approx(mean_s, rel=0.02)
+
+
+def test_a_mean_prefill_of_prompts_alike_is_theirs(placement: PlacedLayers) -> None:
+    times = placement.exact_times
+    alike = LengthDistribution((300,), (1.0,))
+    assert mean_prefill_s(times, 7, alike) == pytest.approx(times.prefill_s(7, 300))
+
+
+def test_many_steps_at_once_are_those_one_by_one(placement: PlacedLayers) -> None:
+    grid = placement.times
+    requests, contexts = np.array([1.0, 3.5, 90.0]), np.array([40.0, 333.0, 801.0])
+    compute_s, hop_s = grid.decodes_s(requests, contexts)
+    for at, (size, context) in enumerate(zip(requests, contexts, strict=True)):
+        assert compute_s[at] == pytest.approx(grid.decode_s(size, context))
+        assert hop_s[at] == pytest.approx(grid.decode_hop_s(size))
+
+
+def test_known_room_says_what_is_true_and_asks_seldom() -> None:
+    def true(need: Need) -> bool:
+        return 3 * need[0] + 5 * need[1] + need[2] <= 60
+
+    asked: list[Need] = []
+
+    def has_room(need: Need) -> bool:
+        asked.append(need)
+        return true(need)
+
+    room = KnownRoom(has_room)
+    needs = list(itertools.product(range(1, 16), range(1, 12), range(1, 16)))
+    np.random.default_rng(1).shuffle(needs)
+    assert all(room(tuple(need)) == true(tuple(need)) for need in needs)
+    assert len(asked) < len(needs) / 4
