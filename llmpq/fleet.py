@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.formats.python_rows import RowsInput, rows_of
+from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import RunKeywords, lists_options
 from llmpq.notebook.views import fleet_html
 from llmpq.plan import Plan
@@ -114,7 +114,7 @@ class Fleet:
         """Generate for every row of a `ray.data.Dataset`, as `Plan.run_dataset`; takes the options
         of `run`.
         """
-        from llmpq.jobs.formats.dataset import dataset_of, rows_in
+        from llmpq.jobs.python_rows import dataset_of, rows_in
 
         chosen = RunOptions.of({"sampling": sampling, **options})
         with self._results(rows_in(dataset), chosen, on_event) as results:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.formats.python_rows import RowsInput, rows_of
+from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
 from llmpq.notebook.views import bits_text, plan_html
 from llmpq.quality.on_the_fly import with_calibrated
@@ -253,7 +253,7 @@ class Plan:
         lie in Ray's object store, which spills to disk. Needs Ray to be initialised, pandas and
         pyarrow. Takes the options of `run`, and raises what it raises.
         """
-        from llmpq.jobs.formats.dataset import dataset_of, rows_in
+        from llmpq.jobs.python_rows import dataset_of, rows_in
 
         chosen = RunOptions.of({"sampling": sampling, **options})
         with self._results(rows_in(dataset), chosen, on_event) as results:

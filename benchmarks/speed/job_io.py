@@ -19,10 +19,10 @@ from pathlib import Path
 from benchmarks.machine import processor_name
 from llmpq import Cluster, Workload
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job
-from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.job import OpenJob
+from llmpq.jobs.job_output import JobOutput
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.checkpoint import job_identity
@@ -59,7 +59,7 @@ def measure(count: int, bad: bool, folder: Path) -> dict[str, float]:
     before_mib = peak_mib()
     times = [time.process_time()]
     with JobOutput(target) as output:
-        job = Job(JobInput.find([source]), output, identity)
+        job = OpenJob(JobInput.find([source]), output, identity)
         times.append(time.process_time())
         for result in answers(job.todo()):
             job.write(result)
@@ -67,7 +67,7 @@ def measure(count: int, bad: bool, folder: Path) -> dict[str, float]:
         job.finish()
     times.append(time.process_time())
     with JobOutput(target) as output:
-        again = Job(JobInput.find([source]), output, identity)
+        again = OpenJob(JobInput.find([source]), output, identity)
     times.append(time.process_time())
     if again.tally.resumed != count:
         raise AssertionError(f"{again.tally.resumed} of {count} rows are done")

@@ -35,9 +35,10 @@ from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.cli.verbose import details
 from llmpq.fleet import Fleet, load_plan
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally, check_ids, finished_tally
-from llmpq.jobs.output.options import JournalPlace
-from llmpq.jobs.output.output import Output, open_output
+from llmpq.jobs.job import JobOptions, OpenJob, check_ids, finished_tally
+from llmpq.jobs.job_output import JournalPlace
+from llmpq.jobs.output import Output, open_output
+from llmpq.jobs.row_database import Tally
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.job_prompts import prompts_of_input
@@ -165,7 +166,7 @@ def _run_job(
         _show_plan(options, plan)
         return _end_done(tally)
     with TaskProgress("reading the rows"):
-        job = Job(source, output, identity, job_options)
+        job = OpenJob(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
         if output.output_format == "openai" and "output_format" not in options:
@@ -215,7 +216,9 @@ def _session_of(
     return SessionOf(place.path, *names, *counts, place.anew, place.after)
 
 
-def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: RunRecorder) -> int:
+def _generate(
+    run: Run, job: OpenJob, fail: bool, seen: Sequence[int], recorder: RunRecorder
+) -> int:
     """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
     for note in run.notes:
@@ -270,7 +273,7 @@ def _check_cluster(plan: Plan | Fleet, path: str) -> None:
 
 def _write_all(
     run: Run,
-    job: Job,
+    job: OpenJob,
     progress: RunProgress,
     fail: bool,
     seen: Sequence[int],

@@ -10,18 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmpq.jobs.formats import streams
+from llmpq.jobs.formats import file_format
 from llmpq.jobs.formats.csv_files import csv_rows
-from llmpq.jobs.formats.file_format import SUFFIXES, Compression, input_format
-from llmpq.jobs.formats.json_files import is_whole_json, json_rows
-from llmpq.jobs.formats.parquet import parquet_rows
-from llmpq.jobs.formats.streams import (
+from llmpq.jobs.formats.file_format import (
     READ_ERRORS,
+    SUFFIXES,
+    Compression,
     contradiction,
+    input_format,
     numbered_lines,
     reason,
 )
-from llmpq.jobs.records.completion_record import FileRecord, InputRecord, settled_identities
+from llmpq.jobs.formats.json_files import is_whole_json, json_rows
+from llmpq.jobs.formats.parquet import parquet_rows
+from llmpq.jobs.job_files import FileRecord, settled_identities
+from llmpq.jobs.store import InputRecord
 from llmpq.rows.row import BadRow, Occurrences, Row, row_from_line, row_from_mapping
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
@@ -174,7 +177,7 @@ def _contents(path: Path) -> Iterator[tuple[int, Content]]:
 def _lines(path: Path, compression: Compression) -> Iterator[tuple[int, Content]]:
     for number, line in numbered_lines(path, compression):
         if line is None:
-            yield number, f"the line has more than {streams.MAX_LINE_BYTES} bytes"
+            yield number, f"the line has more than {file_format.MAX_LINE_BYTES} bytes"
         elif line.strip():
             yield number, line
 

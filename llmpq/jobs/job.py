@@ -6,36 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from llmpq.jobs.formats.column_kinds import MOST_COLUMNS
+from llmpq.jobs.formats.parquet import MOST_COLUMNS
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.output.output import Output
-from llmpq.jobs.records.completion_record import InputRecord
-from llmpq.jobs.records.input_changes import shown_id
-from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
+from llmpq.jobs.output import Output
+from llmpq.jobs.row_database import RowDatabase, RowKind, Tally, WantedRow, shown_id
+from llmpq.jobs.store import InputRecord
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Numbers of rows and tokens of a job.
-
-    `rows` of the input, of which `resumed` were done already, `resumed_errors` of these in error;
-    `max_tokens` that the others may generate at most.
-    """
-
-    rows: int
-    resumed: int
-    resumed_errors: int
-    max_tokens: int
-
-    @property
-    def left(self) -> int:
-        """Rows to do."""
-        return self.rows - self.resumed
 
 
 @dataclass(frozen=True)
@@ -65,11 +45,11 @@ def finished_tally(
 
 
 def check_ids(source: JobInput) -> None:
-    """Raise `InputError` where an id comes twice: sooner than a `Job` does, whose identity may take
-    long to find.
+    """Raise `InputError` where an id comes twice: sooner than an `OpenJob` does, whose identity
+    may take long to find.
     """
     database = RowDatabase()
-    ids = (Wanted(row.custom_id, "", place, 0) for row, place in source.rows())
+    ids = (WantedRow(row.custom_id, "", place, 0) for row, place in source.rows())
     twice = database.want_all(ids)
     database.close()
     if twice is not None:
@@ -84,7 +64,7 @@ def _given_twice(source: JobInput, second: int, first: int) -> InputError:
     )
 
 
-class Job:
+class OpenJob:
     """The rows of `source` and their results in `output`.
 
     The input is read once to check and count it, before anything is generated, and once more as it
@@ -116,16 +96,13 @@ class Job:
         if twice is not None:
             raise _given_twice(self._source, *twice)
         self._output.check_columns(self._columns)
-        changes = self._output.changes(options.extend)
-        if changes:
-            names = self._custom_ids(*changes.places)
-            raise changes.error(self._output.path, names, self._output.results_without_row())
-        found = self._database.progress()
-        if not found.rows:
+        self._output.check_rows(self._custom_ids, options.extend)
+        tally = self._database.tally()
+        if not tally.rows:
             raise no_prompts(", ".join(map(str, self._source.files)))
-        return Tally(found.rows, found.done, found.failed, found.tokens_left)
+        return tally
 
-    def _wanted(self, options: JobOptions) -> Iterator[Wanted]:
+    def _wanted(self, options: JobOptions) -> Iterator[WantedRow]:
         most = self._identity.sampling.max_new_tokens or 0
         for row, place in self._source.rows():
             tokens = 0
@@ -137,15 +114,15 @@ class Job:
                 name = self._source.place_name(place)
                 raise InputError(f"{name}, row {shown_id(row.custom_id)}: {row.error}")
             fingerprint = self._identity.fingerprint(row)
-            yield Wanted(row.custom_id, fingerprint, place, tokens, self._kind(row, place))
+            yield WantedRow(row.custom_id, fingerprint, place, tokens, self._kind(row, place))
 
-    def _kind(self, row: Row | BadRow, place: int) -> Kind:
+    def _kind(self, row: Row | BadRow, place: int) -> RowKind:
         if isinstance(row, Row):
-            return Kind.GOOD
+            return RowKind.GOOD
         is_nameless = row.custom_id == self._source.place_name(place)
-        return Kind.NAMELESS if is_nameless else Kind.BAD
+        return RowKind.NAMELESS if is_nameless else RowKind.BAD
 
-    def _custom_ids(self, *places: int) -> dict[int, str]:
+    def _custom_ids(self, places: Sequence[int]) -> dict[int, str]:
         """Ids of the rows at `places`, found in one more reading, for messages alone."""
         found = ((r.place, r.row.custom_id) for r in self._source.rows() if r.place in places)
         return dict(islice(found, len(places)))

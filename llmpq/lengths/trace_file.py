@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.formats.file_format import input_format
-from llmpq.jobs.formats.streams import READ_ERRORS, numbered_lines, reason
+from llmpq.jobs.formats.file_format import READ_ERRORS, input_format, numbered_lines, reason
 from planner.profiles.csv_table import read_lines
 from planner.workload import MAX_TOKENS
 from quant.common.errors import InputError, SpecError

@@ -10,8 +10,7 @@ from pathlib import Path
 from actors.messages import Sampling
 from actors.processes.placement import check_cpus
 from actors.stage.generation_config import end_tokens
-from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.jobs.records.model_digest import model_digest
+from llmpq.jobs.identity import JobIdentity, model_digest
 from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape
 from llmpq.remote.session import joins_ray

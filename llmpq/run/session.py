@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from actors.recovery.policy import OnEvent, ignore_event
-from llmpq.jobs.formats.python_rows import RowsInput, rows_of
+from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import SamplingKeywords, lists_options
 from llmpq.report.formatting import plural
 from llmpq.rows.sampling import SamplingInput

@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.jobs.formats.file_format import COMPRESSIONS, SUFFIXES, output_format
-from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, reason
-from llmpq.jobs.output.job_folder import JobFolder
-from llmpq.jobs.output.openai_lines import error_of, is_line
-from llmpq.jobs.output.result_rows import finished_rows
-from llmpq.jobs.records.disk import Disk
+from llmpq.jobs.disk import Disk
+from llmpq.jobs.formats.file_format import (
+    COMPRESSIONS,
+    READ_ERRORS,
+    SUFFIXES,
+    contradiction,
+    output_format,
+    reason,
+)
+from llmpq.jobs.result_lines import error_of, finished_rows, is_openai_line
+from llmpq.jobs.store import JobStore
 from planner.length_distribution import RequestLengths
 from planner.lengths import Lengths
 from planner.profiles.csv_table import Line, read_lines
@@ -85,7 +90,7 @@ def id_number(custom_id: str) -> int:
 
 def _is_unfinished(folder: Path) -> bool:
     """Whether `folder` is that of a job with rows that are left."""
-    manifest = JobFolder(folder, Disk()).manifest() if folder.is_dir() else None
+    manifest = JobStore(folder, Disk()).manifest() if folder.is_dir() else None
     return manifest is not None and not manifest.complete
 
 
@@ -139,7 +144,7 @@ def _tokens(text: str, name: str, place: str) -> int:
 def _finished(path: Path, folder: Path) -> Iterator[tuple[str, int]]:
     """Id and output tokens of each row that is done; none of a row in error."""
     if folder.is_dir():
-        job = JobFolder(folder, Disk())
+        job = JobStore(folder, Disk())
         manifest = job.manifest()
         shards = job.shards(manifest.generation) if manifest is not None else []
         if manifest is None and path == folder:
@@ -166,7 +171,7 @@ def _outputs(rows: Iterable[object], path: Path) -> Iterator[tuple[str, int]]:
             except (ValueError, RecursionError):
                 row = None
         place = f"lengths {path}: row {number}"
-        if isinstance(row, Mapping) and is_line(row):
+        if isinstance(row, Mapping) and is_openai_line(row):
             yield str(row.get("custom_id")), _answered_tokens(row, place)
             continue
         if not isinstance(row, Mapping) or any(key not in row for key in _KEYS):

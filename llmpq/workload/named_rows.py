@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.records.input_changes import shown_id
+from llmpq.jobs.row_database import shown_id
 from llmpq.workload.measuring import MeasuredRows
 from planner.lengths import BoolArray
 from quant.common.errors import InfeasibleError

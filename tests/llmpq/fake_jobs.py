@@ -16,12 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.messages import Sampling
+from llmpq.jobs.disk import Disk
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
-from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.options import OutputOptions
-from llmpq.jobs.records.disk import Disk
-from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
+from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.row_database import Tally
+from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 
@@ -171,7 +172,7 @@ def run_job(
         done = finished_tally(found, output, identity, job_options or JobOptions())
         if done is not None:
             return done
-        job = Job(found, output, identity, job_options)
+        job = OpenJob(found, output, identity, job_options)
         for number, result in enumerate(answer(job.todo())):
             if number == limit:
                 return job.tally

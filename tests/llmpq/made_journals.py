@@ -23,7 +23,7 @@ from llmpq.jobs.journal.entries import (
     Work,
     line_of,
 )
-from llmpq.jobs.output.job_folder import JOURNAL
+from llmpq.jobs.store import JOURNAL
 
 BEGAN = 1.7e9
 STAGES = (

@@ -12,7 +12,7 @@ import pytest
 
 from llmpq import Result, SpecError
 from llmpq.dataframes import to_arrow, to_pandas, to_polars
-from llmpq.jobs.formats.python_rows import rows_of
+from llmpq.jobs.python_rows import rows_of
 from llmpq.rows.row import Row
 from quant.common.errors import InputError
 

@@ -22,8 +22,8 @@ from rich.console import Console
 
 from actors.messages import Sampling
 from actors.stage.generation_config import GENERATION_CONFIG_FILE, checked_end_tokens
-from llmpq.jobs.output.result_rows import result_identity
-from llmpq.jobs.records.manifest import Manifest
+from llmpq.jobs.result_lines import result_identity
+from llmpq.jobs.store import Manifest
 from llmpq.quality.text_windows import read_documents
 from llmpq.report import report_page
 from llmpq.rows.row import FINGERPRINT_HEX, BadRow, digest, row_from_line
@@ -280,7 +280,7 @@ def _read_all(folder: Path) -> bool:
 
 
 def _manifest(data: bytes, folder: Path) -> bool:
-    from llmpq.jobs.records.manifest import JobIdentity
+    from llmpq.jobs.identity import JobIdentity
 
     found = Manifest.read(_file(folder, "job.json", data))
     assert found is not None

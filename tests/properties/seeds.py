@@ -306,7 +306,8 @@ def manifest_seed() -> tuple[bytes, ...]:
     from dataclasses import asdict
 
     from actors.messages import Sampling
-    from llmpq.jobs.records.manifest import JobIdentity, Manifest
+    from llmpq.jobs.identity import JobIdentity
+    from llmpq.jobs.store import Manifest
 
     made = Manifest.of(JobIdentity("m", "name", Sampling(max_new_tokens=8)), 1, False)
     return (json.dumps(asdict(made)).encode(),)
@@ -314,7 +315,7 @@ def manifest_seed() -> tuple[bytes, ...]:
 
 def result_seed() -> tuple[bytes, ...]:
     """A line of results."""
-    from llmpq.jobs.output.result_rows import line_of
+    from llmpq.jobs.result_lines import line_of
     from llmpq.rows.results import Result
 
     result = Result("a", "text", (1, 2), "stop")

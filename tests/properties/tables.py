@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmpq.jobs.formats.csv_files import csv_lines
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.output.result_rows import result_identities
+from llmpq.jobs.result_lines import result_identities
 from llmpq.rows.row import BadRow, Row
 from tests.properties.seeds import line_seeds
 

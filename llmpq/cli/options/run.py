@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from llmpq.cli.options.prompting import add_prompting
 from llmpq.cli.options.stages import add_cache, add_computing
 from llmpq.cli.parser import OptionGroup, Parser
-from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
-from llmpq.jobs.records.manifest import OUTPUT_FORMS
+from llmpq.jobs.shard_writer import SHARD_ROWS, SHARD_S, OutputOptions
+from llmpq.jobs.store import OUTPUT_FORMS
 from llmpq.rows.sampling import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.formats import streams
-from llmpq.jobs.formats.file_format import Compression
+from llmpq.jobs.formats import file_format
+from llmpq.jobs.formats.file_format import Compression, numbered_lines
 from llmpq.jobs.formats.parquet import plain_row
-from llmpq.jobs.formats.streams import numbered_lines
 from llmpq.rows.fields import KNOWN_FIELDS, STRUCTURED
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
@@ -120,10 +119,10 @@ class _Lines(Iterator[str]):
         number, line = next(self._lines)
         self.first = self.first or number
         self._bytes += len(line or b"")
-        if line is None or self._bytes > streams.MAX_LINE_BYTES:
+        if line is None or self._bytes > file_format.MAX_LINE_BYTES:
             raise InputError(
                 f"cannot read {self._path}: the row that begins in line {self.first} has more than "
-                f"{streams.MAX_LINE_BYTES} bytes; is a quote not closed?"
+                f"{file_format.MAX_LINE_BYTES} bytes; is a quote not closed?"
             )
         try:
             return line.decode()
@@ -134,8 +133,8 @@ class _Lines(Iterator[str]):
 
 def _records(path: Path, compression: Compression) -> Iterator[tuple[int, list[str], bool]]:
     """Rows that are not blank: the line each begins in, its cells, and whether they are UTF-8."""
-    if csv.field_size_limit() < streams.MAX_LINE_BYTES:  # of the whole process; 128 KiB are too few
-        csv.field_size_limit(streams.MAX_LINE_BYTES)
+    if csv.field_size_limit() < file_format.MAX_LINE_BYTES:  # 128 KiB, of the whole process
+        csv.field_size_limit(file_format.MAX_LINE_BYTES)
     lines = _Lines(path, compression)
     reader = csv.reader(lines, strict=True)
     while True:

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmpq.jobs.formats import streams
-from llmpq.jobs.formats.file_format import Compression
-from llmpq.jobs.formats.streams import opened
+from llmpq.jobs.formats import file_format
+from llmpq.jobs.formats.file_format import Compression, opened
 from quant.common.errors import InputError
 
 _DECODE = json.JSONDecoder().raw_decode
@@ -142,8 +141,8 @@ class _Text:
     def _read_on(self) -> bool:
         """Read as much again as is left; False at the end of the file."""
         left = self._part[self._at :]
-        if len(left) > streams.MAX_LINE_BYTES:
-            raise self.wrong(f"a row has more than {streams.MAX_LINE_BYTES} characters", 0)
+        if len(left) > file_format.MAX_LINE_BYTES:
+            raise self.wrong(f"a row has more than {file_format.MAX_LINE_BYTES} characters", 0)
         more = self._stream.read(max(READ_CHARACTERS, len(left)))
         self._line, self._column = self._place(self._at)
         self._part, self._at = left + more, 0

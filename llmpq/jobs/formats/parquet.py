@@ -1,17 +1,24 @@
-"""Parquet files of prompts and of results, a bounded number of rows at a time; needs pyarrow."""
+"""Parquet files of prompts and of results, a bounded number of rows at a time; needs pyarrow.
+
+A table has one type a column, and rows may differ in their own columns. Columns of truth values,
+whole numbers, numbers, texts and lists of one of these have that type. Any other, as of objects or
+of numbers beside texts, holds each value as JSON text.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from llmpq.jobs.formats.column_kinds import JSON, ColumnKinds, Kind
+from llmpq.jobs.formats.file_format import require_pyarrow
 from llmpq.rows.fields import STRUCTURED, is_field
-from llmpq.rows.results import FINGERPRINT
+from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
 
 ROWS_AT_ONCE = 2048
@@ -27,15 +34,16 @@ _NOT_PYTHON = (ValueError, OverflowError, LookupError)
 unknown time zone.
 """
 
+Scalar = Literal["empty", "bool", "int", "long", "float", "text", "json"]
 
-def require_pyarrow(what: str = "Parquet files") -> None:
-    """Raise `InputError` that `what` needs pyarrow, where it is not installed."""
-    try:
-        import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"{what} need pyarrow, which is not installed: pip install 'llmpq[parquet]'"
-        ) from error
+_KNOWN = frozenset((*RESULT_FIELDS, FINGERPRINT))
+_EXACT = 2**53  # whole numbers up to here are exact as a float
+_WIDEST = 2**63
+MOST_COLUMNS = 1000
+"""Own columns of a table: a thousand names are no table any more, and every row has a cell of each.
+"""
+
+_LEVELS = 3  # of lists in lists; deeper ones are JSON text
 
 
 def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -95,7 +103,7 @@ def with_json_values(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator
         yield {**row, **{name: _plain(row[name]) for name in marked}} if marked else row
 
 
-def _field(name: str, kind: Kind) -> Any:
+def _field(name: str, kind: ColumnKind) -> Any:
     """The column of an own column; one of JSON text says so, for when it is read again."""
     import pyarrow as pa
 
@@ -146,3 +154,86 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: item for name, item in value.items() if item is not None}
     return value
+
+
+@dataclass(frozen=True)
+class ColumnKind:
+    """The kind of a scalar, in lists of so many `levels`."""
+
+    scalar: Scalar
+    levels: int = 0
+
+
+EMPTY, JSON = ColumnKind("empty"), ColumnKind("json")
+_WIDER: Mapping[frozenset[Scalar], Scalar] = {
+    frozenset(("int", "long")): "long",
+    frozenset(("int", "float")): "float",
+}
+
+
+class ColumnKinds:
+    """The own columns of many rows, in the order in which they are met, and their kinds."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, ColumnKind] = {}
+
+    def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Note the columns of `rows`, which are read once and not kept."""
+        for row in rows:
+            for name, value in row.items():
+                if name not in _KNOWN:
+                    kind = self._kinds.get(name, EMPTY)
+                    self._kinds[name] = kind if kind == JSON else joined(kind, kind_of(value))
+
+    def add(self, other: ColumnKinds) -> None:
+        """Note the columns that `other` has noted."""
+        for name, kind in other._kinds.items():
+            self._kinds[name] = joined(self._kinds.get(name, EMPTY), kind)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns."""
+        return tuple(self._kinds)
+
+    @property
+    def kinds(self) -> Mapping[str, ColumnKind]:
+        """Kinds of the columns by name."""
+        return self._kinds
+
+    def cells(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row for a table of these columns: JSON text where a column holds that."""
+        texts = {
+            name: json.dumps(row[name], ensure_ascii=False)
+            for name, kind in self._kinds.items()
+            if kind == JSON and row.get(name) is not None
+        }
+        return {**row, **texts}
+
+
+def kind_of(value: Any) -> ColumnKind:
+    """The kind of one JSON value; of a list, the one that all its values have."""
+    if value is None:
+        return EMPTY
+    if isinstance(value, bool):
+        return ColumnKind("bool")
+    if isinstance(value, int):
+        size = abs(value)
+        return ColumnKind("int" if size <= _EXACT else "long" if size < _WIDEST else "json")
+    if isinstance(value, float):
+        return ColumnKind("float")
+    if isinstance(value, str):
+        return ColumnKind("text")
+    inner = reduce(joined, map(kind_of, value), EMPTY) if isinstance(value, list) else JSON
+    deepest = inner == JSON or inner.levels == _LEVELS
+    return JSON if deepest else ColumnKind(inner.scalar, inner.levels + 1)
+
+
+def joined(one: ColumnKind, other: ColumnKind) -> ColumnKind:
+    """The kind that values of both kinds have."""
+    if one == other:
+        return one
+    for empty, full in ((one, other), (other, one)):
+        if empty.scalar == "empty" and empty.levels <= full.levels:
+            return full
+    wider = _WIDER.get(frozenset((one.scalar, other.scalar)))
+    return JSON if wider is None or one.levels != other.levels else ColumnKind(wider, one.levels)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmpq.jobs.job_files import Shard, shards_in
 from llmpq.jobs.journal.error_kinds import ErrorCounts, ErrorKind
 from llmpq.jobs.journal.reader import Journal, Session, read_journal
 from llmpq.jobs.overview.liveness import is_running
 from llmpq.jobs.overview.places import JobPlace
 from llmpq.jobs.overview.result_errors import read_errors
-from llmpq.jobs.records.manifest import Manifest
-from llmpq.jobs.records.shards import Shard, shards_in
+from llmpq.jobs.store import Manifest
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.jobs.output.job_folder import JOURNAL, LOCK, MANIFEST
-from llmpq.jobs.records.manifest import Manifest
-from llmpq.jobs.records.shards import shards_in
+from llmpq.jobs.job_files import shards_in
+from llmpq.jobs.store import JOURNAL, LOCK, MANIFEST, Manifest
 from quant.common.errors import InputError
 
 DEPTH = 4

@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from llmpq.jobs.formats.file_format import output_format
-from llmpq.jobs.formats.streams import READ_ERRORS
+from llmpq.jobs.formats.file_format import READ_ERRORS, output_format
+from llmpq.jobs.job_files import Shard
 from llmpq.jobs.journal.error_kinds import ErrorCounts, ErrorKind
-from llmpq.jobs.output.openai_lines import error_of, is_line
-from llmpq.jobs.output.result_rows import finished_rows
 from llmpq.jobs.overview.places import JobPlace
-from llmpq.jobs.records.shards import Shard
+from llmpq.jobs.result_lines import error_of, finished_rows, is_openai_line
 from quant.common.errors import InputError
 from quant.common.text import printable
 
@@ -85,7 +83,7 @@ def _note(row: object, failed: dict[bytes, tuple[str, str]]) -> None:
     if not isinstance(row, Mapping):
         return
     custom_id, error = str(row.get("custom_id")), row.get("error")
-    if is_line(row):
+    if is_openai_line(row):
         error = error_of(row)
     key = json.dumps(custom_id, ensure_ascii=False).encode("utf-8", "surrogatepass")
     if isinstance(error, str):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-from llmpq.jobs.records.disk import Sink
+from llmpq.jobs.disk import Sink
 from llmpq.serve.batches import lines
 from llmpq.serve.batches.job import BatchJob, results_so_far
 from llmpq.serve.batches.lines import LineAnswer

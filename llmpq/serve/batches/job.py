@@ -15,17 +15,22 @@ from hashlib import blake2b
 from pathlib import Path
 
 from actors.sampling_options import GREEDY
-from llmpq.jobs.formats.file_format import input_format
+from llmpq.jobs.disk import Disk, file_digest
+from llmpq.jobs.formats.file_format import (
+    READ_ERRORS,
+    contradiction,
+    input_format,
+    numbered_lines,
+    reason,
+)
 from llmpq.jobs.formats.json_files import is_whole_json
-from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, numbered_lines, reason
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import Content, JobInput
-from llmpq.jobs.job import Job
-from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.options import OutputOptions
-from llmpq.jobs.output.result_rows import result_identity
-from llmpq.jobs.records.disk import Disk, file_digest
-from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.jobs.records.shards import shards_in
+from llmpq.jobs.job import OpenJob
+from llmpq.jobs.job_files import shards_in
+from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.result_lines import result_identity
+from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row, digest
 from llmpq.serve.batches.lines import LineAnswer, custom_id_of
@@ -144,7 +149,9 @@ class BatchJob:
         self._output = JobOutput(self._path, options, disk=disk).__enter__()
         try:
             identity = JobIdentity(_model(name), name, GREEDY)
-            self._job = Job(JobInput((source,), (source.name,), _row_of), self._output, identity)
+            self._job = OpenJob(
+                JobInput((source,), (source.name,), _row_of), self._output, identity
+            )
         except BaseException:
             self._output.__exit__(None, None, None)
             raise

@@ -12,8 +12,8 @@ import pytest
 
 from llmpq import Cluster, Plan, Workload, job_of_input
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job
-from llmpq.jobs.output.job_output import JobOutput
+from llmpq.jobs.job import OpenJob
+from llmpq.jobs.job_output import JobOutput
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.options import RunOptions
 from planner.cluster.spec import ClusterSpec
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finish(plan: Plan, target: Path) -> None:
     source = JobInput.find([PROMPTS])
     with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
-        job = Job(source, output, job_identity(plan.spec, RunOptions()))
+        job = OpenJob(source, output, job_identity(plan.spec, RunOptions()))
         for result in answer(job.todo()):
             job.write(result)
         job.finish()

@@ -168,7 +168,7 @@ def test_frames_and_members_one_after_the_other_are_one_file(tmp_path: Path) -> 
 def test_a_row_without_end_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.formats.streams.MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr("llmpq.jobs.formats.file_format.MAX_LINE_BYTES", 10_000)
     quoted = b'prompt\n"' + b"line\n" * 10_000
     for data in (quoted, b"prompt\n" + b"x" * 50_000, b"prompt\n" + b'"a\n",' * 9000):
         for name, pack in (("in.csv", bytes), ("in.csv.zst", zstd), ("in.csv.gz", gzipped)):

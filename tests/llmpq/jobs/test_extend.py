@@ -14,9 +14,8 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import run as run_cli
-from llmpq.jobs.job import JobOptions, Tally
-from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
-from llmpq.jobs.records.row_list import rows_digest
+from llmpq.jobs.job import JobOptions
+from llmpq.jobs.row_database import RowDatabase, RowKind, Tally, WantedRow
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.options import RunOptions
 from quant.common.errors import InputError
@@ -219,18 +218,18 @@ def test_nothing_is_asked_where_nothing_is_done(source: Path, tmp_path: Path) ->
 def test_the_digest_of_rows_does_not_depend_on_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.records.row_database.BATCH_ROWS", 7)
-    rows = [Wanted(f"id{i}", f"{0:012x}-{i:020x}", i, 1) for i in range(1, 50)]
-    rows += [Wanted("bad", f"{0:012x}-{9:020x}", 77, 0, Kind.BAD)]
+    monkeypatch.setattr("llmpq.jobs.row_database.BATCH_ROWS", 7)
+    rows = [WantedRow(f"id{i}", f"{0:012x}-{i:020x}", i, 1) for i in range(1, 50)]
+    rows += [WantedRow("bad", f"{0:012x}-{9:020x}", 77, 0, RowKind.BAD)]
 
-    def digest(rows: list[Wanted]) -> str:
+    def digest(rows: list[WantedRow]) -> str:
         database = RowDatabase()
         assert database.want_all(rows) is None
-        return rows_digest(database.row_blocks())
+        return database.rows_digest()
 
     whole = digest(rows)
     shuffled = [row._replace(place=1000 - row.place) for row in rows[::-1]]
-    nameless = Wanted("f:3", "x", 2000, 0, Kind.NAMELESS)
+    nameless = WantedRow("f:3", "x", 2000, 0, RowKind.NAMELESS)
     assert digest([nameless, *shuffled]) == whole
     assert digest(rows[1:]) != whole
     assert digest([rows[0]._replace(fingerprint=f"{0:012x}-{99:020x}"), *rows[1:]]) != whole

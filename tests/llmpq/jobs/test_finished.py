@@ -20,9 +20,10 @@ import pytest
 from actors.messages import Sampling
 from llmpq import Plan
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
-from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
+from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.row_database import Tally
+from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.options import RunOptions
 from quant.common.errors import InputError
@@ -64,8 +65,8 @@ def tell_by_content(monkeypatch: pytest.MonkeyPatch, may: bool) -> None:
     def read(path: Path) -> str:
         pytest.fail(f"{path} is read")
 
-    monkeypatch.setattr("llmpq.jobs.records.completion_record.file_digest", read)
-    monkeypatch.setattr("llmpq.jobs.records.shards.Shard.is_whole", lambda self: read(self.path))
+    monkeypatch.setattr("llmpq.jobs.job_files.file_digest", read)
+    monkeypatch.setattr("llmpq.jobs.job_files.Shard.is_whole", lambda self: read(self.path))
 
 
 def edit(path: Path, old: bytes, new: bytes) -> None:
@@ -239,7 +240,7 @@ def test_an_input_that_was_changed_during_the_run_is_no_finished_one(
 ) -> None:
     target = tmp_path / "out.jsonl"
     with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
-        job = Job(JobInput.find([source]), output, IDENTITY)
+        job = OpenJob(JobInput.find([source]), output, IDENTITY)
         for result in answer(job.todo()):
             job.write(result)
         edit(source, b"prompt 3", b"prompt 9")
@@ -250,7 +251,7 @@ def test_an_input_that_was_changed_during_the_run_is_no_finished_one(
 def test_a_job_is_only_finished_where_every_row_is(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
-        job = Job(JobInput.find([source]), output, IDENTITY)
+        job = OpenJob(JobInput.find([source]), output, IDENTITY)
         job.write(next(answer(job.todo())))
         job.finish()
     assert told(source, target) is None

@@ -20,13 +20,13 @@ from llmpq.cli import run as run_cli
 from llmpq.jobs.formats.csv_files import RESULT_COLUMNS, csv_lines, read_csv_results
 from llmpq.jobs.formats.file_format import SUFFIXES
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally
-from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.joining import JoinedResults
-from llmpq.jobs.output.output import open_output
-from llmpq.jobs.output.result_rows import result_identities
-from llmpq.jobs.records.row_database import RowDatabase
-from llmpq.jobs.records.shards import shards_in
+from llmpq.jobs.job import JobOptions, OpenJob
+from llmpq.jobs.job_files import shards_in
+from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.output import open_output
+from llmpq.jobs.result_files import ResultFiles
+from llmpq.jobs.result_lines import result_identities
+from llmpq.jobs.row_database import RowDatabase, Tally
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
@@ -121,7 +121,7 @@ def test_a_name_without_ending_a_pipe_and_a_folder_hold_json_lines(
     os.mkfifo(tmp_path / "pipe.csv")
     reader = os.open(tmp_path / "pipe.csv", os.O_RDONLY | os.O_NONBLOCK)
     with open_output(str(tmp_path / "pipe.csv"), SMALL_SHARDS, ()) as output:
-        job = Job(JobInput.find([source]), output, IDENTITY)
+        job = OpenJob(JobInput.find([source]), output, IDENTITY)
         job.write(Result("q0", "text", (1,), "stop"))
         assert json.loads(os.read(reader, 1000))["text"] == "text"
     os.close(reader)
@@ -214,17 +214,17 @@ def test_files_are_written_and_read_in_pieces(suffix: str, tmp_path: Path) -> No
     row |= {"error": None, "fingerprint": "0123456789ab-" + "0" * 20}
     target, database, files = tmp_path / f"out{suffix}", RowDatabase(), Drained()
 
-    class Endless(JoinedResults):
+    class Endless(ResultFiles):
         def _kept(self, lines: Iterable[bytes], source: int) -> Any:
             return repeat(json.dumps(row).encode() + b"\n", 10_000)
 
     with JobOutput(tmp_path / "one", SMALL_SHARDS) as output:
-        Job(JobInput.find([write_prompts(tmp_path / "in", *prompts(1))]), output, IDENTITY).write(
-            Result("q0", "x", (1,), "stop")
-        )
+        OpenJob(
+            JobInput.find([write_prompts(tmp_path / "in", *prompts(1))]), output, IDENTITY
+        ).write(Result("q0", "x", (1,), "stop"))
         output.commit()
-        Endless(None, tuple(shards_in(output.folder)), database).write(
-            files, target, tmp_path / "aside"
+        Endless(target, False, tuple(shards_in(output.folder)), database).write(
+            files, tmp_path / "aside"
         )
     assert max(files.sizes) < 2**18
     assert sum(1 for _ in result_identities(target)) == 10_000

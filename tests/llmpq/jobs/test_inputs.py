@@ -77,7 +77,7 @@ def test_ids_made_from_content_stay_when_rows_move(tmp_path: Path) -> None:
 def test_long_lines_and_other_encodings_are_rows_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.formats.streams.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("llmpq.jobs.formats.file_format.MAX_LINE_BYTES", 1000)
     path = tmp_path / "odd.jsonl"
     good = b'{"custom_id": "%s", "prompt": "x"}\n'
     long = b"x" * 2005 + b"\n"

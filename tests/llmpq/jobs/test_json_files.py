@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmpq.jobs.formats import json_files, streams
+from llmpq.jobs.formats import file_format, json_files
 from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
@@ -120,7 +120,7 @@ def test_an_array_that_breaks_off_is_refused_as_a_file(
 
 
 def test_a_row_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(file_format, "MAX_LINE_BYTES", 1000)
     monkeypatch.setattr(json_files, "READ_CHARACTERS", 100)
     path = tmp_path / "in.json"
     path.write_text(json.dumps([{"prompt": "x" * 900}] * 50))

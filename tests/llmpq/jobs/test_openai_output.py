@@ -13,15 +13,14 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from llmpq.jobs.formats.file_format import input_format
-from llmpq.jobs.formats.streams import numbered_lines
+from llmpq.jobs.formats.file_format import input_format, numbered_lines
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions
-from llmpq.jobs.output.openai_lines import openai_line
-from llmpq.jobs.output.output import open_output
+from llmpq.jobs.output import open_output
 from llmpq.jobs.overview.overview import overview_of
 from llmpq.jobs.overview.places import find_job
-from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.result_lines import openai_line
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.workload.measured_lengths import read_measured

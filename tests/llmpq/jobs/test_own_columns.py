@@ -15,10 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmpq.jobs.formats import dataset
-from llmpq.jobs.formats.column_kinds import MOST_COLUMNS, ColumnKinds
+from llmpq.jobs import python_rows
 from llmpq.jobs.formats.file_format import SUFFIXES
-from llmpq.jobs.formats.parquet import read_results, with_json_values, write_results
+from llmpq.jobs.formats.parquet import (
+    MOST_COLUMNS,
+    ColumnKinds,
+    read_results,
+    with_json_values,
+    write_results,
+)
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions
 from llmpq.rows.results import Result
@@ -203,9 +208,9 @@ def test_blocks_of_a_dataset_have_one_schema(monkeypatch: pytest.MonkeyPatch) ->
     data = SimpleNamespace(from_arrow_refs=lambda refs: [kept[each] for each in refs])
     ray = SimpleNamespace(put=put, get=kept.__getitem__, data=data)
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(dataset, "ROWS_PER_BLOCK", 1)
+    monkeypatch.setattr(python_rows, "ROWS_PER_BLOCK", 1)
     columns = [{"a": {"b": 1}}, {"a": "x", "n": 1}, {"n": 0.5}, {}]
-    blocks = dataset.dataset_of(
+    blocks = python_rows.dataset_of(
         Result(str(i), "", (i,), "stop", columns=each) for i, each in enumerate(columns)
     )
     assert len({str(block.schema) for block in blocks}) == 1

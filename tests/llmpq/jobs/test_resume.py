@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from actors.messages import Sampling
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally
-from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.options import OutputOptions
-from llmpq.jobs.output.output import open_output
-from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.job import JobOptions, OpenJob
+from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.output import open_output
+from llmpq.jobs.row_database import Tally
+from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.rows.results import Result
 from llmpq.rows.row import Row
 from llmpq.tokenizing.prompting import Prompting
@@ -83,7 +84,7 @@ def test_what_is_kept_is_told_with_the_rows_of_earlier_runs(source: Path, target
     output = JobOutput(target, SMALL_SHARDS, (source,), QuickDisk())
     there = f"{target}.job; the same command goes on from there"
     with output:
-        job = Job(JobInput.find([source]), output, IDENTITY)
+        job = OpenJob(JobInput.find([source]), output, IDENTITY)
         assert output.committed_message() == f"3 rows are committed in {there}"
         for result in islice(answer(job.todo()), 3):
             job.write(result)
@@ -190,7 +191,7 @@ def test_only_one_driver_writes_an_output(source: Path, target: Path) -> None:
         with pytest.raises(InputError, match="another llmpq run"):
             run_job(source, target)
         code = (
-            "import sys; from llmpq.jobs.output.job_output import JobOutput; "
+            "import sys; from llmpq.jobs.job_output import JobOutput; "
             "JobOutput(sys.argv[1]).__enter__()"
         )
         other = subprocess.run(
@@ -204,7 +205,7 @@ def test_only_one_driver_writes_an_output(source: Path, target: Path) -> None:
 
 def test_a_second_answer_to_a_row_is_dropped(source: Path, target: Path) -> None:
     with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
-        job = Job(JobInput.find([source]), output, IDENTITY)
+        job = OpenJob(JobInput.find([source]), output, IDENTITY)
         assert job.write(Result("q0", "first", (1,), "stop"))
         assert not job.write(Result("q0", "second", (1,), "stop"))
         with pytest.raises(InputError, match="was not there"):
@@ -216,7 +217,7 @@ def test_a_second_answer_to_a_row_is_dropped(source: Path, target: Path) -> None
 def test_rows_are_committed_while_none_come(source: Path, target: Path) -> None:
     options = OutputOptions(shard_rows=1000, shard_s=0.01)
     with JobOutput(target, options, disk=QuickDisk()) as output:
-        job = Job(JobInput.find([source]), output, IDENTITY)
+        job = OpenJob(JobInput.find([source]), output, IDENTITY)
         job.write(Result("q0", "text", (1,), "stop"))
         deadline = time.monotonic() + 20
         while not output.committed and time.monotonic() < deadline:
@@ -226,7 +227,7 @@ def test_rows_are_committed_while_none_come(source: Path, target: Path) -> None:
 
 def test_an_input_that_changes_while_it_is_read_is_noticed(source: Path, target: Path) -> None:
     with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
-        job = Job(JobInput.find([source]), output, IDENTITY)
+        job = OpenJob(JobInput.find([source]), output, IDENTITY)
         write_prompts(source, *prompts(7))
         with pytest.raises(InputError, match="changed while it was read"):
             list(job.todo())
@@ -241,7 +242,7 @@ def test_bad_rows_end_the_job_before_it_begins_if_asked_to(source: Path, target:
 def test_devices_take_results_too_and_a_full_one_is_one_message(source: Path) -> None:
     for name in ("/dev/null", "/dev/full"):
         with open_output(name, SMALL_SHARDS, (source,)) as output:
-            job = Job(JobInput.find([source]), output, IDENTITY)
+            job = OpenJob(JobInput.find([source]), output, IDENTITY)
             if name == "/dev/null":
                 job.write(Result("q0", "text", (1,), "stop"))
                 job.finish()

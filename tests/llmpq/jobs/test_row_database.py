@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from llmpq.jobs.records.row_database import Done, Progress, RowDatabase, Wanted
+from llmpq.jobs.row_database import Done, RowDatabase, Tally, WantedRow
 
 
 def random_results(rng: random.Random, count: int) -> list[tuple[str, Done]]:
@@ -32,7 +32,7 @@ def judged(results: list[tuple[str, Done]]) -> tuple[dict[str, Done], int]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_many_results_are_judged_as_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmpq.jobs.records.row_database.BATCH_ROWS", 7)
+    monkeypatch.setattr("llmpq.jobs.row_database.BATCH_ROWS", 7)
     results = random_results(random.Random(seed), 60)
     kept, replaced = judged(results)
     single, many = RowDatabase(), RowDatabase()
@@ -46,7 +46,7 @@ def test_many_results_are_judged_as_one_by_one(seed: int, monkeypatch: pytest.Mo
             done.line for custom_id, done in results if database.counts(custom_id, 1, done.line)
         ]
         assert len(counted) == len(results) - replaced
-    wanted = [Wanted(f"id{i}", f"f{i % 2}", i, i) for i in range(40)]
+    wanted = [WantedRow(f"id{i}", f"f{i % 2}", i, i) for i in range(40)]
     done = {
         row.custom_id: kept[row.custom_id]
         for row in wanted
@@ -55,7 +55,7 @@ def test_many_results_are_judged_as_one_by_one(seed: int, monkeypatch: pytest.Mo
         and kept[row.custom_id].fingerprint == row.fingerprint
     }
     assert many.want_all(wanted) is None
-    assert many.progress() == Progress(
+    assert many.tally() == Tally(
         len(wanted),
         len(done),
         sum(each.failed for each in done.values()),
@@ -68,14 +68,14 @@ def test_many_results_are_judged_as_one_by_one(seed: int, monkeypatch: pytest.Mo
         and not kept[row.custom_id].failed
         and kept[row.custom_id].fingerprint != row.fingerprint
     ]
-    assert many.other_result() == min(others, default=None)
+    assert many.has_other_result() == bool(others)
 
 
 @pytest.mark.parametrize("second", [1, 5, 6, 7, 20])
 def test_an_id_that_comes_twice_is_found_with_both_places(
     second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.records.row_database.BATCH_ROWS", 3)
-    rows = [Wanted(f"id{i}", "f", 10 * i, 1) for i in range(21)]
+    monkeypatch.setattr("llmpq.jobs.row_database.BATCH_ROWS", 3)
+    rows = [WantedRow(f"id{i}", "f", 10 * i, 1) for i in range(21)]
     rows[second] = rows[second]._replace(custom_id="id0")
     assert RowDatabase().want_all(rows) == (10 * second, 0)

@@ -22,8 +22,8 @@ from llmpq.cli import convert
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
 from llmpq.cli.common import EXIT_BAD_INPUT
-from llmpq.jobs.job import Job
-from llmpq.jobs.output.job_output import JobOutput
+from llmpq.jobs.job import OpenJob
+from llmpq.jobs.job_output import JobOutput
 from llmpq.rows.results import Result
 from planner.simulation.trace import write_text
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
@@ -70,7 +70,7 @@ def test_ids_are_only_data(name: str, tmp_path: Path) -> None:
     from llmpq.jobs.inputs import JobInput
 
     with JobOutput(folder / "out.jsonl") as output:
-        job = Job(JobInput.find([folder / "in.jsonl"]), output, IDENTITY)
+        job = OpenJob(JobInput.find([folder / "in.jsonl"]), output, IDENTITY)
         for todo in job.todo():
             job.write(Result(todo.custom_id, "text", (1,), "stop"))
         job.finish()
@@ -278,7 +278,7 @@ def test_other_files_follow_the_umask(umask: int, wanted: int, plan: Plan, tmp_p
         plan.report(tmp_path / "report.html")
         write_text(tmp_path / "trace.json", "{}")
         with JobOutput(tmp_path / "out.jsonl") as output:
-            job = Job(JobInput.find([tmp_path / "in.jsonl"]), output, IDENTITY)
+            job = OpenJob(JobInput.find([tmp_path / "in.jsonl"]), output, IDENTITY)
             list(job.todo())
             job.write(Result("a", "text", (1,), "stop"))
             job.finish()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from llmpq.cli import run as run_cli
-from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.jobs.job import JobOptions
+from llmpq.jobs.python_rows import rows_of
 from llmpq.rows.row import MAX_ID_CHARACTERS, BadRow, Row, row_from_line
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import prompts, run_job, write_prompts

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmpq.jobs.formats.python_rows import rows_named_by_content, rows_of
+from llmpq.jobs.python_rows import rows_named_by_content, rows_of
 from llmpq.rows.fields import KNOWN_FIELDS, nearest_field
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.messages import Sampling
-from llmpq.jobs.formats.python_rows import rows_of
+from llmpq.jobs.python_rows import rows_of
 from llmpq.rows.row import BadRow, Row, row_from_line
 from llmpq.rows.sampling import merge_sampling
 from quant.common.errors import InputError

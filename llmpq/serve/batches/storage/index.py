@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmpq.jobs.records.disk import Disk, commit_file
-from llmpq.jobs.records.shards import DAMAGED_SUFFIX
+from llmpq.jobs.disk import Disk, commit_file
+from llmpq.jobs.job_files import DAMAGED_SUFFIX
 from llmpq.serve.batches.storage.records import Batch, StoredFile
 
 RecordT = TypeVar("RecordT", Batch, StoredFile)

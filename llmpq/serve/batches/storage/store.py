@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.jobs.records.disk import Disk, Sink, commit_file
-from llmpq.jobs.records.lock import OutputLock
+from llmpq.jobs.disk import Disk, OutputLock, Sink, commit_file
 from llmpq.serve.batches.storage.index import PART, Index, set_aside
 from llmpq.serve.batches.storage.options import BatchOptions
 from llmpq.serve.batches.storage.records import (

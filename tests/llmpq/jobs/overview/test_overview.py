@@ -12,9 +12,7 @@ import pytest
 
 from actors.latency_counts import LatencyCounts
 from llmpq.jobs.job import JobOptions
-from llmpq.jobs.output.job_folder import JOURNAL
-from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.overview.liveness import BEAT_WITHIN_S, is_locked
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import find_job, jobs_in
@@ -26,6 +24,8 @@ from llmpq.jobs.overview.sentences import (
     state_words,
     why_stopped,
 )
+from llmpq.jobs.shard_writer import OutputOptions
+from llmpq.jobs.store import JOURNAL
 from llmpq.serve.batches.job import BatchJob
 from llmpq.serve.batches.lines import LineAnswer
 from quant.common.errors import InputError

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from llmpq.jobs.records.disk import Disk
+from llmpq.jobs.disk import Disk
 from llmpq.serve.app import application
 from llmpq.serve.batches.batches import Batches
 from llmpq.serve.batches.storage.options import BatchOptions

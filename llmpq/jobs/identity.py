@@ -1,11 +1,17 @@
-"""A digest of a model's configuration, tokenizer and weights, wherever these lie."""
+"""Identity of a job: a digest of its model, wherever that lies, and the sampling of its rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from actors.messages import Sampling
+from llmpq.rows.row import FINGERPRINT_HEX, BadRow, Row, digest
+from llmpq.rows.sampling import merge_sampling
 from quant.checkpoint.gguf.index import gguf_index
 from quant.checkpoint.model_reference import is_local_model
 from quant.common.errors import CheckpointError
@@ -25,8 +31,34 @@ SAMPLE_BYTES = 4096
 _UNIMPORTANT = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
 
+@dataclass(frozen=True)
+class JobIdentity:
+    """Model and sampling that all rows of a job share: a row's own sampling comes before.
+
+    `model` is a digest; `sampling.max_new_tokens` is settled. `prompting`: how prompts become
+    tokens, None for what is not set, of a template the digest.
+    """
+
+    model: str
+    model_name: str
+    sampling: Sampling
+    prompting: Mapping[str, Any] = field(default_factory=dict)
+
+    def fingerprint(self, row: Row | BadRow) -> str:
+        """Digest of the model, then of prompt and sampling, or of what is wrong with a bad row."""
+        content: Mapping[str, Any]
+        if isinstance(row, Row):
+            sampling = merge_sampling(self.sampling, row.sampling)
+            content = {**row.content, "sampling": sampling.settings}
+            prompting = {name: value for name, value in self.prompting.items() if value is not None}
+            content |= {"prompting": prompting} if prompting else {}
+        else:
+            content = {"error": row.error}
+        return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
+
+
 def model_digest(folder: Path, reference: str) -> str:
-    """Digest of the checkpoint in `folder`.
+    """Digest of configuration, tokenizer and weights of the checkpoint in `folder`.
 
     `reference` is what a plan calls it. Where the folder is a download of a hub repository, its
     name and commit stand for the weights, which need not be on this machine.

@@ -1,25 +1,30 @@
-"""Results as lines to a pipe or device, where nothing can be kept and nothing resumed."""
+"""Output of a job: its files, or a pipe or device, where nothing can be kept or resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.output.openai_lines import openai_line
-from llmpq.jobs.records.completion_record import InputRecord, ReadInputAgain
-from llmpq.jobs.records.input_changes import InputChanges
-from llmpq.jobs.records.manifest import JobIdentity, OutputForm
-from llmpq.jobs.records.row_database import Done, RowDatabase
+from llmpq.jobs.job_output import JobOutput, NamesAt, ReadInputAgain
+from llmpq.jobs.result_lines import openai_line
+from llmpq.jobs.row_database import Done, RowDatabase
+from llmpq.jobs.shard_writer import OutputOptions
+from llmpq.jobs.store import InputRecord, OutputForm
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 
 
 class ResultStream:
-    """Writes results line by line, each at once; raises `InputError` where that fails."""
+    """Writes results line by line, each at once, and knows of nothing that was done before.
+
+    It has the methods that a job calls of a `JobOutput`, and raises `InputError` where its reader
+    or disk fails.
+    """
 
     def __init__(self, path: Path, output_format: OutputForm = "rows") -> None:
         self.path = path
@@ -31,26 +36,19 @@ class ResultStream:
     def recorded(
         self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
     ) -> InputRecord | None:
-        """Return None: nobody can tell what a stream has taken."""
         return None
 
     def load(
         self, identity: JobIdentity, database: RowDatabase, retry_errors: bool = False
     ) -> None:
-        """Keep the database, in which nothing is done yet."""
         self._database = database
         self._model_name = identity.model_name
 
-    def changes(self, extend: bool = False) -> InputChanges:
-        """No changes, as nothing is done yet."""
-        return InputChanges()
+    def check_rows(self, names_at: NamesAt, extend: bool = False) -> None:
+        pass
 
     def check_columns(self, names: Collection[str]) -> None:
-        """Accept any: each line names its own."""
-
-    def results_without_row(self) -> Iterator[str]:
-        """No ids, as nothing is done yet."""
-        return iter(())
+        pass
 
     def write(self, result: Result, is_chat: bool = False) -> bool:
         """Write one line at once; False if the row has a result already."""
@@ -58,7 +56,7 @@ class ResultStream:
         if not self._database.record(result.custom_id, done):
             return False
         try:
-            self._file.write(self._line_of(result, is_chat) + "\n")
+            self._file.write(self._line_of(result, is_chat))
             self._file.flush()
         except BrokenPipeError:
             raise
@@ -68,18 +66,17 @@ class ResultStream:
 
     def _line_of(self, result: Result, is_chat: bool) -> str:
         if self.output_format == "rows":
-            return result.to_json()
+            return result.to_json() + "\n"
         fingerprint = self._database.wanted(result.custom_id) or ""
-        return openai_line(result, fingerprint, self._model_name, is_chat)
+        return openai_line(result, fingerprint, self._model_name, is_chat).decode()
 
     def commit(self) -> None:
-        """Do nothing: each line was handed on at once."""
+        pass
 
     def finish(self, read_input: ReadInputAgain = lambda: None) -> None:
-        """Do nothing: each line was handed on at once."""
+        pass
 
     def resume_hint(self) -> str:
-        """No words: a stream keeps nothing."""
         return ""
 
     def committed_message(self) -> str:
@@ -90,7 +87,6 @@ class ResultStream:
         return InputError(f"cannot write output {self.path}: {error.strerror}")
 
     def __enter__(self) -> Self:
-        """Open the stream."""
         try:
             self._file: TextIO = self.path.open("a", encoding="utf-8")
         except OSError as error:
@@ -103,6 +99,20 @@ class ResultStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the stream; a full disk was reported by the write that met it."""
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk was reported by the write that met it
             self._file.close()
+
+
+Output = JobOutput | ResultStream
+
+
+def open_output(name: str, options: OutputOptions, inputs: Sequence[Path]) -> Output:
+    """A stream for pipes and devices, else the files of a job."""
+    path = Path(name)
+    try:
+        exists = path.exists() and not path.is_dir()
+        if exists and (not path.is_file() or path.absolute().parent == Path("/dev")):
+            return ResultStream(path, options.output_format or options.default_format)
+        return JobOutput(name, options, inputs)
+    except OSError as error:  # too long a name, a folder that may not be searched
+        raise InputError(f"cannot write output {name}: {error.strerror}") from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmpq.jobs.records.input_changes import NAMED, InputChanges, Places
-from llmpq.jobs.records.row_list import RECORD_BYTES
+from llmpq.jobs.disk import new_digest
 from llmpq.rows.row import FINGERPRINT_HEX
 from quant.common.errors import InputError
 
@@ -19,6 +20,14 @@ CACHE_KIB = 32 * 1024
 
 BATCH_ROWS = 1000
 """Rows noted in one call of the database, as a call costs more than a row."""
+
+RECORD_BYTES = 26
+"""Bytes of the record of a row: 16 that stand for its id, 10 for prompt and sampling."""
+
+NAMED = 3
+"""Number of ids that a message shows of each kind of change."""
+
+_ID_CHARACTERS = 80
 
 _TABLES = (
     "CREATE TABLE wanted (id BLOB PRIMARY KEY, fingerprint TEXT, place INT, tokens INT, kind INT) "
@@ -34,7 +43,7 @@ _SUMS = "COUNT(*), COALESCE(SUM(w.tokens), 0)"
 _BOTH = "wanted w JOIN done d ON d.id = w.id WHERE NOT d.forgotten"
 
 
-class Kind(IntEnum):
+class RowKind(IntEnum):
     """Kind of a row of the input: one that can run, or not (`BAD`).
 
     A bad row without an id of its own is `NAMELESS`: it is named by its place, so that the same row
@@ -48,16 +57,16 @@ class Kind(IntEnum):
 
 _KEY_BYTES, _HEX = 16, FINGERPRINT_HEX
 _NOTHING = f"'{'0' * _HEX}'"  # the digits of a row that cannot run
-_DIGITS = f"CASE kind WHEN {Kind.GOOD} THEN substr(fingerprint, -{_HEX}) ELSE {_NOTHING} END"
-_RECORDS = f"SELECT hex(id) || {_DIGITS} FROM wanted WHERE kind < {Kind.NAMELESS} ORDER BY id"
+_DIGITS = f"CASE kind WHEN {RowKind.GOOD} THEN substr(fingerprint, -{_HEX}) ELSE {_NOTHING} END"
+_RECORDS = f"SELECT hex(id) || {_DIGITS} FROM wanted WHERE kind < {RowKind.NAMELESS} ORDER BY id"
 _EARLIER = "INSERT OR IGNORE INTO earlier "
 _FAILED = "EXISTS (SELECT 1 FROM done d WHERE d.id = e.id AND d.failed)"
 _NEW = (
-    f"FROM wanted w WHERE kind < {Kind.NAMELESS} "
+    f"FROM wanted w WHERE kind < {RowKind.NAMELESS} "
     "AND NOT EXISTS (SELECT 1 FROM earlier e WHERE e.id = w.id)"
 )
 _ANOTHER = (
-    f"FROM wanted w JOIN earlier e ON e.id = w.id WHERE kind < {Kind.NAMELESS} "
+    f"FROM wanted w JOIN earlier e ON e.id = w.id WHERE kind < {RowKind.NAMELESS} "
     f"AND e.digits <> {_DIGITS} AND e.digits <> {_NOTHING} AND NOT {_FAILED}"
 )
 _GONE = (
@@ -66,26 +75,33 @@ _GONE = (
 )
 
 
-class Wanted(NamedTuple):
+class WantedRow(NamedTuple):
     """A row of the input; `tokens` that it may generate at most."""
 
     custom_id: str
     fingerprint: str
     place: int
     tokens: int
-    kind: Kind = Kind.GOOD
+    kind: RowKind = RowKind.GOOD
 
 
-class Progress(NamedTuple):
-    """Numbers of rows and tokens: `rows` of the input, `done` ones, and `failed` ones of these.
+@dataclass(frozen=True)
+class Tally:
+    """Numbers of rows and tokens of a job.
 
-    `tokens_left` is what the others may generate at most.
+    `rows` of the input, of which `resumed` were done already, `resumed_errors` of these in error;
+    `max_tokens` that the others may generate at most.
     """
 
     rows: int
-    done: int
-    failed: int
-    tokens_left: int
+    resumed: int
+    resumed_errors: int
+    max_tokens: int
+
+    @property
+    def left(self) -> int:
+        """Rows to do."""
+        return self.rows - self.resumed
 
 
 class Done(NamedTuple):
@@ -99,6 +115,63 @@ class Done(NamedTuple):
     source: int
     line: int
     forgotten: bool = False
+
+
+@dataclass(frozen=True)
+class InputChanges:
+    """Differences between the rows of the input and those that the job was begun with.
+
+    Numbers of rows that are `new`, `gone`, or whose id has `another` prompt or sampling, and the
+    places of the first new and other ones. Rows that ended in an error, or could not be read, may
+    be changed or taken out.
+    """
+
+    new: int = 0
+    gone: int = 0
+    another: int = 0
+    new_places: tuple[int, ...] = ()
+    another_places: tuple[int, ...] = ()
+
+    def error(
+        self, output: Path, blocked: bool, names: Mapping[int, str], gone: Iterable[str]
+    ) -> InputError:
+        """The error that tells the differences.
+
+        `blocked`: a row of another prompt has a result already, beside which no other has room.
+        `names` has the ids at the places, `gone` those of results without row, which are looked for
+        only if there are any.
+        """
+        new = [names[place] for place in self.new_places]
+        another = [names[place] for place in self.another_places]
+        lost = list(islice(gone, NAMED)) if self.gone else []
+        sampling = "another prompt or sampling"
+        parts = (
+            _part(self.new, "is new", "are new", new),
+            _part(self.gone, "of before is gone", "of before are gone", lost),
+            _part(self.another, f"has {sampling}", f"have {sampling}", another),
+        )
+        remedy = "pass --extend to keep what is done and do the other rows too"
+        if blocked:
+            remedy = "give a row of another prompt another custom_id"
+        told = ", ".join(part for part in parts if part)
+        return InputError(
+            f"output {output} was made from other rows than those of this input: {told}; {remedy}, "
+            "name another output or pass --overwrite"
+        )
+
+
+def shown_id(custom_id: str) -> str:
+    """An id as a message shows it: a long one is cut."""
+    cut = "…" if len(custom_id) > _ID_CHARACTERS else ""
+    return f"{custom_id[:_ID_CHARACTERS]!r}{cut}"
+
+
+def _part(count: int, one: str, many: str, ids: Sequence[str]) -> str:
+    if not count:
+        return ""
+    more = ", …" if ids and count > len(ids) else ""
+    named = f" ({', '.join(map(shown_id, ids))}{more})" if ids else ""
+    return f"{count} {one if count == 1 else many}{named}"
 
 
 class RowDatabase:
@@ -121,11 +194,11 @@ class RowDatabase:
     def want(self, custom_id: str, fingerprint: str, place: int) -> int | None:
         """Note a row of the input; returns the place where the same id stands already, or None."""
         key = _key(custom_id)
-        if self._insert(_WANT, (key, fingerprint, place, 0, Kind.GOOD)):
+        if self._insert(_WANT, (key, fingerprint, place, 0, RowKind.GOOD)):
             return None
         return self._place(key)
 
-    def want_all(self, rows: Iterable[Wanted]) -> tuple[int, int] | None:
+    def want_all(self, rows: Iterable[WantedRow]) -> tuple[int, int] | None:
         """Note many rows of the input.
 
         Where an id comes twice, returns its second place and its first.
@@ -144,20 +217,19 @@ class RowDatabase:
         found = self._one("SELECT fingerprint FROM wanted WHERE id = ?", _key(custom_id))
         return None if found is None else str(found[0])
 
-    def progress(self) -> Progress:
-        """Number of rows and tokens that are done and left."""
+    def tally(self) -> Tally:
+        """Numbers of rows and tokens that are done and left."""
         rows, tokens = self._database.execute(f"SELECT {_SUMS} FROM wanted w").fetchone()
         done, done_tokens, failed = self._database.execute(
             f"SELECT {_SUMS}, COALESCE(SUM(d.failed), 0) FROM {_BOTH} "
             "AND d.fingerprint = w.fingerprint"
         ).fetchone()
-        return Progress(rows, done, failed, tokens - done_tokens)
+        return Tally(rows, done, failed, tokens - done_tokens)
 
-    def other_result(self) -> int | None:
-        """Place of the first row that has a result, and no error, of another fingerprint."""
-        query = f"SELECT MIN(w.place) FROM {_BOTH} AND d.fingerprint <> w.fingerprint"
-        (place,) = self._database.execute(f"{query} AND NOT d.failed").fetchone()
-        return place if place is None else int(place)
+    def has_other_result(self) -> bool:
+        """Whether a row has a result, and no error, of another fingerprint."""
+        query = f"SELECT 1 FROM {_BOTH} AND d.fingerprint <> w.fingerprint AND NOT d.failed LIMIT 1"
+        return self._database.execute(query).fetchone() is not None
 
     def row_blocks(self) -> Iterator[bytes]:
         """Records of the rows of the input, many at once, without those that are nameless.
@@ -167,6 +239,13 @@ class RowDatabase:
         found = self._database.execute(_RECORDS)
         while batch := found.fetchmany(BATCH_ROWS):
             yield bytes.fromhex("".join(digits for (digits,) in batch))
+
+    def rows_digest(self) -> str:
+        """Digest of these records."""
+        seen = new_digest()
+        for block in self.row_blocks():
+            seen.update(block)
+        return str(seen.hexdigest())
 
     def compare(self, earlier: Iterable[bytes]) -> InputChanges:
         """Differences to the rows of the records `earlier`, and to those with results."""
@@ -181,12 +260,14 @@ class RowDatabase:
             self._insert_all(_EARLIER + "VALUES (?, ?)", rows)
         self._insert_all(_EARLIER + "SELECT id, substr(fingerprint, ?) FROM done", [(-_HEX,)])
         (gone,) = self._database.execute(f"SELECT COUNT(*) {_GONE}").fetchone()
-        return InputChanges(self._places(_NEW), gone, self._places(_ANOTHER))
+        (new, new_places), (another, places) = map(self._places, (_NEW, _ANOTHER))
+        return InputChanges(new, gone, another, new_places, places)
 
-    def _places(self, rows: str) -> Places:
+    def _places(self, rows: str) -> tuple[int, tuple[int, ...]]:
+        """Number of some rows, and the places of the first of them."""
         (count,) = self._database.execute(f"SELECT COUNT(*) {rows}").fetchone()
         first = self._database.execute(f"SELECT place {rows} ORDER BY place LIMIT {NAMED}")
-        return Places(count, tuple(place for (place,) in first))
+        return count, tuple(place for (place,) in first)
 
     def record(self, custom_id: str, done: Done) -> bool:
         """Note a result; returns whether it counts.

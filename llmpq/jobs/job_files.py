@@ -1,18 +1,75 @@
-"""State of the files of a job that is done, by which the next start need not read a row."""
+"""Files of a job: shards, whose names say what they hold, and files known again by their state."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from llmpq.jobs.records.disk import file_digest, new_digest
-from llmpq.jobs.records.shards import Shard
-from llmpq.version import llmpq_version
+from llmpq.jobs.disk import Disk, commit_file, file_digest, new_digest
 from quant.common.files import FileIdentity
+
+_NAME = re.compile(r"part-(\d+)-(\d+)-(\d+)-([0-9a-f]{16})\.jsonl")
+_READ_BYTES = 2**20
+SHARD_ASIDE = "shard.part"
+DAMAGED_SUFFIX = ".damaged"
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """A file of results of a job; sorted in the order in which they were written.
+
+    Its name is `part-GENERATION-NUMBER-ROWS-DIGEST.jsonl`. Renaming it into place commits its rows,
+    and with them their number and digest: no second file has to agree.
+    """
+
+    generation: int
+    number: int
+    rows: int
+    digest: str
+    path: Path
+
+    @property
+    def source(self) -> int:
+        """Number of the shard among the files of a job, of which the finished one is number 0."""
+        return self.number + 1
+
+    def is_whole(self) -> bool:
+        """Whether the content is what the name says; raises OSError where it cannot be read."""
+        seen, lines = hashlib.blake2b(digest_size=8), 0
+        with self.path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                seen.update(block)
+                lines += block.count(b"\n")
+        return (lines, seen.hexdigest()) == (self.rows, self.digest)
+
+    def lines(self) -> Iterator[bytes]:
+        with self.path.open("rb") as file:
+            yield from file
+
+
+def shards_in(folder: Path) -> list[Shard]:
+    """All shards of a folder, of every generation."""
+    found = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            generation, number, rows, digest = match.groups()
+            found.append(Shard(int(generation), int(number), int(rows), digest, path))
+    return sorted(found)
+
+
+def write_shard(
+    disk: Disk, folder: Path, generation: int, number: int, lines: Sequence[bytes]
+) -> None:
+    """Commit `lines`; a commit that was cut off can be done again."""
+    data = b"".join(lines)
+    digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+    path = folder / f"part-{generation:03d}-{number:06d}-{len(lines)}-{digest}.jsonl"
+    commit_file(disk, path, folder / SHARD_ASIDE, lambda sink: sink.write(data))
 
 
 @dataclass(frozen=True)
@@ -67,51 +124,7 @@ class FolderRecord:
         """Whether `shards` are the same; they are read where the file system cannot tell."""
         if _names(shards) != self.names:
             return False
-        if _identities(shards) == self.identities:
-            return True
-        return all(shard.is_whole() for shard in shards)
-
-
-@dataclass(frozen=True)
-class InputRecord:
-    """The input of a job that is done: its rows, and how many of them ended in an error."""
-
-    rows: int
-    errors: int
-    files: tuple[FileRecord, ...]
-
-
-ReadInputAgain = Callable[[], InputRecord | None]
-"""Reads the files of the input once more; None where they cannot be recorded."""
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """Input and output when the last row was done, and the version of llmpq."""
-
-    input: InputRecord
-    output: FileRecord | FolderRecord
-    llmpq: str
-
-    @classmethod
-    def of(cls, given: InputRecord, output: FileRecord | FolderRecord) -> JobRecord:
-        """Record of a job that this version of llmpq has done."""
-        return cls(given, output, llmpq_version())
-
-    @classmethod
-    def read(cls, content: object) -> JobRecord | None:
-        """The record in a manifest; None for none, for a broken one and for another llmpq's.
-
-        Another llmpq may have understood rows otherwise, so that they must be looked at.
-        """
-        try:
-            found = _ADAPTER.validate_python(content)
-        except ValidationError:
-            return None
-        return found if found.llmpq == llmpq_version() else None
-
-
-_ADAPTER: TypeAdapter[JobRecord] = TypeAdapter(JobRecord)
+        return _identities(shards) == self.identities or all(each.is_whole() for each in shards)
 
 
 def settled_identities(paths: Sequence[Path]) -> list[FileIdentity]:

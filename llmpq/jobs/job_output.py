@@ -9,41 +9,53 @@ lines of one id the database counts one, so that joining again gives the same ro
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from llmpq.jobs.formats.column_kinds import MOST_COLUMNS
+from llmpq.jobs.disk import Disk, OutputLock
 from llmpq.jobs.formats.file_format import output_format
+from llmpq.jobs.formats.parquet import MOST_COLUMNS
+from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.output.earlier_results import EarlierResults
-from llmpq.jobs.output.job_folder import LOCK, JobFolder
-from llmpq.jobs.output.joining import JoinedResults
-from llmpq.jobs.output.options import JournalPlace, OutputOptions
-from llmpq.jobs.output.result_rows import check_writable
-from llmpq.jobs.output.shard_writer import ShardWriter
-from llmpq.jobs.records.completion_record import (
-    FileRecord,
-    FolderRecord,
+from llmpq.jobs.job_files import FileRecord, FolderRecord, Shard, settled_identities, shards_in
+from llmpq.jobs.result_files import ResultFiles
+from llmpq.jobs.result_lines import check_writable
+from llmpq.jobs.row_database import InputChanges, RowDatabase
+from llmpq.jobs.shard_writer import OutputOptions, ShardWriter
+from llmpq.jobs.store import (
+    LOCK,
+    CompletionRecord,
     InputRecord,
-    JobRecord,
-    ReadInputAgain,
-    settled_identities,
+    JobStore,
+    Manifest,
+    OutputForm,
 )
-from llmpq.jobs.records.disk import Disk
-from llmpq.jobs.records.input_changes import InputChanges
-from llmpq.jobs.records.lock import OutputLock
-from llmpq.jobs.records.manifest import JobIdentity, Manifest, OutputForm
-from llmpq.jobs.records.row_database import RowDatabase
-from llmpq.jobs.records.row_list import RowList, rows_digest
-from llmpq.jobs.records.shards import Shard, shards_in
 from llmpq.rows.results import Result
+from llmpq.version import llmpq_version
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
 
 _MAY_COMMIT = (Exception, KeyboardInterrupt, SystemExit)
+
+ReadInputAgain = Callable[[], InputRecord | None]
+"""Reads the files of the input once more; None where they cannot be recorded."""
+
+NamesAt = Callable[[Sequence[int]], Mapping[int, str]]
+"""Finds the ids of the rows at some places of the input."""
+
+
+@dataclass(frozen=True)
+class JournalPlace:
+    """Path of a job's journal; `anew`: what was done before does not count. `after`: generation and
+    number of the newest shard.
+    """
+
+    path: Path
+    anew: bool
+    after: tuple[int, int] | None
 
 
 class JobOutput:
@@ -67,10 +79,9 @@ class JobOutput:
         self._resumed = 0
         self._options = options or OutputOptions()
         self._inputs = inputs
-        self._disk = disk or Disk()
         self._in_folder = str(named).endswith(os.sep) or path.is_dir()
         self.folder = path if self._in_folder else path.with_name(path.name + ".job")
-        self._job = JobFolder(self.folder, self._disk)
+        self._store = JobStore(self.folder, disk or Disk())
         self._writer: ShardWriter | None = None
         self._manifest: Manifest | None = None
         self._before: FileIdentity | None = None
@@ -80,7 +91,7 @@ class JobOutput:
         try:
             self._check_target()
             self._is_new = not self.folder.exists()
-            self._disk.make_folder(self.folder)
+            self._store.disk.make_folder(self.folder)
             self._lock = OutputLock(self.folder / LOCK, self.path)
         except OSError as error:
             raise self._unwritable(error) from error
@@ -119,7 +130,7 @@ class JobOutput:
             raise InputError(f"output {self.path} is the input too; name another file")
         if not self._in_folder or not self.path.is_dir() or self._options.overwrite:
             return
-        foreign = self._job.foreign()
+        foreign = self._store.foreign()
         if foreign is not None:
             raise InputError(
                 f"output {self.path} is a folder with other files in it ({foreign}); name an "
@@ -127,7 +138,7 @@ class JobOutput:
             )
 
     def _read_manifest(self) -> None:
-        found = None if self._options.overwrite else self._job.manifest()
+        found = None if self._options.overwrite else self._store.manifest()
         self._manifest = found
         try:
             shards = shards_in(self.folder)
@@ -184,7 +195,7 @@ class JobOutput:
 
     def _is_unchanged(self, record: FileRecord | FolderRecord) -> bool:
         shards = shards_in(self.folder)
-        if self._job.holds_leftovers():
+        if self._store.holds_leftovers():
             return False
         if isinstance(record, FileRecord):
             return not self._in_folder and not shards and record.matches(self.path)
@@ -205,43 +216,35 @@ class JobOutput:
         manifest = Manifest.of(identity, self._generation, replaces)
         manifest = replace(manifest, output_format=self.output_format)
         number = max((shard.number for shard in self._shards()), default=-1) + 1
-        self._writer = ShardWriter(self._job, manifest, database, number, self._options)
-        earlier = EarlierResults(
-            database,
-            self.path,
-            identity.model,
-            identity.model_name,
-            self.output_format,
-            retry_errors,
-        )
+        self._writer = ShardWriter(self._store, manifest, database, number, self._options)
         try:
             if self._finished:
                 (self._before,) = settled_identities([self.path])
-                earlier.note_file(self.path)
-            for shard in self._shards():
-                earlier.note_shard(shard, self._disk)
+            self._results().note(manifest, retry_errors, self._store.disk)
         except OSError as error:
             raise InputError(f"cannot read output {self.path}: {error.strerror}") from error
         self._resumed, _ = database.done_counts()
         self._writer.start()
 
-    def changes(self, extend: bool = False) -> InputChanges:
-        """Compare the rows of the database with those that the job was begun with.
+    def check_rows(self, names_at: NamesAt, extend: bool = False) -> None:
+        """Have the rows of the database be those of the job from now on.
 
-        From then on they are its rows. With `extend`, only rows that a result stands in the way of
-        count. Raises `InputError` where it is not known with which rows the job was begun.
+        Raises `InputError` where they differ from those that it was begun with, with `extend` only
+        for rows that a result stands in the way of, and where these are not known any more.
         """
+        digest = self._database.rows_digest()
         writer = self._loaded()
-        digest = rows_digest(self._database.row_blocks())
         writer.manifest = replace(writer.manifest, input_digest=digest)
-        blocked = self._database.other_result() is not None
+        blocked = self._database.has_other_result()
         earlier = None if extend or not self._resumed else self._earlier_rows(digest)
         if earlier is None and not blocked:
-            return InputChanges()
-        found = replace(self._database.compare(earlier or ()), blocked=blocked)
+            return
+        changes = self._database.compare(earlier or ())
         if earlier is None:
-            return InputChanges(another=found.another, blocked=blocked)
-        return found
+            changes = InputChanges(another=changes.another, another_places=changes.another_places)
+        if blocked or changes != InputChanges():
+            names = names_at((*changes.new_places, *changes.another_places))
+            raise changes.error(self.path, blocked, names, self._results().without_row())
 
     def _earlier_rows(self, digest: str) -> Iterator[bytes] | None:
         """Records of the rows that the job was begun with, as far as the results do not tell them.
@@ -253,7 +256,7 @@ class JobOutput:
         known = self._manifest.input_digest
         if known is None or known == digest:
             return None
-        return iter(()) if self._manifest.complete else RowList(self.folder, known).blocks()
+        return iter(()) if self._manifest.complete else self._store.rows_begun_with(known)
 
     def check_columns(self, names: Collection[str]) -> None:
         """Raise `InputError` where a table would have too many own columns of rows."""
@@ -263,13 +266,8 @@ class JobOutput:
                 "the input's rows; name an output that ends in .jsonl, or have fewer columns"
             )
 
-    def results_without_row(self) -> Iterator[str]:
-        """Ids of results whose rows are not in the database."""
-        return self._joined().results_without_row()
-
-    def _joined(self) -> JoinedResults:
-        finished = self.path if self._finished else None
-        return JoinedResults(finished, tuple(self._shards()), self._database)
+    def _results(self) -> ResultFiles:
+        return ResultFiles(self.path, self._finished, tuple(self._shards()), self._database)
 
     def _loaded(self) -> ShardWriter:
         assert self._writer is not None, "`load` comes first"
@@ -278,7 +276,8 @@ class JobOutput:
     def write(self, result: Result, is_chat: bool = False) -> bool:
         """Add a result; False if its id has one already, which stays.
 
-        Raises `InputError` when earlier ones could not be committed.
+        `is_chat`: its prompt was messages. Raises `InputError` when earlier results could not be
+        committed.
         """
         try:
             return self._loaded().write(result, is_chat)
@@ -307,25 +306,20 @@ class JobOutput:
             raise self._unwritable(error) from error
 
     def _finish(self, writer: ShardWriter, source: InputRecord | None) -> None:
-        joined = self._joined()
-        written = None
+        store, results, written = self._store, self._results(), None
         if self._in_folder and self._database.replaced:
-            joined.compact(self._disk, self.folder, self._generation)
-        elif not self._in_folder and (joined.shards or self._database.replaced):
-            written = joined.write(self._disk, self.path, self._job.joined)
+            results.compact(store.disk, self.folder, self._generation)
+        elif not self._in_folder and (results.shards or self._database.replaced):
+            written = results.write(store.disk, store.joined)
         rows, errors = self._database.done_counts()
         output = self._record(written) if source else None
+        record = CompletionRecord(source, output, llmpq_version()) if source and output else None
         manifest = replace(
-            writer.manifest,
-            replaces=False,
-            complete=True,
-            rows=rows,
-            errors=errors,
-            record=JobRecord.of(source, output) if source and output else None,
+            writer.manifest, replaces=False, complete=True, rows=rows, errors=errors, record=record
         )
         if writer.begun or manifest != self._manifest:
-            self._job.write_manifest(manifest)
-        self._job.clean_up(self._generation if self._in_folder else None)
+            store.write_manifest(manifest)
+        store.clean_up(self._generation if self._in_folder else None)
 
     def _record(self, written: str | None) -> FileRecord | FolderRecord | None:
         """The record of the output.
@@ -341,7 +335,7 @@ class JobOutput:
         return record if FileIdentity.of(self.path) == self._before else None
 
     def _shards(self) -> list[Shard]:
-        return self._job.shards(self._generation)
+        return self._store.shards(self._generation)
 
     def _has_finished_file(self) -> bool:
         return not self._in_folder and self.path.exists() and self.path.stat().st_size > 0
@@ -351,7 +345,7 @@ class JobOutput:
         """Where the journal of the job is, and what lies beside it now."""
         newest = max(shards_in(self.folder), default=None)
         after = None if newest is None else (newest.generation, newest.number)
-        return JournalPlace(self._job.journal, self._options.overwrite, after)
+        return JournalPlace(self._store.journal, self._options.overwrite, after)
 
     @property
     def committed(self) -> int:
@@ -385,5 +379,5 @@ class JobOutput:
         self._lock.release()
         if self._is_new and not (self._writer is not None and self._writer.begun):
             with suppress(OSError):  # somebody else has put something there
-                self._job.journal.unlink(missing_ok=True)
+                self._store.journal.unlink(missing_ok=True)
                 self.folder.rmdir()

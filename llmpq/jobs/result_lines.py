@@ -1,24 +1,52 @@
-"""Rows of results as outputs hold them: writing them, reading them back, and their identities."""
+"""Lines of results, in our form or in OpenAI's: writing them, and knowing them again."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 from llmpq.jobs.formats.csv_files import read_csv_results
-from llmpq.jobs.formats.file_format import FileFormat, output_format
-from llmpq.jobs.formats.parquet import read_results, require_pyarrow
-from llmpq.jobs.formats.streams import contradiction, numbered_lines
-from llmpq.jobs.output.openai_lines import error_of, fingerprint_of, is_line
-from llmpq.jobs.records.manifest import OutputForm
-from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS, Result
+from llmpq.jobs.formats.file_format import (
+    FileFormat,
+    contradiction,
+    numbered_lines,
+    output_format,
+    require_pyarrow,
+)
+from llmpq.jobs.formats.parquet import read_results
+from llmpq.jobs.store import OutputForm
+from llmpq.rows.answers import (
+    BAD_LINE,
+    ChatForm,
+    CompletionForm,
+    Head,
+    Json,
+    TextPiece,
+    Usage,
+    answer_line,
+    line_response,
+    written_line,
+)
+from llmpq.rows.results import FINGERPRINT, PREFIX, REASONING, RESULT_FIELDS, Result
+from llmpq.rows.row import FINGERPRINT_HEX, digest
 from quant.common.errors import InputError
+
+FAILED = "generation_failed"
+"""Code of a row that has run, and failed."""
 
 _KEYS = ("custom_id", "error", FINGERPRINT)
 _FINGERPRINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{20}")
+_ID_HEX = 8
+_ID = re.compile(rf"batch_req_([0-9a-f]+)([0-9a-f]{{{FINGERPRINT_HEX}}})[0-9a-f]{{{_ID_HEX}}}")
+"""The parts of a row's fingerprint, and digits of its `custom_id`, which tell rows of one prompt
+apart.
+"""
 _REMEDY = "name another output or pass --overwrite"
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -39,10 +67,63 @@ class ResultIdentity:
 
 
 def line_of(result: Result, fingerprint: str) -> bytes:
-    """A result as a line of JSON."""
+    """A result as a line of our own fields."""
     row = {name: getattr(result, name) for name in RESULT_FIELDS}
     row |= {FINGERPRINT: fingerprint} | dict(result.columns)
     return _ENCODE(row).encode() + b"\n"
+
+
+def openai_line(result: Result, fingerprint: str, model_name: str, is_chat: bool) -> bytes:
+    """The line that answers a row as OpenAI's batches do, with its own columns.
+
+    `is_chat`: its prompt was messages. The row is known again by the line's `id`.
+    """
+    name = fingerprint.replace("-", "") + digest({"id": result.custom_id}, _ID_HEX)
+    response = error = None
+    columns = dict(result.columns)
+    reasoning = columns.pop(REASONING, None)
+    if result.error is None:
+        head = Head(name, int(time.time()), model_name)
+        response = line_response(HTTPStatus.OK, _body(result, head, is_chat, reasoning), name)
+    else:
+        code = BAD_LINE if result.prompt_tokens is None else FAILED
+        error = {"code": code, "message": result.error}
+    line = answer_line(result.custom_id, response, error, name)
+    for column, value in columns.items():
+        while column in line:
+            column = PREFIX + column
+        line[column] = value
+    return written_line(line).encode() + b"\n"
+
+
+def _body(result: Result, head: Head, is_chat: bool, reasoning: str | None) -> Json:
+    form = ChatForm(False) if is_chat else CompletionForm(False)
+    new_tokens = len(result.token_ids)
+    text, reason = result.text or "", result.finish_reason
+    piece = TextPiece(0, text, new_tokens, finish_reason=reason, reasoning=reasoning)
+    choice = dict(form.whole([piece]))
+    if result.text is None:  # the model has no tokenizer
+        choice["token_ids"] = list(result.token_ids)
+    content = head.content(form.whole_kind, [choice])
+    usage = Usage(result.prompt_tokens or 0, new_tokens)
+    return {**content, "id": f"{form.prefix}-{head.id}", "usage": usage.content}
+
+
+def is_openai_line(row: Mapping[str, Any]) -> bool:
+    """Whether a row answers a line of a batch, of whichever server, and is no row of results."""
+    return "response" in row and "token_ids" not in row and FINGERPRINT not in row
+
+
+def error_of(line: Mapping[str, Any]) -> str | None:
+    """The words for what is wrong with a line of OpenAI's form; None where it was answered."""
+    error, response = line.get("error"), line["response"]
+    if error is None and isinstance(response, Mapping):
+        if response.get("status_code") == HTTPStatus.OK:
+            return None
+        body = response.get("body")
+        error = body.get("error") if isinstance(body, Mapping) else None
+    message = error.get("message") if isinstance(error, Mapping) else None
+    return message if isinstance(message, str) else "no answer"
 
 
 def check_writable(named: Path, path: Path) -> None:
@@ -92,8 +173,10 @@ def result_identity(row: object) -> ResultIdentity | None:
     if not isinstance(row, Mapping):
         return None
     form: OutputForm = "rows"
-    if is_line(row):
-        values = (row.get("custom_id"), error_of(row), fingerprint_of(row))
+    if is_openai_line(row):
+        found = _ID.fullmatch(str(row.get("id")))
+        mark = None if found is None else "-".join(found.groups())
+        values = (row.get("custom_id"), error_of(row), mark)
         form, row = "openai", dict(zip(_KEYS, values, strict=True))
     if any(key not in row for key in _KEYS):
         return None

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 
-from llmpq.jobs.output.job_folder import JobFolder
-from llmpq.jobs.output.openai_lines import openai_line
-from llmpq.jobs.output.options import OutputOptions
-from llmpq.jobs.output.result_rows import line_of
-from llmpq.jobs.records.manifest import Manifest
-from llmpq.jobs.records.row_database import Done, RowDatabase
-from llmpq.jobs.records.shards import write_shard
+from llmpq.jobs.job_files import write_shard
+from llmpq.jobs.result_lines import line_of, openai_line
+from llmpq.jobs.row_database import Done, RowDatabase
+from llmpq.jobs.store import JobStore, Manifest, OutputForm
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 
+SHARD_ROWS = 1000
+SHARD_S = 10.0
 SHARD_BYTES = 2**24
 """Bytes of a shard's lines, which wait in memory."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """`overwrite` starts anew, `resume` demands that there is something to go on from.
+
+    A shard is closed after `shard_rows` rows or `shard_s` seconds (None: after rows alone).
+    `output_format`: None for that of the job that is there, and of a new one `default_format`.
+    """
+
+    overwrite: bool = False
+    resume: bool = False
+    shard_rows: int = SHARD_ROWS
+    shard_s: float | None = SHARD_S
+    output_format: OutputForm | None = None
+    default_format: OutputForm = "rows"
 
 
 class ShardWriter:
@@ -28,7 +44,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        folder: JobFolder,
+        store: JobStore,
         manifest: Manifest,
         database: RowDatabase,
         number: int,
@@ -38,7 +54,7 @@ class ShardWriter:
         self.committed = 0
         self.begun = False
         self.failure: OSError | None = None
-        self._folder = folder
+        self._store = store
         self._database = database
         self._number = number
         self._options = options
@@ -67,18 +83,15 @@ class ShardWriter:
             done = Done(fingerprint, failed, self._number + 1, len(self._lines))
             if not self._database.record(result.custom_id, done):
                 return False
-            line = self._line_of(result, fingerprint, is_chat)
+            if self.manifest.output_format == "rows":
+                line = line_of(result, fingerprint)
+            else:
+                line = openai_line(result, fingerprint, self.manifest.model_name, is_chat)
             self._lines.append(line)
             self._bytes += len(line)
             if len(self._lines) >= self._options.shard_rows or self._bytes >= SHARD_BYTES:
                 self._commit()
             return True
-
-    def _line_of(self, result: Result, fingerprint: str, is_chat: bool) -> bytes:
-        if self.manifest.output_format == "rows":
-            return line_of(result, fingerprint)
-        line = openai_line(result, fingerprint, self.manifest.model_name, is_chat)
-        return line.encode() + b"\n"
 
     def commit(self) -> None:
         """Bring everything that was written to disk."""
@@ -93,19 +106,17 @@ class ShardWriter:
     def _commit(self) -> None:
         if not self._lines:
             return
-        lines = self._lines
+        store, lines = self._store, self._lines
         try:
             if not self.begun:
-                self._folder.begin(self.manifest, self._database)
+                store.begin(self.manifest, self._database.row_blocks())
                 self.begun = True
-            generation = self.manifest.generation
-            write_shard(self._folder.disk, self._folder.path, generation, self._number, lines)
+            write_shard(store.disk, store.path, self.manifest.generation, self._number, lines)
         except OSError as error:
             self.failure = error
             raise
         self.committed += len(lines)
-        self._lines = []
-        self._bytes = 0
+        self._lines, self._bytes = [], 0
         self._number += 1
 
     def _commit_by_time(self) -> None:

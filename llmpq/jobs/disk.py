@@ -1,7 +1,8 @@
-"""Changes that a job makes to the disk, one call each, so that tests can fail any of them."""
+"""What a job does to the disk: one call each, which tests can fail, whole files, and the lock."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import os
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from quant.common.errors import InputError
 
 _DIGEST_BYTES = 16
 
@@ -119,3 +122,40 @@ def commit_file(disk: Disk, path: Path, aside: Path, fill: Callable[[Sink], obje
         with suppress(OSError):
             disk.unlink(aside)
         raise
+
+
+class OutputLock:
+    """An exclusive lock on a file, given back by the kernel however the process ends.
+
+    Raises `InputError` while another process holds it.
+    """
+
+    def __init__(self, path: Path, output: Path) -> None:
+        self._path = path
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(self._descriptor)
+                raise InputError(
+                    f"output {output} is being written by another llmpq run; wait for its end or "
+                    "name another output"
+                ) from error
+            if self._is_the_file():
+                return
+            os.close(self._descriptor)  # its holder removed it between our two calls
+
+    def release(self) -> None:
+        """Remove the file, then unlock it: a process that opened it before sees that it is gone."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _is_the_file(self) -> bool:
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return False
+        ours = os.fstat(self._descriptor)
+        return (there.st_ino, there.st_dev) == (ours.st_ino, ours.st_dev)

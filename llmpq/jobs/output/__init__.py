@@ -1,1 +1,0 @@
-"""Results of a job on disk: shards, results of earlier runs, and the finished file."""

@@ -1,0 +1,206 @@
+"""Prompts from Python: strings, token lists, dictionaries, tables, and Ray Datasets.
+
+Tables are those of pandas, polars and Arrow, and what can be read as one. Datasets need the extra
+`data` (pyarrow and pandas).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from llmpq.jobs.formats.file_format import require_pyarrow
+from llmpq.jobs.formats.parquet import (
+    ROWS_AT_ONCE,
+    ColumnKind,
+    ColumnKinds,
+    plain_row,
+    result_schema,
+    with_json_values,
+)
+from llmpq.jobs.row_database import RowDatabase
+from llmpq.rows.results import Result, plain_value
+from llmpq.rows.row import BadRow, Occurrences, Row, RowInput, row_from_mapping
+from quant.common.errors import InputError
+
+ROWS_PER_BLOCK = 4096
+
+
+@runtime_checkable
+class Table(Protocol):
+    """A table: what gives its columns by Arrow's interface, as those of pandas, polars, Arrow and
+    DuckDB do.
+    """
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """The columns, batch by batch."""
+
+
+RowsInput = Iterable[RowInput] | Table
+"""Strings, lists of token ids and dictionaries, or a table whose columns are named as the fields of
+a JSONL line."""
+
+
+def rows_of(items: RowsInput) -> Iterator[Row | BadRow]:
+    """Rows from Python as they are asked for; those without an id become `row-0` and so on.
+
+    An item is a string, a list of token ids, or a dictionary as in a JSONL line; tables, and single
+    columns, are those of pandas, polars and Arrow. Raises `InputError` for a single string, whose
+    characters nobody means as prompts, and where an id comes twice or there are no rows: at once if
+    `items` is a list, else when it is met.
+    """
+    if isinstance(items, str | bytes):
+        raise InputError("rows is one string; pass a list of prompts")
+    if is_table(items):
+        return _from_items(rows_of_table(items), None)
+    if is_column(items):
+        return _from_items(prompts_of_column(items), None)
+    assert isinstance(items, Iterable)
+    if isinstance(items, Sequence):
+        for _ in _from_items(items, None):
+            pass
+    return _from_items(items, None)
+
+
+def rows_named_by_content(items: Iterable[Mapping[str, Any]]) -> Iterator[Row | BadRow]:
+    """Rows from dictionaries that come in no settled order, as `rows_of` makes them.
+
+    Those without an id get one that is made from their content.
+    """
+    return _from_items(items, Occurrences())
+
+
+def _from_items(
+    items: Iterable[RowInput], occurrences: Occurrences | None
+) -> Iterator[Row | BadRow]:
+    database = RowDatabase()
+    number = -1
+    for number, item in enumerate(items):
+        place = f"row-{number}"
+        row = row_from_mapping(item if isinstance(item, Mapping) else {"prompt": item}, place)
+        if not row.custom_id and isinstance(row, Row):
+            made = place if occurrences is None else occurrences.custom_id(row.named_by)
+            row = row.named(made)
+        earlier = database.want(row.custom_id, "", number)
+        if earlier is not None:
+            raise InputError(
+                f"custom_id {row.custom_id!r:.80} of row {number} stands in row {earlier} already; "
+                "results could not be told apart"
+            )
+        yield row
+    if number < 0:
+        raise InputError("rows: no prompts; give at least one")
+
+
+def is_table(items: object) -> TypeGuard[Table]:
+    """Whether `items` is a table rather than an iterable of rows."""
+    is_batch = hasattr(items, "__arrow_c_array__") and hasattr(items, "schema")
+    known = isinstance(items, Table) or hasattr(items, "collect_schema") or is_batch
+    return known and not is_column(items)
+
+
+def is_column(items: object) -> bool:
+    """Whether `items` is one column of a table: a series of pandas or polars, an array of Arrow."""
+    is_array = hasattr(items, "__arrow_c_array__") or hasattr(items, "__arrow_c_stream__")
+    return (is_array and hasattr(items, "type")) or hasattr(items, "dtype")
+
+
+def prompts_of_column(column: Any) -> Iterator[Any]:
+    """The values of a column as Python has them."""
+    listed = getattr(column, "to_pylist", getattr(column, "to_list", None))
+    values = column if listed is None else listed()
+    return (value.tolist() if hasattr(value, "tolist") else value for value in values)
+
+
+def rows_of_table(table: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows of a table as JSONL lines would hold them; a missing value is a missing field.
+
+    Raises `InputError` for an empty one, for columns that have one name, and where pyarrow is
+    missing that the table needs.
+    """
+    if hasattr(table, "collect_schema") and hasattr(table, "collect"):  # a lazy one of polars
+        table = table.collect()
+    if hasattr(table, "iloc"):
+        rows = _rows_of_pandas(table)
+    elif hasattr(table, "iter_rows"):
+        rows = table.iter_rows(named=True)
+    else:
+        rows = _rows_of_arrow(table)
+    return map(plain_row, rows)
+
+
+def _rows_of_pandas(frame: Any) -> Iterable[dict[str, Any]]:
+    if not frame.columns.is_unique:
+        double = frame.columns[frame.columns.duplicated()][0]
+        raise InputError(f"rows: the table has two columns {double!r}; rename one of them")
+    names = [str(name) for name in frame.columns]
+    missing = frame.isna()
+    for values, gone in zip(
+        frame.itertuples(index=False, name=None),
+        missing.itertuples(index=False, name=None),
+        strict=True,
+    ):
+        yield {
+            name: None if is_gone else plain_value(value)
+            for name, value, is_gone in zip(names, values, gone, strict=True)
+        }
+
+
+def _rows_of_arrow(table: Any) -> Iterator[dict[str, Any]]:
+    require_pyarrow("Tables")
+    import pyarrow as pa
+
+    if hasattr(table, "__arrow_c_array__"):  # one batch
+        batches = [table]
+    elif hasattr(table, "to_batches"):
+        batches = table.to_batches()
+    else:
+        batches = pa.RecordBatchReader.from_stream(table)
+    for batch in batches:
+        yield from batch.to_pylist()
+
+
+def rows_in(dataset: Any) -> Iterator[Row | BadRow]:
+    """The rows of a dataset of prompts, batch by batch; raises `InputError` as `rows_of` does."""
+    require_pyarrow()
+    return rows_named_by_content(_plain_rows(dataset))
+
+
+def dataset_of(results: Iterable[Result]) -> Any:
+    """A dataset of results, each block put into the object store as soon as it is full.
+
+    Blocks whose rows' own columns are of another kind than those of other blocks are made again in
+    the end: a dataset has one schema.
+    """
+    import ray
+
+    rest = iter(results)
+    blocks: list[tuple[Any, Mapping[str, ColumnKind]]] = []
+    own = ColumnKinds()
+    while taken := [result.as_dict() for result in islice(rest, ROWS_PER_BLOCK)]:
+        here = ColumnKinds()
+        here.note(taken)
+        own.add(here)
+        blocks.append((ray.put(_table(taken, here)), here.kinds))
+    alike: list[Any] = [
+        block if kinds == own.kinds else ray.put(_again(ray.get(block), own))
+        for block, kinds in blocks
+    ]
+    return ray.data.from_arrow_refs(alike)
+
+
+def _table(rows: Iterable[Mapping[str, Any]], own: ColumnKinds) -> Any:
+    import pyarrow as pa
+
+    return pa.Table.from_pylist([own.cells(row) for row in rows], result_schema(own))
+
+
+def _again(table: Any, own: ColumnKinds) -> Any:
+    """The rows of a block in a table of other columns."""
+    return _table(with_json_values(table.to_pylist(), table.schema), own)
+
+
+def _plain_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    for batch in dataset.iter_batches(batch_size=ROWS_AT_ONCE, batch_format="pyarrow"):
+        yield from map(plain_row, batch.to_pylist())

@@ -1,0 +1,182 @@
+"""The files of a job's results: noting what earlier runs left in them, and joining them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmpq.jobs.disk import Disk, Sink, commit_file
+from llmpq.jobs.formats.csv_files import csv_lines
+from llmpq.jobs.formats.file_format import (
+    READ_ERRORS,
+    FileFormat,
+    compressed,
+    output_format,
+    reason,
+)
+from llmpq.jobs.formats.parquet import ColumnKinds, write_results
+from llmpq.jobs.job_files import DAMAGED_SUFFIX, Shard, write_shard
+from llmpq.jobs.result_lines import (
+    ResultIdentity,
+    finished_lines,
+    finished_rows,
+    result_identities,
+    result_identity,
+)
+from llmpq.jobs.row_database import Done, RowDatabase
+from llmpq.jobs.store import Manifest
+from quant.common.errors import InputError
+
+FINISHED_FILE = 0
+"""Source number of the finished file, before those of the shards."""
+
+_WRITE_BYTES = 2**17
+
+
+@dataclass(frozen=True)
+class ResultFiles:
+    """All lines of a job, of which its output keeps one for each id that the database counts.
+
+    They stand in the finished file `output`, if it `is_there`, and in shards.
+    """
+
+    output: Path
+    is_there: bool
+    shards: tuple[Shard, ...]
+    database: RowDatabase
+
+    def note(self, manifest: Manifest, retry_errors: bool, disk: Disk) -> None:
+        """Note all rows in the database; a damaged shard is set aside.
+
+        With `retry_errors`, errors are forgotten, so that their rows run again. Raises `InputError`
+        for a file that cannot be read to its end, and for a result of another model or of another
+        form than those of `manifest`.
+        """
+
+        def noted(rows: Iterable[ResultIdentity], source: int) -> Iterator[tuple[str, Done]]:
+            for line, row in enumerate(rows):
+                self._check(row, manifest)
+                forgotten = retry_errors and row.failed
+                yield row.custom_id, Done(row.fingerprint, row.failed, source, line, forgotten)
+
+        if self.is_there:
+            try:
+                self.database.record_all(noted(result_identities(self.output), FINISHED_FILE))
+            except READ_ERRORS as error:
+                raise InputError(
+                    f"cannot read output {self.output}: {reason(error)}; name another output, or "
+                    "remove it or pass --overwrite to generate its rows again"
+                ) from error
+        for shard in self.shards:
+            found = list(map(result_identity, shard.lines())) if shard.is_whole() else [None]
+            rows = [row for row in found if row is not None]
+            if len(rows) < len(found):
+                _set_aside(shard, disk)
+            else:
+                self.database.record_all(noted(rows, shard.source))
+
+    def _check(self, row: ResultIdentity, manifest: Manifest) -> None:
+        if row.model != manifest.model:
+            raise InputError(
+                f"output {self.output} was made by another model (row {row.custom_id!r:.80}) "
+                f"than {manifest.model_name}; name another output or pass --overwrite"
+            )
+        if row.form != manifest.output_format:
+            raise InputError(
+                f"output {self.output} holds lines of another output_format; pass "
+                f"--output_format {row.form}, name another output or pass --overwrite"
+            )
+
+    def write(self, disk: Disk, aside: Path) -> str:
+        """Replace the output by a file of all lines, whole or not at all; returns its digest."""
+        named = output_format(self.output)
+        own = ColumnKinds()
+        if named.rows != "jsonl":
+            own.note(self._rows())  # a table's columns stand before its rows
+
+        def fill(sink: Sink) -> None:
+            if named.rows == "parquet":
+                write_results(sink, self._rows(), own)
+            elif named.rows == "csv":
+                _fill(sink, named, csv_lines(self._rows(), own.names))
+            else:
+                _fill(sink, named, self._lines())
+
+        return commit_file(disk, self.output, aside, fill)
+
+    def compact(self, disk: Disk, folder: Path, generation: int) -> None:
+        """Rewrite those shards that hold lines which do not count."""
+        number = max((shard.number for shard in self.shards), default=-1) + 1
+        for shard in self.shards:
+            kept = list(self._kept(shard.lines(), shard.source))
+            if len(kept) < shard.rows:
+                if kept:
+                    write_shard(disk, folder, generation, number, kept)
+                    number += 1
+                disk.unlink(shard.path)
+
+    def without_row(self) -> Iterator[str]:
+        """Ids of results, and no errors, that the database does not want."""
+        for row in self._identities():
+            if row is not None and not row.failed and self.database.wanted(row.custom_id) is None:
+                yield row.custom_id
+
+    def _identities(self) -> Iterator[ResultIdentity | None]:
+        if self.is_there:
+            yield from result_identities(self.output)
+        for shard in self.shards:
+            yield from map(result_identity, shard.lines())
+
+    def _lines(self) -> Iterator[bytes]:
+        if self.is_there:
+            lines = finished_lines(self.output, output_format(self.output))
+            yield from self._kept(lines, FINISHED_FILE)
+        for shard in self.shards:
+            yield from self._kept(shard.lines(), shard.source)
+
+    def _rows(self) -> Iterator[Mapping[str, Any]]:
+        if self.is_there:
+            rows = finished_rows(self.output, output_format(self.output), None)
+            for line, row in enumerate(rows):
+                if isinstance(row, Mapping) and self._counts(row, FINISHED_FILE, line):
+                    yield row
+        for shard in self.shards:
+            yield from map(json.loads, self._kept(shard.lines(), shard.source))
+
+    def _kept(self, lines: Iterable[bytes], source: int) -> Iterator[bytes]:
+        for number, line in enumerate(lines):
+            if self._counts(line, source, number):
+                yield line
+
+    def _counts(self, row: object, source: int, line: int) -> bool:
+        if not self.database.replaced:
+            return True
+        found = result_identity(row)
+        return found is not None and self.database.counts(found.custom_id, source, line)
+
+
+def _set_aside(shard: Shard, disk: Disk) -> None:
+    aside = shard.path.with_name(shard.path.name + DAMAGED_SUFFIX)
+    disk.rename(shard.path, aside)
+    warnings.warn(
+        f"{shard.path} is damaged: its {shard.rows} rows are generated again, the file is "
+        f"kept as {aside.name}",
+        stacklevel=2,
+    )
+
+
+def _fill(sink: Sink, named: FileFormat, lines: Iterator[bytes]) -> None:
+    with compressed(sink, named.compression) as stream:
+        block: list[bytes] = []
+        size = 0
+        for line in lines:
+            block.append(line)
+            size += len(line)
+            if size >= _WRITE_BYTES:
+                stream.write(b"".join(block))
+                block, size = [], 0
+        stream.write(b"".join(block))

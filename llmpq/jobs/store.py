@@ -1,0 +1,272 @@
+"""The folder of a job: manifest, shards, the rows that it was begun with, journal, asides.
+
+Each file is there whole or not at all, and the name of a shard or of a list of rows holds its
+digest, so that nothing has to agree with another file after a kill. It needs no more of a file
+system than renaming and syncing, which NFS has too; a database in its place would need locks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from actors.sampling_options import GREEDY
+from llmpq.jobs.disk import Disk, Sink, commit_file, file_digest
+from llmpq.jobs.identity import JobIdentity
+from llmpq.jobs.job_files import SHARD_ASIDE, FileRecord, FolderRecord, Shard, shards_in
+from llmpq.jobs.row_database import RECORD_BYTES
+from llmpq.version import llmpq_version
+from quant.common.errors import InputError
+
+MANIFEST_VERSION = 1
+MANIFEST, LOCK, JOURNAL = "job.json", "lock", "job.journal"
+
+OutputForm = Literal["rows", "openai"]
+"""Lines of results: rows of llmpq's own fields, or answers to lines of OpenAI's batches."""
+
+OUTPUT_FORMS: tuple[OutputForm, ...] = ("rows", "openai")
+
+_ASIDE, _JOINED, _ROWS_ASIDE = "job.json.part", "joined.part", "rows.part"
+_ASIDES = frozenset({_ASIDE, _JOINED, SHARD_ASIDE, _ROWS_ASIDE})
+_ROWS = "rows-"
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_READ_BYTES = RECORD_BYTES * 4096
+_REMEDY = "name another output or pass --overwrite"
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """The input of a job that is done: its rows, and how many of them ended in an error."""
+
+    rows: int
+    errors: int
+    files: tuple[FileRecord, ...]
+
+
+@dataclass(frozen=True)
+class CompletionRecord:
+    """Input and output when the last row was done, and the version of llmpq.
+
+    By it the next start knows them again without reading a row. Another llmpq may have understood
+    rows otherwise, so that its record counts for nothing.
+    """
+
+    input: InputRecord
+    output: FileRecord | FolderRecord
+    llmpq: str
+
+
+_RECORD: TypeAdapter[CompletionRecord] = TypeAdapter(CompletionRecord)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `job.json`.
+
+    `sampling` holds what is set of how prompts become tokens, too. `generation`: number of the
+    shards that count. `replaces`: whether an output file that is there is older than this job.
+    `complete`: whether all rows of the last input are done. `input_digest`: of the rows that the
+    job was begun with, in whichever order and files they stand; None for a job of an older llmpq.
+    """
+
+    model: str
+    model_name: str
+    sampling: Mapping[str, Any]
+    generation: int = 1
+    replaces: bool = False
+    complete: bool = False
+    rows: int = 0
+    errors: int = 0
+    version: int = MANIFEST_VERSION
+    record: CompletionRecord | None = None
+    input_digest: str | None = None
+    output_format: OutputForm = "rows"
+
+    @classmethod
+    def of(cls, identity: JobIdentity, generation: int, replaces: bool) -> Manifest:
+        """The manifest of a job that begins."""
+        settings = {**asdict(identity.sampling), **identity.prompting}
+        sampling = json.loads(json.dumps(settings))
+        return cls(identity.model, identity.model_name, sampling, generation, replaces)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """The manifest at `path`, None where there is none; `InputError` for a broken one."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            manifest = cls(**content)
+            record, digest = _record_in(manifest.record), _known_digest(manifest.input_digest)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise InputError(
+                f"{path} cannot be read as the manifest of a job ({error}); {_REMEDY}"
+            ) from error
+        if manifest.version != MANIFEST_VERSION:
+            raise InputError(
+                f"{path} is a manifest of version {manifest.version!r}; this llmpq reads "
+                f"{MANIFEST_VERSION}; {_REMEDY}"
+            )
+        wrong = manifest._wrong()
+        if wrong is not None:
+            raise InputError(f"{path}: {wrong}; {_REMEDY}")
+        return replace(manifest, record=record, input_digest=digest)
+
+    def _wrong(self) -> str | None:
+        sampling: object = self.sampling
+        if not isinstance(sampling, Mapping):
+            return "sampling is no object"
+        if self.output_format not in OUTPUT_FORMS:
+            known = " and ".join(OUTPUT_FORMS)
+            return f"output_format is {self.output_format!r:.80}, this llmpq writes {known}"
+        if type(self.generation) is not int or self.generation < 1:
+            return f"generation is {self.generation!r:.80}, no number from 1"
+        return None
+
+    def check_same_job(self, identity: JobIdentity, output: Path) -> None:
+        """Raise `InputError` that says what differs, if `identity` is another job's."""
+        other = Manifest.of(identity, 1, False)
+        unset = Manifest.of(replace(identity, sampling=GREEDY, prompting={}), 1, False)
+        settings = {**unset.sampling, **self.sampling}  # older jobs lack later fields
+        if self.model != other.model:
+            raise InputError(
+                f"output {output} was made by another model ({self.model_name}; this is "
+                f"{other.model_name}, or other weights of that name); {_REMEDY}"
+            )
+        for name, value in other.sampling.items():
+            earlier = settings.get(name)
+            if earlier != value:
+                raise InputError(
+                    f"output {output} was made with {name} {_shown(earlier)}, this job "
+                    f"has {_shown(value)}; {_as_then(name, earlier)}, {_REMEDY}"
+                )
+
+
+def _record_in(content: object) -> CompletionRecord | None:
+    """The record in a manifest; None for none, for a broken one and for another llmpq's."""
+    try:
+        found = _RECORD.validate_python(content)
+    except ValidationError:
+        return None
+    return found if found.llmpq == llmpq_version() else None
+
+
+def _known_digest(content: object) -> str | None:
+    return content if isinstance(content, str) and _DIGEST.fullmatch(content) else None
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else f"{value!r:.80}"
+
+
+def _as_then(name: str, earlier: object) -> str:
+    """What makes an option what it was; flags and empty lists have no value."""
+    if not earlier and type(earlier) not in (int, float):
+        return f"leave out --{name}"
+    return f"pass --{name}" if earlier is True else f"pass --{name} as then"
+
+
+@dataclass(frozen=True)
+class JobStore:
+    """The folder of a job at `path`; its methods raise OSError as the disk does."""
+
+    path: Path
+    disk: Disk
+
+    @property
+    def journal(self) -> Path:
+        """Path of the journal, which stays when the job is done."""
+        return self.path / JOURNAL
+
+    @property
+    def joined(self) -> Path:
+        """Path of the finished file before it gets its name."""
+        return self.path / _JOINED
+
+    def manifest(self) -> Manifest | None:
+        """The manifest, read as `Manifest.read` does."""
+        return Manifest.read(self.path / MANIFEST)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest."""
+        data = (json.dumps(asdict(manifest), indent=1) + "\n").encode()
+        target, aside = self.path / MANIFEST, self.path / _ASIDE
+        commit_file(self.disk, target, aside, lambda sink: sink.write(data))
+
+    def shards(self, generation: int) -> list[Shard]:
+        """The shards of `generation`, which are those that count."""
+        return [shard for shard in shards_in(self.path) if shard.generation == generation]
+
+    def begin(self, manifest: Manifest, rows: Iterable[bytes]) -> None:
+        """Write the manifest of a job that begins, and before it the records of its `rows`.
+
+        Shards of an older job count no more from then on.
+        """
+        self.disk.sync_folder(self.path.parent)
+        if manifest.input_digest is not None:
+            self._write_rows(manifest.input_digest, rows)
+        self.write_manifest(manifest)
+        self._keep(manifest.generation, manifest.input_digest)
+
+    def _write_rows(self, digest: str, rows: Iterable[bytes]) -> None:
+        def fill(sink: Sink) -> None:
+            for block in rows:
+                sink.write(block)
+
+        path = self.path / f"{_ROWS}{digest}"
+        if not path.exists():
+            commit_file(self.disk, path, self.path / _ROWS_ASIDE, fill)
+
+    def rows_begun_with(self, digest: str) -> Iterator[bytes]:
+        """Records of the rows of that digest, many at once; `InputError` for a damaged list."""
+        path = self.path / f"{_ROWS}{digest}"
+        try:
+            is_whole = file_digest(path) == digest
+        except OSError:
+            is_whole = False
+        if not is_whole:
+            raise InputError(
+                f"{path}, which tells the rows that the job was begun with, is damaged or "
+                "missing, and this input is not known to have the same; pass --extend to keep what "
+                f"is done and do the other rows too, {_REMEDY}"
+            )
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                yield block
+
+    def clean_up(self, generation: int | None) -> None:
+        """Remove all but the manifest, the journal and the shards of that generation."""
+        self._keep(generation, None)
+        for path in self.path.iterdir():
+            if path.name in _ASIDES:
+                self.disk.unlink(path)
+
+    def holds_leftovers(self) -> bool:
+        """Whether there is a file that a finished job does not have."""
+        return any(path.name in _ASIDES or _is_row_list(path) for path in self.path.iterdir())
+
+    def foreign(self) -> str | None:
+        """Name of a file that belongs to no job, in a folder that is none of a job."""
+        if (self.path / MANIFEST).exists() or shards_in(self.path):
+            return None
+        ours = {LOCK, JOURNAL, *_ASIDES}
+        found = (path.name for path in self.path.iterdir() if not _is_row_list(path))
+        return next((name for name in found if name not in ours), None)
+
+    def _keep(self, generation: int | None, digest: str | None) -> None:
+        for shard in shards_in(self.path):
+            if shard.generation != generation:
+                self.disk.unlink(shard.path)
+        for path in self.path.iterdir():
+            if _is_row_list(path) and path.name != f"{_ROWS}{digest}":
+                self.disk.unlink(path)
+
+
+def _is_row_list(path: Path) -> bool:
+    return path.name.startswith(_ROWS) and bool(_DIGEST.fullmatch(path.name[len(_ROWS) :]))
