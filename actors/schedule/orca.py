@@ -1,83 +1,194 @@
-"""The policy `orca`: iteration-level first-come-first-served scheduling (ORCA, Algorithm 1).
+"""The policy `orca`: iteration-level scheduling over token slots (ORCA, Algorithm 1).
 
-Symbols of the paper and their names here: n_workers is `most_under_way`, max_bs is
-`max_batch_size`, n_slots is `RequestSlots.n_slots`, n_rsrv is `TokenRanges.reserved`, max_tokens of
-a request is `most_tokens`. Of the request pool, requests in state INITIATION are `_waiting`, those
-in state INCREMENT are `RequestSlots.ready`, and those in state RUNNING have a slot and are not
-ready. Lines 17 to 28 are
-`next_batch`, of which 23 to 26 are `_admit`, lines 11 to 14 `complete`.
+Lines 17 to 28 of the algorithm are `next_batch`, whose decisions are those of
+`planner.schedule.orca`, and lines 11 to 14 `complete`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
-from actors.messages import Move, Request
-from actors.schedule.request_slots import most_tokens
-from actors.schedule.scheduler import QueueSizes
-from actors.schedule.token_slots import TokenSlotScheduler, token_slot_sizes
+from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
+from actors.schedule.request_slots import RequestSlots, most_tokens
+from actors.schedule.scheduler import QueueSizes, check_reservable
+from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.plan.spec import PlanSpec
-from planner.scheduling import PolicyOptions
+from planner.schedule.orca import OrcaPolicy, Waiting
+from planner.schedule.policy_sizes import OrcaSizes, policy_sizes
+from planner.scheduling import PolicyName, PolicyOptions
+from quant.common.errors import SpecError
 
 
-class OrcaScheduler(TokenSlotScheduler):
+class OrcaScheduler:
     """A scheduler that selects, for every iteration anew, the requests that came first.
 
     A micro-batch has up to `max_batch_size` requests in the order of their arrival, some with their
-    whole prompt (initiation phase) and some with one token (increment phase). When a request is
-    selected first, it reserves token slots for its prompt and all of its new tokens; where there
-    are too few, selection stops there, so that no later request overtakes it. The order depends
-    neither on time, where all requests are there, nor on the chunks in which they are added.
-
-    Beyond the paper, prompts may be given in parts, one an iteration, and selection stops at the
-    first request that would bring a micro-batch of several beyond `max_batch_tokens`.
+    prompt, whole or in parts (initiation phase), and some with one token (increment phase). When a
+    request is selected first, it reserves token slots for its prompt and all of its new tokens;
+    where there are too few, selection stops there, so that no later request overtakes it. A request
+    under way is not selected again before its micro-batch is back. The order depends neither on
+    time, where all requests are there, nor on the chunks in which they are added.
     """
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
-        super().__init__(sizes, stages)
-        self._waiting: deque[Request] = deque()
-        self._arrivals = 0  # of requests that were admitted
+        _check(sizes, stages)
+        self._closed = False
+        self._policy = self._make_policy(
+            OrcaSizes(
+                sizes.max_batch_size,
+                sizes.n_slots or sizes.kv_tokens,
+                sizes.max_batch_tokens,
+                sizes.prefill_chunk_tokens,
+            ),
+            stages,
+        )
+        slots, n_slots = self._policy.slots, self._policy.sizes.n_slots
+        self._slots = RequestSlots(slots, sizes.kv_tokens, n_slots, self._policy.chunk)
+        self._waiting: dict[int, Request] = {}  # by the number of the arrival
+        self._arrivals = 0
 
-    def _enqueue(self, requests: Sequence[Request]) -> None:
-        self._waiting.extend(requests)
+    def _make_policy(self, sizes: OrcaSizes, stages: int) -> OrcaPolicy:
+        return OrcaPolicy(sizes, stages)
 
-    def _give_up_waiting(self, custom_id: str) -> None:
-        self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
+    def _first_reservation(self, request: Request) -> int:
+        """Token slots for all that it may have."""
+        return most_tokens(request)
+
+    def add(self, requests: Sequence[Request], last: bool) -> None:
+        """Put `requests` at the end of the queue; after the `last` ones no more come.
+
+        Raises SpecError for a request with more tokens than all may reserve together.
+        """
+        self._slots.expect(requests)
+        for request in requests:
+            text = len(request.prompt_ids) + len(request.generated)
+            self._wait(request, Waiting(self._arrivals, text, self._first_reservation(request)))
+            self._arrivals += 1
+        self._closed = last
+
+    def _wait(self, request: Request, waiting: Waiting) -> None:
+        self._waiting[waiting.request] = request
+        self._policy.queue.add(waiting)
 
     @property
     def wants_requests(self) -> bool:
-        """Whether a selection could come to the end of the queue, and more may follow there."""
-        candidates = len(self._waiting) + int(np.count_nonzero(self._slots.ready))
-        return not self._closed and candidates < self._sizes.max_batch_size
+        """Whether more requests could change what is selected next, and more may come."""
+        return not self._closed and self._policy.wants(int(np.count_nonzero(self._slots.ready)))
 
     @property
     def waiting(self) -> int:
         """Number of requests without a reservation."""
         return len(self._waiting)
 
-    def _admit(self, selected: int, tokens: int) -> tuple[list[int], tuple[Move, ...]]:
-        slots: list[int] = []
-        moves: tuple[Move, ...] = ()
-        most = self._sizes.max_batch_tokens
-        while self._waiting and selected + len(slots) < self._sizes.max_batch_size:
-            request = self._waiting[0]
-            count = self._slots.first_part(len(request.prompt_ids) + len(request.generated))
-            if most_tokens(request) > self._slots.available:
-                break
-            if most and tokens and tokens + count > most:
-                break
-            self._waiting.popleft()
-            slot = self._slots.take(request, self._arrivals)
-            self._arrivals += 1
-            moves += self._slots.reserve(slot, most_tokens(request))
-            slots.append(slot)
-            tokens += count
-        return slots, moves
+    @property
+    def most_under_way(self) -> int:
+        """Most micro-batches that may be under way."""
+        return self._policy.most_under_way
+
+    @property
+    def in_slots(self) -> int:
+        """Number of requests that have a reservation."""
+        return len(self._slots.requests)
+
+    @property
+    def supervision(self) -> Supervision:
+        """What was done about reservations that were too small."""
+        return NO_SUPERVISION
+
+    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
+        """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
+        requests.
+        """
+        return self._slots.tokens()
+
+    def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
+        """Select requests: the ready ones that came first, and newcomers; None where none can be
+        selected now.
+        """
+        return self._selected(())
+
+    def _selected(self, moves: tuple[Move, ...]) -> tuple[MicroBatch, TokenIds] | None:
+        """The next micro-batch, with `moves` before those for its newcomers."""
+        held = self._slots
+        ready = held.ready_slots()[: self._policy.sizes.max_batch_size]
+        tokens = held.counts(ready).cumsum()
+        in_all = int(tokens[-1]) if len(ready) else 0
+        new: list[int] = []
+        for each in self._policy.admitted(len(ready), in_all, held.available):
+            slot = held.take(self._waiting.pop(each.request), each.request)
+            moves += held.reserve(slot, each.size)
+            new.append(slot)
+        self._admitted(new)
+        kept = ready[: self._policy.selected(tokens)]
+        slots = np.append(kept, np.array(new, dtype=np.int64))
+        return held.batch(slots, new, moves) if len(slots) else None
+
+    def _admitted(self, slots: Sequence[int]) -> None:
+        """Note that requests have come into slots, all of which have their ranges now."""
+
+    def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
+        """Take in the tokens of `batch`; returns the requests that ended with it."""
+        return self._slots.complete(batch, sampled)
+
+    def cancel(self, custom_id: str) -> None:
+        """Give up a request: it leaves the queue or its slot now, or when its micro-batch is back.
+
+        Nothing is told of it any more.
+        """
+        for arrival in [n for n, r in self._waiting.items() if r.custom_id == custom_id]:
+            self._give_up(arrival)
+        self._slots.cancel(custom_id)
+
+    def _give_up(self, arrival: int) -> None:
+        """Take a request out of the queue."""
+        self._policy.queue.give_up(arrival)
+        del self._waiting[arrival]
 
 
-def orca_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
-    """The sizes for the KV cache of `plan`."""
-    return token_slot_sizes(plan, options, "orca")
+def orca_sizes(plan: PlanSpec, options: PolicyOptions, policy: PolicyName = "orca") -> QueueSizes:
+    """The sizes of `policy` for the KV cache of `plan`. The tokens of a micro-batch are at most
+    those for whose activations the plan has memory: with `static` it has none for steps beside
+    prompts.
+    """
+    sizes, workload = plan.micro_batches, plan.workload
+    most = options.max_batch_size or sizes.decode
+    planned = policy_sizes(plan.policy, workload, sizes)
+    tokens = sizes.prefill * workload.prompt_length
+    if isinstance(planned, OrcaSizes):
+        tokens = planned.max_batch_tokens
+    return QueueSizes(
+        slots=len(plan.stages) * most,
+        prefill_micro_batch=sizes.prefill,
+        decode_micro_batch=sizes.decode,
+        slot_tokens=workload.total_length,
+        policy=policy,
+        kv_tokens=workload.kv_tokens,
+        n_slots=workload.reservable_tokens,
+        max_batch_size=most,
+        max_batch_tokens=max(tokens, most),
+        prefill_chunk_tokens=options.prefill_chunk_tokens,
+    )
+
+
+def _check(sizes: QueueSizes, stages: int) -> None:
+    """Raise SpecError where `sizes` cannot be those of `stages` stages."""
+    for name, least in (
+        ("kv_tokens", 1),
+        ("max_batch_size", 1),
+        ("max_batch_tokens", 0),
+        ("prefill_chunk_tokens", 0),
+        ("park_tokens_from", 0),
+        ("parked_tokens", 0),
+    ):
+        value = getattr(sizes, name)
+        if value < least:
+            raise SpecError(f"{name} is {value}; the policy {sizes.policy} needs at least {least}")
+    check_reservable(sizes)
+    needed = stages * sizes.max_batch_size
+    if sizes.slots < needed:
+        raise SpecError(
+            f"{stages} micro-batches of {sizes.max_batch_size} requests need {needed} slots, not "
+            f"{sizes.slots}; lower max_batch_size"
+        )

@@ -33,7 +33,7 @@ class RequestSlots:
         self._free = deque(range(slots))
         self._cancelled: set[int] = set()  # slots of requests under way that leave when back
         self._texts: dict[int, TokenIds] = {}  # what is prefilled, until all of it is under way
-        self._arrival = np.zeros(slots, dtype=np.int64)
+        self.arrivals = np.zeros(slots, dtype=np.int64)
         self._prefill = np.zeros(slots, dtype=np.int64)  # length of the slot's text
         self._given = np.zeros(slots, dtype=np.int64)  # new tokens so far
         self._tokens = np.zeros((slots, 1), dtype=np.int64)
@@ -80,7 +80,7 @@ class RequestSlots:
     def ready_slots(self) -> TokenIds:
         """The slots that are ready, those of requests that came first before others."""
         ready: TokenIds = np.flatnonzero(self.ready)
-        return ready[self._arrival[ready].argsort()]
+        return ready[self.arrivals[ready].argsort()]
 
     def take(self, request: Request, arrival: int) -> int:
         """Give a request a slot, which has no range yet; returns the slot."""
@@ -89,7 +89,7 @@ class RequestSlots:
         self.requests[slot] = request
         self.ready[slot] = True
         self._texts[slot] = text
-        self._arrival[slot] = arrival
+        self.arrivals[slot] = arrival
         self._prefill[slot], self.written[slot] = len(text), 0
         self._given[slot] = len(request.generated)
         self._tokens[slot, : len(request.generated)] = request.generated
@@ -98,10 +98,6 @@ class RequestSlots:
     def reserve(self, slot: int, size: int) -> tuple[Move, ...]:
         """Give `slot` a range of so many token slots; returns the moves that make room for it."""
         return self.ranges.reserve(slot, size, self.written)
-
-    def first_part(self, tokens: int) -> int:
-        """The tokens of the first part of a text."""
-        return min(tokens, self.chunk or tokens)
 
     def counts(self, slots: TokenIds) -> TokenIds:
         """The tokens of each slot's next iteration: one, or a part of what is prefilled."""

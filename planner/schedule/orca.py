@@ -1,21 +1,135 @@
-"""The order of passes of a job, or of one batch, under the policy `orca` (ORCA, Algorithm 1).
+"""The policy `orca` (ORCA, Algorithm 1): whoever came first is selected, for every iteration anew.
 
-The first stage's actor runs it (`actors.schedule.orca`). Where all requests are there from the
-beginning, whoever was selected together comes back together and is selected together again, with
-newcomers in the places of those that ended: when a micro-batch is back, all others are under way,
-and nobody else is ready. So the requests in flight are a few cohorts, each of which is counted and
-not looked at one by one: only those count that come, that are prefilled in parts, and that end.
+Where all requests are there from the beginning, whoever was selected together comes back together
+and is selected together again, with newcomers in the places of those that ended: when a micro-batch
+is back, all others are under way, and nobody else is ready. So the order of passes of a whole job
+has few cohorts, each of which is counted and not looked at one by one: only those count that come,
+that are prefilled in parts, and that end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
+from planner.lengths import IntArray
 from planner.schedule.policy_sizes import OrcaSizes
 from planner.schedule.static import JobRows, Pass, rounded_mean
 from quant.common.errors import SpecError
+
+
+class Waiting(NamedTuple):
+    """A request that waits, by the number of its arrival: `text` tokens are to be prefilled, and it
+    reserves `size` token slots. One that `is_urgent` goes before all that are not.
+    """
+
+    request: int
+    text: int
+    size: int
+    is_urgent: bool = False
+
+
+class WaitingQueue(Protocol):
+    """The requests that wait for a reservation, in the order of a policy."""
+
+    def __len__(self) -> int:
+        """The number of requests that wait."""
+
+    def add(self, waiting: Waiting) -> None:
+        """Put in a request."""
+
+    def next(self, available: int) -> Waiting | None:
+        """Find the next request for so many token slots; None where it does not fit, or none is
+        there. What does not fit now does not fit after another was taken.
+        """
+
+    def take(self, waiting: Waiting) -> None:
+        """Take out the next request, which is admitted."""
+
+    def give_up(self, request: int) -> None:
+        """Take out a request that is not to be admitted any more."""
+
+
+class FirstCome:
+    """First come, first served: no later request overtakes one for which there is no room."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Waiting] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, waiting: Waiting) -> None:
+        self._queue.append(waiting)
+
+    def next(self, available: int) -> Waiting | None:
+        if self._queue and self._queue[0].size <= available:
+            return self._queue[0]
+        return None
+
+    def take(self, waiting: Waiting) -> None:
+        self._queue.popleft()
+
+    def give_up(self, request: int) -> None:
+        self._queue = deque(each for each in self._queue if each.request != request)
+
+
+class OrcaPolicy:
+    """The decisions of the policy: who of the ready requests and of those that wait makes up the
+    next micro-batch, and the part of its prompt that each gets.
+
+    Symbols of the paper: n_workers is `most_under_way`, max_bs is `sizes.max_batch_size`. Of its
+    request pool, those in state INITIATION are in `queue`, those in state INCREMENT are ready; what
+    is `available` is n_slots less n_rsrv. Beyond the paper, prompts may be given in parts, one an
+    iteration, and selection stops at the first request that would bring a micro-batch of several
+    beyond `sizes.max_batch_tokens`.
+
+    A request reserves only when every ready one was put into the same micro-batch before it and
+    there was still room in that. So afterwards all that have a reservation are in this micro-batch
+    or in one of the `stages - 1` at most that are under way then, each of at most `max_batch_size`
+    requests; the number grows at no other time.
+    """
+
+    def __init__(self, sizes: OrcaSizes, stages: int) -> None:
+        self.sizes = sizes
+        self.most_under_way = stages  # one a stage, so that each has one
+        self.slots = stages * sizes.max_batch_size  # number all that have a reservation
+        self.chunk = sizes.prefill_chunk_tokens
+        self.queue: WaitingQueue = FirstCome()
+
+    def part(self, tokens: int) -> int:
+        """The next part of a prompt that has so many tokens left."""
+        return min(tokens, self.chunk) if self.chunk else tokens
+
+    def wants(self, ready: int) -> bool:
+        """Whether a selection with so many ready requests could come to the end of the queue."""
+        return len(self.queue) + ready < self.sizes.max_batch_size
+
+    def selected(self, tokens: IntArray) -> int:
+        """How many of the ready requests are selected: `tokens` [ready] are those that the first,
+        the first two, ... would have together.
+        """
+        most = self.sizes.max_batch_tokens
+        return max(1, int(tokens.searchsorted(most, "right"))) if most else len(tokens)
+
+    def admitted(self, requests: int, tokens: int, available: int) -> list[Waiting]:
+        """Take those out of the queue that join a micro-batch of so many ready requests and their
+        tokens, where so many token slots are available.
+
+        Where the ready ones alone go beyond the bound of tokens, every newcomer does.
+        """
+        most, most_tokens = self.sizes.max_batch_size, self.sizes.max_batch_tokens
+        found: list[Waiting] = []
+        while requests < most and (waiting := self.queue.next(available)) is not None:
+            count = self.part(waiting.text)
+            if most_tokens and tokens and tokens + count > most_tokens:
+                break
+            self.queue.take(waiting)
+            found.append(waiting)
+            requests, tokens, available = requests + 1, tokens + count, available - waiting.size
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +152,7 @@ class MixedPass(Pass):
 
 
 @dataclass(slots=True)
-class Prompt:
+class PromptParts:
     """A request that is prefilled: its number and the tokens that are under way or there."""
 
     request: int
@@ -54,7 +168,7 @@ class Cohort:
     by number of the step, requests that have no room for its token; only `s3` uses it.
     """
 
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: list[PromptParts] = field(default_factory=list)
     decoding: int = 0
     step: int = 0
     context_tokens: int = 0
@@ -68,10 +182,10 @@ class Cohort:
 
 
 class OrcaSchedule:
-    """The decisions of `actors.schedule.orca` and `actors.schedule.driver` for a queue of `rows`.
+    """The order of passes of a queue of `rows`, each of which runs all of its output tokens.
 
-    Every request runs all of its output tokens. Raises SpecError for sizes below 1, and for a
-    request that needs more token slots than there are.
+    Raises SpecError for sizes below 1, and for a request that needs more token slots than there
+    are.
     """
 
     def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
@@ -81,48 +195,44 @@ class OrcaSchedule:
                 "give at least 1 of each"
             )
         self._texts, self._outputs = list(rows.prompts), list(rows.outputs)
-        self._reserved = list(
-            rows.reserved or map(sum, zip(rows.prompts, rows.outputs, strict=True))
-        )
-        most = max(self._reserved, default=0)
+        self._most = list(rows.reserved or map(sum, zip(rows.prompts, rows.outputs, strict=True)))
+        most = max(self._most, default=0)
         if most > sizes.n_slots:
             raise SpecError(
                 f"a request needs {most} token slots, but there are {sizes.n_slots} in all; give "
                 "n_slots of at least that"
             )
-        self._sizes, self._stages = sizes, stages
-        self._chunk = sizes.prefill_chunk_tokens
-        self._n_rsrv = self._running = 0
-        self._next_request = 0
-        self._results = 0
-        self._ended_after: list[int] = []
-        self._in_flight: list[int] = []
-
-    @property
-    def prefilled(self) -> int:
+        self._policy = self._make_policy(sizes, stages)
+        self._reserved = self._first_reservations(rows)
+        self._queued = 0
+        self._available = sizes.n_slots
+        self._running = self._results = 0
+        self.prefilled = 0
         """The requests that have been selected."""
-        return self._next_request
-
-    @property
-    def ended_after(self) -> Sequence[int]:
+        self.ended_after: list[int] = []
         """After how many results each request had ended, in the order in which they did."""
-        return self._ended_after
-
-    @property
-    def in_flight(self) -> Sequence[int]:
+        self.in_flight: list[int] = []
         """How many requests had a reservation when each pass was submitted."""
-        return self._in_flight
+
+    def _make_policy(self, sizes: OrcaSizes, stages: int) -> OrcaPolicy:
+        return OrcaPolicy(sizes, stages)
+
+    def _first_reservations(self, rows: JobRows) -> list[int]:
+        return self._most
+
+    def _begin(self) -> None:
+        self._draw(len(self._outputs))
 
     def passes(self) -> Iterator[MixedPass]:
         """Every pass, in the first stage's order of computing."""
+        self._begin()
         under_way: deque[Cohort] = deque()
-        ready = Cohort()
-        index = 0
+        ready, index, most = Cohort(), 0, self._policy.most_under_way
         while True:
-            if len(under_way) < self._stages:
+            if len(under_way) < most:
                 parts = self._select(ready)
                 if ready.requests:
-                    self._in_flight.append(self._running)
+                    self.in_flight.append(self._running)
                     yield self._pass(ready, parts, index)
                     index += 1
                     under_way.append(ready)
@@ -135,49 +245,33 @@ class OrcaSchedule:
 
     def _select(self, cohort: Cohort) -> list[tuple[int, int]]:
         """Let newcomers join; returns the part of a prompt that each prefilled request gets."""
+        policy = self._policy
         parts: list[tuple[int, int]] = []
         tokens = cohort.decoding
         for prompt in cohort.prompts:
-            count = self._part(prompt.request, prompt.written)
+            count = policy.part(self._texts[prompt.request] - prompt.written)
             parts.append((prompt.written, count))
             tokens += count
             prompt.written += count
-        most = self._sizes.max_batch_tokens
-        requests = cohort.requests
-        while requests < self._sizes.max_batch_size:
-            request = self._next()
-            if request is None:
-                break
-            count = self._part(request, 0)
-            if most and tokens and tokens + count > most:
-                break
-            self._take(request)
-            self._running += 1
-            cohort.prompts.append(Prompt(request, count))
+        for waiting in policy.admitted(cohort.requests, tokens, self._available):
+            count = policy.part(waiting.text)
+            self._take(waiting)
+            cohort.prompts.append(PromptParts(waiting.request, count))
             parts.append((0, count))
-            tokens += count
-            requests += 1
         return parts
 
-    def _next(self) -> int | None:
-        """The next request that gets a reservation; None where there is none, or no room for it."""
-        request = self._next_request
-        if request == len(self._reserved):
-            return None
-        return request if self._reserved[request] <= self._available else None
+    def _draw(self, most: int) -> None:
+        """Have up to so many requests wait."""
+        while self._queued < len(self._outputs) and len(self._policy.queue) < most:
+            request = self._queued
+            self._policy.queue.add(Waiting(request, self._texts[request], self._reserved[request]))
+            self._queued += 1
 
-    def _take(self, request: int) -> None:
-        """Give the next request its reservation."""
-        self._next_request += 1
-        self._n_rsrv += self._reserved[request]
-
-    @property
-    def _available(self) -> int:
-        return self._sizes.n_slots - self._n_rsrv
-
-    def _part(self, request: int, written: int) -> int:
-        left = self._texts[request] - written
-        return min(left, self._chunk) if self._chunk else left
+    def _take(self, waiting: Waiting) -> None:
+        """Give a request its reservation."""
+        self.prefilled += 1
+        self._running += 1
+        self._available -= waiting.size
 
     def _pass(self, cohort: Cohort, parts: list[tuple[int, int]], index: int) -> MixedPass:
         steps = [start for start, count in parts if start and count == 1]
@@ -210,7 +304,7 @@ class OrcaSchedule:
             cohort.decoding -= 1
             cohort.context_tokens -= context
             self._leave(request)
-        still: list[Prompt] = []
+        still: list[PromptParts] = []
         for each in cohort.prompts:
             request, text = each.request, self._texts[each.request]
             if each.written < text:
@@ -231,6 +325,6 @@ class OrcaSchedule:
         ends.append((request, text + steps))
 
     def _leave(self, request: int) -> None:
-        self._n_rsrv -= self._reserved[request]
+        self._available += self._reserved[request]
         self._running -= 1
-        self._ended_after.append(self._results)
+        self.ended_after.append(self._results)

@@ -1,29 +1,30 @@
-"""The order of passes of a job under the policy `s3` (S3, section 3): that of `orca`, but requests
-reserve what is predicted of them, and of a pool the longest that fits joins first.
+"""The policy `s3` (S3, section 3): as `orca`, but requests reserve what is predicted of them, and
+of a pool the longest that fits joins first.
 
-The first stage's actor runs it (`actors.schedule.s3`). Requests that outgrow their reservation are
-found by the number of the step at which that happens, so cohorts are counted as those of `orca`.
+In the order of passes of a whole job, requests that outgrow their reservation are found by the
+number of the step at which that happens, so that cohorts are counted as those of `orca`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.assumed_predictor import first_reservation
-from planner.schedule.orca import Cohort, OrcaSchedule
+from planner.schedule.orca import Cohort, OrcaPolicy, OrcaSchedule, Waiting
 from planner.schedule.policy_sizes import OrcaSizes, Sizes
 from planner.schedule.static import JobRows
 from planner.scheduling import PREDICTING
 
 POOL_PER_SLOT = 4
-"""Requests that wait in the pool, for each slot, as in `actors.schedule.s3`."""
+"""Requests in the pool for each slot before a run begins to draw from a queue: so many that one of
+them fits nearly always, and small beside the keys and values of as many."""
 
 OVERTAKES_PER_SLOT = 4
-"""How often a request is overtaken at most, for each slot, as in `actors.schedule.s3`."""
+"""How often a request is overtaken at most, for each slot: all slots are taken anew that often
+while it waits. The fewer, the more often memory is held empty for those who wait."""
 
 _TAKEN = -(2**60)
 """The overtakes of a request that does not wait: however many are added, it is not held for."""
@@ -36,6 +37,149 @@ def most_waiting(sizes: Sizes, stages: int) -> int:
     return POOL_PER_SLOT * stages * sizes.max_batch_size
 
 
+def first_reservation_of(prompt: int, most: int, expected: int | None, generated: int = 0) -> int:
+    """The token slots that a request reserves first, which may have `most` tokens: for its prompt
+    and the new tokens that are expected of it, at least one more than the `generated` ones.
+    """
+    likely = most - prompt if expected is None else expected
+    return min(prompt + max(likely, generated + 1), most)
+
+
+class LongestFirst:
+    """A pool of which the longest reservation that fits is next, and among equal ones that which
+    came first (decreasing first fit).
+
+    Whoever is urgent, or was overtaken by later ones `most_overtakes` times, is next, whether it
+    fits or not; of several, the one that came first. Then nobody is overtaken more often: when one
+    is taken that came later, none that came before it has been overtaken that often, or it would be
+    next itself.
+
+    Taking one of thousands takes microseconds: sizes are looked up by bisection, and overtakes are
+    counted in an array.
+    """
+
+    def __init__(self, most_overtakes: int) -> None:
+        self._most_overtakes = most_overtakes
+        self._waiting: dict[int, Waiting] = {}
+        self._by_size: list[tuple[int, int]] = []  # sorted pairs of -size and number
+        self._overtaken = np.full(64, _TAKEN, dtype=np.int64)  # of the request `_base` and later
+        self._base = 0
+        self._first = self._end = 0  # places there: all that wait are from the one to the other
+        self._holds_for: int | None = None  # the request that is next, whether it fits or not
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody is next, fit or not."""
+        return self._holds_for is not None
+
+    def add(self, waiting: Waiting) -> None:
+        request = waiting.request
+        if not self._base <= request < self._base + len(self._overtaken):
+            self._extend(request)
+        place = request - self._base
+        if not self._waiting:
+            self._first, self._end = place, place + 1
+        self._waiting[request] = waiting
+        insort(self._by_size, (-waiting.size, request))
+        self._overtaken[place] = self._most_overtakes if waiting.is_urgent else 0
+        self._first, self._end = min(self._first, place), max(self._end, place + 1)
+        if self._overtaken[place] >= self._most_overtakes:
+            self._holds_for = request if self._holds_for is None else min(request, self._holds_for)
+
+    def next(self, available: int) -> Waiting | None:
+        if self._holds_for is not None:
+            held = self._waiting[self._holds_for]
+            return held if held.size <= available else None
+        place = bisect_left(self._by_size, (-available, -1))
+        return self._waiting[self._by_size[place][1]] if place < len(self._by_size) else None
+
+    def take(self, waiting: Waiting) -> None:
+        self._overtaken[self._first : waiting.request - self._base] += 1
+        self.give_up(waiting.request)
+
+    def give_up(self, request: int) -> None:
+        waiting = self._waiting.pop(request)
+        del self._by_size[bisect_left(self._by_size, (-waiting.size, request))]
+        self._overtaken[request - self._base] = _TAKEN
+        while self._first < self._end and self._overtaken[self._first] < 0:
+            self._first += 1
+        held = self._overtaken[self._first : self._end] >= self._most_overtakes
+        is_held = held.any()
+        self._holds_for = self._base + self._first + int(held.argmax()) if is_held else None
+
+    def _extend(self, request: int) -> None:
+        """Make room in the array for a request before or after those that it has."""
+        kept = self._overtaken[self._first : self._end]
+        begin = self._base + self._first if self._waiting else request
+        base = min(begin, request)
+        length = max(begin + len(kept), request + 1) - base
+        self._overtaken = np.full(64 + 2 * length, _TAKEN, dtype=np.int64)
+        self._first = begin - base
+        self._end = self._first + len(kept)
+        self._overtaken[self._first : self._end] = kept
+        self._base = base
+
+
+class S3Policy(OrcaPolicy):
+    """The decisions of the policy: those of `orca` for the longest that fits.
+
+    Prompts are given in parts as under `orca`, and never more than `max_batch_tokens` at once: what
+    is computed again may be longer than prompts are.
+    """
+
+    def __init__(self, sizes: OrcaSizes, stages: int) -> None:
+        super().__init__(sizes, stages)
+        self.chunk = sizes.prefill_chunk_tokens or sizes.max_batch_tokens
+        self.queue = LongestFirst(OVERTAKES_PER_SLOT * self.slots)
+        self._most_waiting = POOL_PER_SLOT * self.slots
+
+    def wants(self, ready: int) -> bool:
+        """Whether the pool could be larger."""
+        return len(self.queue) < self._most_waiting
+
+
+class Outgrown(NamedTuple):
+    """A ready request, by any number, whose next token has no room in the `size` token slots that
+    it has, and what it has after these are `doubled`, up to its most tokens.
+    """
+
+    number: int
+    size: int
+    doubled: int
+
+    @classmethod
+    def of(cls, number: int, size: int, most: int) -> Outgrown:
+        """One that may have `most` tokens."""
+        return cls(number, size, min(2 * size, most))
+
+
+def supervised(short: Sequence[Outgrown], available: int) -> Iterator[tuple[Outgrown, bool]]:
+    """Yield, one by one, requests in the order of their arrival, and whether each grows to its
+    doubled size, where so many token slots are available, or is preempted.
+
+    One that is preempted gives up what it has and returns to the pool, urgent and with the doubled
+    reservation. Of several that cannot grow the one that came last is preempted first, which may
+    make room for the others.
+    """
+    while short:
+        left: list[Outgrown] = []
+        for each in short:
+            more = each.doubled - each.size
+            if more > available:
+                left.append(each)
+                continue
+            available -= more
+            yield each, True
+        if left:
+            last = left.pop()
+            available += last.size
+            yield last, False
+        short = left
+
+
 class _Decoding(NamedTuple):
     """A request that decodes: the number of its first step, and the tokens before that."""
 
@@ -43,107 +187,51 @@ class _Decoding(NamedTuple):
     text: int
 
 
-class Pool:
-    """The requests [rows] that wait, by their number, longest reservation first.
-
-    Among equal ones those that came first go first. Whoever is urgent, or was overtaken by later
-    ones `most` times, is next, whether it fits or not.
-    """
-
-    def __init__(self, rows: int, most: int) -> None:
-        self._most = most
-        self._by_size: list[tuple[int, int]] = []  # sorted pairs of -size and number
-        self._overtaken = np.full(rows, _TAKEN, dtype=np.int64)
-        self.holds_for: int | None = None
-        """The request that is next, whether it fits or not."""
-        self._first = self._end = 0  # all that wait are from the one to before the other
-
-    def __len__(self) -> int:
-        """The number of requests that wait."""
-        return len(self._by_size)
-
-    def add(self, request: int, size: int, is_urgent: bool = False) -> None:
-        """Put in a request that reserves `size` token slots."""
-        insort(self._by_size, (-size, request))
-        self._overtaken[request] = self._most if is_urgent else 0
-        self._first, self._end = min(self._first, request), max(self._end, request + 1)
-        if is_urgent:
-            self.holds_for = min(request, self.holds_for if self.holds_for is not None else request)
-
-    def next(self, free: int, sizes: Sequence[int]) -> int | None:
-        """The next request for `free` token slots, where it fits; `sizes` of all [rows]."""
-        if self.holds_for is not None:
-            return self.holds_for if sizes[self.holds_for] <= free else None
-        place = bisect_left(self._by_size, (-free, -1))
-        return self._by_size[place][1] if place < len(self._by_size) else None
-
-    def take(self, request: int, size: int) -> None:
-        """Take out a request; those that came before it are overtaken."""
-        del self._by_size[bisect_left(self._by_size, (-size, request))]
-        self._overtaken[request] = _TAKEN
-        while self._first < self._end and self._overtaken[self._first] < 0:
-            self._first += 1
-        self._overtaken[self._first : request] += 1
-        held = self._overtaken[self._first : self._end] >= self._most
-        self.holds_for = self._first + int(held.argmax()) if held.any() else None
-
-
 class S3Schedule(OrcaSchedule):
-    """The decisions of `actors.schedule.s3` for a queue of `rows`, of which the pool is filled up
-    before each pass. Keys and values of preempted requests are computed again.
-
-    Raises as `OrcaSchedule`.
+    """The order of passes of a queue of `rows`, of which the pool is filled up before each pass.
+    Keys and values of preempted requests are computed again. Raises as `OrcaSchedule`.
     """
 
     def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
         super().__init__(rows, sizes, stages)
-        self._most = self._reserved
-        prompts, most = np.array(self._texts), np.array(self._most)
-        expected = most - prompts if rows.expected is None else np.maximum(1, rows.expected)
-        self._reserved = first_reservation(prompts, expected, most).tolist()
-        self._chunk = sizes.prefill_chunk_tokens or sizes.max_batch_tokens
-        self._pool_size = most_waiting(sizes, stages)
-        overtakes = OVERTAKES_PER_SLOT * stages * sizes.max_batch_size
-        self._pool = Pool(len(self._reserved), overtakes)
-        self._queued = 0
+        self._most_waiting = most_waiting(sizes, stages)
         self._decoding: dict[int, _Decoding] = {}
         self._again: set[int] = set()
         self.grown = self.preempted = self.recomputed_tokens = 0
 
+    def _make_policy(self, sizes: OrcaSizes, stages: int) -> OrcaPolicy:
+        return S3Policy(sizes, stages)
+
+    def _first_reservations(self, rows: JobRows) -> list[int]:
+        expected: Sequence[int | None] = rows.expected or [None] * len(self._most)
+        return list(map(first_reservation_of, self._texts, self._most, expected))
+
+    def _begin(self) -> None:
+        """Draw requests before each pass only."""
+
     def _select(self, cohort: Cohort) -> list[tuple[int, int]]:
         """Give room to those that have outgrown theirs, then let newcomers join."""
-        while self._queued < len(self._reserved) and len(self._pool) < self._pool_size:
-            self._pool.add(self._queued, self._reserved[self._queued])
-            self._queued += 1
-        short = cohort.outgrows.pop(cohort.step, None)
-        if short is not None:
-            self._supervise(cohort, sorted(short))
-        cohort.prompts.sort(key=lambda each: each.request)
+        self._draw(self._most_waiting)
+        if cohort.step in cohort.outgrows:
+            self._supervise(cohort, cohort.outgrows.pop(cohort.step))
+        if len(cohort.prompts) > 1:
+            cohort.prompts.sort(key=lambda each: each.request)
         return super()._select(cohort)
 
     def _supervise(self, cohort: Cohort, short: list[int]) -> None:
-        """Double the reservations of requests, or preempt those for which there is no room."""
-        while short:
-            left: list[int] = []
-            for request in short:
-                size = self._doubled(request)
-                more = size - self._reserved[request]
-                if more > self._available:
-                    left.append(request)
-                    continue
-                self._n_rsrv += more
-                self._reserved[request] = size
-                self.grown += 1
-                self._note_outgrowing(cohort, request)
-            if left:
-                self._preempt(cohort, left.pop())
-            short = left
+        outgrown = [Outgrown.of(r, self._reserved[r], self._most[r]) for r in sorted(short)]
+        for each, grows in supervised(outgrown, self._available):
+            if not grows:
+                self._preempt(cohort, each)
+                continue
+            self._available += each.size - each.doubled
+            self._reserved[each.number] = each.doubled
+            self.grown += 1
+            self._note_outgrowing(cohort, each.number)
 
-    def _doubled(self, request: int) -> int:
-        return min(2 * self._reserved[request], self._most[request])
-
-    def _preempt(self, cohort: Cohort, request: int) -> None:
+    def _preempt(self, cohort: Cohort, outgrown: Outgrown) -> None:
         """Put a request that decodes back into the pool, to be prefilled with all of its tokens."""
+        request = outgrown.number
         began = self._decoding.pop(request)
         steps = cohort.step - began.step
         context = began.text + steps
@@ -153,22 +241,17 @@ class S3Schedule(OrcaSchedule):
         cohort.ends[last].remove((request, began.text + self._outputs[request] - 1))
         self._texts[request] = context + 1
         self._outputs[request] -= steps + 1
-        self._n_rsrv -= self._reserved[request]
+        self._available += outgrown.size
         self._running -= 1
         self.preempted += 1
         self.recomputed_tokens += context
-        self._reserved[request] = self._doubled(request)
+        self._reserved[request] = outgrown.doubled
         self._again.add(request)
-        self._pool.add(request, self._reserved[request], is_urgent=True)
+        self._policy.queue.add(Waiting(request, context + 1, outgrown.doubled, is_urgent=True))
 
-    def _next(self) -> int | None:
-        return self._pool.next(self._available, self._reserved)
-
-    def _take(self, request: int) -> None:
-        self._pool.take(request, self._reserved[request])
-        self._n_rsrv += self._reserved[request]
-        if request not in self._again:
-            self._next_request += 1
+    def _take(self, waiting: Waiting) -> None:
+        super()._take(waiting)
+        self.prefilled -= waiting.request in self._again
 
     def _decode(self, cohort: Cohort, request: int, text: int, steps: int) -> None:
         super()._decode(cohort, request, text, steps)

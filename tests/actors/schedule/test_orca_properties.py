@@ -66,12 +66,12 @@ def test_the_first_to_come_has_run_the_most_iterations(
     server.check_end(requests)
 
 
-def test_nothing_is_lost_over_ten_thousand_requests() -> None:
+def test_nothing_is_lost_over_thousands_of_requests() -> None:
     rng = np.random.default_rng(3)
-    lengths = zip(*rng.integers(1, 12, (2, 10_000)).tolist(), strict=True)
+    lengths = zip(*rng.integers(1, 12, (2, 3000)).tolist(), strict=True)
     requests = [request(i, p, n) for i, (p, n) in enumerate(lengths)]
     server = Server.of(3, sizes_of(3, 16, 420), requests, 4, cancels=0.03)
     server.run()
-    assert len(server.cancelled) > 300
-    assert server.pipeline.moved > 1000
+    assert len(server.cancelled) > 90
+    assert server.pipeline.moved > 300
     server.check_end(requests)

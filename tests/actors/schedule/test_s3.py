@@ -16,9 +16,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from actors.messages import EVERY_KEY, Finished, MicroBatch, Request
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.request_pool import RequestPool, Waiting
-from actors.schedule.s3 import OVERTAKES_PER_SLOT, POOL_PER_SLOT, S3Scheduler, reservation
+from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
+from planner.schedule.orca import Waiting
+from planner.schedule.s3 import (
+    OVERTAKES_PER_SLOT,
+    POOL_PER_SLOT,
+    LongestFirst,
+    first_reservation_of,
+)
 from tests.actors.schedule.s3_simulation import S3Simulation
 from tests.actors.schedule.token_pipeline import (
     TokenPipeline,
@@ -91,7 +97,7 @@ class S3Machine(RuleBasedStateMachine):
         sizes = s3_sizes_of(stages, batch, room, chunk, cap, park_from, parked_tokens)
         sizes = replace(sizes, n_slots=n_slots)
         self.scheduler = S3Scheduler(sizes, stages)
-        self.scheduler._pool = RequestPool(most_overtakes)
+        self.scheduler._policy.queue = LongestFirst(most_overtakes)
         self.simulation = S3Simulation(
             n_slots, batch, most_overtakes, chunk, cap, park_from, parked_tokens
         )
@@ -210,7 +216,7 @@ class S3Machine(RuleBasedStateMachine):
         assert not kept or EVERY_KEY in batch[0].drops
 
 
-S3Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+S3Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestS3Machine = S3Machine.TestCase
 
 
@@ -222,7 +228,7 @@ def run(
     pipeline = TokenPipeline(stages, sizes.kv_tokens, named, fixed_rooms=False)
     pipeline.expect(requests)
     scheduler = S3Scheduler(sizes, stages)
-    scheduler._pool = RequestPool(most_overtakes)
+    scheduler._policy.queue = LongestFirst(most_overtakes)
     scheduler.add(requests, last=True)
     finished = [each for some in PipelineDriver(scheduler, pipeline).run() for each in some]
     assert_right_tokens(finished, requests, outputs)
@@ -236,9 +242,9 @@ def run(
 
 @pytest.mark.parametrize("parks", [False, True])
 @pytest.mark.parametrize("expected", ["all too short", "all too long", "random", "right"])
-def test_nothing_is_lost_over_thousands_of_requests(expected: str, parks: bool) -> None:
+def test_nothing_is_lost_over_a_thousand_requests(expected: str, parks: bool) -> None:
     rng = np.random.default_rng(3)
-    prompts, most = rng.integers(1, 25, (2, 3000))
+    prompts, most = rng.integers(1, 25, (2, 1000))
     outputs = rng.integers(1, most + 1)
     guesses = {
         "all too short": np.zeros_like(most),
@@ -259,12 +265,12 @@ def test_nothing_is_lost_over_thousands_of_requests(expected: str, parks: bool) 
         assert not counts.doublings
     else:
         assert counts.grown > 100
-        assert counts.recomputed > 10
-        assert (counts.parked > 50) == parks
+        assert counts.recomputed > 3
+        assert (counts.parked > 15) == parks
         assert counts.recomputed_tokens >= counts.recomputed
     # What is computed is every token once, and again what was said to be.
     computed = sum(int(batch.counts.sum()) for batch in pipeline.batches)
-    assert computed == int(prompts.sum() + outputs.sum()) - 3000 + counts.recomputed_tokens
+    assert computed == int(prompts.sum() + outputs.sum()) - 1000 + counts.recomputed_tokens
 
 
 def test_right_lengths_hold_more_at_once_than_the_longest() -> None:
@@ -281,13 +287,19 @@ def test_right_lengths_hold_more_at_once_than_the_longest() -> None:
 
 
 def waiting_of(sizes: list[int]) -> list[Waiting]:
-    return [Waiting(request(i, size - 1, 1), i, size) for i, size in enumerate(sizes)]
+    return [Waiting(i, size, size) for i, size in enumerate(sizes)]
+
+
+def pool_of(waiting: list[Waiting], most_overtakes: int = 10**6) -> LongestFirst:
+    pool = LongestFirst(most_overtakes)
+    for each in waiting:
+        pool.add(each)
+    return pool
 
 
 def packed(sizes: list[int], free: int) -> list[int]:
     """The sizes that a pool gives to so much memory, in order."""
-    pool = RequestPool(10**6)
-    pool.add(waiting_of(sizes))
+    pool = pool_of(waiting_of(sizes))
     taken = []
     while (following := pool.next(free)) is not None:
         pool.take(following)
@@ -329,11 +341,9 @@ def test_packing_leaves_little_of_the_memory_of_many_requests() -> None:
 
 
 def test_a_tie_goes_to_whoever_came_first() -> None:
-    pool = RequestPool(10**6)
-    pool.add(waiting_of([3, 5, 5]))
-    first = pool.next(7)
+    first = pool_of(waiting_of([3, 5, 5])).next(7)
     assert first is not None
-    assert first.arrival == 1
+    assert first.request == 1
 
 
 def test_the_memory_is_held_for_whoever_was_overtaken_too_often() -> None:
@@ -361,18 +371,53 @@ def test_the_memory_is_held_for_whoever_was_overtaken_too_often() -> None:
 
 def test_who_was_preempted_goes_before_all_others() -> None:
     """Of several the one that came first, and before it only who was overtaken too often."""
-    pool = RequestPool(2)
     first, *others = waiting_of([5, 4, 3, 2])
-    pool.add([first, replace(others[1], is_urgent=True), replace(others[2], is_urgent=True)])
+    urgent = [each._replace(is_urgent=True) for each in others]
+    pool = pool_of([first, *urgent[1:]], most_overtakes=2)
     assert pool.next(2) is None
     for free, arrival in ((3, 2), (2, 3)):
         following = pool.next(free)
         assert following is not None
-        assert following.arrival == arrival
+        assert following.request == arrival
         pool.take(following)
-    pool.add([replace(others[0], is_urgent=True)])
+    pool.add(urgent[0])
     assert pool.next(4) is None, "the first one was overtaken twice"
     assert pool.next(5) is first
+
+
+def test_numbers_may_come_in_any_order_and_grow_without_end() -> None:
+    """Against a plain list: what is taken, given up and preempted long after it came."""
+    rng, pool, waiting = np.random.default_rng(2), LongestFirst(3), dict[int, list[int]]()
+    number, gone = 0, list[int]()
+    for _ in range(3000):
+        kind = rng.integers(0, 4)
+        if kind == 0 or not waiting:
+            number += int(rng.integers(1, 50))
+            waiting[number] = [int(rng.integers(1, 40)), 0]
+            pool.add(Waiting(number, 1, waiting[number][0]))
+        elif kind == 1 and gone:
+            again = gone.pop(int(rng.integers(0, len(gone))))
+            waiting[again] = [int(rng.integers(1, 40)), 3]
+            pool.add(Waiting(again, 1, waiting[again][0], is_urgent=True))
+        elif kind == 2:
+            left = sorted(waiting)[int(rng.integers(0, len(waiting)))]
+            pool.give_up(left)
+            del waiting[left]
+        free = int(rng.integers(0, 45))
+        held = min((n for n, (_, overtaken) in waiting.items() if overtaken >= 3), default=None)
+        fitting = sorted((-size, n) for n, (size, _) in waiting.items() if size <= free)
+        wanted = fitting[0][1] if fitting else None
+        if held is not None:
+            wanted = held if waiting[held][0] <= free else None
+        found = pool.next(free)
+        assert (found and found.request) == wanted
+        assert len(pool) == len(waiting)
+        if found is not None:
+            pool.take(found)
+            del waiting[found.request]
+            gone.append(found.request)
+            for n, each in waiting.items():
+                each[1] += n < found.request
 
 
 @pytest.mark.parametrize(
@@ -382,7 +427,7 @@ def test_who_was_preempted_goes_before_all_others() -> None:
 def test_a_reservation_has_room_for_what_is_expected(
     expected: int | None, generated: int, size: int
 ) -> None:
-    assert reservation(request(0, 10, 8, generated, expected)) == size
+    assert first_reservation_of(10, 18, expected, generated) == size
 
 
 def test_the_pool_is_filled_before_a_run_begins_and_bounded() -> None:
