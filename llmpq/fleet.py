@@ -20,9 +20,9 @@ from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
 from llmpq.run.session import Session
 from llmpq.run.shared.replicas import check_fleet
-from planner.fleet.fleet_spec import FleetSpec, is_fleet
+from planner.fleet.fleet_spec import FleetSpec
+from planner.plan.file import is_fleet, read
 from planner.plan.spec import PlannedModel
-from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -40,7 +40,7 @@ class Fleet:
     @classmethod
     def load(cls, path: str | Path) -> Fleet:
         """Read a fleet's file; raises `SpecError` naming file and field."""
-        return cls(FleetSpec.from_json(_text_of(path), str(path)), str(path))
+        return cls(FleetSpec.from_json(read(path), str(path)), str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the fleet as JSON."""
@@ -137,14 +137,7 @@ class Fleet:
 def load_plan(path: str | Path) -> Plan | Fleet:
     """Read the file of a plan or of a fleet; raises `SpecError` naming file and field."""
     try:
-        content = json.loads(_text_of(path))
+        content = json.loads(read(path))
     except (ValueError, RecursionError):  # said with its place by the reader of plans
         return Plan.load(path)
     return Fleet.load(path) if is_fleet(content) else Plan.load(path)
-
-
-def _text_of(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise SpecError(f"cannot read plan {path}: {error}") from error

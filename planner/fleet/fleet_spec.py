@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from planner.plan import file
 from planner.plan.field_types import STRICT, Positive, Seconds
-from planner.plan.spec import FLEET_KEY, PLAN_VERSION, PlanSpec
+from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
-from quant.common.files import write_whole
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -51,38 +49,16 @@ class FleetSpec:
 
     def to_json(self) -> str:
         """The fleet as indented JSON."""
-        return _ADAPTER.dump_json(self, indent=1).decode() + "\n"
+        return file.to_text(_ADAPTER, self)
 
     def save(self, path: str | Path) -> None:
         """Write the fleet as JSON; an existing file is replaced whole or not at all."""
-        target = Path(path)
-        if not target.name:
-            raise SpecError(f"cannot write the fleet to {str(path)!r}: no file name; name a file")
-        try:
-            write_whole(target, self.to_json())
-        except (OSError, ValueError) as error:
-            raise SpecError(f"cannot write the fleet to {target}: {error}") from error
+        file.save(self.to_json(), path, "fleet")
 
     @classmethod
     def from_json(cls, text: str, source: str = "fleet") -> FleetSpec:
         """The fleet in `text`; raises `SpecError` naming `source` and the field."""
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SpecError(f"{source}: not a fleet: {error}") from error
-        if not is_fleet(content):
-            raise SpecError(f"{source}: not a fleet; make one with llmpq plan --replicas auto")
-        if content.get("version") != PLAN_VERSION:
-            raise SpecError(
-                f"{source}: fleet version {content.get('version')!r}, this llmpq reads "
-                f"{PLAN_VERSION}; plan again with llmpq plan"
-            )
-        try:
-            fleet = _ADAPTER.validate_json(text, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise SpecError(f"{source}: field {where}: {first['msg']}") from error
+        fleet = file.parsed(text, source, "fleet", _ADAPTER)
         fleet.check(source)
         return fleet
 
@@ -115,11 +91,6 @@ class FleetSpec:
         for plan in self.replicas:
             found.setdefault(make_up_text(plan), []).append(plan)
         return found
-
-
-def is_fleet(content: object) -> bool:
-    """Whether a parsed file is one of a fleet."""
-    return isinstance(content, Mapping) and FLEET_KEY in content
 
 
 def plan_devices(plan: PlanSpec) -> tuple[str, ...]:

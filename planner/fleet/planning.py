@@ -29,7 +29,7 @@ from planner.fleet.pricing import (
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions, quality_of
-from planner.plan.spec import PLAN_VERSION
+from planner.plan.file import PLAN_VERSION
 from planner.planning_rules import BOUNDS
 from planner.quality.sensitivity import Omega
 from planner.search.groupings import degrees_of, first_sets

@@ -13,10 +13,10 @@ from planner.costs.model import CostModel, expanded
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
+from planner.plan.file import PLAN_VERSION
 from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import (
-    PLAN_VERSION,
     Baseline,
     PlannedModel,
     PlanSpec,

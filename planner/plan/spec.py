@@ -4,13 +4,12 @@ why.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
@@ -18,6 +17,7 @@ from planner.cluster.described import AcceleratorEntry, DescriptionError, descri
 from planner.cluster.file import TimeScale
 from planner.micro_batches import MicroBatches
 from planner.options import Quality
+from planner.plan import file
 from planner.plan.field_types import (
     MAX_BYTES,
     MAX_LAYERS,
@@ -41,7 +41,6 @@ from planner.plan.origin import PlanOrigin
 from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions
 from planner.workload import MAX_REQUESTS, Workload
 from quant.common.errors import SpecError
-from quant.common.files import write_whole
 from quant.importance.header import FINGERPRINT_HEX
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 
@@ -113,12 +112,7 @@ class PlansBeside:
     beaten_by: PlanChoice | None = None
 
 
-PLAN_VERSION = 1
-
 Role = Literal["both", "prefill", "decode"]
-
-FLEET_KEY = "replicas"
-"""The key that tells a file of a fleet (`planner.fleet.fleet_spec`) from that of a plan."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -354,161 +348,114 @@ class PlanSpec:
 
     def to_json(self) -> str:
         """The plan as indented JSON."""
-        return _ADAPTER.dump_json(self, indent=1).decode() + "\n"
+        return file.to_text(_ADAPTER, self)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced whole or not at all."""
-        target = Path(path)
-        if not target.name:
-            raise SpecError(f"cannot write the plan to {str(path)!r}: no file name; name a file")
-        try:
-            write_whole(target, self.to_json())
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-            raise SpecError(f"cannot write the plan to {target}: {error}") from error
+        file.save(self.to_json(), path, "plan")
 
     @classmethod
     def load(cls, path: str | Path) -> PlanSpec:
         """Read a plan; raises `SpecError` naming file and field."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise SpecError(f"cannot read plan {path}: {error}") from error
-        return cls.from_json(text, str(path))
+        return cls.from_json(file.read(path), str(path))
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> PlanSpec:
         """The plan in `text`; raises `SpecError` naming `source` and the field."""
-        try:
-            content = json.loads(text)
-            json.dumps(content, ensure_ascii=False).encode()  # no half of a surrogate pair
-        except json.JSONDecodeError as error:
-            raise SpecError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
-            raise SpecError(f"{source}: not a plan: {error}") from error
-        if isinstance(content, Mapping) and FLEET_KEY in content:
-            raise SpecError(
-                f"{source}: a fleet of pipelines where one plan belongs; llmpq run and llmpq serve "
-                "take fleets, for all else plan without --replicas"
-            )
-        if not isinstance(content, Mapping) or "stages" not in content:
-            raise SpecError(f"{source}: not a plan; make one with llmpq plan -o plan.json")
-        if content.get("version") != PLAN_VERSION:
-            raise SpecError(
-                f"{source}: plan version {content.get('version')!r}, this llmpq reads "
-                f"{PLAN_VERSION}; plan again with llmpq plan"
-            )
-        try:
-            plan = _ADAPTER.validate_json(text, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            problem = first["msg"].removeprefix("Value error, ")
-            where = ".".join(str(part) for part in first["loc"])
-            found = first["input"]
-            if not isinstance(found, dict | list):
-                problem += f" (found {found!r:.40})"
-            raise SpecError(f"{source}: field {where}: {problem}") from error
-        except SpecError as error:
-            raise SpecError(f"{source}: {error}") from error
+        plan = file.parsed(text, source, "plan", _ADAPTER)
         plan.check(source)
         return plan
 
     def check(self, source: str = "plan") -> None:
         """Raise `SpecError` unless the stages, in order, cover every layer once, each on a device
-        of its own. `planner.plan.check` checks the figures.
+        of its own. `planner.plan.check` checks bytes and kernels.
         """
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise SpecError(f"{source}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
         sizes, batch = self.micro_batches, self.workload.global_batch
         if not (1 <= sizes.prefill <= batch and 1 <= sizes.decode <= batch):
-            raise SpecError(
-                f"{source}: field micro_batches: {sizes.prefill} and {sizes.decode} requests of a "
-                f"batch of {batch}; give 1 to {batch}"
+            yield (
+                f"field micro_batches: {sizes.prefill} and {sizes.decode} requests of a batch of "
+                f"{batch}; give 1 to {batch}"
             )
         policy, n_slots = self.policy, self.workload.n_slots
-        counts_tokens = policy.name in KV_TOKEN_POLICIES
         if policy.name in TOKEN_POLICIES and policy.max_batch_size is None:
-            raise SpecError(
-                f"{source}: field policy.max_batch_size: null; {policy.name} needs a number"
+            yield f"field policy.max_batch_size: null; {policy.name} needs a number"
+        if policy.name not in KV_TOKEN_POLICIES and n_slots is not None:
+            yield (
+                f"field workload.n_slots: {n_slots}, but policy {policy.name} gives all requests "
+                "slots of one length; it must be null"
             )
-        if not counts_tokens and n_slots is not None:
-            raise SpecError(
-                f"{source}: field workload.n_slots: {n_slots}, but policy {policy.name} gives all "
-                "requests slots of one length; it must be null"
-            )
-        self._check_schedule(source)
+        yield from self._schedule_problems()
         predicted, count = self.predicted, len(self.stages)
         slowest = (predicted.prefill_bottleneck, predicted.decode_bottleneck)
         if len(predicted.busy_share) != count or not all(0 <= each < count for each in slowest):
-            raise SpecError(f"{source}: field predicted: not of {count} stages; plan again")
-        self._check_devices(source)
+            yield f"field predicted: not of {count} stages; plan again"
+        yield from self._device_problems()
         expected = 0
         for position, stage in enumerate(self.stages):
+            where = f"field stages.{position}"
             if stage.index != position:
-                raise SpecError(
-                    f"{source}: field stages.{position}.index: {stage.index} where {position} "
-                    "belongs; keep the stages in order"
+                yield (
+                    f"{where}.index: {stage.index} where {position} belongs; keep the stages in "
+                    "order"
                 )
             if stage.layers.start != expected or len(stage.layers) != len(stage.bitwidths):
-                raise SpecError(
-                    f"{source}: field stages.{position}.layers: {stage.layers} with "
-                    f"{len(stage.bitwidths)} bitwidths where layer {expected} should begin"
+                yield (
+                    f"{where}.layers: {stage.layers} with {len(stage.bitwidths)} bitwidths where "
+                    f"layer {expected} should begin"
                 )
             expected = stage.layers.stop
         if expected != self.model.layers:
-            raise SpecError(
-                f"{source}: stages hold {expected} of {self.model.layers} layers; plan again"
-            )
+            yield f"stages hold {expected} of {self.model.layers} layers; plan again"
 
-    def _check_schedule(self, source: str) -> None:
-        """Raise `SpecError` where policy, schedule and the stages that prefill contradict."""
+    def _schedule_problems(self) -> Iterator[str]:
         schedule, prefills = self.policy.schedule, self.prefill_plan
         if (self.policy.name == BOUNDED) != (schedule is not None):
-            raise SpecError(
-                f"{source}: field policy.schedule: {BOUNDED} needs one, and no other policy has "
-                "one; plan with --max_request_latency_s"
+            yield (
+                f"field policy.schedule: {BOUNDED} needs one, and no other policy has one; plan "
+                "with --max_request_latency_s"
             )
-        divides = schedule is not None and schedule.divides
-        if divides != (prefills is not None):
-            raise SpecError(
-                f"{source}: field prefill_plan: waa-c and waa-m need one, and no other schedule "
-                "has one; plan again"
+        if (schedule is not None and schedule.divides) != (prefills is not None):
+            yield (
+                "field prefill_plan: waa-c and waa-m need one, and no other schedule has one; plan "
+                "again"
             )
         if prefills is None:
             return
         if prefills.prefill_plan is not None or prefills.model != self.model:
-            raise SpecError(
-                f"{source}: field prefill_plan: not one of {self.model.name}; plan again"
-            )
+            yield f"field prefill_plan: not one of {self.model.name}; plan again"
         for plan, role in ((self, "decode"), (prefills, "prefill")):
             if any(stage.role != role for stage in plan.stages):
-                raise SpecError(f"{source}: a stage that should only {role} has another role")
+                yield f"a stage that should only {role} has another role"
         for name in ("kv_bits", "stand_in", "time_scale"):
             found, wanted = getattr(prefills, name), getattr(self, name)
             if found != wanted:
-                raise SpecError(
-                    f"{source}: field prefill_plan.{name}: {found!r} where the stages that decode "
-                    f"have {wanted!r}; plan again"
+                yield (
+                    f"field prefill_plan.{name}: {found!r} where the stages that decode have "
+                    f"{wanted!r}; plan again"
                 )
-        prefills.check(f"{source}: field prefill_plan")
+        yield from (f"field prefill_plan: {each}" for each in prefills._problems())
 
-    def _check_devices(self, source: str) -> None:
-        """Raise `SpecError` where a device is named twice."""
+    def _device_problems(self) -> Iterator[str]:
+        """Devices that are named twice."""
         met: dict[str, str] = {}
-        used = [
-            (f"stages.{stage.index}.device{'s' * bool(stage.devices)}", name)
-            for stage in self.stages
+        prefills = () if self.prefill_plan is None else self.prefill_plan.stages
+        places = [
+            (f"{part}stages.{stage.index}.device{'s' * bool(stage.devices)}", name)
+            for part, stages in (("", self.stages), ("prefill_plan.", prefills))
+            for stage in stages
             for name in stage.device_names
         ]
-        if self.prefill_plan is not None:
-            used += [
-                (f"prefill_plan.stages.{stage.index}.device", name)
-                for stage in self.prefill_plan.stages
-                for name in stage.device_names
-            ]
-        unused = ((f"unused_devices.{i}", name) for i, name in enumerate(self.unused_devices))
-        for where, device in (*used, *unused):
+        places += [(f"unused_devices.{i}", name) for i, name in enumerate(self.unused_devices)]
+        for where, device in places:
             if device in met:
-                raise SpecError(
-                    f"{source}: field {where}: {device!r:.80} stands in {met[device]} already; a "
-                    "device holds one stage, or none: plan again"
+                yield (
+                    f"field {where}: {device!r:.80} stands in {met[device]} already; a device "
+                    "holds one stage, or none: plan again"
                 )
             met[device] = where
 

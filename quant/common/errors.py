@@ -1,6 +1,13 @@
 """The errors that a user can cause or correct; a command prints one message and exits with 2."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from quant.common.text import printable, without_library_advice
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MESSAGE_CHARACTERS = 1500
 """Longest message: messages quote text from files and other libraries."""
@@ -26,6 +33,15 @@ class FieldError(SpecError):
         super().__init__(f"{name} {why}")
         self.name = name
         self.why = why
+
+
+def invalid_field(error: ValidationError, source: str) -> SpecError:
+    """The first problem that pydantic found in `source`, with the field and what stands there."""
+    first = error.errors()[0]
+    found = "" if isinstance(first["input"], dict | list) else f" (found {first['input']!r:.40})"
+    where = ".".join(map(str, first["loc"]))
+    problem = first["msg"].removeprefix("Value error, ")
+    return SpecError(f"{source}: field {where}: {problem}{found}")
 
 
 class InfeasibleError(LlmpqError):

@@ -16,7 +16,7 @@ from llmpq import Cluster, Fleet, Plan, Workload
 from llmpq.remote.token import make_token
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
-from planner.plan.spec import PLAN_VERSION
+from planner.plan.file import PLAN_VERSION
 from tests.actors.models import CONFIGS, save_tiny
 from tests.llmpq.forked_workers import fork_server, forked_workers
 

@@ -151,6 +151,7 @@ def test_a_job_that_is_done_is_told_within_two_seconds(folder: Path) -> None:
 
 def test_ids_are_looked_at_before_a_checkpoint_is_calibrated(folder: Path) -> None:
     planned = json.loads((folder / "plan.json").read_text()) | {"rounding": "gptq"}
+    del planned["digest"]
     (folder / "gptq.json").write_text(json.dumps(planned))
     arguments = ("--plan", "gptq.json", "--input", "twice.jsonl", "--output", "out.jsonl")
     code, heavy, _, said = command(folder, "run", *arguments)

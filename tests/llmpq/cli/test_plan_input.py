@@ -115,6 +115,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def put_on_one_device(content: dict[str, Any]) -> None:
+    del content["digest"]
     content["stages"][1]["device"] = content["stages"][0]["device"]
 
 
@@ -153,7 +154,7 @@ def test_an_edited_plan_is_not_run(
 
 def test_python_names_the_file_too(tmp_path: Path, plan_file: Path) -> None:
     content = json.loads(plan_file.read_text())
-    change("micro_batches", "decode", to=1)(content)
+    change("stages", 0, "custom_resource", to="moon")(content)
     path = tmp_path / "p.json"
     path.write_text(json.dumps(content))
     with pytest.raises(SpecError, match=r"p\.json: field .* plan again with llmpq plan"):

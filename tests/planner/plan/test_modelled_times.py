@@ -30,6 +30,7 @@ from planner.search.search import find_plan
 from planner.simulation.simulation import OccupiedStages, assignment_timing
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
+from tests.planner.edits import content_of
 
 SHAPE = model_shape("opt-30b")
 WORKLOAD = Workload(global_batch=11, prompt_length=90, new_tokens=23)
@@ -161,7 +162,7 @@ def test_older_plans_and_those_without_a_time_scale_carry_none() -> None:
     cluster = cluster_of({"time_scale": 0})
     plan = find_plan(cluster, SHAPE, "opt-30b", WORKLOAD, QUICK)
     assert plan.stand_in is None
-    content = json.loads(plan.to_json())
+    content = content_of(plan)
     del content["stand_in"]
     for stage in content["stages"]:
         assert stage.pop("modelled") is None
@@ -170,7 +171,7 @@ def test_older_plans_and_those_without_a_time_scale_carry_none() -> None:
 
 def test_a_bad_table_is_named_by_its_field() -> None:
     plan = find_plan(cluster_of({}), SHAPE, "opt-30b", WORKLOAD, QUICK)
-    content = json.loads(plan.to_json())
+    content = content_of(plan)
     content["stages"][0]["modelled"]["decode"][0]["seconds"].append(1.0)
     with pytest.raises(SpecError, match=r"stages\.0\.modelled\.decode\.0.*ascending"):
         PlanSpec.from_json(json.dumps(content))

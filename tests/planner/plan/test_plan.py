@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,14 @@ from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, build_plan
+from planner.plan.file import PLAN_VERSION
 from planner.plan.origin import PlanOrigin
-from planner.plan.spec import PLAN_VERSION, Baseline, PlanSpec
+from planner.plan.spec import Baseline, PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.simulation.simulation import Simulated, simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import SpecError
-from tests.planner.edits import Edit, change, remove
+from tests.planner.edits import Edit, change, content_of, remove
 
 
 @cache
@@ -181,7 +183,7 @@ def test_objective_latency_is_the_closed_form() -> None:
 )
 def test_damaged_plans_are_refused(tmp_path: Path, damage: Edit, message: str) -> None:
     plan = made()[0]
-    content = json.loads(replace(plan, origin=PlanOrigin("", PlanOptions())).to_json())
+    content = content_of(replace(plan, origin=PlanOrigin("", PlanOptions())))
     damage(content)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
@@ -206,9 +208,32 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
         PlanSpec.from_json(text, "plan.json")
 
 
+@pytest.mark.parametrize("lay_out", [{"indent": 4}, {"sort_keys": True}])
+def test_a_plan_that_was_only_laid_out_anew_is_read(lay_out: dict[str, Any]) -> None:
+    plan = made()[0]
+    content = json.loads(plan.to_json(), parse_float=lambda text: int_where_whole(text))
+    assert PlanSpec.from_json(json.dumps(content, **lay_out)) == plan
+
+
+def int_where_whole(text: str) -> float | int:
+    """A number as tools that know no difference between the two write it."""
+    return int(float(text)) if float(text).is_integer() else float(text)
+
+
+def test_a_plan_that_was_edited_is_refused_until_its_digest_is_removed() -> None:
+    plan = made()[0]
+    text = plan.to_json().replace('"theta": 1.0', '"theta": 2.0', 1)
+    with pytest.raises(SpecError, match=r'^my.json: .* was changed .* remove the line "d'):
+        PlanSpec.from_json(text, "my.json")
+    lines = text.splitlines()
+    assert [line for line in lines if '"digest"' in line] == [lines[2]]
+    edited = PlanSpec.from_json("\n".join(lines[:2] + lines[3:]))
+    assert edited == replace(plan, solver=replace(plan.solver, theta=2.0))
+
+
 def test_whole_numbers_may_stand_for_others() -> None:
     plan = made()[0]
-    content = json.loads(plan.to_json())
+    content = content_of(plan)
     content["time_scale"], content["solver"]["theta"] = 0, 1
     assert PlanSpec.from_json(json.dumps(content)) == plan
 

@@ -23,6 +23,7 @@ from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, P
 from planner.search.search import PricedPlan, find_priced_plan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
+from tests.planner.edits import content_of
 
 LENGTHS = Lengths((200,) * 31 + (1500,), (40,) * 31 + (400,))
 MODEL = "opt-13b"
@@ -66,11 +67,11 @@ def test_a_stage_has_the_bytes_of_its_token_slots(orca: PricedPlan) -> None:
 
 
 def test_the_file_has_the_policy(orca: PricedPlan, static: PricedPlan) -> None:
-    content = json.loads(orca.plan.to_json())
+    content = content_of(orca.plan)
     assert content["policy"]["name"] == "orca"
     assert content["policy"]["max_batch_size"] == orca.plan.policy.max_batch_size
     assert PlanSpec.from_json(orca.plan.to_json()) == orca.plan
-    older = json.loads(static.plan.to_json())
+    older = content_of(static.plan)
     del older["policy"], older["workload"]["n_slots"]
     assert PlanSpec.from_json(json.dumps(older)).policy == PolicyOptions("static")
     check_plan(static.plan, model_shape(MODEL))
@@ -126,7 +127,7 @@ def test_what_a_user_fixes_is_kept() -> None:
 def test_an_edited_plan_is_refused(
     orca: PricedPlan, edit: dict[str, dict[str, object]], message: str
 ) -> None:
-    content = json.loads(orca.plan.to_json())
+    content = content_of(orca.plan)
     for section, values in edit.items():
         content[section] |= values
     with pytest.raises(SpecError, match=message):

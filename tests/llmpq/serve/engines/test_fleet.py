@@ -18,7 +18,7 @@ from llmpq.serve.engines import pipeline_engine
 from llmpq.serve.server import Server
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
-from planner.plan.spec import PLAN_VERSION
+from planner.plan.file import PLAN_VERSION
 from tests.llmpq.serve.asking import COMPLETIONS
 from tests.paths import DEMO_MODEL
 

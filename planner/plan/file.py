@@ -1,0 +1,105 @@
+"""Reading and writing the files of plans and fleets: JSON with a digest of its own content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from quant.common.errors import SpecError, invalid_field
+from quant.common.files import write_whole
+
+PLAN_VERSION = 1
+DIGEST = "digest"
+FLEET_KEY = "replicas"
+"""The key that tells a file of a fleet from that of a plan."""
+
+Kind = Literal["plan", "fleet"]
+_OWN_KEY = {"plan": "stages", "fleet": FLEET_KEY}
+_COMMAND = {"plan": "llmpq plan -o plan.json", "fleet": "llmpq plan --replicas auto"}
+
+T = TypeVar("T")
+
+
+def is_fleet(content: object) -> bool:
+    """Whether a parsed file is one of a fleet."""
+    return isinstance(content, Mapping) and FLEET_KEY in content
+
+
+def to_text(adapter: TypeAdapter[T], spec: T) -> str:
+    """The spec as indented JSON, with its digest in a line of its own after the version."""
+    text = adapter.dump_json(spec, indent=1).decode() + "\n"
+    brace, version, rest = text.split("\n", 2)
+    return f'{brace}\n{version}\n "{DIGEST}": "{_digest(text)}",\n{rest}'
+
+
+def save(text: str, path: str | Path, kind: Kind) -> None:
+    """Write the file; an existing one is replaced whole or not at all, else SpecError."""
+    target = Path(path)
+    if not target.name:
+        raise SpecError(f"cannot write the {kind} to {str(path)!r}: no file name; name a file")
+    try:
+        write_whole(target, text)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise SpecError(f"cannot write the {kind} to {target}: {error}") from error
+
+
+def read(path: str | Path) -> str:
+    """The text of a file; SpecError where there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SpecError(f"cannot read plan {path}: {error}") from error
+
+
+def parsed(text: str, source: str, kind: Kind, adapter: TypeAdapter[T]) -> T:
+    """The plan or fleet in `text`; SpecError naming `source` and the field.
+
+    A file that was changed since it was written is refused. One without a digest (of an earlier
+    version, or where the user took it out to keep a change) is read: `planner.plan.check` looks at
+    what would crash a run.
+    """
+    try:
+        content = json.loads(text)
+        json.dumps(content, ensure_ascii=False).encode()  # no half of a surrogate pair
+    except json.JSONDecodeError as error:
+        raise SpecError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
+        raise SpecError(f"{source}: not a {kind}: {error}") from error
+    if kind == "plan" and is_fleet(content):
+        raise SpecError(
+            f"{source}: a fleet of pipelines where one plan belongs; llmpq run and llmpq serve "
+            "take fleets, for all else plan without --replicas"
+        )
+    if not isinstance(content, Mapping) or _OWN_KEY[kind] not in content:
+        raise SpecError(f"{source}: not a {kind}; make one with {_COMMAND[kind]}")
+    if content.get("version") != PLAN_VERSION:
+        raise SpecError(
+            f"{source}: {kind} version {content.get('version')!r}, this llmpq reads "
+            f"{PLAN_VERSION}; plan again with llmpq plan"
+        )
+    if DIGEST in content:
+        if content[DIGEST] != _digest(text):
+            raise SpecError(
+                f"{source}: the {kind} was changed after it was written: its content is not that "
+                f"of its digest {content[DIGEST]!s:.40}; plan again with llmpq plan, or, to keep "
+                f'the change, remove the line "{DIGEST}"'
+            )
+        text = json.dumps({key: value for key, value in content.items() if key != DIGEST})
+    try:
+        return adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise invalid_field(error, source) from error
+    except SpecError as error:
+        raise SpecError(f"{source}: {error}") from error
+
+
+def _digest(text: str) -> str:
+    """A digest of the content, however a tool lays it out, orders its keys or writes numbers."""
+    content = json.loads(text, parse_int=float)
+    content.pop(DIGEST, None)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
