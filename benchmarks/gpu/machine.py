@@ -11,7 +11,7 @@ import platform
 import subprocess
 from typing import Any
 
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 
 PACKAGES = ("torch", "transformers", "bitsandbytes", "ray", "triton", "numpy")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.findings import Table, cells_of
+from benchmarks.lab import header
 
 VERSION = 1
 _GIB = 2**30
@@ -88,8 +89,7 @@ class Report:
             yield ""
         yield _machine_line(self.machine)
         yield ""
-        yield "| part | | seconds | |"
-        yield "|---|---|---|---|"
+        yield header("part | | seconds |")
         for each in self.results:
             yield f"| {each.name} | {each.status} | {each.seconds:.0f} | {_cell(each.error)} |"
         for each in self.results:
@@ -138,8 +138,7 @@ def _table(table: Table) -> Iterator[str]:
     if table.title:
         yield f"{table.title}:"
         yield ""
-    yield f"| {' | '.join(table.columns)} |"
-    yield "|" + "---|" * len(table.columns)
+    yield header(table.columns)
     for row in table.rows:
         yield f"| {' | '.join(_cell(cell) for cell in cells_of(table, row))} |"
 

@@ -60,11 +60,6 @@ class Setting:
         """The model's shape."""
         return model_shape(self.model)
 
-    def emulated(self, time_scale: float, stand_in: Path) -> ClusterSpec:
-        """The cluster played on this machine by a small model."""
-        emulate = {"time_scale": time_scale, "stand_in": str(stand_in)}
-        return ClusterSpec.from_dict({**self.values, "emulate": emulate}, self.name)
-
 
 @dataclass(frozen=True)
 class RowLengths:

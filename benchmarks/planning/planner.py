@@ -1,10 +1,8 @@
-"""Speed of the planner: against the published formulation, on large clusters, and as it grows.
+"""Speed of the planner: against the published formulation, and on large clusters.
 
     python -m benchmarks.planning.planner clusters [--update docs/planner.md]
     python -m benchmarks.planning.planner methods [--update docs/planner.md]
     python -m benchmarks.planning.planner defaults [--update docs/planner.md]
-    python -m benchmarks.planning.planner scale [--update docs/planner.md]
-    python -m benchmarks.planning.planner growth [--plot docs/planner_growth.svg]
 
 Times are CPU seconds of one process, so that other work on the machine does not count. Costs are
 the planner's own: rooflines, and memory by the kernels' rules. Sensitivities are random, uneven
@@ -17,8 +15,6 @@ the default sensitivities and the baselines.
 from __future__ import annotations
 
 import argparse
-import resource
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,19 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planning.growth import (
-    BITS,
-    GAP,
-    GrowthPoint,
-    growth_points,
-    growth_table,
-    plot_growth,
-)
+from benchmarks.lab import ROOT, header, show, table_row
 from benchmarks.planning.published import PublishedOutcome, solve_published
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import ModelShape, model_shape
-from planner.optimiser.names import Objective
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
@@ -50,7 +38,8 @@ from planner.search.costs import cost_model
 from planner.search.search import find_plan
 from planner.workload import Workload
 
-CLUSTERS = Path(__file__).resolve().parents[2] / "cluster_specs"
+BITS, GAP = (3, 4, 8, 16), 1e-4
+CLUSTERS = ROOT / "cluster_specs"
 WORKLOAD = Workload(global_batch=32, prompt_length=512, new_tokens=100)  # LLM-PQ section 6.1
 
 OTHER_THETA = 1.0  # of clusters that are not the paper's
@@ -114,11 +103,10 @@ def sampled(candidates: Sequence[SearchCandidate], samples: int) -> list[Assignm
 
 def clusters_table(numbers: Sequence[int], samples: int, limit_s: float) -> Iterator[str]:
     """Markdown rows: the published formulation beside this search."""
-    yield (
-        "| cluster | devices, layers | candidates | published, sampled (s) | published, whole "
-        "search (s) | this search (s) | ratio | solved | gap |"
+    yield header(
+        "cluster | devices, layers | candidates | published, sampled (s) | "
+        "published, whole search (s) | this search (s) | ratio | solved | gap"
     )
-    yield "|" + "---|" * 9
     total_published = total_ours = 0.0
     bounded = False
     for number in numbers:
@@ -145,7 +133,7 @@ def clusters_table(numbers: Sequence[int], samples: int, limit_s: float) -> Iter
             ours.solution.solved,
             f"{ours.solution.gap:.0e}",
         )
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield table_row(cells)
     sign = "≥ " if bounded else ""
     yield ""
     yield (
@@ -157,11 +145,11 @@ def clusters_table(numbers: Sequence[int], samples: int, limit_s: float) -> Iter
 
 def methods_table(numbers: Sequence[int]) -> Iterator[str]:
     """Markdown rows: bitwidth transfer, and all distinct orders, beside the usual search."""
-    yield (
-        "| cluster | search (s) | transfer, one problem (s) | its excess | transfer, search (s) | "
-        "its excess | distinct orders x sizes | search (s) | better by |"
+    yield header(
+        "cluster | search (s) | transfer, one problem (s) | its excess | "
+        "transfer, search (s) | its excess | distinct orders x sizes | search (s) | "
+        "better by"
     )
-    yield "|" + "---|" * 9
     for number in numbers:
         costs = paper_costs(number, PlanOptions(relative_gap=GAP, head="last"))
         ours = timed_search(costs)
@@ -185,7 +173,7 @@ def methods_table(numbers: Sequence[int]) -> Iterator[str]:
             f"{every.cpu_s:.2f}",
             f"{100 * (1 - every.solution.assignment.objective / best):.2f} %",
         )
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield table_row(cells)
 
 
 def check_agreement(problem: AssignmentProblem, published: PublishedOutcome) -> None:
@@ -216,8 +204,7 @@ NODES: dict[str, tuple[str, list[tuple[int, int]]]] = {
 
 def defaults_table() -> Iterator[str]:
     """Markdown rows of what users get without options, baselines included."""
-    yield "| cluster | GPUs | model | candidates | solved | plan (s) | gap | GPUs used |"
-    yield "|" + "---|" * 8
+    yield header("cluster | GPUs | model | candidates | solved | plan (s) | gap | GPUs used")
     for number, (name, theta) in PAPER.items():
         cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
         yield _defaults_row(f"paper {number}", name, cluster, theta)
@@ -244,95 +231,25 @@ def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> s
         f"{plan.solver.gap:.0e}",
         len(cluster.devices) - len(plan.unused_devices),
     )
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def scale_table(all_orders: bool) -> Iterator[str]:
-    """Markdown rows for 16 and 32 devices of 4 types."""
-    yield "| devices | layers | objective | candidates | solved | search (s) | gap | peak (GB) |"
-    yield "|" + "---|" * 8
-    for each, layers, hidden in ((4, 80, 8192), (8, 120, 12288)):
-        for objective in ("pipeline", "paper"):
-            costs = _large_costs(each, layers, hidden, objective, all_orders)
-            found = timed_search(costs)
-            peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-            cells = (
-                4 * each,
-                layers,
-                objective,
-                found.solution.candidates,
-                found.solution.solved,
-                f"{found.cpu_s:.1f}",
-                f"{found.solution.gap:.0e}",
-                f"{peak_gb:.2f}",
-            )
-            yield "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _large_costs(
-    each: int, layers: int, hidden: int, objective: str, all_orders: bool
-) -> CostModel:
-    """`each` devices of four types, one node a type, and a model with `layers` layers."""
-    names = ["T4-16GB", "P100-PCIE-12GB", "V100-SXM2-32GB", "A100-SXM4-40GB"]
-    cluster = ClusterSpec.from_counts(names, [each] * 4)
-    model = replace(
-        model_shape("opt-66b"),
-        name=f"{layers} layers",
-        layers=layers,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        heads=hidden // 128,
-        kv_heads=hidden // 128,
-    )
-    options = PlanOptions(relative_gap=GAP, head="last", all_orders=all_orders)
-    kind: Objective = "paper" if objective == "paper" else "pipeline"
-    options = replace(options, objective=kind, memory_margin=0.0)
-    return cost_model(cluster, model, WORKLOAD, options, uneven_sensitivity(model, layers))
-
-
-def update_page(page: Path, section: str, lines: Sequence[str]) -> None:
-    """Replace what stands between a section's markers."""
-    begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
-    text = page.read_text(encoding="utf-8")
-    if begin not in text or end not in text:
-        raise SystemExit(f"{page} has no markers {begin} and {end}; add both on lines of their own")
-    head, rest = text.split(begin, 1)
-    tail = rest.split(end, 1)[1]
-    page.write_text(f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
+    return table_row(cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and update a page or plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["clusters", "methods", "defaults", "scale", "growth"])
+    parser.add_argument("what", choices=["clusters", "methods", "defaults"])
     parser.add_argument("--clusters", type=int, nargs="+", default=list(PAPER), choices=PAPER)
     parser.add_argument("--samples", type=int, default=3, help="published problems a cluster")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each of them")
-    parser.add_argument("--all-orders", action="store_true", help="scale: every distinct order")
     parser.add_argument("--update", type=Path, help="page whose section is replaced")
-    parser.add_argument("--plot", type=Path, help="growth: file for the figure")
     chosen = parser.parse_args(arguments)
-    points: list[GrowthPoint] = []
     if chosen.what == "clusters":
         rows = clusters_table(chosen.clusters, chosen.samples, chosen.limit)
     elif chosen.what == "methods":
         rows = methods_table(chosen.clusters)
-    elif chosen.what == "defaults":
-        rows = defaults_table()
-    elif chosen.what == "scale":
-        rows = scale_table(chosen.all_orders)
     else:
-        points = list(growth_points())
-        rows = growth_table(points)
-    lines = []
-    for line in rows:
-        lines.append(line)
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    if chosen.plot is not None:
-        plot_growth(points, chosen.plot)
-    if chosen.update is not None:
-        update_page(chosen.update, chosen.what, lines)
+        rows = defaults_table()
+    show(rows, chosen.update, chosen.what)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.machine import processor_name
+from benchmarks.lab import header, processor_name
 from benchmarks.quantization.contestants.exchange import read_outcome
 from benchmarks.quantization.judge import Judge
 from benchmarks.quantization.models import (
@@ -98,8 +98,7 @@ def print_table(name: str, judge: Judge, kept: Path) -> None:
     print(
         f"\n{name}, {full.tokens} tokens in {full.windows} windows, 16 bit {full.perplexity:.3f}:\n"
     )
-    print("| rounded by | bits a weight | perplexity | above 16 bit | divergence, nats |")
-    print("|---|---|---|---|---|")
+    print(header("rounded by | bits a weight | perplexity | above 16 bit | divergence, nats"))
     rows = sorted(scored(judge, kept), key=lambda row: (int(row[0]), row[1].divergence or 0.0))
     for bits, found in rows:
         above, error = found.above(full)

@@ -32,7 +32,7 @@ import torch
 
 from actors.stage.importance import measure_layers, what_is_seen
 from actors.stage.layer_stream import compute_on
-from benchmarks.machine import processor_name
+from benchmarks.lab import header, processor_name
 from benchmarks.quantization.quality_tables import (
     Bits,
     Row,
@@ -248,8 +248,7 @@ def print_uniform(setting: Setting) -> None:
     subjects += [Subject(W8A8, (scheme,) * layers, torch.float32, torch.float32)]
     full, *others = evaluate(setting.model, setting.held_out, subjects, CPU)
     print(f"\nHeld-out perplexity, {full.tokens} tokens in {full.windows} windows:\n")
-    print("| bits | perplexity | ± 1 σ | above 16 bit | ± 1 σ | KL, 0.001 nats | ± 1 σ |")
-    print("|---|---|---|---|---|---|---|")
+    print(header("bits | perplexity | ± 1 σ | above 16 bit | ± 1 σ | KL, 0.001 nats | ± 1 σ"))
     print(f"| 16 | {full.perplexity:.3f} | {full.standard_error:.3f} | | | | |")
     names = [*(str(bits) for bits in reversed(BITWIDTHS[:-1])), f"8, activations too ({W8A8})"]
     for name, result in zip(names, others, strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import t as student
 
+from benchmarks.lab import header
 from llmpq.quality.perplexity import Perplexity
 from planner.model.finding import ModelShape
 
@@ -54,8 +55,7 @@ def print_rows(rows: Sequence[Row], shape: ModelShape) -> None:
         ("Divergence, 0.001 nats a token,", 2, lambda result: 1000 * (result.divergence or 0)),
     ):
         print(f"\n{title} of the bits chosen at equal memory{more}:\n")
-        print(f"| share | bits a weight | {' | '.join(columns)} |")
-        print("|---" * (len(columns) + 2) + "|")
+        print(header(f"share | bits a weight | {' | '.join(columns)}"))
         for row in rows:
             cells = [f"{figure(result):.{digits}f}" for result in row.chosen.values()]
             if drawn:
@@ -72,8 +72,7 @@ def print_pairs(rows: Sequence[Row]) -> None:
     """How much less than each other choice the one by `error` diverges, paired over windows."""
     names = [name for name in rows[0].chosen if name != "error"]
     print("\nDivergence of each choice less that of error's, 0.001 nats a token (± 1 σ):\n")
-    print(f"| share | {' | '.join(names)} |")
-    print("|---" * (len(names) + 1) + "|")
+    print(header(f"share | {' | '.join(names)}"))
     for row in rows:
         cells = []
         for name in names:
@@ -88,8 +87,7 @@ def print_pairs(rows: Sequence[Row]) -> None:
 def print_goals(rows: Sequence[Row]) -> None:
     """Variance against random and Hessian at each budget."""
     print("\nVariance beside random (mean of the seeds; 1 σ of the text) and beside Hessian:\n")
-    print("| share | variance - random | 1 σ | beyond the 95 % | seeds beaten | over Hessian |")
-    print("|---|---|---|---|---|---|")
+    print(header("share | variance - random | 1 σ | beyond the 95 % | seeds beaten | over Hessian"))
     for row in rows:
         own, hessian = row.chosen["variance"].perplexity, row.chosen["hessian"].perplexity
         difference = own - float(np.mean(row.random))

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from actors.messages import Request, Sampling
 from actors.stage_group import GroupOptions, StageGroup
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 from benchmarks.reproduction.paper_report import LLM_PQ, LLMPQ, PIPEEDGE, UNIFORM, Case
 from benchmarks.reproduction.paper_tables import DATA, ROOT, cases
 from benchmarks.reproduction.profiles_2023 import profile_rows

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import processor_name
-from benchmarks.planning.planner import uneven_sensitivity, update_page
+from benchmarks.lab import processor_name, update_page
+from benchmarks.planning.planner import uneven_sensitivity
 from benchmarks.reproduction import paper_quality
 from benchmarks.reproduction.paper_report import LLM_PQ, Case, markdown_table, number
 from benchmarks.reproduction.paper_tables import (

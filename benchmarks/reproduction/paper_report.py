@@ -8,6 +8,7 @@ from itertools import combinations, product
 
 from scipy.stats import spearmanr
 
+from benchmarks.lab import table_row
 from benchmarks.reproduction.profiles_2023 import EXTRAPOLATED_DEVICES, P100
 from planner.workload import Workload
 
@@ -310,7 +311,7 @@ def number(value: float | None, form: str) -> str:
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown of a table's cells."""
     lines = [list(header), ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(table_row(line) for line in lines)
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,11 +16,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reproduction.paper_baselines import Setting
 from benchmarks.reproduction.paper_report import (
     BASELINES,
     FLEXGEN,
@@ -37,16 +36,52 @@ from benchmarks.reproduction.paper_report import (
 )
 from benchmarks.reproduction.profiles_2023 import profile_rows
 from planner.cluster.spec import ClusterSpec
+from planner.costs.model import CostModel
+from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.optimiser.names import Objective
 from planner.options import PlanOptions
 from planner.plan.spec import Baseline, PlanSpec
-from planner.profiles.rows import write_profiles
+from planner.profiles.fit import FittedLatency
+from planner.profiles.rows import read_profiles, write_profiles
+from planner.quality.sensitivity import default_sensitivity
+from planner.search.baselines.comparison import baseline, offloading
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
 from quant.scheme import BITWIDTHS
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a cluster; `profiles` is a CSV of layer times, `bits` ascending."""
+
+    cluster: ClusterSpec
+    model: str
+    workload: Workload
+    profiles: Path
+    bits: tuple[int, ...]
+
+    def baseline(self, name: str) -> Baseline:
+        """The baseline of this name (`planner.search.baselines`)."""
+        return baseline(self._costs(), name)
+
+    def streamed_bytes(self, name: str) -> float:
+        """Bytes that the fullest GPU streams in a round of this offloading baseline."""
+        return float(offloading(self._costs(), name).host_bytes.max())
+
+    def at_bitwidth(self, bits: int) -> Setting:
+        """The setting with one bitwidth to choose from."""
+        return replace(self, bits=(bits,))
+
+    def _costs(self) -> CostModel:
+        shape = model_shape(self.model)
+        latency = FittedLatency(read_profiles(self.profiles), RooflineLatency(shape))
+        options = PlanOptions(dtype="float16", bits=self.bits, memory_margin=0.0)
+        sensitivity = default_sensitivity(shape, options.bits)
+        return CostModel(self.cluster, shape, self.workload, options, latency, sensitivity)
+
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"

@@ -24,7 +24,7 @@ from actors.attention.cpu_decode import DecodeQuery, attend_in_place
 from actors.attention.kv_cache import Stored, quantized
 from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
-from benchmarks.machine import processor_name
+from benchmarks.lab import header, processor_name
 
 SHAPES = {
     "170M LLaMA, 32 x 160": (32, 16, 16, 64, 160),
@@ -118,8 +118,7 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     options = parser.parse_args()
     print(f"{processor_name()}, torch {torch.__version__}\n")
-    print("| layer | threads | way | ms | times flash | GB/s | GB/s of a sum | error |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(header("layer | threads | way | ms | times flash | GB/s | GB/s of a sum | error"))
     for threads in options.threads:
         torch.set_num_threads(threads)
         for name in SHAPES:

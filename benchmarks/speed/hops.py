@@ -15,7 +15,7 @@ import torch
 
 from actors.processes.placement import Placement
 from actors.profiling.links import MeasuredHop, measure_hops
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 from llmpq.remote.session import ray_session
 from planner.profiles.links import LinkRow, fit_links
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 from llmpq import Cluster, Workload
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS
 from llmpq.jobs.identity import JobIdentity

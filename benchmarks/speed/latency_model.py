@@ -35,7 +35,7 @@ from actors.profiling.on_cluster import measure_on_cluster
 from actors.profiling.task import ProfileState, ProfileTask
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from benchmarks.machine import processor_name
+from benchmarks.lab import header, processor_name
 from llmpq.remote.session import ray_session
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
@@ -112,12 +112,12 @@ def rows_of(
     for each in state.measured:
         if each.workload.phase == phase:
             seconds = each.raw_s if as_clocked else each.seconds
-            found = row("CPU", shape, each.workload, each.bits, seconds)
+            found = profile_row("CPU", shape, each.workload, each.bits, seconds)
             attention_s = each.attention_s and each.attention_s * seconds / each.seconds
             yield replace(found, attention_s=attention_s)
 
 
-def row(
+def profile_row(
     device: str, shape: ModelShape, workload: LayerWorkload, bits: int, seconds: float
 ) -> ProfileRow:
     """A row that does not say for which kernel and number of threads it holds."""
@@ -147,8 +147,7 @@ def cpu_table(options: argparse.Namespace) -> Iterator[str]:
         f"{options.workloads} unseen for each bitwidth and phase"
     )
     yield ""
-    yield "| bits | phase | unseen | mean | 95th percentile | most | raw mean | spread |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield header("bits | phase | unseen | mean | 95th percentile | most | raw mean | spread")
     found: list[FitError] = []
     for bits in options.bits:
         known = tuple(w for phase in PHASES for w in design(space, phase, options.points))
@@ -222,8 +221,7 @@ def _cells(error: FitError) -> str:
 def gpu_table(folder: Path) -> Iterator[str]:
     """Markdown rows: fp16 times of LLaMA-30B layers, every second point fitted."""
     shape = model_shape("llama-30b")
-    yield "| GPU | phase | fitted | left out | mean | 95th percentile | most |"
-    yield "|---|---|---|---|---|---|---|"
+    yield header("GPU | phase | fitted | left out | mean | 95th percentile | most")
     for short, name in HELIX.items():
         device = ClusterSpec.from_counts([name], [1]).devices[0]
         for phase in PHASES:
@@ -254,13 +252,12 @@ def helix_rows(path: Path, device: Device, shape: ModelShape, phase: Phase) -> I
                 tokens // HELIX_PROMPT if is_prefill else tokens,
                 HELIX_PROMPT if is_prefill else 0,
             )
-            yield row(device.accelerator.name, shape, workload, 16, seconds)
+            yield profile_row(device.accelerator.name, shape, workload, 16, seconds)
 
 
 def memory_table(plans: int, seed: int) -> Iterator[str]:
     """Markdown rows: planned bytes of weights and KV cache against those of the tensors."""
-    yield "| model | layers' bits | slots x tokens | planned (MB) | held (MB) | difference |"
-    yield "|---|---|---|---|---|---|"
+    yield header("model | layers' bits | slots x tokens | planned (MB) | held (MB) | difference")
     draw = random.Random(seed)
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:

@@ -27,8 +27,7 @@ from statistics import geometric_mean, median
 import torch
 from torch.nn import functional
 
-from benchmarks.machine import processor_name
-from benchmarks.timing import EVICTING_BYTES, seconds_of
+from benchmarks.lab import EVICTING_BYTES, processor_name, seconds_of, table_row
 from planner.model.finding import model_shape
 from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, self_test
@@ -263,7 +262,7 @@ def result_table(results: Sequence[Result], copy_rate: float) -> list[str]:
             f"{each.bytes_per_s / GB:.1f}",
             f"{each.bytes_per_s / copy_rate:.0%}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     return lines
 
 
@@ -283,7 +282,7 @@ def summary_table(results: Sequence[Result]) -> list[str]:
             cells.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})")
         cells.append(f"{max(each.error for each in own):.2%}")
         cells.append(f"{max(each.error / each.own_error for each in own):.3f}")
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     return lines
 
 

@@ -47,7 +47,7 @@ from transformers.utils import logging
 from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
 from actors.stage.partial_model import empty_model
-from benchmarks.machine import BFLOAT16_CAPABILITY
+from benchmarks.lab import BFLOAT16_CAPABILITY, table_row
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES
@@ -316,7 +316,7 @@ def table(results: dict[Way, list[Measured]]) -> str:
         cells = [str(way.bits), "cold" if way.cold else "warm", way.name, f"{found.seconds:.2f}"]
         cells += [f"{found.seconds / base[way.bits, way.cold]:.2f}"]
         cells += [f"{size / MIB:.0f}" for size in sizes]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     return "\n".join(lines)
 
 

@@ -29,11 +29,9 @@ from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
-from benchmarks.machine import processor_name
+from benchmarks.lab import header, processor_name, spread, table_row
 from benchmarks.quantization.quality import MODEL
-from benchmarks.speed.throughput_cases import Case
-from benchmarks.speed.throughput_contestants import CLUSTER
-from benchmarks.turns import spread
+from benchmarks.speed.throughput_contestants import CLUSTER, Case
 from llmpq import Cluster, Workload
 from llmpq.remote.session import ray_session
 from planner.plan.spec import MicroBatches, PlanSpec
@@ -99,8 +97,7 @@ def _busy(before: Sequence[StageStats], after: Sequence[StageStats]) -> list[flo
 
 def emulated(transports: Sequence[str]) -> None:
     """Print the table of emulated devices."""
-    print("| stages | groups | times | transport | efficiency | seconds | busiest | fill |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(header("stages | groups | times | transport | efficiency | seconds | busiest | fill"))
     for stages in (2, 4, 8):
         for unequal in (False, True):
             for groups in (stages, stages + 1):
@@ -157,10 +154,11 @@ class Computed:
 def real(transports: Sequence[str], rounds: int) -> None:
     """Print the table of a computing pipeline: medians over rounds, with least and most."""
     print(
-        "| micro-batches | transport | efficiency | tokens/s | seconds | busiest alone "
-        "| contention | idle |"
+        header(
+            "micro-batches | transport | efficiency | tokens/s | seconds | busiest alone | "
+            "contention | idle"
+        )
     )
-    print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as parent:
         model, case = Path(parent) / "model", Case("llama", "equal")
         case.write_model(model)
@@ -187,7 +185,7 @@ def real(transports: Sequence[str], rounds: int) -> None:
         cells.append(spread([run.alone_s for run in runs], 2))
         cells.append(spread([run.busy_s - run.alone_s for run in runs], 2))
         cells.append(spread([run.seconds - run.busy_s for run in runs], 2))
-        print(f"| {' | '.join(cells)} |", flush=True)
+        print(table_row(cells), flush=True)
 
 
 def main() -> None:

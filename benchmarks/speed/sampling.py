@@ -18,7 +18,7 @@ from rich.table import Table
 
 from actors.messages import Admission, MicroBatch, Sampling
 from actors.stage.sampler import Sampler, choose_tokens
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 
 REQUESTS, VOCABULARY, PROMPT_TOKENS, TURNS = 32, 50_272, 300, 25
 GREEDY = Sampling(ignore_eos=True)

@@ -21,11 +21,13 @@ from statistics import median
 
 import ray  # noqa: F401
 
+from benchmarks.lab import header
+
 # isort: split
 import psutil  # Ray brings it, and has just put it on the path
 
 from actors.sampling_options import GREEDY, Sampling
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 from llmpq.rows.row import Row
 from llmpq.serve.engine import (
     EngineLimits,
@@ -153,8 +155,7 @@ def main() -> None:
         port = ours.recv()
         server = psutil.Process(process.pid)
         print(f"{processor_name()}, {options.tokens} tokens a stream\n")
-        print("| streams | tokens/s | server, µs/token | tokenizer, µs/token |")
-        print("|---|---|---|---|")
+        print(header("streams | tokens/s | server, µs/token | tokenizer, µs/token"))
         for count in options.streams:
             print(measure(port, server, count, options))
     finally:

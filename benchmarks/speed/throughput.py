@@ -5,7 +5,7 @@
 
 Random bfloat16 weights; greedy, every request generates all of its tokens. `equal`: 32 prompts of
 128 tokens, 64 new ones; `mixed`: 64 prompts of 16 to 512. Each contestant is a process that loads
-once; they take turns pass by pass (A B C A B C …), and stand still between (`benchmarks.turns`).
+once; they take turns pass by pass (A B C A B C …), and stand still between (`benchmarks.lab`).
 The prompts of a pass are new, of the same lengths, and the same for all; the first pass warms up.
 Before and after each pass a fixed bfloat16 product and a copy tell the machine's pace. Ratios are
 taken pass by pass; a table has medians over the passes, and least and most in brackets.
@@ -30,10 +30,23 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.machine import Pace, pace_probe, processor_name
-from benchmarks.speed.throughput_cases import MODELS, WORKLOADS, Case
-from benchmarks.speed.throughput_contestants import CORES, OURS, TRANSFORMERS
-from benchmarks.turns import Contestant, ContestantError, spread
+from benchmarks.lab import (
+    Contestant,
+    ContestantError,
+    Pace,
+    header,
+    pace_probe,
+    processor_name,
+    spread,
+)
+from benchmarks.speed.throughput_contestants import (
+    CORES,
+    MODELS,
+    OURS,
+    TRANSFORMERS,
+    WORKLOADS,
+    Case,
+)
 
 VLLM = "vLLM"
 PEERS = (VLLM, *TRANSFORMERS)
@@ -137,8 +150,7 @@ def table(rounds: Sequence[Round]) -> Iterator[str]:
     peers = [peer for peer in PEERS if peer in rounds[0]]
     heads = ["contestant", "tokens/s", *(f"/ {peer}" for peer in peers)]
     heads += ["bf16 GFLOP/s", "copy GB/s", "plan"]
-    yield f"| {' | '.join(heads)} |"
-    yield "|---" * len(heads) + "|"
+    yield header(heads)
     for name in rounds[0]:
         turns = [each[name] for each in rounds]
         cells = [name, spread([turn.tokens_per_s for turn in turns], 0)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from benchmarks.turns import Prompts, serve
+from benchmarks.lab import Prompts, serve
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 from benchmarks.stress.chaos_job import DEVICES, STUCK_S, ChaosError, Disk, DistJob, Nodes
 from llmpq import Cluster, Workload
 

@@ -28,7 +28,7 @@ import ray
 # isort: split
 import psutil  # Ray has just put it on the path
 
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 from llmpq import Cluster, Plan, Workload
 from llmpq.remote.session import ray_session
 

@@ -27,7 +27,7 @@ import ray  # noqa: F401  (brings psutil)
 # isort: split
 import psutil
 
-from benchmarks.machine import processor_name
+from benchmarks.lab import processor_name
 from llmpq import Cluster, Workload
 
 MODEL = "examples/demo_model"

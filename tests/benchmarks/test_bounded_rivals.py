@@ -8,18 +8,24 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from benchmarks.reproduction.latency_bounds.fixed_batches import FixedBatch, batch_timeline
-from benchmarks.reproduction.latency_bounds.iteration_level import (
+from benchmarks.reproduction.latency_bounds.models import (
+    MODELS,
+    TASKS,
+    Layout,
+    Pipeline,
+    Work,
+    spread,
+)
+from benchmarks.reproduction.latency_bounds.schedulers import (
     ORCA,
     VLLM,
+    FixedBatch,
     IterationLevel,
+    batch_timeline,
     iteration_timeline,
     mean_held_tokens,
 )
-from benchmarks.reproduction.latency_bounds.models import MODELS
-from benchmarks.reproduction.latency_bounds.pipelines import Layout, Pipeline, Work, spread
 from benchmarks.reproduction.latency_bounds.setting import Setting
-from benchmarks.reproduction.latency_bounds.tasks import TASKS
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.schedule.static import Pass

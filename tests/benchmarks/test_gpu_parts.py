@@ -17,8 +17,8 @@ from benchmarks.gpu.findings import Findings, NotRunError
 from benchmarks.gpu.measurements import gpu_tests, graphs, kernels, memory, models
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.place import Place
+from benchmarks.lab import captured, seconds_of
 from benchmarks.speed.linear import Held, Result, Setting, measure
-from benchmarks.timing import captured, seconds_of
 from quant.backends.kernel_classes import BACKENDS
 from quant.scheme import LinearShape
 

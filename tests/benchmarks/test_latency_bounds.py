@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 
 from benchmarks.reproduction.latency_bounds.__main__ import PARTS, main
-from benchmarks.reproduction.latency_bounds.bounded import Placed
 from benchmarks.reproduction.latency_bounds.claims import simulated
-from benchmarks.reproduction.latency_bounds.layouts import layouts_with
-from benchmarks.reproduction.latency_bounds.models import MODELS
-from benchmarks.reproduction.latency_bounds.monotonicity import Swept
-from benchmarks.reproduction.latency_bounds.pipelines import Layout, Pipeline
-from benchmarks.reproduction.latency_bounds.rra_schedules import RraSchedules
-from benchmarks.reproduction.latency_bounds.selected import PAPER, PaperRow, as_published
-from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Setting
-from benchmarks.reproduction.latency_bounds.tasks import TASKS
-from benchmarks.reproduction.latency_bounds.waa_schedules import WaaSchedules, divided_of
+from benchmarks.reproduction.latency_bounds.models import (
+    MODELS,
+    TASKS,
+    Layout,
+    Pipeline,
+    layouts_with,
+)
+from benchmarks.reproduction.latency_bounds.schedules import RraSchedules, WaaSchedules, divided_of
+from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Placed, Setting
+from benchmarks.reproduction.latency_bounds.tables import PAPER_SCHEDULES, as_published
 
 OPT_13B, S = MODELS[0], TASKS["S"]
 
@@ -33,7 +30,7 @@ def test_help_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert not ended.value.code
     printed = capsys.readouterr().out
-    assert all(f"    {part} " in printed for part in PARTS)
+    assert all(f"\n{part} " in printed for part in PARTS)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -41,7 +38,7 @@ def test_every_part_has_options(part: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as ended:
         main([part, "--help"])
     assert not ended.value.code
-    assert f"{part} [-h]" in capsys.readouterr().out
+    assert f"latency_bounds {part}" in capsys.readouterr().out
 
 
 @pytest.mark.rare
@@ -54,8 +51,9 @@ def test_ours_serve_more_than_ft(capsys: pytest.CaptureFixture[str]) -> None:
         assert max(float(rra), float(waa)) > 1.5 * float(ft)
 
 
-@pytest.mark.parametrize("row", [PAPER[0], PAPER[2], PAPER[3]], ids=lambda row: row.label)
-def test_the_schedules_of_table_6_do_what_was_measured(setting: Setting, row: PaperRow) -> None:
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_the_schedules_of_table_6_do_what_was_measured(setting: Setting, number: int) -> None:
+    row = PAPER_SCHEDULES[number]
     found = as_published(setting, row)
     assert found.latency_s == pytest.approx(row.latency_s, rel=0.15)
     assert found.requests_per_s == pytest.approx(row.requests_per_s, rel=0.15)
@@ -82,13 +80,6 @@ def test_waa_has_as_many_newcomers_as_end(setting: Setting) -> None:
         schedule = schedules.schedule_at(point)
         assert decoding == pytest.approx(newcomers * (S.outputs.mean - 1), rel=0.02)
         assert (schedule.prefill_requests, schedule.decode_requests) == (newcomers, decoding)
-
-
-def test_falls_are_counted_beyond_the_tolerance() -> None:
-    latency = np.array([[1.0, 2.0, 1.5], [3.0, math.nan, 4.0]])
-    swept = Swept(("one", "two"), latency, 10 * latency)
-    assert swept.falls("two", 0.4, 6.0) == (50.0, 0.0)  # of the two steps that are known
-    assert swept.falls("one", 0.4, 6.0) == (0.0, 0.0)
 
 
 def test_layouts_have_fewer_and_fewer_groups() -> None:

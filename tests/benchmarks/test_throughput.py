@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import Pace
+from benchmarks.lab import Pace, spread
 from benchmarks.speed.throughput import Results, Round, Turn, ratios, table
-from benchmarks.speed.throughput_cases import Case
-from benchmarks.turns import spread
+from benchmarks.speed.throughput_contestants import Case
 
 PACE = Pace(600.0, 20.0)
 EQUAL, MIXED = Case("llama", "equal"), Case("llama", "mixed")

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import process_tree
-from benchmarks.turns import Contestant, ContestantError
+from benchmarks.lab import Contestant, ContestantError, process_tree
 from tests.paths import ROOT
 
 END_S = 20.0
 SPINS = """
 import subprocess, sys, threading
-from benchmarks.turns import serve
+from benchmarks.lab import serve
 if sys.argv[1:] != ["alone"]:
     subprocess.Popen([sys.executable, "-c", "while True: pass"])
 threading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()
@@ -89,7 +88,7 @@ def test_a_contestant_that_fails_is_named_with_what_it_said(tmp_path: Path) -> N
 def test_a_contestant_dies_with_its_race(tmp_path: Path) -> None:
     """Also where it stands still and the race is killed at once."""
     race = (
-        "import os, sys\nfrom pathlib import Path\nfrom benchmarks.turns import Contestant\n"
+        "import os, sys\nfrom pathlib import Path\nfrom benchmarks.lab import Contestant\n"
         f"program = {SPINS!r}\n"
         "command = [sys.executable, '-c', program, 'alone']\n"
         f"with Contestant('only', command, {{}}, Path({str(tmp_path / 'log')!r})) as only:\n"

@@ -30,8 +30,8 @@ from benchmarks.gpu.measurements.models import (
 )
 from benchmarks.gpu.measurements.recorder import Recorder
 from benchmarks.gpu.place import Place
+from benchmarks.lab import seconds_of
 from benchmarks.speed.loading import dtype_on
-from benchmarks.timing import seconds_of
 from quant.linear import dtype_name
 from quant.processor import local_processor
 

@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.recorder import Recorder
 from benchmarks.gpu.place import Place
-from benchmarks.machine import BFLOAT16_CAPABILITY
+from benchmarks.lab import BFLOAT16_CAPABILITY, seconds_of
 from benchmarks.speed.linear import (
     Held,
     Product,
@@ -32,7 +32,6 @@ from benchmarks.speed.linear import (
     measure,
     random_weight,
 )
-from benchmarks.timing import seconds_of
 from quant.backends.cuda.driver import kernels_for
 from quant.backends.cuda.packed import CudaPacked
 from quant.backends.kernel_classes import BACKENDS, self_test

@@ -26,7 +26,7 @@ from benchmarks.gpu.measurements.models import (
     release,
 )
 from benchmarks.gpu.place import Place
-from benchmarks.timing import evictor, seconds_of
+from benchmarks.lab import evictor, seconds_of
 from planner.cluster.device import Device
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, shape_from_config

@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu.findings import Cell, Findings
 from benchmarks.gpu.measurements.models import backends_here, note_substitutes, quiet, release
 from benchmarks.gpu.place import Place
+from benchmarks.lab import seconds_of
 from benchmarks.speed.loading import (
     Way,
     bring_into_memory,
@@ -18,7 +19,6 @@ from benchmarks.speed.loading import (
     load,
     write_checkpoint,
 )
-from benchmarks.timing import seconds_of
 from quant.common.units import MIB
 from quant.linear import dtype_name
 from quant.scheme import BITWIDTHS

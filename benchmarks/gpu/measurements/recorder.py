@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.timing import Captured, captured
+from benchmarks.lab import Captured, captured
 
 
 class Recorder:

@@ -11,30 +11,23 @@ groupings  # plans of LLM-PQ's clusters with and without groups
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from benchmarks.lab import run_part
 from benchmarks.planning.scale import core, fleets, groupings, groups, planner
 
 PARTS = {
-    "groups": groups,
-    "planner": planner,
-    "fleets": fleets,
-    "core": core,
-    "groupings": groupings,
+    "groups": (groups.add_arguments, groups.run),
+    "planner": (planner.add_arguments, planner.run),
+    "fleets": (fleets.add_arguments, fleets.run),
+    "core": (core.add_arguments, core.run),
+    "groupings": (groupings.add_arguments, groupings.run),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the part that is asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.planning.scale", description=__doc__
-    )
-    parts = parser.add_subparsers(dest="part", required=True)
-    for name, module in PARTS.items():
-        module.add_arguments(parts.add_parser(name, description=module.__doc__))
-    options = parser.parse_args(arguments)
-    PARTS[options.part].run(options)
+    run_part("benchmarks.planning.scale", __doc__, PARTS, arguments)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.machine import processor_name
-from benchmarks.planning.planner import GAP, PAPER, paper_costs, sampled, update_page
+from benchmarks.lab import header, processor_name, show, table_row
+from benchmarks.planning.planner import GAP, PAPER, paper_costs, sampled
 from planner.optimiser.bit_assignment import assign_bits
 from planner.optimiser.milp.programme import Restriction, build_model
 from planner.optimiser.milp.solvers.solver import SolverLimits
@@ -62,12 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Solve and print."""
-    lines = []
-    for line in table([beside(each, options.limit) for each in options.clusters]):
-        lines.append(line)
-        print(line, flush=True)
-    if options.update is not None:
-        update_page(options.update, "core", lines)
+    show(table([beside(each, options.limit) for each in options.clusters]), options.update, "core")
 
 
 def beside(number: int, limit_s: float) -> Beside:
@@ -115,8 +110,7 @@ def _staircase(problem: AssignmentProblem, limit_s: float) -> tuple[float, bool]
 
 def table(rows: Sequence[Beside]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield "| cluster | stages, layers | exact (CPU s) | ilp | staircase | exact / staircase |"
-    yield "|---" * 6 + "|"
+    yield header("cluster | stages, layers | exact (CPU s) | ilp | staircase | exact / staircase")
     for row in rows:
         cells = (
             row.cluster,
@@ -126,7 +120,7 @@ def table(rows: Sequence[Beside]) -> Iterator[str]:
             "≥ " * row.cut + ", ".join(f"{each:.2f}" for each in row.staircase_s),
             f"1 / {sum(row.staircase_s) / sum(row.exact_s):.0f}",
         )
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield table_row(cells)
     several = [row for row in rows if FEWEST <= row.stages <= MOST]
     if several:
         exact, ilp, whole = (

@@ -11,10 +11,10 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
-from benchmarks.planning.planner import update_page
-from benchmarks.planning.scale.clusters import mixed_clusters
+from benchmarks.lab import header, show
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetSpec
 from planner.fleet.planning import FleetRequest, find_fleet
@@ -24,6 +24,46 @@ from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
+
+NODES = (("T4", 4), ("P100", 4), ("V100-SXM2-32GB", 2), ("A100-40GB", 2))
+"""Nodes of a grown cluster, again and again: a type, and how many of it."""
+
+INTERNODE_GBIT_PER_S = 25
+SPECS = Path("cluster_specs")
+
+
+def grown_cluster(devices: int) -> ClusterSpec:
+    """So many GPUs of the four types on nodes of 4 or 2."""
+    nodes = []
+    for number, (name, count) in enumerate(cycle(NODES)):
+        if devices <= 0:
+            break
+        nodes.append({"name": f"node{number}", "accelerators": {name: min(count, devices)}})
+        devices -= count
+    values = {
+        "name": "grown",
+        "nodes": nodes,
+        "network": {"internode_gbit_per_s": INTERNODE_GBIT_PER_S},
+    }
+    return ClusterSpec.from_dict(values)
+
+
+def single_gpu_nodes() -> ClusterSpec:
+    """Sixteen machines with one GPU each, of four types, on a slow network."""
+    kinds = ("T4", "V100-SXM2-32GB", "P100", "A100-40GB")
+    nodes = [{"name": f"pc{n}", "accelerators": {kinds[n % 4]: 1}} for n in range(16)]
+    values = {"name": "sixteen", "nodes": nodes, "network": {"internode_gbit_per_s": 10}}
+    return ClusterSpec.from_dict(values)
+
+
+def mixed_clusters() -> dict[str, ClusterSpec]:
+    """Three clusters of unlike devices, by what they are."""
+    return {
+        "4 T4, 2 V100, A100, L4 on 3 nodes": ClusterSpec.from_yaml(SPECS / "t4_v100_a100.yaml"),
+        "16 nodes of one GPU, 4 types": single_gpu_nodes(),
+        "24 GPUs of 4 types on 8 nodes": ClusterSpec.from_yaml(SPECS / "mixed_24.yaml"),
+    }
+
 
 MODELS = ("opt-30b", "opt-66b")
 PROMPTS, PROMPT, OUTPUT = 5000, 512, 100
@@ -58,10 +98,7 @@ def run(options: argparse.Namespace) -> None:
         for label, cluster in mixed_clusters().items()
         for model in MODELS
     ]
-    lines = list(table(found))
-    print("\n".join(lines))
-    if options.update is not None:
-        update_page(options.update, "fleets", lines)
+    show(table(found), options.update, "fleets")
     if options.plot is not None:
         plot(found, options.plot)
 
@@ -115,8 +152,7 @@ def _omega(fleet: FleetSpec) -> float:
 
 def table(found: Sequence[Compared]) -> Iterator[str]:
     """Yield the lines of the table; sensitivities in brackets."""
-    yield f"| cluster | model | {' | '.join(WAYS)} | replicas / one | ceiling | pipelines |"
-    yield "|---" * 9 + "|"
+    yield header(f"cluster | model | {' | '.join(WAYS)} | replicas / one | ceiling | pipelines")
     for each in found:
         pairs = zip(each.tokens_per_s, each.sensitivity, strict=True)
         cells = [f"{speed:,.0f} ({omega:.2g})" if speed else "–" for speed, omega in pairs]

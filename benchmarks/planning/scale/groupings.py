@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.machine import processor_name
-from benchmarks.planning.planner import CLUSTERS, PAPER, WORKLOAD, update_page
+from benchmarks.lab import header, processor_name, show
+from benchmarks.planning.planner import CLUSTERS, PAPER, WORKLOAD
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import make_up_text
 from planner.fleet.planning import FleetRequest, find_fleet
@@ -51,12 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Plan and print."""
     if options.mixed:
-        lines = list(mixed_table(mixed_plans()))
+        show(mixed_table(mixed_plans()), options.update, "mixed_24")
     else:
-        lines = list(table([grouped(each) for each in options.clusters]))
-    print("\n".join(lines))
-    if options.update is not None:
-        update_page(options.update, "mixed_24" if options.mixed else "groupings", lines)
+        found = [grouped(each) for each in options.clusters]
+        show(table(found), options.update, "groupings")
 
 
 def grouped(number: int) -> Grouped:
@@ -77,11 +75,10 @@ def _timed(number: int, degree: int | str) -> tuple[PlanSpec, float]:
 
 def table(rows: list[Grouped]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield (
-        "| cluster | model | single: CPU s | objective (s) | groups: CPU s | objective (s) "
-        "| candidates | gap | stages |"
+    yield header(
+        "cluster | model | single: CPU s | objective (s) | groups: CPU s | "
+        "objective (s) | candidates | gap | stages"
     )
-    yield "|---" * 9 + "|"
     for row in rows:
         single, solver = row.single.solver, row.grouped.solver
         yield (
@@ -143,8 +140,7 @@ def _replicas(model: str, job: Job, options: PlanOptions, text: str) -> Way:
 
 def mixed_table(ways: Iterable[Way]) -> Iterator[str]:
     """Yield the lines of the table of 24 GPUs."""
-    yield "| model | options | CPU s | gap | tokens/s | pipelines |"
-    yield "|---" * 6 + "|"
+    yield header("model | options | CPU s | gap | tokens/s | pipelines")
     for way in ways:
         make_ups = Counter(make_up_text(plan) for plan in way.pipelines)
         pipelines = ", ".join(f"{count} of {text}" for text, count in make_ups.items())

@@ -15,18 +15,45 @@ from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import least_squares
 
-from benchmarks.planning.planner import update_page
-from benchmarks.planning.scale.fitted_groups import fitted
+from benchmarks.lab import header, table_row, update_page
 from benchmarks.planning.scale.measured_groups import (
     DATASHEET,
     Factors,
     FloatArray,
     Row,
     Setup,
+    measured_s,
+    predicted_s,
     read_rows,
     relative_errors,
 )
+
+KNOWN = Factors(arithmetic=0.1, bandwidth=0.1, layer=0.5, sum=0.5, link=0.5, large_sums=1.0)
+"""Standard deviations of the factors' logarithms before anything is measured."""
+_USUAL_ERROR = 0.1
+
+
+def fitted(rows: Sequence[Row], looseness: float = 1.0) -> Factors:
+    """The factors that fit `rows`, which may be off by `looseness` times `KNOWN`."""
+    measured = measured_s(rows)
+    spreads = looseness * np.exp(KNOWN.logarithms)
+
+    def residuals(logarithms: FloatArray) -> FloatArray:
+        predicted = predicted_s(rows, Factors.from_logarithms(logarithms))
+        errors = np.log(predicted / measured).ravel() / _USUAL_ERROR
+        return np.concatenate([_huber(errors), logarithms / spreads])
+
+    found = least_squares(residuals, np.zeros(len(spreads)))
+    return Factors.from_logarithms(found.x)
+
+
+def _huber(errors: FloatArray) -> FloatArray:
+    """Values whose squares grow as those of `errors` up to 1, and as their sizes beyond."""
+    squares: FloatArray = 2 * (np.sqrt(1 + errors**2) - 1)
+    return np.sign(errors) * np.sqrt(squares)
+
 
 SECTION = "groups"
 LOOSE = (0.5, 1.0, 2.0, 4.0)
@@ -63,8 +90,7 @@ def run(options: argparse.Namespace) -> None:
 def datasheet_table(rows: Sequence[Row], sound: Sequence[Row]) -> Iterator[str]:
     """Errors without any measurement, without and with the rows that are artefacts."""
     yield "**From the datasheet.**\n"
-    yield "| | rows | prompt phase | token | both | signed | with the artefacts |"
-    yield "|---" * 7 + "|"
+    yield header("| rows | prompt phase | token | both | signed | with the artefacts")
     for setup, own in by_setup(sound).items():
         all_rows = by_setup(rows)[setup]
         yield _datasheet_line(setup.label, relative_errors(own), relative_errors(all_rows))
@@ -81,20 +107,19 @@ def _datasheet_line(label: str, errors: FloatArray, with_artefacts: FloatArray) 
         signed,
         f"{np.abs(with_artefacts).mean():.1%}" if more else "",
     ]
-    return f"| {' | '.join(cells)} |"
+    return table_row(cells)
 
 
 def halves_table(rows: Sequence[Row]) -> Iterator[str]:
     """Errors on every second row of the factors that fit the others."""
     yield "**Fitted on every second row of a setup, judged on the others, both ways round.**\n"
-    yield f"| | prompt phase | token | both | {FACTORS} |"
-    yield "|---" * 10 + "|"
+    yield header(f"| prompt phase | token | both | {FACTORS}")
     found = []
     for setup, own in by_setup(rows).items():
         errors = halves_errors(own)
         found.append(errors)
         cells = [setup.label, *_sizes(errors), *_factors(fitted(own))]
-        yield f"| {' | '.join(cells)} |"
+        yield table_row(cells)
     yield f"| all | {' | '.join(_sizes(np.concatenate(found)))} | | | | | | |"
 
 
@@ -112,11 +137,10 @@ def halves_errors(rows: Sequence[Row], looseness: float = 1.0) -> FloatArray:
 def degrees_table(rows: Sequence[Row]) -> Iterator[str]:
     """Errors at one degree of the factors that fit another."""
     yield "**Fitted at one degree, judged at another** (LLaMA-2-70B).\n"
-    yield (
-        "| | prompt phase | token | both | by the datasheet | both, prompts below "
-        f"{LARGE_SUM_TOKENS} tokens | {FACTORS} |"
+    yield header(
+        "| prompt phase | token | both | by the datasheet | "
+        f"both, prompts below {LARGE_SUM_TOKENS} tokens | {FACTORS}"
     )
-    yield "|---" * 12 + "|"
     found, datasheet = [], []
     for known, asked in _pairs_of_degrees(rows):
         factors = fitted(known).at_other_degrees
@@ -131,7 +155,7 @@ def degrees_table(rows: Sequence[Row]) -> Iterator[str]:
             f"{np.abs(relative_errors(few, factors)).mean():.1%}",
             *_factors(factors),
         ]
-        yield f"| {' | '.join(cells)} |"
+        yield table_row(cells)
     together = np.abs(np.concatenate(datasheet)).mean()
     sizes = " | ".join(_sizes(np.concatenate(found)))
     yield f"| all | {sizes} | {together:.1%} | | | | | | | |"
@@ -140,8 +164,7 @@ def degrees_table(rows: Sequence[Row]) -> Iterator[str]:
 def looseness_table(rows: Sequence[Row]) -> Iterator[str]:
     """Errors by how far the factors may be off the datasheet."""
     yield "**By how freely the factors are fitted**, means of both phases.\n"
-    yield "| times the usual looseness | other half | 2 → 8 | 8 → 2 |"
-    yield "|---" * 4 + "|"
+    yield header("times the usual looseness | other half | 2 → 8 | 8 → 2")
     for looseness in LOOSE:
         half = np.concatenate([halves_errors(own, looseness) for own in by_setup(rows).values()])
         across: dict[int, list[FloatArray]] = {2: [], 8: []}

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.planning.planner import update_page
-from benchmarks.planning.scale.clusters import grown_cluster
+from benchmarks.lab import header, show
+from benchmarks.planning.scale.fleets import grown_cluster
 from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -60,10 +60,7 @@ def run(options: argparse.Namespace) -> None:
         return
     sizes = [("plan", each) for each in ONE] + [("fleet", each) for each in MANY]
     points = [_in_a_process(kind, devices, options.model) for kind, devices in sizes]
-    lines = list(table(points))
-    print("\n".join(lines))
-    if options.update is not None:
-        update_page(options.update, "planner", lines)
+    show(table(points), options.update, "planner")
     if options.plot is not None:
         plot(points, options.plot)
 
@@ -98,8 +95,7 @@ def _in_a_process(kind: str, devices: int, model: str) -> Planned:
 
 def table(points: Sequence[Planned]) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield "| GPUs | plan of | seconds | gap | peak MB | tokens/s | pipelines | unused GPUs |"
-    yield "|---" * 8 + "|"
+    yield header("GPUs | plan of | seconds | gap | peak MB | tokens/s | pipelines | unused GPUs")
     for p in points:
         kind = "replicas" if p.is_fleet else "one pipeline"
         yield (

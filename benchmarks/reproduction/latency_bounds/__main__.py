@@ -8,10 +8,7 @@ throughput         FT, DSI, ORCA, vLLM and ours on the paper's models and tasks 
 claims             whether chosen schedules keep their bounds, event by event
 existing           the rivals on OPT 13B, all tasks (fig. 7)
 selected           the schedules of OPT 13B and task S (table 6)
-monotonicity       where throughput and latency fall as a control rises (table 5)
 changed_lengths    outputs unlike those that a schedule is for (fig. 11)
-recorded           recorded lengths (fig. 10)
-scheduling_cost    evaluations and CPU seconds beside exhaustive search (section 7.7)
 variance           seconds from turn to turn and from step to step (table 7)
 
 and of our own:
@@ -23,49 +20,34 @@ emulated           two mixed clusters played by actors: as run beside as planned
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from benchmarks.lab import run_part, table_part
 from benchmarks.reproduction.latency_bounds import (
-    changed_lengths,
     claims,
     emulated,
-    existing,
-    monotonicity,
-    recorded,
-    scheduling_cost,
     search_cost,
-    selected,
+    tables,
     throughput,
     timelines,
-    variance,
 )
 
 PARTS = {
-    "throughput": throughput,
-    "claims": claims,
-    "existing": existing,
-    "selected": selected,
-    "monotonicity": monotonicity,
-    "changed_lengths": changed_lengths,
-    "recorded": recorded,
-    "scheduling_cost": scheduling_cost,
-    "variance": variance,
-    "timelines": timelines,
-    "search_cost": search_cost,
-    "emulated": emulated,
+    "throughput": (throughput.add_arguments, throughput.run),
+    "claims": (claims.add_arguments, claims.run),
+    "existing": table_part("existing", tables.existing_table),
+    "selected": table_part("selected", tables.selected_table),
+    "changed_lengths": (tables.changed_lengths_arguments, tables.run_changed_lengths),
+    "variance": table_part("variance", tables.variance_table),
+    "timelines": (timelines.add_arguments, timelines.run),
+    "search_cost": (search_cost.add_arguments, search_cost.run),
+    "emulated": (emulated.add_arguments, emulated.run),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the part that is asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reproduction.latency_bounds")
-    parts = parser.add_subparsers(dest="part", required=True)
-    for name, module in PARTS.items():
-        summary = (module.__doc__ or "").partition("\n")[0]
-        module.add_arguments(parts.add_parser(name, help=summary, description=summary))
-    options = parser.parse_args(arguments)
-    PARTS[options.part].run(options)
+    run_part("benchmarks.reproduction.latency_bounds", __doc__, PARTS, arguments)
 
 
 if __name__ == "__main__":

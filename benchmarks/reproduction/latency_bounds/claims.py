@@ -17,12 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.reproduction.latency_bounds.bounded import Bounded, Placed
-from benchmarks.reproduction.latency_bounds.models import MODELS, Model
-from benchmarks.reproduction.latency_bounds.rra_schedules import rra_of
-from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Setting
-from benchmarks.reproduction.latency_bounds.tasks import TASKS
-from benchmarks.reproduction.latency_bounds.waa_schedules import waa_of
+from benchmarks.lab import header, table_row
+from benchmarks.reproduction.latency_bounds.models import MODELS, TASKS, Model
+from benchmarks.reproduction.latency_bounds.schedules import rra_of, waa_of
+from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Bounded, Placed, Setting
 from planner.latency_bound.bounded_search import CHECKS
 from planner.latency_bound.simulate import ObservedRequests, Watch
 
@@ -117,11 +115,10 @@ def simulated(placed: Placed, count: int, seed: int) -> ObservedRequests:
 
 def table(found: Sequence[Claim]) -> Iterator[str]:
     """Yield the lines of a table of all schedules."""
-    yield (
-        "| model, GPUs | task | bound, s | by the timeline | req/s, 99 % s | simulated "
-        "| claimed | req/s | 99 % s | within |"
+    yield header(
+        "model, GPUs | task | bound, s | by the timeline | req/s, 99 % s | simulated | "
+        "claimed | req/s | 99 % s | within"
     )
-    yield "|---" * 10 + "|"
     for each in found:
         planned, seen = each.first.performance, each.first_seen
         cells = [
@@ -139,16 +136,16 @@ def table(found: Sequence[Claim]) -> Iterator[str]:
             seconds = f"{each.judged.latency_s(QUANTILE):.1f}"
             rate = f"{each.judged.requests_per_s:.2f}"
             cells += [label, rate, seconds, "yes" if each.kept else f"{each.share:.3f}"]
-        yield f"| {' | '.join(cells)} |"
+        yield table_row(cells)
 
 
 def summary(found: Sequence[Claim]) -> Iterator[str]:
     """Yield the lines of a table of counts and ratios by kind."""
-    yield (
-        "| kind | schedules | timeline's latency within 5 % of events | its throughput "
-        "| within the bound at once | claimed | within | within 2 % | most | throughput kept |"
+    yield header(
+        "kind | schedules | timeline's latency within 5 % of events | its throughput | "
+        "within the bound at once | claimed | within | within 2 % | most | "
+        "throughput kept"
     )
-    yield "|---" * 10 + "|"
     for kind in KINDS:
         own = [each for each in found if each.kind == kind]
         if own:

@@ -1,16 +1,152 @@
-"""The models of ExeGPT's table 1 on the GPUs of its table 2, in half precision."""
+"""The models of ExeGPT's tables 1 and 2 with their tasks (table 3), and pipelines over equal GPUs.
+
+Section 4.2, partial tensor parallelism: so many of the GPUs are in groups of one degree, the others
+are stages of their own, and layers are spread evenly.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
-from planner.cluster.spec import ClusterSpec
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import least_squares
+from scipy.stats import skewnorm
+
+from benchmarks.lab import header
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec, group_of
+from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.model import CostModel
+from planner.latency_bound.stage_times import GridTimes, PipelineTimes
+from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, shape_from_config
 from planner.options import PlanOptions
 from planner.search.costs import planning_costs
 from planner.workload import Workload
+
+WIDEST = 8.0
+"""Deviations of a normal before it is cut, in multiples of the longest length: all but uniform."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A column of table 3: mean, deviation and longest in tokens, and the 99th percentile of
+    outputs.
+    """
+
+    mean: float
+    deviation: float
+    longest: int
+    quantile_99: int | None = None
+
+    @property
+    def cut(self) -> LengthDistribution:
+        """The truncated normal with this mean and deviation after it is cut; where the deviation is
+        more than any has on these lengths, the nearest, which is all but uniform.
+        """
+        return truncated_normal_of(self.mean, self.deviation, self.longest)
+
+    @property
+    def uncut(self) -> LengthDistribution:
+        """The truncated normal with this mean and deviation before it is cut."""
+        return LengthDistribution.truncated_normal(self.mean, self.deviation, self.longest)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task by its letter in table 3."""
+
+    name: str
+    prompts: Stated
+    outputs: Stated
+
+    @property
+    def lengths(self) -> RequestLengths:
+        """Its lengths, as all simulations here have them."""
+        return RequestLengths(self.prompts.cut, self.outputs.cut)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("S", Stated(256, 252, 512), Stated(32, 13, 80, 63)),
+        Task("T", Stated(128, 81, 256), Stated(128, 68, 320, 292)),
+        Task("G", Stated(64, 23, 128), Stated(192, 93, 480, 417)),
+        Task("C1", Stated(256, 115, 512), Stated(64, 30, 160, 137)),
+        Task("C2", Stated(512, 252, 1024), Stated(256, 134, 640, 579)),
+    )
+}
+
+
+@cache
+def truncated_normal_of(mean: float, deviation: float, longest: int) -> LengthDistribution:
+    """The truncated normal on 1 to `longest` tokens whose own mean and deviation come nearest."""
+
+    def made(centre: float, scale: float) -> LengthDistribution:
+        return LengthDistribution.truncated_normal(centre, scale, longest)
+
+    return _fitted(made, mean, deviation, longest)
+
+
+def skewed_normal_of(
+    mean: float, deviation: float, longest: int, skewness: float
+) -> LengthDistribution:
+    """The skew normal distribution of this skewness before it is cut to 1 to `longest` tokens,
+    whose own mean and deviation come nearest.
+    """
+    share = abs(skewness) ** (2 / 3)
+    ratio = share / (share + ((4 - math.pi) / 2) ** (2 / 3))
+    delta = math.copysign(math.sqrt(math.pi / 2 * ratio), skewness)
+    shape = delta / math.sqrt(1 - delta**2)
+
+    def made(centre: float, scale: float) -> LengthDistribution:
+        edges = skewnorm.cdf(np.arange(longest + 1) + 0.5, shape, centre, scale)
+        chances = np.diff(edges)
+        kept = np.flatnonzero(chances > 0)
+        shares = chances[kept] / chances[kept].sum()
+        return LengthDistribution(tuple((kept + 1).tolist()), tuple(shares.tolist()))
+
+    return _fitted(made, mean, deviation, longest)
+
+
+def _fitted(
+    made: Callable[[float, float], LengthDistribution], mean: float, deviation: float, longest: int
+) -> LengthDistribution:
+    """The distribution that is made of a centre and a scale so that its own mean and deviation come
+    nearest to these.
+    """
+
+    def errors(parameters: npt.NDArray[np.float64]) -> list[float]:
+        centre, logarithm = parameters.tolist()
+        found = made(centre, math.exp(logarithm))
+        return [found.mean / mean - 1, math.sqrt(found.variance) / deviation - 1]
+
+    bounds = ([0.0, 0.0], [float(longest), math.log(WIDEST * longest)])
+    best = least_squares(errors, [mean, math.log(deviation)], bounds=bounds).x
+    return made(float(best[0]), math.exp(best[1]))
+
+
+def tasks_table() -> Iterator[str]:
+    """Yield the lines of a table: mean, deviation and 99th percentile of table 3, and of truncated
+    normals that have its figures after or before they are cut.
+    """
+    yield header("task | | table 3 | figures after the cut | figures before the cut")
+    for task in TASKS.values():
+        for what, stated in (("prompts", task.prompts), ("outputs", task.outputs)):
+            cells = [_figures(each) for each in (stated.cut, stated.uncut)]
+            quantile = "" if stated.quantile_99 is None else f", {stated.quantile_99}"
+            paper = f"{stated.mean:.0f}, {stated.deviation:.0f}{quantile}"
+            yield f"| {task.name} | {what} | {paper} | {cells[0]} | {cells[1]} |"
+
+
+def _figures(found: LengthDistribution) -> str:
+    return f"{found.mean:.0f}, {math.sqrt(found.variance):.0f}, {found.quantile(0.99)}"
+
 
 BITS = 16
 VOCABULARY = 50272
@@ -111,3 +247,143 @@ MODELS = (
     Model("GPT-3 341B", 120, 15360, 120, A40, 48, large_tasks=_LARGE),
 )
 """All but T5 11B: an encoder-decoder model, which llmpq does not run."""
+
+
+TYPICAL_BATCH = 32
+"""Requests of a decode step by which layers are spread over unlike stages."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How GPUs share layers: the first `grouped` ones in groups of `degree`."""
+
+    degree: int = 1
+    grouped: int = 0
+
+    @property
+    def label(self) -> str:
+        """The groups after other controls; nothing where there are none."""
+        return f", T_P={self.degree}x{self.grouped}" if self.grouped else ""
+
+    def stages_of(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """The stages on these GPUs, groups first."""
+        starts = range(0, self.grouped, self.degree)
+        groups = [group_of(devices[first : first + self.degree]) for first in starts]
+        return (*groups, *devices[self.grouped :])
+
+
+@dataclass(frozen=True)
+class Work:
+    """The most that a pipeline does at once, for its memory: requests of a prefill micro-batch and
+    their mean prompt, requests of a decode step, and the longest output.
+    """
+
+    prefill_requests: int
+    prompt_tokens: float
+    decode_requests: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Stages in order, with the layers from `first_layer` [N+1]."""
+
+    costs: CostModel
+    stages: tuple[Device, ...]
+    first_layer: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        costs: CostModel,
+        devices: Sequence[Device],
+        layout: Layout,
+        lengths: RequestLengths,
+    ) -> Pipeline | None:
+        """The pipeline of a layout; None where it has more stages than the model has layers."""
+        stages = layout.stages_of(devices)
+        if len(stages) > costs.shape.layers:
+            return None
+        speeds = [1 / _request_layer_s(costs, stage, lengths) for stage in stages]
+        return cls(costs, stages, spread(costs.shape.layers, speeds))
+
+    @cached_property
+    def times(self) -> PipelineTimes:
+        """Seconds of its stages."""
+        bitwidth = (0,) * self.costs.shape.layers
+        return PipelineTimes(self.costs, self.stages, self.first_layer, bitwidth)
+
+    @cached_property
+    def grid_times(self) -> GridTimes:
+        """The same on a grid of sizes and lengths, as searches have them."""
+        return GridTimes(self.times)
+
+    def token_slots(self, work: Work) -> int:
+        """Tokens whose keys and values have room beside weights and the activations of `work`;
+        below 0 where the rest does not fit.
+        """
+        return min(self._slots_of(stage, work) for stage in range(len(self.stages)))
+
+    def _slots_of(self, stage: int, work: Work) -> int:
+        device = self.stages[stage]
+        layers = self.first_layer[stage + 1] - self.first_layer[stage]
+        each = Workload(
+            max(work.prefill_requests, work.decode_requests),
+            max(1, round(work.prompt_tokens)),
+            work.new_tokens,
+        )
+        costs = replace(self.costs, workload=each)
+        sizes = MicroBatches(work.prefill_requests, work.decode_requests)
+        shape, dtype = costs.shape_on(device), costs.dtype(device)
+        fixed = costs.fixed_memory(self.stages, stage, sizes).total
+        weights = layers * layer_weight_bytes(shape, BITS, device, dtype)
+        slot = 2 * layers * kv_token_bytes(shape, BITS, dtype)
+        return (costs.limit_bytes(device) - fixed - weights) // slot
+
+
+def spread(layers: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Boundaries [N+1] of stages whose slowest takes the least time, at least one layer each:
+    `speeds` are layers per second.
+    """
+    counts = [1] * len(speeds)
+    for _ in range(layers - len(speeds)):
+        soonest = min(range(len(speeds)), key=lambda j: (counts[j] + 1) / speeds[j])
+        counts[soonest] += 1
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return tuple(bounds)
+
+
+def _request_layer_s(costs: CostModel, device: Device, lengths: RequestLengths) -> float:
+    """Seconds of a layer for a mean request: its prompt, and its share of decode steps."""
+    latency, dtype = costs.latency, costs.dtype(device)
+    prompt, output = lengths.prompts.mean, lengths.outputs.mean
+    prefill_s = latency.layer_prefill_s(device, BITS, 1, round(prompt), dtype)
+    context = round(prompt + output / 2)
+    step_s = latency.layer_decode_s(device, BITS, TYPICAL_BATCH, context, dtype)
+    return prefill_s + output * step_s / TYPICAL_BATCH
+
+
+DEGREES = (2, 4, 8)
+SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Shares of the GPUs that are in groups."""
+
+
+def layouts_of(model: Model, gpus: int) -> tuple[Layout, ...]:
+    """Layouts of so many GPUs, each once: without groups, and with groups of every degree that a
+    node has room for on a part of the GPUs or all.
+    """
+    found = [Layout()]
+    for degree in DEGREES:
+        if degree <= model.whole_node:
+            counts = (degree * round(share * (gpus // degree)) for share in SHARES)
+            found += [Layout(degree, count) for count in counts if count]
+    return tuple(dict.fromkeys(found))
+
+
+def layouts_with(model: Model, degree: int) -> tuple[Layout, ...]:
+    """Layouts with groups of one degree on all GPUs, then on fewer and fewer, at last on none."""
+    groups = model.count // degree
+    counts = [round(share * groups) for share in (*SHARES, 0.0)]
+    return tuple(Layout(degree, degree * count) for count in dict.fromkeys(counts))

@@ -185,14 +185,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the table."""
     print(table([outcome_of(case) for case in random_cases(options.cases)]), end="")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run this part alone."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_arguments(parser)
-    run(parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-    main()

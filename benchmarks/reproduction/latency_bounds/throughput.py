@@ -19,13 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planning.planner import update_page
-from benchmarks.reproduction.latency_bounds.models import MODELS, Model
-from benchmarks.reproduction.latency_bounds.rivals import FixedBatches, rivals_of
-from benchmarks.reproduction.latency_bounds.rra_schedules import rra_of
-from benchmarks.reproduction.latency_bounds.setting import Chosen, Scheduler, Setting
-from benchmarks.reproduction.latency_bounds.tasks import TASKS
-from benchmarks.reproduction.latency_bounds.waa_schedules import waa_of
+from benchmarks.lab import header, table_row, update_page
+from benchmarks.reproduction.latency_bounds.models import MODELS, TASKS, Model
+from benchmarks.reproduction.latency_bounds.schedules import rra_of, waa_of
+from benchmarks.reproduction.latency_bounds.setting import (
+    Chosen,
+    FixedBatches,
+    Scheduler,
+    Setting,
+    rivals_of,
+)
 
 SECTION, SUMMARY = "throughput", "ratios"
 RIVALS, OURS = ("FT", "DSI", "ORCA", "vLLM"), ("RRA", "WAA")
@@ -112,8 +115,7 @@ def cells_of(model: Model, task: str) -> Iterator[Cell]:
 def table(cells: Sequence[Cell]) -> Iterator[str]:
     """Yield the lines of the table: requests per second, and how many times FT's ours are."""
     names = " | ".join((*RIVALS, *OURS))
-    yield f"| model, GPUs | task | bound, s | {names} | ours / FT | schedule |"
-    yield "|---" * (5 + len(RIVALS) + len(OURS)) + "|"
+    yield header(f"model, GPUs | task | bound, s | {names} | ours / FT | schedule")
     for cell in cells:
         rates = [rate_of(cell.chosen[name]) for name in (*RIVALS, *OURS)]
         ours = cell.ours
@@ -121,7 +123,7 @@ def table(cells: Sequence[Cell]) -> Iterator[str]:
         label = "" if ours is None else f"{winner}: {ours.label}"
         bound = f"{cell.bound_s:.1f}" if math.isfinite(cell.bound_s) else "none"
         line = [cell.model.label, cell.task, bound, *rates, ratio_of(cell), label]
-        yield f"| {' | '.join(line)} |"
+        yield table_row(line)
 
 
 def rate_of(chosen: Chosen | None) -> str:
@@ -148,8 +150,9 @@ def summary(cells: Sequence[Cell]) -> Iterator[str]:
         "large, no bound": [c for c in large if math.isinf(c.bound_s)],
         "all": list(cells),
     }
-    yield "| ours / FT | cells | mean | where FT keeps it | mean, bound at one output | the paper |"
-    yield "|---" * 6 + "|"
+    yield header(
+        "ours / FT | cells | mean | where FT keeps it | mean, bound at one output | the paper"
+    )
     for name, own in kinds.items():
         if not own:
             continue

@@ -1,11 +1,9 @@
 """Timelines of random schedules beside simulations of their events.
 
-    python -m benchmarks.reproduction.latency_bounds timelines [--cases 200] [--requests 4000]
-
 Half of the cases are schedules of RRA, half of WAA, on random pipelines of one to eight stages with
-random lengths (`cases.py`). Printed are the shares of cases in which requests per second and the
-99th percentile of latencies are within 5 % of the simulation, the median deviation and the worst,
-and the CPU seconds of either.
+random lengths, times shaped like a roofline's. Printed are the shares of cases in which requests
+per second and the 99th percentile of latencies are within 5 % of the simulation, the median
+deviation and the worst, and the CPU seconds of either.
 """
 
 from __future__ import annotations
@@ -17,13 +15,194 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.machine import processor_name
-from benchmarks.reproduction.latency_bounds.cases import RraCase, WaaCase, random_rra, random_waa
+from benchmarks.lab import header, processor_name, table_row
+from planner.costs.preemption import COPY_LAUNCH_S
 from planner.latency_bound.rra_timeline import rra_timeline
+from planner.latency_bound.schedules import Completions, prefill_sizes, waa_decode_requests
 from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
 from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
+from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.scheduling import RequestSchedule
+
+# Half-precision TFLOP/s and memory GB/s of data sheets: T4, P100, V100, A100, H100.
+DEVICES = ((65.0, 320.0), (18.7, 732.0), (125.0, 900.0), (312.0, 1555.0), (990.0, 3350.0))
+_REACHED = 0.5
+_LAYER_OVERHEAD_S = 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class RandomTimes:
+    """Times of stages of these numbers of `layers` [N], each of `hidden` width with `bits` a
+    weight, on devices of these rates [N]; links have `link_latency_s` and `link_bytes_per_s` [N].
+    """
+
+    layers: FloatArray
+    hidden: float
+    bits: float
+    flops: FloatArray
+    bytes_per_s: FloatArray
+    link_latency_s: FloatArray
+    link_bytes_per_s: FloatArray
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, N."""
+        return len(self.layers)
+
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """Compute seconds of the prompts of a micro-batch [N]."""
+        tokens = requests * prompt_tokens
+        pairs = tokens * prompt_tokens / 2
+        return self._layers_s(tokens, 4 * pairs * self.hidden, 0.0)
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """The part of those seconds that is attention's [N]."""
+        flops = 2 * requests * prompt_tokens**2 * self.hidden
+        return np.asarray(self.layers * flops / self.flops)
+
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
+        """Compute seconds of a decode step [N]."""
+        read = requests * (context_tokens + 1)
+        return self._layers_s(requests, 0.0, 4 * read * self.hidden)
+
+    def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """Seconds of the transfers behind the stages for the prompts of a micro-batch [N]."""
+        sent = np.full(self.stages, 2 * requests * prompt_tokens * self.hidden)
+        sent[-1] = 4 * requests
+        return np.asarray(self.link_latency_s + sent / self.link_bytes_per_s)
+
+    def decode_hop_s(self, requests: float) -> FloatArray:
+        """Seconds of the transfers behind the stages for a decode step [N]."""
+        return self.prefill_hop_s(requests, 1.0)
+
+    def _layers_s(self, tokens: float, attention_flops: float, kv_bytes: float) -> FloatArray:
+        weights = 12 * self.hidden**2
+        products_s = 2 * tokens * weights / self.flops
+        read_s = weights * self.bits / 8 / self.bytes_per_s
+        attention_s = np.maximum(attention_flops / self.flops, kv_bytes / self.bytes_per_s)
+        layer_s = np.maximum(products_s, read_s) + attention_s + _LAYER_OVERHEAD_S
+        return np.asarray(self.layers * layer_s)
+
+
+def random_times(rng: np.random.Generator, stages: int) -> RandomTimes:
+    """Stages of one to three kinds of devices, balanced with errors of some tens of percent."""
+    kinds = np.array(DEVICES)[rng.choice(len(DEVICES), size=int(rng.integers(1, 4)))]
+    rates = kinds[rng.integers(len(kinds), size=stages)] * [[1e12, 1e9]] * _REACHED
+    hidden, bits = float(rng.choice([2048, 4096, 5120, 7168, 8192])), float(rng.choice([4, 8, 16]))
+    balanced = rates[:, 1] ** rng.uniform(0, 1) * rates[:, 0] ** rng.uniform(0, 0.5)
+    share = balanced * rng.lognormal(0, 0.25, stages)
+    layers = np.maximum(1.0, np.round(share / share.sum() * rng.integers(24, 81)))
+    return RandomTimes(
+        layers,
+        hidden,
+        bits,
+        rates[:, 0],
+        rates[:, 1],
+        np.exp(rng.uniform(np.log(1e-5), np.log(1e-3), stages)),
+        np.exp(rng.uniform(np.log(1e9), np.log(1e11), stages)),
+    )
+
+
+MOST_STAGES = 8
+MOST_IN_FLIGHT = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class RraCase:
+    """A schedule of RRA."""
+
+    times: StageSeconds
+    lengths: RequestLengths
+    schedule: RequestSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class WaaCase:
+    """A schedule of WAA."""
+
+    sides: WaaSides
+    schedule: RequestSchedule
+
+
+def random_lengths(rng: np.random.Generator) -> RequestLengths:
+    """Lengths of a task: truncated normal ones, or those of a sample with a long tail."""
+    return RequestLengths(_random_distribution(rng, 32, 600), _random_distribution(rng, 16, 260))
+
+
+def _random_distribution(rng: np.random.Generator, low: int, high: int) -> LengthDistribution:
+    mean = float(np.exp(rng.uniform(np.log(low), np.log(high))))
+    share = rng.uniform(0.2, 0.9)
+    if rng.random() < 0.6:
+        longest = int(mean * rng.uniform(1.6, 2.8)) + 1
+        return LengthDistribution.truncated_normal(mean, share * mean, longest)
+    sample = rng.lognormal(np.log(mean) - share**2 / 2, share, size=2000)
+    return LengthDistribution.of_sample(np.clip(sample.astype(np.int64), 1, int(6 * mean)))
+
+
+def random_rra(rng: np.random.Generator) -> RraCase:
+    """A schedule of RRA on up to `MOST_STAGES` stages."""
+    stages = int(rng.integers(1, MOST_STAGES + 1))
+    groups = stages if rng.random() < 0.6 else int(rng.integers(1, 2 * stages + 1))
+    while True:
+        lengths = random_lengths(rng)
+        newcomers, steps = _log_uniform(rng, 1, 128), _log_uniform(rng, 1, 300)
+        in_flight = round(Completions(lengths.outputs, steps).decode_requests(newcomers))
+        if in_flight <= MOST_IN_FLIGHT:
+            break
+    schedule = RequestSchedule(
+        "rra",
+        newcomers,
+        max(1, in_flight),
+        steps,
+        groups,
+        _log_uniform(rng, 1, 16),
+        lengths.prompts.mean,
+    )
+    return RraCase(random_times(rng, stages), lengths, schedule)
+
+
+def random_waa(rng: np.random.Generator) -> WaaCase:
+    """A schedule of WAA on up to `MOST_STAGES` stages in all."""
+    stages = int(rng.integers(2, MOST_STAGES + 1))
+    prefill = int(rng.integers(1, max(2, stages // 2 + 1)))
+    while True:
+        lengths = random_lengths(rng)
+        newcomers = _log_uniform(rng, 1, 64)
+        in_flight = round(waa_decode_requests(lengths.outputs, newcomers))
+        if in_flight <= MOST_IN_FLIGHT:
+            break
+    schedule = RequestSchedule(
+        "waa-c" if rng.random() < 0.5 else "waa-m",
+        newcomers,
+        max(1, in_flight),
+        1,
+        int(rng.integers(1, stages - prefill + 2)),
+        int(rng.choice(prefill_sizes(newcomers, lengths.prompts.mean))),
+        lengths.prompts.mean,
+    )
+    decode = random_times(rng, stages - prefill)
+    sent_s = float(np.exp(rng.uniform(np.log(1e-7), np.log(2e-5))))
+    times = random_times(rng, prefill)
+    copies = (_random_copies(rng, each) for each in (times, decode))
+    handover = Handover(*copies, 0.0, sent_s)
+    return WaaCase(WaaSides(times, decode, handover, lengths), schedule)
+
+
+def _random_copies(rng: np.random.Generator, times: RandomTimes) -> StageCopies:
+    """Copies of half-precision keys and values over PCI Express."""
+    bytes_per_s = np.exp(rng.uniform(np.log(6e9), np.log(5e10), times.stages))
+    return StageCopies(
+        2 * times.layers * COPY_LAUNCH_S, 4 * times.hidden * times.layers / bytes_per_s
+    )
+
+
+def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
+    return round(float(np.exp(rng.uniform(np.log(low), np.log(high)))))
+
 
 QUANTILE, NEAR = 0.99, 0.05
 SETTLING = 3
@@ -87,7 +266,7 @@ def line(name: str, found: Sequence[Deviation]) -> str:
         cells += [f"{near:.0%}", f"{median:.1%}", f"{off.min():+.0%} to {off.max():+.0%}"]
     seconds = [np.mean([each.timeline_s for each in found]) * 1e3]
     seconds.append(np.mean([each.events_s for each in found]) * 1e3)
-    return f"| {' | '.join([*cells, *(f'{each:.1f}' for each in seconds)])} |"
+    return table_row([*cells, *(f"{each:.1f}" for each in seconds)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,21 +279,12 @@ def run(options: argparse.Namespace) -> None:
     """Print the table."""
     print(f"{options.cases} cases, {options.requests} requests each; {processor_name()}")
     print(
-        "| kind | cases | requests/s within 5 % | median | worst | latency within 5 % | median "
-        "| worst | timeline ms | events ms |"
+        header(
+            "kind | cases | requests/s within 5 % | median | worst | latency within 5 % | "
+            "median | worst | timeline ms | events ms"
+        ),
+        flush=True,
     )
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for name, of in (("RRA", of_rra), ("WAA", of_waa)):
         cases = range(options.cases // 2)
         print(line(name, [of(seed, options.requests) for seed in cases]), flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run this part alone."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_arguments(parser)
-    run(parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,35 +6,26 @@ papers      the paper's models and GPUs, in virtual time
 mixed       mixed clusters, on the stages of llmpq's plans
 memory      KV memory from scarce to ample
 accuracy    predictions from all right to chance
-real        a job of the demo model on this machine's CPU
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
-from benchmarks.reproduction.lengths import accuracy, memory, mixed, papers, real
+from benchmarks.lab import run_part
+from benchmarks.reproduction.lengths import tables
 
 PARTS = {
-    "papers": papers,
-    "mixed": mixed,
-    "memory": memory,
-    "accuracy": accuracy,
-    "real": real,
+    "papers": (tables.papers_arguments, tables.run_papers),
+    "mixed": (tables.mixed_arguments, tables.run_mixed),
+    "memory": (tables.memory_arguments, tables.run_memory),
+    "accuracy": (tables.accuracy_arguments, tables.run_accuracy),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the part that is asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reproduction.lengths", description=__doc__
-    )
-    parts = parser.add_subparsers(dest="part", required=True)
-    for name, module in PARTS.items():
-        module.add_arguments(parts.add_parser(name, description=module.__doc__))
-    options = parser.parse_args(arguments)
-    PARTS[options.part].run(options)
+    run_part("benchmarks.reproduction.lengths", __doc__, PARTS, arguments)
 
 
 if __name__ == "__main__":

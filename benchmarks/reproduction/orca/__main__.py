@@ -8,27 +8,23 @@ http        llmpq serve beside vLLM's server
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
 
+from benchmarks.lab import run_part
 from benchmarks.reproduction.orca import emulated, http
 
-PARTS = {"emulated": emulated, "http": http}
+PARTS = {
+    "emulated": (emulated.add_arguments, emulated.run),
+    "http": (http.add_arguments, http.run),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the part that is asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reproduction.orca", description=__doc__
-    )
-    parts = parser.add_subparsers(dest="part", required=True)
-    for name, module in PARTS.items():
-        module.add_arguments(parts.add_parser(name, description=module.__doc__))
-    options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended all the same
-    PARTS[options.part].run(options)
+    run_part("benchmarks.reproduction.orca", __doc__, PARTS, arguments)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,154 @@ stage, where else eight of a node are one, by tensor parallelism.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 
-from benchmarks.reproduction.orca.curves import (
-    ALONE_PER_S,
-    Curve,
-    best_curve,
-    orca_policies,
-    request_level_policies,
+from actors.schedule.orca import OrcaScheduler, orca_sizes
+from actors.schedule.scheduler import Scheduler
+from benchmarks.lab import header, table_row
+from benchmarks.reproduction.orca.pipelines import (
+    MOST_BATCH,
+    SETTINGS,
+    ModelledPipeline,
+    Setting,
+    modelled_pipeline,
 )
-from benchmarks.reproduction.orca.pipelines import SETTINGS, Setting, modelled_pipeline
-from benchmarks.reproduction.orca.traces import KINDS, Lengths, lengths_of
+from benchmarks.reproduction.orca.request_level import RequestLevelScheduler
+from benchmarks.reproduction.orca.traces import KINDS, Lengths, lengths_of, poisson
+from benchmarks.reproduction.orca.virtual_time import outcomes
+from planner.scheduling import PolicyOptions
+
+ALONE_PER_S = 1e-3
+"""A load at which no request ever meets another one."""
+BISECTIONS = 4
+"""Of a factor of 1.5: to within 2.6 %."""
+BETTER = 1.03
+LEAST_BATCH = 8
+"""The least max_bs of orca that is tried: the paper's best ones are larger."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, MOST_BATCH)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy with its knobs: `sizes` are orca's (max_bs,) or the baseline's (max_bs, mbs)."""
+
+    name: str
+    sizes: tuple[int, ...]
+    scheduler: Callable[[], Scheduler]
+
+    @property
+    def label(self) -> str:
+        """The paper's label in fig. 10."""
+        return f"{self.name}({', '.join(map(str, self.sizes))})"
+
+
+def orca_policies(pipeline: ModelledPipeline) -> list[Policy]:
+    """The product's own scheduler with every max_bs."""
+
+    def make(max_bs: int) -> Scheduler:
+        options = PolicyOptions("orca", max_batch_size=max_bs)
+        return OrcaScheduler(orca_sizes(pipeline.plan, options), len(pipeline.times))
+
+    return [Policy("orca", (size,), partial(make, size)) for size in SIZES if size >= LEAST_BATCH]
+
+
+def request_level_policies(pipeline: ModelledPipeline) -> list[Policy]:
+    """Every max_bs that memory has room for, with two mbs: that of the whole batch, and that of as
+    many micro-batches as there are stages.
+    """
+    slot_tokens = pipeline.plan.workload.total_length
+
+    def make(max_bs: int, mbs: int) -> Scheduler:
+        return RequestLevelScheduler(max_bs, mbs, slot_tokens, pipeline.kv_tokens)
+
+    return [
+        Policy("ft", (max_bs, mbs), partial(make, max_bs, mbs))
+        for max_bs in SIZES
+        if max_bs * slot_tokens <= pipeline.kv_tokens
+        for mbs in sorted({max_bs, -(-max_bs // len(pipeline.times))}, reverse=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a load leads to: median normalized latency, and requests and tokens served a second."""
+
+    per_s: float
+    normalized_s: float
+    served_per_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Latency by load of `policy` on requests of these lengths; every point is computed once."""
+
+    pipeline: ModelledPipeline
+    policy: Policy
+    lengths: Sequence[Lengths]
+    seed: int = 0
+    _points: dict[float, Point] = field(default_factory=dict)
+
+    def at(self, per_s: float) -> Point:
+        """The point of this load."""
+        if per_s not in self._points:
+            trace = poisson(self.lengths, per_s, self.seed)
+            found = outcomes(self.policy.scheduler(), self.pipeline.times, trace)
+            seconds = max(each.ended_s for each in found) - trace[0].at_s
+            self._points[per_s] = Point(
+                per_s,
+                median(each.normalized_s for each in found),
+                len(found) / seconds,
+                sum(each.lengths.new for each in found) / seconds,
+            )
+        return self._points[per_s]
+
+    @property
+    def peak(self) -> Point:
+        """All requests at once: the most that is served a second."""
+        return self.at(1e6)
+
+    def carries(self, per_s: float, normalized_s: float) -> bool:
+        """Whether latency at this load is at most this."""
+        return self.at(per_s).normalized_s <= normalized_s
+
+    def load_at(self, normalized_s: float) -> float:
+        """The load at which latency goes beyond this, by bisection.
+
+        It is at most what is served when all requests come at once: where the trace is too short
+        for a queue, latency would stay low beyond that.
+        """
+        most = self.peak.served_per_s
+        low = high = most / 2
+        while high < most and self.carries(high, normalized_s):
+            low, high = high, min(high * 1.5, most)
+        if high == most and self.carries(most, normalized_s):
+            return most
+        while not self.carries(low, normalized_s):
+            low, high = low / 1.5, low
+        for _ in range(BISECTIONS):
+            middle = (low * high) ** 0.5
+            carried = self.carries(middle, normalized_s)
+            low, high = (middle, high) if carried else (low, middle)
+        return low
+
+
+def best_curve(curves: Sequence[Curve], normalized_s: float) -> Curve:
+    """The one that carries the most load at this latency; one that does not carry `BETTER` times
+    the load of the best so far is not looked at further.
+    """
+    chosen, load = curves[0], 0.0
+    for curve in curves:
+        if not load or curve.carries(BETTER * load, normalized_s):
+            found = curve.load_at(normalized_s)
+            if found > load:
+                chosen, load = curve, found
+    return chosen
+
 
 LOADS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0)
 """Of the curves, in multiples of the load that request-level batching carries."""
@@ -97,7 +232,7 @@ def compared(
         f"{peaks[0]:.3g}, {peaks[1]:.3g}",
         f"{peaks[0] / peaks[1]:.1f}",
     ]
-    return f"| {' | '.join(cells)} |", list(curve_lines(setting, kind, orca, baseline, loads[1]))
+    return table_row(cells), list(curve_lines(setting, kind, orca, baseline, loads[1]))
 
 
 def curve_lines(
@@ -105,8 +240,7 @@ def curve_lines(
 ) -> Iterator[str]:
     """Markdown: median normalized latency of both by load."""
     yield f"{setting.model} (beside the paper's {setting.paper}), {kind}:\n"
-    yield f"| req/s | {orca.policy.label} ms a token | {baseline.policy.label} ms a token |"
-    yield "|---|---|---|"
+    yield header(f"req/s | {orca.policy.label} ms a token | {baseline.policy.label} ms a token")
     for factor in LOADS:
         per_s = factor * unit_per_s
         cells = []

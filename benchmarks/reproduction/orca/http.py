@@ -12,16 +12,21 @@ at once. Goodput counts the requests within the limits for the first token and f
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
+from string import ascii_lowercase
 
-from benchmarks.machine import pace_probe, processor_name
-from benchmarks.reproduction.orca.http_load import Limits, Pass, play_http
-from benchmarks.reproduction.orca.served_model import write_served_model
+import numpy as np
+
+from benchmarks.lab import header, pace_probe, processor_name, spread, table_row
 from benchmarks.reproduction.orca.servers import (
     SERVED_NAME,
     Server,
@@ -29,8 +34,146 @@ from benchmarks.reproduction.orca.servers import (
     llmpq_start,
     vllm_start,
 )
-from benchmarks.reproduction.orca.traces import KINDS, Lengths, Trace, lengths_of, poisson
-from benchmarks.turns import spread
+from benchmarks.reproduction.orca.traces import KINDS, Arrival, Lengths, Trace, lengths_of, poisson
+from benchmarks.speed.throughput_contestants import VOCABULARY, Case
+
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What users accept: seconds to the first token, and a mean of seconds for each further one."""
+
+    first_s: float = 2.0
+    per_token_s: float = 0.1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answered request: seconds from its arrival to its first token and to its end."""
+
+    lengths: Lengths
+    arrived_s: float
+    first_s: float
+    latency_s: float
+    tokens: int
+
+    @property
+    def per_token_s(self) -> float:
+        """Mean seconds for each token after the first; 0 where there is none."""
+        return (self.latency_s - self.first_s) / max(1, self.tokens - 1)
+
+    def meets(self, limits: Limits) -> bool:
+        """Whether it is as quick as wanted."""
+        return self.first_s <= limits.first_s and self.per_token_s <= limits.per_token_s
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A trace that was played: requests and tokens a second, and percentiles in milliseconds."""
+
+    good_per_s: float
+    good_share: float
+    tokens_per_s: float
+    first_ms: tuple[float, float]
+    """50th and 99th percentile of the time to the first token."""
+    per_token_ms: tuple[float, float]
+    """The same of requests' mean times for a further token."""
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], limits: Limits) -> Pass:
+        """The figures of a pass, which lasts until its last token."""
+        seconds = max(a.arrived_s + a.latency_s for a in answers)
+        good = sum(a.meets(limits) for a in answers)
+        first = np.percentile([1e3 * a.first_s for a in answers], (50, 99))
+        longer = [1e3 * a.per_token_s for a in answers if a.tokens > 1]
+        token = np.percentile(longer, (50, 99))
+        return cls(
+            good / seconds,
+            good / len(answers),
+            sum(a.tokens for a in answers) / seconds,
+            (float(first[0]), float(first[1])),
+            (float(token[0]), float(token[1])),
+        )
+
+
+def prompt_ids(lengths: Lengths, number: int, turn: int) -> tuple[int, ...]:
+    """Random tokens: no two prompts of any turn share a beginning."""
+    draw = np.random.default_rng([turn, number])
+    return tuple(draw.integers(3, VOCABULARY, lengths.prompt).tolist())
+
+
+def play_http(url: str, model: str, trace: Trace, turn: int) -> list[Answer]:
+    """Play a trace against the server at `url`."""
+    return asyncio.run(_play(url, model, trace, turn))
+
+
+async def _play(url: str, model: str, trace: Trace, turn: int) -> list[Answer]:
+    from openai import AsyncOpenAI
+
+    prompts = [list(prompt_ids(a.lengths, i, turn)) for i, a in enumerate(trace)]
+    async with AsyncOpenAI(
+        base_url=url, api_key="none", timeout=TIMEOUT_S, max_retries=0
+    ) as client:
+        await client.models.list()  # imports and a connection
+        began_s = time.perf_counter()
+
+        async def one(arrival: Arrival, prompt: list[int]) -> Answer:
+            await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.perf_counter()))
+            stream = await client.completions.create(
+                model=model,
+                prompt=prompt,
+                max_tokens=arrival.lengths.new,
+                temperature=0.0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            first_s = last_s = 0.0
+            tokens = 0
+            async for chunk in stream:
+                now_s = time.perf_counter() - began_s - arrival.at_s
+                if chunk.choices:
+                    first_s, last_s = first_s or now_s, now_s
+                if chunk.usage is not None:
+                    tokens = chunk.usage.completion_tokens
+            if tokens != arrival.lengths.new:
+                raise RuntimeError(f"{url} gave {tokens} tokens, not {arrival.lengths.new}")
+            return Answer(arrival.lengths, arrival.at_s, first_s, last_s, tokens)
+
+        return list(await asyncio.gather(*(one(a, p) for a, p in zip(trace, prompts, strict=True))))
+
+
+SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def write_served_model(folder: Path, tiny: bool = False) -> None:
+    """Save the weights, and a byte-level BPE whose every id has a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    Case("llama", "equal", tiny).write_model(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words, merges = [], []
+    beginnings = ["Ġ", *ascii_lowercase]
+    pairs = [(a, b) for a, b in product(beginnings, ascii_lowercase)]
+    triples = [(a + b, c) for (a, b), c in product(pairs, ascii_lowercase)]
+    fours = ((ab + c, d) for (ab, c), d in product(triples, ascii_lowercase))
+    rest = VOCABULARY - len(SPECIAL) - len(alphabet) - len(pairs) - len(triples)
+    for left, right in (*pairs, *triples, *islice(fours, rest)):
+        merges.append((left, right))
+        words.append(left + right)
+    vocabulary = {word: number for number, word in enumerate((*SPECIAL, *alphabet, *words))}
+    if len(vocabulary) != VOCABULARY:
+        raise ValueError(f"the tokenizer has {len(vocabulary)} tokens, not {VOCABULARY}")
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    unknown, begin, end = SPECIAL
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=unknown, bos_token=begin, eos_token=end
+    ).save_pretrained(folder)
+
 
 VLLM = "vLLM"
 OURS: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -137,11 +280,10 @@ def race(
 
 def table(passes: dict[str, list[Pass]]) -> Iterator[str]:
     """Markdown: medians over the passes, and ratios taken pass by pass."""
-    yield (
-        "| server | good requests/s | good | / vLLM | tokens/s | first token ms, p50 | p99 "
-        "| ms a token, p50 | p99 |"
+    yield header(
+        "server | good requests/s | good | / vLLM | tokens/s | first token ms, p50 | "
+        "p99 | ms a token, p50 | p99"
     )
-    yield "|---" * 9 + "|"
     reference = passes.get(VLLM)
     for name, found in passes.items():
         ratios = [
@@ -158,4 +300,4 @@ def table(passes: dict[str, list[Pass]]) -> Iterator[str]:
             *(f"{median(each.first_ms[i] for each in found):.0f}" for i in (0, 1)),
             *(f"{median(each.per_token_ms[i] for each in found):.0f}" for i in (0, 1)),
         ]
-        yield f"| {' | '.join(cells)} |"
+        yield table_row(cells)

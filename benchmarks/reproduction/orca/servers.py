@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.machine import process_tree
+from benchmarks.lab import process_tree
 from benchmarks.reproduction.orca.traces import OUTPUTS, PROMPTS
 from benchmarks.speed.throughput_contestants import CLUSTER
 from llmpq import Cluster, Plan, Workload

@@ -1,0 +1,231 @@
+"""The experiments: papers' models, mixed clusters, scarce memory, and predictions of any accuracy.
+
+Every contestant drives the same stages, which take the seconds of the planner's latency model, over
+the same rows. Nothing waits and nothing is random but by seed, so the tables are the same
+everywhere, but for the share of the scheduler's own seconds, which are this machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.lab import header, table_row
+from benchmarks.planning.job_cases import Setting as ClusterSetting
+from benchmarks.planning.job_cases import settings
+from benchmarks.reproduction.lengths.rows import (
+    IntArray,
+    Rows,
+    confusion_of,
+    recorded,
+    short_answers,
+    tenths,
+)
+from benchmarks.reproduction.lengths.virtual_job import Contestant, Memory, contestants
+from benchmarks.reproduction.orca.pipelines import (
+    ModelledPipeline,
+    Setting,
+    modelled_pipeline,
+    stage_times_of,
+)
+from benchmarks.reproduction.orca.traces import Lengths
+from planner.lengths import Lengths as JobLengths
+from planner.options import PlanOptions
+from planner.search.search import find_priced_plan
+from planner.workload import Job
+
+GPU = "A100-SXM4-80GB"
+MOST_BATCH = 1024
+ACCURACY = 0.9861
+NEAR = 0.97
+"""Of the predictor on Alpaca (section 3): right predictions, and of the wrong ones the share in a
+neighbouring bucket, where their mean distance is 1.03."""
+
+SETTINGS = tuple(
+    Setting(model, gpus, paper, GPU, MOST_BATCH)
+    for model, gpus, paper in (
+        ("opt-6.7b", 1, "GPT-J 6B"),
+        ("llama-13b", 1, "LLaMA 13B"),
+        ("gpt-neox-20b", 1, "GPT-NeoX 20B"),
+        ("llama-30b", 1, "LLaMA 33B"),
+        ("opt-66b", 2, ""),
+        ("opt-175b", 6, "GPT-3 175B, 6"),
+        ("opt-175b", 8, "GPT-3 175B, 8"),
+        ("opt-175b", 10, "GPT-3 175B, 10"),
+    )
+)
+
+
+def papers_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--models", nargs="+", choices=sorted({s.model for s in SETTINGS}))
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, help="folder of the reference data (vicuna)")
+
+
+def run_papers(options: argparse.Namespace) -> None:
+    """Print a table for each kind of rows: a line for each model."""
+    kinds = [short_answers(options.rows, options.seed)]
+    if options.data is not None:
+        kinds.append(recorded(options.data, options.rows, options.seed))
+    for rows in kinds:
+        chosen = contestants(rows, list(predictions_of(rows, options.seed)))
+        names = " | ".join(each.name for each in chosen)
+        print(f"\n{rows.name}:\n\n| model, GPUs | the paper's | token slots | {names} |")
+        print("|---" * (len(chosen) + 3) + "|")
+        for setting in SETTINGS:
+            if options.models is None or setting.model in options.models:
+                print(line(whole_memory(setting, rows), rows, chosen), flush=True)
+
+
+def whole_memory(setting: Setting, rows: Rows) -> Memory:
+    """All the KV memory that the stages have beside weights of 16 bits."""
+    pipeline = pipeline_for(setting, rows)
+    return Memory(pipeline, pipeline.kv_tokens)
+
+
+def pipeline_for(setting: Setting, rows: Rows) -> ModelledPipeline:
+    """The modelled stages with room for as many of the longest rows as fit."""
+    return modelled_pipeline(setting, Lengths(int(rows.prompts.max()), rows.limit))
+
+
+def predictions_of(rows: Rows, seed: int) -> Iterator[tuple[str, IntArray]]:
+    """What is expected of rows by a recorded classifier, and by one as good as the paper's."""
+    if rows.predicted is not None:
+        yield f"S³, recorded ({rows.accuracy(rows.predicted):.0%} right)", rows.predicted
+    ten = replace(rows, bounds=tenths(rows.limit))
+    yield f"S³, {ACCURACY:.1%} right", ten.expected_by(confusion_of(ACCURACY, NEAR), seed)
+
+
+def line(memory: Memory, rows: Rows, chosen: Sequence[Contestant]) -> str:
+    """A line of the table: tokens per second, and in brackets how many times the first
+    contestant's; requests at once; how often a row was preempted, the share of tokens that were
+    computed again, and the scheduler's own share.
+    """
+    setting = memory.pipeline.setting
+    runs = [each.best(memory, rows) for each in chosen]
+    cells = [f"{setting.model}, {setting.gpus}", setting.paper or "-", str(memory.kv_tokens)]
+    for run in runs:
+        times = run.tokens_per_s / runs[0].tokens_per_s
+        cell = f"{run.tokens_per_s:.0f} ({times:.2f}), {run.mean_batch:.1f}"
+        if run.preemptions:
+            again = run.computed_again / (run.tokens + int(rows.prompts.sum()))
+            cell += f", {run.preemptions / len(rows):.2f} {again:.1%}"
+        cells.append(f"{cell}, {run.scheduler_s / run.seconds:.1%}")
+    return table_row(cells)
+
+
+CASES = ("3", "6", "10")
+"""OPT-30b on three T4 and a V100; OPT-66b on two V100 and two A100, and on four V100."""
+MIXED_BATCH = 256
+
+
+def mixed_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the reference data")
+
+
+def run_mixed(options: argparse.Namespace) -> None:
+    """Print a line for each cluster."""
+    rows = recorded(options.data, options.rows, options.seed)
+    chosen = contestants(rows, list(predictions_of(rows, options.seed)))
+    print(header(f"cluster | devices | token slots | {' | '.join(each.name for each in chosen)}"))
+    for setting in settings(options.cases):
+        print(line(planned_memory(setting, rows), rows, chosen), flush=True)
+
+
+def planned_memory(setting: ClusterSetting, rows: Rows) -> Memory:
+    """The stages and the KV memory of the fastest plan for these rows under `orca`."""
+    pairs = zip(rows.prompts.tolist(), rows.answers.tolist(), strict=True)
+    job = Job(len(rows), JobLengths.of(pairs, "answers", rows.limit))
+    options = PlanOptions.of({"quality": "fast", "policy": "orca"})
+    priced = find_priced_plan(setting.cluster, setting.shape, setting.model, job, options)
+    devices = ", ".join(stage.accelerator for stage in priced.plan.stages)
+    named = Setting(setting.model, len(priced.plan.stages), f"{setting.name}: {devices}")
+    times = stage_times_of(priced, MIXED_BATCH)
+    pipeline = ModelledPipeline(named, priced.plan, times)
+    return Memory(pipeline, pipeline.kv_tokens)
+
+
+MOST_REQUESTS = (2, 4, 8, 16, 32, 64)
+SCARCE = (
+    Setting("llama-30b", 1, "LLaMA 33B", GPU, MOST_BATCH),
+    Setting("opt-66b", 4, "", GPU, MOST_BATCH),
+)
+
+
+def memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the reference data")
+
+
+def run_memory(options: argparse.Namespace) -> None:
+    """Print a table for each setting: tokens per second by memory."""
+    rows = recorded(options.data, options.rows, options.seed)
+    predictions = list(predictions_of(rows, options.seed))
+    chosen = contestants(rows, predictions)
+    for setting in SCARCE:
+        pipeline = pipeline_for(setting, rows)
+        print(f"\n{setting.model} on {setting.gpus} {setting.gpu}, {rows.name}:\n")
+        names = [each.name for each in chosen]
+        print(f"| requests | token slots | {' | '.join(names)} |\n|{'---|' * (len(names) + 2)}")
+        for requests in MOST_REQUESTS:
+            memory = Memory(pipeline, requests * rows.longest)
+            speeds = [each.best(memory, rows).tokens_per_s for each in chosen]
+            cells = [f"{speed:.0f}" for speed in speeds]
+            print(f"| {requests} | {memory.kv_tokens} | {' | '.join(cells)} |", flush=True)
+
+
+ACCURACIES = (1.0, 0.986, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+LONGEST_REQUESTS = 8
+"""Of the longest requests, so many have room: memory is scarce, and predicting worth while."""
+SETTING = Setting("llama-30b", 1, "LLaMA 33B", GPU, MOST_BATCH)
+
+
+def accuracy_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the reference data")
+
+
+def run_accuracy(options: argparse.Namespace) -> None:
+    """Print a accuracy_table for each kind of rows."""
+    for rows in (
+        recorded(options.data, options.rows, options.seed),
+        short_answers(options.rows, options.seed),
+    ):
+        accuracy_table(replace(rows, bounds=tenths(rows.limit)), options.seed)
+
+
+def accuracy_table(rows: Rows, seed: int) -> None:
+    """Print tokens per second by accuracy, as shares of Oracle's."""
+    pipeline = pipeline_for(SETTING, rows)
+    memory = Memory(pipeline, LONGEST_REQUESTS * rows.longest)
+    longest, oracle, blocks = (
+        each.best(memory, rows).tokens_per_s for each in contestants(rows, [])
+    )
+    print(
+        f"\n{rows.name}, {SETTING.model} on {SETTING.gpu}, {memory.kv_tokens} token slots: Oracle "
+        f"{oracle:.0f} tokens/s; of that, reserving for the longest {longest / oracle:.2f}, blocks "
+        f"on demand {blocks / oracle:.2f}.\n"
+    )
+    print("| right | near | preempted a row | far | preempted a row |\n|---|---|---|---|---|")
+    for accuracy in ACCURACIES:
+        cells = [f"{accuracy:.1%}"]
+        for near in (1.0, 0.0):
+            expected = rows.expected_by(confusion_of(accuracy, near), seed)
+            run = Contestant("S³", "predicted", expected).best(memory, rows)
+            cells += [
+                f"{run.tokens_per_s / oracle:.2f}",
+                f"{run.preemptions / len(rows):.2f}",
+            ]
+        print(table_row(cells), flush=True)
