@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from planner.latency_bound.steady_state.rra.timeline import rra_timeline
-from planner.latency_bound.steady_state.waa.handover import Handover, StageCopies
-from planner.latency_bound.steady_state.waa.sides import WaaSides
-from planner.latency_bound.steady_state.waa.timeline import waa_timeline
 
 from benchmarks.reproduction.latency_bounds.timelines import of_rra, of_waa, random_waa
+from planner.latency_bound.rra_timeline import rra_timeline
+from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
+from planner.latency_bound.waa_timeline import waa_timeline
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
