@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +178,11 @@ def _list_ray(options: argparse.Namespace) -> int:
 
 def job_figures(job: JobOverview) -> dict[str, Any]:
     """All that is known of a job, as JSON has it; times are seconds of the Unix clock."""
-    figures = asdict(job)
+    figures = asdict(replace(job, sessions=(), series=()))
     del figures["series"]
-    more = {"output": str(job.output), "left": job.left, "command": job.command}
+    sessions = [session.figures() for session in job.sessions]
+    more = {"output": str(job.output), "sessions": sessions, "left": job.left}
+    more |= {"command": job.command}
     return figures | more | {"seconds": job.seconds, "generated_s": job.generated_s}
 
 

@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.journal.entries import (
+from llmpq.jobs.journal import (
     JOURNAL_VERSION,
-    End,
     Entry,
     ErrorNote,
     EventNote,
     Loaded,
     PlannedStage,
     PlanNote,
-    Point,
-    StageWork,
-    Start,
-    Work,
+    ProgressPoint,
+    SessionEnd,
+    SessionStart,
+    StageRecord,
+    WorkDone,
     line_of,
 )
 from llmpq.jobs.store import JOURNAL
@@ -31,7 +31,7 @@ STAGES = (
     PlannedStage("new/V100-SXM2-32GB:0", (2, 6), "4x1 16x3", 0.03, 0.02),
 )
 PLAN = PlanNote("0123456789ab", "fake-model", "left-overs", 8, 100, 50.0, 40.0, STAGES)
-START = Start(
+START = SessionStart(
     journal=JOURNAL_VERSION,
     at=BEGAN,
     llmpq="0.1.0",
@@ -58,17 +58,17 @@ def session(
     """A session that loads and then finishes `rows` rows of 20 tokens, evenly, a point a second."""
     loaded = at + load_s
     points = (
-        Point(
+        ProgressPoint(
             loaded + second, rows * second // seconds, 0, 20 * rows * second // seconds, 40.0, 9.0
         )
         for second in range(1, seconds + 1)
     )
-    work = StageWork(seconds / 2, 0.5, 0.025, True, 0.012, False, 99)
+    work = StageRecord(seconds / 2, 0.5, 0.025, True, 0.012, False, 99)
     return [
         replace(START, at=at, **changes),
         Loaded(loaded),
         *points,
-        Work(loaded + seconds, (work, work)),
+        WorkDone(loaded + seconds, (work, work)),
     ]
 
 
@@ -82,9 +82,9 @@ def failed_rows(at: float, count: int, error: str = "row is longer than …") ->
     return ErrorNote(at, error, count, "q7", error)
 
 
-def ended(at: float, how: str = "done", text: str = "") -> End:
+def ended(at: float, how: str = "done", text: str = "") -> SessionEnd:
     """The end of a session."""
-    return End(at, how, text)
+    return SessionEnd(at, how, text)
 
 
 def write_journal(folder: Path, entries: Iterable[Entry], beat_at: float | None = None) -> Path:

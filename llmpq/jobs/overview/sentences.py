@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from llmpq.jobs.overview.figures import KILLED, RUNNING, SessionFigures, StageFigures
 from llmpq.jobs.overview.overview import JobOverview
+from llmpq.jobs.sessions import KILLED, RUNNING, JobSession, StageFigures
 from llmpq.report.formatting import count, per_second, percent, plural, seconds
 
 NOT_KNOWN = "not known"
@@ -58,7 +58,7 @@ def facts(job: JobOverview) -> Iterator[Fact]:
     if job.sessions:
         session = job.sessions[-1]
         plan = session.parts[-1].plan
-        file = "" if len(session.parts) > 1 else f" ({session.plan_file})"
+        file = "" if len(session.parts) > 1 else f" ({session.start.plan_file})"
         yield Fact("plan", f"{plan.fingerprint}{file} for {plan.cluster}")
     yield Fact("rows", rows_words(job))
     if job.tokens is not None:
@@ -158,7 +158,7 @@ STAGE_HEADS = (
 SESSION_HEADS = ("began", "lasted", "rows", "errors", "tokens", "tokens/s", "ended")
 
 
-def session_cells(session: SessionFigures) -> tuple[str, ...]:
+def session_cells(session: JobSession) -> tuple[str, ...]:
     """A session's times, rows and speed, and how it ended."""
     made = session.tokens and session.generated_s
     return (

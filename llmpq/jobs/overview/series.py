@@ -8,9 +8,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from llmpq.jobs.journal.reader import Journal
-from llmpq.jobs.overview.figures import SessionFigures
+from llmpq.jobs.sessions import JobSession
 
 BUCKETS = 80
 """Means that a curve of tokens per second has at most: a point every 7 pixels."""
@@ -21,24 +21,21 @@ LEAST_BUCKET_S = 4.0
 MOST_POINTS = 240
 
 
-@dataclass(frozen=True)
-class RatePoint:
+class RatePoint(NamedTuple):
     """Mean tokens per second around a second of the job."""
 
     at_s: float
     tokens_per_s: float
 
 
-@dataclass(frozen=True)
-class RowPoint:
+class RowPoint(NamedTuple):
     """Rows that are done at a second of the job."""
 
     at_s: float
     rows: int
 
 
-@dataclass(frozen=True)
-class PlannedSpan:
+class PlannedSpan(NamedTuple):
     """Tokens per second that a plan predicts for a span of the job."""
 
     begins_s: float
@@ -46,8 +43,7 @@ class PlannedSpan:
     tokens_per_s: float
 
 
-@dataclass(frozen=True)
-class SessionSeries:
+class SessionSeries(NamedTuple):
     """The series of a session, which lasts from `begins_s` to `ends_s` of the job."""
 
     number: int
@@ -72,33 +68,23 @@ class JobEvent:
     text: str
 
 
-def session_series(
-    journal: Journal, sessions: Sequence[SessionFigures]
-) -> tuple[SessionSeries, ...]:
+def session_series(sessions: Sequence[JobSession]) -> tuple[SessionSeries, ...]:
     """The series of all sessions, one after the other."""
-    length_s = sum(session.seconds for session in sessions)
-    bucket_s = max(LEAST_BUCKET_S, length_s / BUCKETS)
+    bucket_s = max(LEAST_BUCKET_S, sum(session.seconds for session in sessions) / BUCKETS)
     found = []
     begins_s = 0.0
-    for session, figures in zip(journal.sessions, sessions, strict=True):
-        ends_s = begins_s + figures.seconds
-        shift = begins_s - figures.began_at
+    for session in sessions:
+        ends_s = begins_s + session.seconds
+        shift = begins_s - session.began_at
         counts = [(point.at + shift, point.tokens) for point in session.points]
         if session.loaded is not None:
             counts.insert(0, (session.loaded + shift, 0))
         resumed = session.start.resumed
         rows = [RowPoint(point.at + shift, resumed + point.rows) for point in session.points]
         rows.insert(0, RowPoint(counts[0][0] if counts else begins_s, resumed))
-        found.append(
-            SessionSeries(
-                number=figures.number,
-                begins_s=begins_s,
-                ends_s=ends_s,
-                rates=_rates(counts, bucket_s),
-                rows=_thinned(rows),
-                planned=_planned(figures, begins_s, ends_s),
-            )
-        )
+        rates, planned = _rates(counts, bucket_s), _planned(session, begins_s, ends_s)
+        span = (session.number, begins_s, ends_s)
+        found.append(SessionSeries(*span, rates, _thinned(rows), planned))
         begins_s = ends_s
     return tuple(found)
 
@@ -134,33 +120,24 @@ def _thinned(rows: Sequence[RowPoint]) -> tuple[RowPoint, ...]:
     return tuple(kept if kept[-1] == rows[-1] else [*kept, rows[-1]])
 
 
-def _planned(session: SessionFigures, begins_s: float, ends_s: float) -> tuple[PlannedSpan, ...]:
-    ends = [*(begins_s + part.begins_s for part in session.parts[1:]), ends_s]
+def _planned(session: JobSession, begins_s: float, ends_s: float) -> tuple[PlannedSpan, ...]:
+    parts = session.parts
+    ends = [*(begins_s + part.begins_s for part in parts[1:]), ends_s]
     return tuple(
         PlannedSpan(begins_s + part.begins_s, end, part.plan.tokens_per_s)
-        for part, end in zip(session.parts, ends, strict=True)
+        for part, end in zip(parts, ends, strict=True)
         if part.plan.tokens_per_s and end > begins_s + part.begins_s
     )
 
 
-def job_events(journal: Journal, sessions: Sequence[SessionFigures]) -> tuple[JobEvent, ...]:
+def job_events(sessions: Sequence[JobSession]) -> tuple[JobEvent, ...]:
     """All events, numbered in the order of their time."""
     found: list[JobEvent] = []
     begins_s = 0.0
-    for session, figures in zip(journal.sessions, sessions, strict=True):
+    for session in sessions:
         for event in sorted(session.events, key=lambda event: event.at):
-            at_s = begins_s + min(max(0.0, event.at - figures.began_at), figures.seconds)
-            found.append(
-                JobEvent(
-                    len(found) + 1,
-                    figures.number,
-                    event.at,
-                    at_s,
-                    event.event,
-                    event.stage,
-                    event.lost_s,
-                    event.text,
-                )
-            )
-        begins_s += figures.seconds
+            at_s = begins_s + min(max(0.0, event.at - session.began_at), session.seconds)
+            told = (event.event, event.stage, event.lost_s, event.text)
+            found.append(JobEvent(len(found) + 1, session.number, event.at, at_s, *told))
+        begins_s += session.seconds
     return tuple(found)

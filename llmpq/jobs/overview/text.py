@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llmpq.jobs.overview.figures import PartFigures
 from llmpq.jobs.overview.overview import JobOverview
 from llmpq.jobs.overview.sentences import (
     NOT_KNOWN,
@@ -23,6 +22,7 @@ from llmpq.jobs.overview.sentences import (
     state_words,
     why_stopped,
 )
+from llmpq.jobs.sessions import PlanPart
 from llmpq.remote.ray_jobs import KnownJob
 from llmpq.report.formatting import SPACE, count, per_second, plural, shortened
 
@@ -63,7 +63,7 @@ def _parts(job: JobOverview) -> Iterator[RenderableType]:
         yield _table("sessions", SESSION_HEADS, rows, words=(0, 6))
 
 
-def _stages(part: PartFigures) -> RenderableType:
+def _stages(part: PlanPart) -> RenderableType:
     """The stages without their bits, for which 80 columns have no room."""
     heads = [head for head in STAGE_HEADS if head != "bits"]
     rows = []

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import StageStats
-from llmpq.jobs.journal.entries import (
+from llmpq.jobs.error_kinds import ErrorCounts, ErrorKind
+from llmpq.jobs.journal import (
     JOURNAL_VERSION,
-    End,
     Entry,
     ErrorNote,
     EventNote,
@@ -25,14 +25,13 @@ from llmpq.jobs.journal.entries import (
     PlanChange,
     PlannedStage,
     PlanNote,
-    Point,
-    StageWork,
-    Start,
-    Work,
+    ProgressPoint,
+    SessionEnd,
+    SessionStart,
+    StageRecord,
+    WorkDone,
 )
-from llmpq.jobs.journal.error_kinds import ErrorCounts, ErrorKind
-from llmpq.jobs.journal.thinning import point_cadence, work_cadence
-from llmpq.jobs.journal.writer import JournalWriter
+from llmpq.jobs.journal_writer import JournalWriter, point_cadence, work_cadence
 from llmpq.rows.results import Result
 from llmpq.run.drift.rate import planned_latency, planned_tokens_per_s
 from llmpq.run.monitoring.meter import INTERVAL_S, RunState
@@ -148,7 +147,7 @@ class RunRecorder:
         elif self._rows:
             tokens = 0 if run is None else run.rows.tokens
             self._tell_row_counts(now, tokens)
-        self._note(End(now, how, _cut(text)))
+        self._note(SessionEnd(now, how, _cut(text)))
 
     def _tell_point(self, state: RunState, now: float) -> None:
         left_s = None if state.time_left is None else state.time_left.seconds
@@ -160,7 +159,7 @@ class RunRecorder:
         kinds = dict(self._errors.kinds)
         errors = sum(kind.count for kind in kinds.values())
         rate, left = round(tokens_per_s, 2), None if left_s is None else round(left_s, 1)
-        self._note(Point(round(now, 2), self._rows, errors, tokens, rate, left))
+        self._note(ProgressPoint(round(now, 2), self._rows, errors, tokens, rate, left))
         for what, kind in kinds.items():
             if self._told.get(what) != kind:
                 self._told[what] = kind
@@ -173,7 +172,7 @@ class RunRecorder:
             shares = state.whole_busy_share or (0.0,) * len(state.stages)
             stages = zip(state.stages, shares, strict=False)
             works = tuple(_stage_work(each, times * share) for each, share in stages)
-            self._note(Work(now, works, state.latencies.buckets if self._has_latency else ()))
+            self._note(WorkDone(now, works, state.latencies.buckets if self._has_latency else ()))
 
 
 @contextmanager
@@ -239,8 +238,8 @@ def _planned(plan: PlanSpec, stage: StagePlan) -> PlannedStage:
     return PlannedStage(_cut(stage.label), span, bits, seconds("prefill"), seconds("decode"))
 
 
-def _start(session: SessionOf, plan: PlanSpec, now: float) -> Start:
-    return Start(
+def _start(session: SessionOf, plan: PlanSpec, now: float) -> SessionStart:
+    return SessionStart(
         journal=JOURNAL_VERSION,
         at=now,
         llmpq=llmpq_version(),
@@ -257,7 +256,7 @@ def _start(session: SessionOf, plan: PlanSpec, now: float) -> Start:
     )
 
 
-def _stage_work(stats: StageStats, busy_share: float) -> StageWork:
+def _stage_work(stats: StageStats, busy_share: float) -> StageRecord:
     """What a stage has done; a stage that was started again counts from 0, but not its share."""
     seconds: list[tuple[float | None, bool]] = []
     phases: tuple[Phase, Phase] = ("prefill", "decode")
@@ -269,7 +268,7 @@ def _stage_work(stats: StageStats, busy_share: float) -> StageWork:
         else:
             seconds.append((full_s, full_s is not None))
     (prefill_s, prefill_full), (decode_s, decode_full) = seconds
-    return StageWork(
+    return StageRecord(
         stats.busy_s,
         min(1.0, busy_share),
         prefill_s,

@@ -13,9 +13,8 @@ import pytest
 from actors.latency_counts import LatencyCounts
 from llmpq.jobs.job import JobOptions
 from llmpq.jobs.job_output import JobOutput
-from llmpq.jobs.overview.liveness import BEAT_WITHIN_S, is_locked
 from llmpq.jobs.overview.overview import JobOverview, overview_of
-from llmpq.jobs.overview.places import find_job, jobs_in
+from llmpq.jobs.overview.places import BEAT_WITHIN_S, find_job, is_locked, jobs_in
 from llmpq.jobs.overview.sentences import (
     beside,
     facts,
@@ -120,7 +119,7 @@ def test_errors_of_results_that_are_too_large_to_read(
         tmp_path / "in.jsonl", *[BAD | {"custom_id": f"{i}"} for i in range(400)]
     )
     run_job(source, tmp_path / "out.jsonl", OutputOptions(shard_s=None), limit=390)
-    monkeypatch.setattr("llmpq.jobs.overview.result_errors.BUDGET_S", -1.0)
+    monkeypatch.setattr("llmpq.jobs.error_kinds.BUDGET_S", -1.0)
     job = look(tmp_path / "out.jsonl")
     assert (job.errors, job.error_rows_read, job.error_kinds[0].count) == (None, 256, 256)
     assert "errors not counted" in rows_words(job)

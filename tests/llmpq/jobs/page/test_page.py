@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from llmpq.jobs.journal.entries import Entry
+from llmpq.jobs.journal import Entry
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.overview.sentences import facts

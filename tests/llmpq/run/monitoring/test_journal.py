@@ -13,9 +13,9 @@ from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import PhaseWork, StageStats
 from llmpq import Plan
-from llmpq.jobs.journal.entries import Entry, line_of
-from llmpq.jobs.journal.reader import read_journal
-from llmpq.jobs.overview.figures import latency_figures
+from llmpq.jobs.journal import Entry, line_of
+from llmpq.jobs.overview.overview import latency_figures
+from llmpq.jobs.sessions import read_journal
 from llmpq.report.formatting import plain
 from llmpq.rows.results import Result
 from llmpq.run.monitoring.journal import MOST_EVENTS, RunRecorder, SessionOf, recorded
@@ -77,15 +77,14 @@ def test_what_a_run_tells(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_bytes(b"".join(map(line_of, entries)))
     (found,) = read_journal(path).sessions
-    assert (found.rows, found.failed_rows, found.tokens) == (40, 4, 3900)
+    assert (found.rows, found.errors, found.tokens) == (40, 4, 3900)
     assert found.loaded == pytest.approx(1e9 + 20)
     assert len(found.points) == 40 + 2  # a second apart, with the change of plan and the end
-    ((what, kind),) = found.errors.items()
+    ((what, kind),) = found.error_notes.items()
     assert (what, kind.count, kind.custom_id) == ("prompt … has … tokens", 4, "q0")
     assert (len(found.events), found.more_events) == (MOST_EVENTS, 7)
     assert [part.plan.cluster for part in found.parts] == [plan.spec.cluster, "smaller"]
-    work = found.parts[0].work
-    assert work is not None
+    work = found.work[0]
     assert work.stages[0].prefill_s == pytest.approx(0.15)  # of full ones: 0.6 s for 4
     assert work.stages[0].decode_s is None
     assert work.stages[0].busy_share == pytest.approx(0.5)  # though it counts only 8 s of 40
@@ -118,7 +117,7 @@ def test_latencies_are_kept_beside_what_was_planned_of_them(plan: Plan, tmp_path
     recorder.end("done", "", run)
     path = tmp_path / "journal"
     path.write_bytes(b"".join(map(line_of, entries)))
-    found = latency_figures(read_journal(path))
+    found = latency_figures(read_journal(path).sessions)
     assert found is not None
     assert (found.requests, found.bound_s, found.planned_s) == (100, 40.0, 24.0)
     assert found.quantile_s == pytest.approx(50.0, rel=0.011)
@@ -128,7 +127,7 @@ def test_latencies_are_kept_beside_what_was_planned_of_them(plan: Plan, tmp_path
     recorder = RunRecorder(entries.append, SESSION, replace(plan.spec, time_scale=2.0), clock)
     recorder.see(early)
     path.write_bytes(b"".join(map(line_of, entries)))
-    assert latency_figures(read_journal(path)) is None
+    assert latency_figures(read_journal(path).sessions) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Writing a journal: beside the job, in a thread of its own, so that the job never waits for it."""
+"""Writing a journal in a thread of its own, so that no job waits for it, and keeping it small."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.jobs.journal.entries import Entry, line_of
-from llmpq.jobs.journal.thinning import thin_out
+from llmpq.jobs.journal import (
+    Entry,
+    ProgressPoint,
+    UnreadableEntryError,
+    WorkDone,
+    entry_of,
+    line_of,
+)
+from quant.common.files import write_whole
 
 WRITE_S = 1.0
 """Seconds between looks for entries to write: what a kill costs of the journal."""
@@ -23,6 +31,9 @@ the lock does not show, knows by them that the job runs."""
 
 CLOSE_S = 5.0
 """Seconds that the end of a job waits for a disk that hangs."""
+
+THIN_BYTES = 2**19
+"""Bytes of a journal from which on a new session leaves out half the points of those before."""
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -107,3 +118,57 @@ def _opened(path: Path) -> tuple[int, bool]:
         raise OSError(errno.EINVAL, "it is no file")
     size = found.st_size
     return descriptor, size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
+@dataclass
+class Cadence:
+    """Tells when the next point is due: every `share` of the age, within `least_s` and `most_s`."""
+
+    least_s: float
+    most_s: float
+    share: float
+    began_s: float
+    due_s: float = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether a point is due; the next one is then due later."""
+        if now_s < self.due_s:
+            return False
+        age_s = now_s - self.began_s
+        self.due_s = now_s + min(self.most_s, max(self.least_s, self.share * age_s))
+        return True
+
+
+def point_cadence(began_s: float) -> Cadence:
+    """One a second in the first minutes, one a minute from seven hours on: 0.6 MB in a week."""
+    return Cadence(0.9, 60.0, 1 / 400, began_s)
+
+
+def work_cadence(began_s: float) -> Cadence:
+    """What the stages have done: only the latest is of use."""
+    return Cadence(5.0, 7200.0, 1 / 10, began_s)
+
+
+def thin_out(path: Path) -> None:
+    """Leave out every second point of a large journal, what was overtaken and what is no entry.
+
+    Raises OSError as the disk does; the journal is replaced whole or not at all.
+    """
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size < THIN_BYTES:
+            return
+    except FileNotFoundError:
+        return
+    kept: list[bytes] = []
+    points = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                entry = entry_of(line)
+            except UnreadableEntryError:
+                continue
+            points += isinstance(entry, ProgressPoint)
+            if isinstance(entry, WorkDone) or (isinstance(entry, ProgressPoint) and points % 2):
+                continue
+            kept.append(line)
+    write_whole(path, b"".join(kept).decode())

@@ -1,8 +1,9 @@
-"""Entries of a journal: what each line of it says. Times are seconds of `time.time`."""
+"""Entries of a job's journal: what each of its lines says. Times are seconds of `time.time`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ JOURNAL_VERSION = 1
 At = Annotated[float, Field(ge=0, le=1e11)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Figure = Annotated[float, Field(ge=0, le=1e18)]
-Text = Annotated[str, Field(max_length=4000)]
+Words = Annotated[str, Field(max_length=4000)]
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class PlannedStage:
     seconds of a full micro-batch, None where the run follows no plan.
     """
 
-    device: Text
+    device: Words
     layers: tuple[Count, Count]
-    bits: Text
+    bits: Words
     prefill_s: Figure | None
     decode_s: Figure | None
 
@@ -41,9 +42,9 @@ class PlanNote:
     `latency_s` at most, and no more than `bound_s`; None where none of these was planned.
     """
 
-    fingerprint: Text
-    model: Text
-    cluster: Text
+    fingerprint: Words
+    model: Words
+    cluster: Words
     in_flight: Count
     prompts: Count | None
     seconds: Figure | None
@@ -55,7 +56,7 @@ class PlanNote:
 
 
 @dataclass(frozen=True)
-class Start:
+class SessionStart:
     """The start of a session: a run of the job's command.
 
     `resumed` of its `rows` were done already, `resumed_errors` of these in error. `anew`: what was
@@ -65,8 +66,8 @@ class Start:
 
     journal: Count
     at: At
-    llmpq: Text
-    host: Text
+    llmpq: Words
+    host: Words
     pid: Count
     command: Annotated[str, Field(max_length=20_000)]
     rows: Count
@@ -74,7 +75,7 @@ class Start:
     resumed_errors: Count
     anew: bool
     after: tuple[Count, Count] | None
-    plan_file: Text
+    plan_file: Words
     plan: PlanNote
 
 
@@ -94,7 +95,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Point:
+class ProgressPoint:
     """How far the session is: rows and errors of its own, generated tokens, those per second just
     now, and the seconds it takes to go, where they are known.
     """
@@ -108,7 +109,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class StageWork:
+class StageRecord:
     """What a stage has done since the plan began: seconds that it computed, and the mean seconds of
     its micro-batches of each phase, by the full ones where `*_full`.
     """
@@ -123,7 +124,7 @@ class StageWork:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkDone:
     """What all stages of the present plan have done, in pipeline order.
 
     `latencies` of all requests of the session, as `actors.latency_counts.LatencyCounts.buckets`;
@@ -131,7 +132,7 @@ class Work:
     """
 
     at: At
-    stages: Annotated[tuple[StageWork, ...], Field(max_length=4096)]
+    stages: Annotated[tuple[StageRecord, ...], Field(max_length=4096)]
     latencies: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=BUCKETS)] = ()
 
 
@@ -140,10 +141,10 @@ class EventNote:
     """A fault, or what was done about it; it cost `lost_s` seconds."""
 
     at: At
-    event: Text
+    event: Words
     stage: Count | None
     lost_s: Figure
-    text: Text
+    text: Words
 
 
 @dataclass(frozen=True)
@@ -159,36 +160,46 @@ class ErrorNote:
     """Rows of the session that ended in one kind of error so far, and the first of them."""
 
     at: At
-    what: Text
+    what: Words
     count: Count
-    custom_id: Text
-    error: Text
+    custom_id: Words
+    error: Words
 
 
 @dataclass(frozen=True)
-class End:
+class SessionEnd:
     """The end of a session: `how` is done, interrupted, stopped (at a row) or failed."""
 
     at: At
-    how: Text
-    text: Text
+    how: Words
+    text: Words
 
 
-Entry = Start | PlanChange | Loaded | Point | Work | EventNote | MoreEvents | ErrorNote | End
+Entry = (
+    SessionStart
+    | PlanChange
+    | Loaded
+    | ProgressPoint
+    | WorkDone
+    | EventNote
+    | MoreEvents
+    | ErrorNote
+    | SessionEnd
+)
 
-_KINDS: dict[str, type[Entry]] = {
-    "start": Start,
+_KINDS: Mapping[str, type[Entry]] = {
+    "start": SessionStart,
     "plan": PlanChange,
     "loaded": Loaded,
-    "point": Point,
-    "work": Work,
+    "point": ProgressPoint,
+    "work": WorkDone,
     "event": EventNote,
     "more_events": MoreEvents,
     "error": ErrorNote,
-    "end": End,
+    "end": SessionEnd,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_POINT_FIELDS = tuple(Point.__dataclass_fields__)
+_POINT_FIELDS = tuple(ProgressPoint.__dataclass_fields__)
 
 
 class UnreadableEntryError(ValueError):
@@ -201,7 +212,7 @@ class UnreadableEntryError(ValueError):
 
 def line_of(entry: Entry) -> bytes:
     """An entry as a line of JSON; points, which are the many, as a list."""
-    content = list(astuple(entry)) if isinstance(entry, Point) else asdict(entry)
+    content = list(astuple(entry)) if isinstance(entry, ProgressPoint) else asdict(entry)
     text = json.dumps({_NAMES[type(entry)]: content}, ensure_ascii=True, separators=(",", ":"))
     return text.encode() + b"\n"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.jobs.journal.entries import JOURNAL_VERSION, PlanChange, Point, entry_of, line_of
-from llmpq.jobs.journal.reader import Journal, read_journal
+from llmpq.jobs.journal import JOURNAL_VERSION, PlanChange, ProgressPoint, entry_of, line_of
+from llmpq.jobs.sessions import Journal, read_journal
 from tests.llmpq.made_journals import (
     BEGAN,
     PLAN,
@@ -32,7 +32,7 @@ def test_sessions_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert (first.end, second.end) == (entries[-1], None)
     assert second.start.after == (1, 7)
     assert [event.event for event in first.events] == ["died"]
-    assert first.errors["row is longer than …"].count == 3
+    assert first.error_notes["row is longer than …"].count == 3
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(data[:-9] + b"\n" + line_of(ended(BEGAN + 40)))
     found = read_journal(path)  # cut off, and gone on from there
     assert found.sessions[0].end is not None
-    assert found.sessions[0].parts[0].work is None
+    assert found.sessions[0].work == {}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_sessions_of_another_version_are_left_out_and_told(tmp_path: Path) -> No
     path = write_journal(tmp_path, session())
     newer = json.loads(line_of(replace(START, at=BEGAN + 50)))
     newer["start"]["journal"] = JOURNAL_VERSION + 1
-    text = json.dumps(newer).encode() + b"\n" + line_of(Point(BEGAN + 60, 9, 9, 9, 9, 9))
+    text = json.dumps(newer).encode() + b"\n" + line_of(ProgressPoint(BEGAN + 60, 9, 9, 9, 9, 9))
     ours = b"".join(map(line_of, session(BEGAN + 90)))
     path.write_bytes(path.read_bytes() + text + ours)
     found = read_journal(path)
@@ -118,7 +118,12 @@ def test_each_plan_has_its_part(tmp_path: Path) -> None:
     entries.insert(12, PlanChange(BEGAN + 20.5, other))  # after ten points
     (found,) = read_journal(write_journal(tmp_path, entries)).sessions
     assert [(part.plan.fingerprint, part.tokens) for part in found.parts] == [
-        (PLAN.fingerprint, 0),
+        (PLAN.fingerprint, 400),
         (other.fingerprint, 400),
     ]
-    assert found.parts[1].work is not None
+    assert [stage.work is None for part in found.parts for stage in part.stages] == [
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.jobs.journal.entries import Point, line_of
-from llmpq.jobs.journal.reader import read_journal
-from llmpq.jobs.journal.thinning import THIN_BYTES, thin_out
-from llmpq.jobs.journal.writer import JournalWriter
+from llmpq.jobs.journal import ProgressPoint, line_of
+from llmpq.jobs.journal_writer import THIN_BYTES, JournalWriter, thin_out
+from llmpq.jobs.sessions import read_journal
 from tests.llmpq.made_journals import BEGAN, START, ended, lines_of, session, write_journal
 
 
@@ -80,7 +79,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, what: str) -> None:
 def test_a_disk_that_hangs_does_not_hold_up_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.journal.writer.CLOSE_S", 0.05)
+    monkeypatch.setattr("llmpq.jobs.journal_writer.CLOSE_S", 0.05)
     released = threading.Event()
 
     def write(descriptor: int, data: bytes) -> int:
@@ -99,7 +98,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_job(
 
 
 def test_a_large_journal_keeps_every_second_point_of_earlier_sessions(tmp_path: Path) -> None:
-    points = [Point(BEGAN + 10 + n, n, 0, 20 * n, 1.0, None) for n in range(1, 20_001)]
+    points = [ProgressPoint(BEGAN + 10 + n, n, 0, 20 * n, 1.0, None) for n in range(1, 20_001)]
     entries = [*session(seconds=1, rows=1)[:2], *points, ended(BEGAN + 30_000)]
     path = write_journal(tmp_path, entries)
     before = path.stat().st_size

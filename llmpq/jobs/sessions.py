@@ -1,0 +1,283 @@
+"""Sessions of a job, the starts of its command, as its journal tells them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from actors.latency_counts import NO_LATENCIES, LatencyCounts
+from llmpq.jobs.journal import (
+    JOURNAL_VERSION,
+    Entry,
+    ErrorNote,
+    EventNote,
+    Loaded,
+    MoreEvents,
+    PlanChange,
+    PlannedStage,
+    PlanNote,
+    ProgressPoint,
+    SessionEnd,
+    SessionStart,
+    StageRecord,
+    UnreadableEntryError,
+    WorkDone,
+    entry_of,
+)
+
+MOST_BYTES = 2**25
+"""Bytes of a journal that are read: far more than a journal grows to."""
+
+LONGEST_LOADING_S = 6 * 3600.0
+LONGEST_POINT_S = 120.0
+"""Seconds without an entry at most, while stages load and when they generate."""
+
+_TORN_LINES = 8
+"""Lines that kills and full disks may have cut off before a journal counts as damaged."""
+
+KILLED = "killed"
+RUNNING = "running"
+
+_FIGURES = ("number", "began_at", "how", "text", "rows", "errors", "tokens", "loaded_s")
+_OF_START = ("host", "llmpq", "command", "plan_file")
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """A stage as planned, and what it did, where that is known."""
+
+    planned: PlannedStage
+    work: StageRecord | None
+
+
+@dataclass(frozen=True)
+class PlanPart:
+    """The part of a session that one plan made, from the session's second `begins_s` on."""
+
+    plan: PlanNote
+    begins_s: float
+    tokens: int
+    seconds: float
+    stages: tuple[StageFigures, ...]
+
+
+@dataclass
+class JobSession:
+    """A session of the job, by its entries.
+
+    `last_at`: its last sign of life, or now while it `runs`; `end` is None while it does, and where
+    it was killed. `work` of each plan's stages stands beside its change in `plans`.
+    """
+
+    start: SessionStart
+    number: int
+    last_at: float
+    runs: bool = False
+    loaded: float | None = None
+    plans: list[PlanChange] = field(default_factory=list)
+    plan_tokens: list[int] = field(default_factory=list)  # of the session when each plan began
+    work: dict[int, WorkDone] = field(default_factory=dict)  # by the plan's place in the list
+    points: list[ProgressPoint] = field(default_factory=list)
+    events: list[EventNote] = field(default_factory=list)
+    more_events: int = 0
+    error_notes: dict[str, ErrorNote] = field(default_factory=dict)
+    end: SessionEnd | None = None
+
+    def add(self, entry: Entry) -> None:
+        """Take in the next entry."""
+        self.last_at = max(self.last_at, entry.at)
+        if isinstance(entry, SessionStart | PlanChange):
+            self.plans.append(PlanChange(entry.at, entry.plan))
+            self.plan_tokens.append(self.tokens)
+        elif isinstance(entry, Loaded):
+            self.loaded = self.loaded or entry.at
+        elif isinstance(entry, ProgressPoint):
+            self.points.append(entry)
+        elif isinstance(entry, WorkDone):
+            self.work[len(self.plans) - 1] = entry
+        elif isinstance(entry, EventNote):
+            self.events.append(entry)
+        elif isinstance(entry, MoreEvents):
+            self.more_events = entry.count
+        elif isinstance(entry, ErrorNote):
+            self.error_notes[entry.what] = entry
+        else:
+            self.end = entry
+
+    @property
+    def rows(self) -> int:
+        """Rows that it has finished."""
+        return self.points[-1].rows if self.points else 0
+
+    @property
+    def errors(self) -> int:
+        """Those of them in error."""
+        return self.points[-1].errors if self.points else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it has generated."""
+        return self.points[-1].tokens if self.points else 0
+
+    @property
+    def latencies(self) -> LatencyCounts:
+        """Latencies of its requests, where a latency was planned."""
+        latest = max(self.work, default=None)
+        return NO_LATENCIES if latest is None else LatencyCounts(self.work[latest].latencies)
+
+    @property
+    def began_at(self) -> float:
+        return self.start.at
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from start to end."""
+        return max(0.0, self.last_at - self.start.at)
+
+    @property
+    def loaded_s(self) -> float | None:
+        """The second from which it generated; None where it never came to that."""
+        return None if self.loaded is None else max(0.0, self.loaded - self.start.at)
+
+    @property
+    def generated_s(self) -> float:
+        """Seconds in which it generated."""
+        return 0.0 if self.loaded_s is None else max(0.0, self.seconds - self.loaded_s)
+
+    @property
+    def how(self) -> str:
+        """How it ended: done, interrupted, stopped, failed or killed, or that it is running."""
+        return (RUNNING if self.runs else KILLED) if self.end is None else self.end.how
+
+    @property
+    def text(self) -> str:
+        """What there is to say of its end."""
+        return "" if self.end is None else self.end.text
+
+    @property
+    def parts(self) -> tuple[PlanPart, ...]:
+        """The parts, of which the first begins when the stages are loaded."""
+        ended_at = self.start.at + self.seconds
+        begins = [self.loaded or ended_at, *(plan.at for plan in self.plans[1:])]
+        ends, tokens = [*begins[1:], ended_at], [*self.plan_tokens, self.tokens]
+        return tuple(
+            PlanPart(
+                plan=change.plan,
+                begins_s=max(0.0, begins[place] - self.start.at),
+                tokens=max(0, tokens[place + 1] - tokens[place]),
+                seconds=max(0.0, ends[place] - begins[place]),
+                stages=_stages(change.plan, self.work.get(place)),
+            )
+            for place, change in enumerate(self.plans)
+        )
+
+    def figures(self) -> dict[str, object]:
+        """Its figures as JSON has them."""
+        found = {name: getattr(self, name) for name in _FIGURES}
+        return found | {
+            "ended_at": self.start.at + self.seconds,
+            "parts": [asdict(part) for part in self.parts],
+            **{name: getattr(self.start, name) for name in _OF_START},
+        }
+
+
+def _stages(plan: PlanNote, work: WorkDone | None) -> tuple[StageFigures, ...]:
+    if work is None or len(work.stages) != len(plan.stages):
+        return tuple(StageFigures(stage, None) for stage in plan.stages)
+    return tuple(map(StageFigures, plan.stages, work.stages))
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The sessions of a journal, of those that count: since the last `--overwrite` that came to
+    something. `remarks` say what could not be read; `beat_at`: the latest sign of life.
+    """
+
+    sessions: tuple[JobSession, ...] = ()
+    remarks: tuple[str, ...] = ()
+    beat_at: float | None = None
+
+
+def read_journal(path: Path) -> Journal:
+    """The journal at `path`, empty where there is none; what cannot be read is left out."""
+    try:
+        data, beat_at = _content(path)
+    except FileNotFoundError:
+        return Journal()
+    except OSError as error:
+        return Journal(remarks=(f"{path} cannot be read: {error.strerror}",))
+    whole, _, _ = data.rpartition(b"\n")  # the last line may be on its way
+    return _read(whole.splitlines(), path, beat_at)
+
+
+def _content(path: Path) -> tuple[bytes, float]:
+    """Bytes of the journal and when it was changed; a pipe in its place is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        blocks = []
+        left = MOST_BYTES
+        while left and (block := os.read(descriptor, left)):
+            blocks.append(block)
+            left -= len(block)
+        return b"".join(blocks), found.st_mtime
+    finally:
+        os.close(descriptor)
+
+
+def _read(lines: Iterable[bytes], path: Path, beat_at: float) -> Journal:
+    sessions: list[JobSession] = []
+    versions: list[object] = []
+    skipped = 0
+    is_known = False  # whether the latest start is of this version
+    for line in filter(bytes.strip, lines):
+        try:
+            entry = entry_of(line)
+        except UnreadableEntryError as error:
+            if error.version is not None:
+                versions.append(error.version)
+                is_known = False
+            elif is_known or not versions:
+                skipped += 1
+            continue
+        if isinstance(entry, SessionStart):
+            is_known = True
+            sessions.append(JobSession(entry, 0, entry.at))
+        if is_known:
+            sessions[-1].add(entry)
+    if sessions and sessions[-1].end is None:
+        last = sessions[-1]
+        # the time of a file that was copied is no sign of life
+        most_s = LONGEST_POINT_S if last.points else LONGEST_LOADING_S
+        last.last_at = beat_at if 0 < beat_at - last.last_at < most_s else last.last_at
+    return Journal(_that_count(sessions), _remarks(path, versions, skipped), beat_at)
+
+
+def _that_count(sessions: list[JobSession]) -> tuple[JobSession, ...]:
+    first = 0
+    for place, session in enumerate(sessions):
+        is_open = place == len(sessions) - 1 and session.end is None
+        if session.start.anew and (session.rows or is_open):
+            first = place
+    for number, session in enumerate(sessions[first:], start=1):
+        session.number = number
+    return tuple(sessions[first:])
+
+
+def _remarks(path: Path, versions: list[object], skipped: int) -> tuple[str, ...]:
+    remarks = []
+    if versions:
+        named = ", ".join(sorted({f"{each!r:.20}" for each in versions}))
+        remarks.append(
+            f"{path} has sessions of journal version {named}, which are left out: this llmpq reads "
+            f"version {JOURNAL_VERSION}"
+        )
+    if skipped > _TORN_LINES:
+        remarks.append(f"{path} is damaged: {skipped} of its lines are no entries and are left out")
+    return tuple(remarks)
