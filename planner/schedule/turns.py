@@ -1,5 +1,5 @@
-"""How many newcomers a group of requests takes at its turn, and when, under a schedule for a bound
-on latency (ExeGPT, sections 4.1 and 5.2).
+"""What a schedule `rra` decides: when a group of requests takes its turn, and how many newcomers
+join it (ExeGPT, sections 4.1 and 5.2).
 
 A turn has `prefill_requests / groups` newcomers, and where the group is too small as many more as
 ended in it since its last turn, "to maintain consistent batch sizes" (section 4.1). So a group that
@@ -12,27 +12,38 @@ latencies has. In simulations of six kinds of lengths groups that were filled at
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil, floor
+from typing import Protocol
 
 from planner.scheduling import RequestSchedule
 
 
-@dataclass(frozen=True)
-class GroupTurn:
-    """A group at its turn: its `requests`, how many `ended` since its last turn, what it has left
-    over of the newcomers of earlier turns (`credit`, in shares of a newcomer), the most newcomers
-    that it may have (`share`), and how many requests at the front of the queue have run before a
-    fault (`replayed`).
+@dataclass(slots=True, eq=False)
+class TurnGroup:
+    """A group of so many `requests`, of which `parts` are newcomers whose prefills are still to be
+    submitted. It has micro-batches `under_way`, and `steps_left` before its next turn.
+
+    `ended` counts requests since the last turn; `credit` is what it has left over of the newcomers
+    of earlier turns, in shares of a newcomer.
     """
 
-    requests: int
-    ended: int
+    index: int
     credit: int
-    share: int
-    replayed: int = 0
+    requests: int = 0
+    ended: int = 0
+    parts: deque[list[int]] = field(default_factory=deque)
+    under_way: int = 0
+    steps_left: int = 0
+    is_due: bool = False
+
+    @property
+    def is_at_turn(self) -> bool:
+        """Whether newcomers may join when it is due next."""
+        return not (self.parts or self.under_way or self.steps_left)
 
 
 @dataclass(frozen=True)
@@ -84,19 +95,22 @@ class Turns:
         near = self.schedule.decode_steps // 2
         return any(0 < each <= near for each in steps_left)
 
-    def newcomers(self, turn: GroupTurn, texts: Sequence[int]) -> int:
+    def newcomers(
+        self, group: TurnGroup, share: int, texts: Sequence[int], replayed: int = 0
+    ) -> int:
         """How many requests at the front of the queue, whose prompts have `texts` tokens [at most
-        `most`], join the group, if there is memory for all of them.
+        `most`], join the group, if there is memory for all of them: at most `share`. The first
+        `replayed` of them have run before a fault.
         """
-        wanted = (turn.credit + self.schedule.prefill_requests) // self.groups
-        missing = self.least - turn.requests
+        wanted = (group.credit + self.schedule.prefill_requests) // self.groups
+        missing = self.least - group.requests
         if wanted < missing:
-            wanted = min(missing, max(wanted + turn.ended, turn.replayed))
-        if not turn.requests:
+            wanted = min(missing, max(wanted + group.ended, replayed))
+        if not group.requests:
             wanted = max(1, wanted)
-        room = min(self.most - turn.requests, turn.share)
+        room = min(self.most - group.requests, share)
         wanted = min(wanted, room)
-        fewest = missing if wanted >= missing else min(wanted, turn.replayed)
+        fewest = missing if wanted >= missing else min(wanted, replayed)
         return evened(self.schedule, wanted, room, texts, fewest)
 
 
@@ -128,3 +142,133 @@ def even_parts(requests: int, most: int) -> list[int]:
     parts = -(-requests // most)
     each, more = divmod(requests, parts) if parts else (0, 0)
     return [each + (i < more) for i in range(parts)]
+
+
+class TurnQueue(Protocol):
+    """Requests that wait for their turns, by the memory and slots that there are for them."""
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+
+    def front(self, most: int) -> tuple[Sequence[int], int]:
+        """Tokens of the first prompts, at most so many, and how many of these run again."""
+
+    def room_for(self, wanted: int) -> int:
+        """For how many of the first `wanted` there is memory."""
+
+    def take(self, count: int) -> list[int]:
+        """Take the first requests; returns their numbers."""
+
+
+class RraPolicy:
+    """The decisions of a schedule `rra`: which group goes on, and who joins it.
+
+    A group takes a turn of newcomers, whose prompts are prefilled in as few micro-batches as
+    possible; when all are back, its requests make `decode_steps` steps, each as soon as the one
+    before is back. Micro-batches are submitted in the order in which their group got ready. A group
+    without requests takes its turn as soon as one waits, of those it shares few with the other
+    groups, and a turn that found nobody waiting is made up for after any later step.
+    """
+
+    def __init__(self, schedule: RequestSchedule, most_in_group: int, most_in_part: int) -> None:
+        self._most_in_group, self._most_in_part = most_in_group, most_in_part
+        self._turns = Turns.of(schedule, most_in_group)
+        self.groups: list[TurnGroup] = []
+        self._due: deque[TurnGroup] = deque()
+        self.follow(schedule)
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Take turns by another schedule from now on: each group from its next turn on.
+
+        Groups that are too many for it take nobody any more; prefills are as large as before.
+        """
+        turns = self._turns = Turns.of(schedule, self._most_in_group)
+        for index in range(len(self.groups), turns.groups):
+            self.groups.append(TurnGroup(index, turns.first_credit(index)))
+        for group in self.groups:
+            group.credit %= turns.groups
+            group.steps_left = min(group.steps_left, schedule.decode_steps)
+
+    def wants(self, waiting: int) -> bool:
+        """Whether a turn comes next that could take more than so many `waiting` requests."""
+        empty = self._empty_groups
+        takes_turn = bool(self._due) and self._due[0].is_at_turn
+        return (empty > 0 or takes_turn) and waiting < self._turns.most * max(1, empty)
+
+    def next(self, queue: TurnQueue) -> tuple[TurnGroup, list[int]] | None:
+        """Choose the next micro-batch: a group, and those of its newcomers that are prefilled, or
+        nobody where it steps; None where there is none now.
+        """
+        self._wake(queue.waiting)
+        while self._due:
+            group = self._due[0]
+            if group.is_at_turn and not self._waits(group):
+                self._begin_turn(group, queue)
+            part = group.parts.popleft() if group.parts else []
+            if not group.parts:
+                self._due.popleft().is_due = False
+            if not part:
+                if not group.requests or group.under_way:  # newcomers that were left are cancelled
+                    continue
+                group.steps_left = max(0, group.steps_left - 1)
+            group.under_way += 1
+            return group, part
+        return None
+
+    def leave(self, group: TurnGroup, requests: int) -> None:
+        """Have so many requests leave a group."""
+        group.requests -= requests
+        group.ended += requests
+        if not group.requests:
+            group.steps_left = 0
+
+    def take_back(self, group: TurnGroup) -> None:
+        """Take back a micro-batch of a group, once those have left who ended with it."""
+        group.under_way -= 1
+        if group.requests and not (group.under_way or group.parts):
+            self._come_due(group)
+
+    @property
+    def _open_groups(self) -> list[TurnGroup]:
+        """Those that newcomers may join: a schedule before may have had more."""
+        return self.groups[: self._turns.groups]
+
+    @property
+    def _empty_groups(self) -> int:
+        return sum(not group.requests for group in self._open_groups)
+
+    def _wake(self, waiting: int) -> None:
+        """Give empty groups a turn as soon as a request waits."""
+        for group in self._open_groups:
+            if not (group.requests or group.is_due):
+                if waiting:
+                    self._come_due(group)
+                else:
+                    group.ended = 0
+
+    def _waits(self, group: TurnGroup) -> bool:
+        """Whether another group comes to its turn soon, and this one goes on until then."""
+        return bool(group.requests) and self._turns.is_near(g.steps_left for g in self.groups)
+
+    def _begin_turn(self, group: TurnGroup, queue: TurnQueue) -> None:
+        """Let newcomers join, where some wait."""
+        joining = self._newcomers(group, queue) if group.index < self._turns.groups else 0
+        group.ended = 0
+        if not queue.waiting:
+            return
+        group.credit = self._turns.next_credit(group.credit)
+        group.parts.extend(map(queue.take, even_parts(joining, self._most_in_part)))
+        group.requests += joining
+        group.steps_left = self._turns.schedule.decode_steps if group.requests else 0
+
+    def _newcomers(self, group: TurnGroup, queue: TurnQueue) -> int:
+        share = self._turns.most
+        if not group.requests:
+            share = -(-queue.waiting // max(1, self._empty_groups))
+        texts, replayed = queue.front(self._turns.most)
+        return queue.room_for(self._turns.newcomers(group, share, texts, replayed))
+
+    def _come_due(self, group: TurnGroup) -> None:
+        group.is_due = True
+        self._due.append(group)

@@ -21,7 +21,7 @@ class RandomServer:
 
     scheduler: Scheduler
     pipeline: TokenPipeline
-    n_slots: int
+    queue: QueueSizes
     rng: np.random.Generator
     cancels: float
     coming: deque[Request]
@@ -41,9 +41,12 @@ class RandomServer:
         }
         pipeline = TokenPipeline(stages, sizes.kv_tokens, outputs)
         pipeline.expect(requests)
-        n_slots = sizes.n_slots or sizes.kv_tokens
         scheduler = make_scheduler(sizes, stages)
-        return cls(scheduler, pipeline, n_slots, rng, cancels, deque(requests))
+        return cls(scheduler, pipeline, sizes, rng, cancels, deque(requests))
+
+    @property
+    def n_slots(self) -> int:
+        return self.queue.n_slots or self.queue.kv_tokens
 
     def run(self) -> None:
         while self.coming or self.under_way or self.scheduler.waiting or self.scheduler.in_slots:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
 from actors.schedule.scheduler import QueueSizes
 from planner.schedule.policy_sizes import TurnSizes
-from planner.schedule.turns import Turns
+from planner.schedule.turns import TurnGroup, TurnQueue, Turns
 from planner.scheduling import RequestSchedule
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 from tests.actors.schedule.random_server import RandomServer
@@ -56,7 +55,7 @@ class Server(RandomServer):
     @property
     def sizes(self) -> TurnSizes:
         assert isinstance(self.scheduler, RraScheduler)
-        own = self.scheduler._sizes
+        own = self.queue
         assert own.schedule is not None
         return TurnSizes(
             own.schedule, own.slots, own.n_slots, own.prefill_micro_batch, own.decode_micro_batch
@@ -70,10 +69,13 @@ class TurnsSeen(RraScheduler):
         super().__init__(sizes, stages)
         self.seen: list[tuple[int, int, int]] = []
 
-    def _begin_turn(self, group: Any) -> Any:
-        moves = super()._begin_turn(group)
-        self.seen.append((self._groups.index(group), len(group.slots), len(self._waiting)))
-        return moves
+        begin_turn = self._policy._begin_turn
+
+        def noting(group: TurnGroup, queue: TurnQueue) -> None:
+            begin_turn(group, queue)
+            self.seen.append((group.index, group.requests, queue.waiting))
+
+        self._policy._begin_turn = noting  # type: ignore[method-assign]
 
 
 SCHEDULES = st.builds(
@@ -140,7 +142,7 @@ class Changing(RandomServer):
 
     def look(self, batch: MicroBatch) -> None:
         assert isinstance(self.scheduler, RraScheduler)
-        sizes = self.scheduler._sizes
+        sizes = self.queue
         assert batch.kind != "mixed"
         most = sizes.decode_micro_batch if batch.is_decode else sizes.prefill_micro_batch
         assert len(batch.slots) <= most

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.schedule.turns import GroupTurn, Turns, even_parts
+from planner.schedule.turns import TurnGroup, Turns, even_parts
 from planner.scheduling import RequestSchedule
 
 
@@ -53,8 +53,8 @@ def test_over_all_turns_groups_share_the_newcomers(prefill: int, groups: int, tu
     for _ in range(turns):
         joined = 0
         for group, credit in enumerate(credits):
-            turn = GroupTurn(of.least, 0, credit, 10**6)
-            count = of.newcomers(turn, [1] * (2 * prefill))
+            at_turn = TurnGroup(group, credit, of.least)
+            count = of.newcomers(at_turn, 10**6, [1] * (2 * prefill))
             credits[group] = of.next_credit(credit)
             had[group] += count
             joined += count
@@ -87,9 +87,9 @@ def test_a_turn_is_as_near_to_the_plan_as_the_tolerance_allows(
 ) -> None:
     turns = Turns.of(schedule_of(prefill, decode, groups, float(mean), tolerance))
     requests = min(requests, turns.most)
-    turn = GroupTurn(requests, ended, turns.first_credit(0), turns.most, replayed)
+    group = TurnGroup(0, turns.first_credit(0), requests, ended)
     texts = texts[: turns.most]
-    count = turns.newcomers(turn, texts)
+    count = turns.newcomers(group, turns.most, texts, replayed)
     nominal = prefill // groups
     after = requests + count
     assert 0 <= count <= len(texts)
@@ -110,17 +110,17 @@ def test_a_turn_is_as_near_to_the_plan_as_the_tolerance_allows(
 
 def test_lone_requests_are_shared_among_empty_groups() -> None:
     turns = Turns.of(schedule_of(8, 40, 2))
-    assert turns.newcomers(GroupTurn(0, 0, 0, 2), [5, 5, 5]) == 2
-    assert turns.newcomers(GroupTurn(0, 0, 0, 1), [5]) == 1
+    assert turns.newcomers(TurnGroup(0, 0), 2, [5, 5, 5]) == 2
+    assert turns.newcomers(TurnGroup(0, 0), 1, [5]) == 1
 
 
 def test_what_ran_before_a_fault_comes_back_at_once() -> None:
     """Though their prompts, with the tokens that they have, are longer than planned."""
     turns = Turns.of(schedule_of(8, 40, 2))
     texts = [30] * 22
-    assert turns.newcomers(GroupTurn(0, 0, 0, 40, replayed=22), texts) == 18
-    assert turns.newcomers(GroupTurn(0, 0, 0, 40, replayed=7), texts) == 7
-    assert turns.newcomers(GroupTurn(0, 0, 0, 40), texts) == 1
+    assert turns.newcomers(TurnGroup(0, 0), 40, texts, replayed=22) == 18
+    assert turns.newcomers(TurnGroup(0, 0), 40, texts, replayed=7) == 7
+    assert turns.newcomers(TurnGroup(0, 0), 40, texts) == 1
 
 
 @given(requests=st.integers(0, 60), most=st.integers(1, 12))
