@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from actors.messages import Request
 from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.prefills import SHORT_PROMPTS, newcomers
+from planner.schedule.phases_apart import SHORT_PROMPTS, newcomers
 from planner.schedule.turns import evened
 from planner.scheduling import RequestSchedule
 

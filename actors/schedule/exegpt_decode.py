@@ -18,6 +18,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
+from planner.schedule.phases_apart import joining
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 
@@ -162,8 +163,8 @@ class DecodeScheduler:
         """
         slots: list[int] = []
         moves: tuple[Move, ...] = ()
-        most = self._even_size if group.is_open else 0
-        while self._arrived and len(group.slots) < most and self._fits(self._arrived[0]):
+        most = self._joining(group) if group.is_open else 0
+        while self._arrived and len(slots) < most and self._fits(self._arrived[0]):
             slot, more = self._take(self._arrived.popleft(), group)
             slots.append(slot)
             moves += more
@@ -177,12 +178,11 @@ class DecodeScheduler:
         """Those that requests may join: a schedule before may have had more."""
         return [group for group in self._groups if group.is_open]
 
-    @property
-    def _even_size(self) -> int:
-        """The requests of a group when all that have come are in even ones, as far as they may."""
+    def _joining(self, group: _Group) -> int:
+        """How many may join a group, so that all that have come are in even ones."""
         groups = self._open_groups
-        requests = sum(len(group.slots) for group in groups) + len(self._arrived)
-        return min(-(-requests // len(groups)), self._most_in_group)
+        requests = sum(len(each.slots) for each in groups) + len(self._arrived)
+        return joining(len(group.slots), requests, len(groups), self._most_in_group)
 
     def _restore(self, slot: int) -> Park:
         key = self._slots.requests[slot].host_key

@@ -30,7 +30,7 @@ from planner.plan.builder import Solution
 from planner.plan.divided import parts_of
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
-from planner.schedule.prefills import WAITING
+from planner.schedule.phases_apart import WAITING
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
 from planner.search.remedies import PlanningRequest
 from planner.search.search import costs_of

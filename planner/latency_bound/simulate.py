@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -11,9 +12,10 @@ import numpy as np
 from planner.costs.unlike_prompts import near_length, unlike_prompts_s
 from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import PassTimes, Tandem
-from planner.latency_bound.waa_sides import StageCopies
+from planner.latency_bound.waa_run import DecodeSide, PrefillSide, PromptBatch, WaaRun
+from planner.latency_bound.waa_sides import StageCopies, WaaSides
 from planner.length_distribution import FloatArray, RequestLengths
-from planner.schedule.exegpt import RraSchedule
+from planner.schedule.exegpt import DecodingRequests, RraSchedule
 from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.static import JobRows
 from planner.schedule.turns import evened
@@ -36,7 +38,7 @@ class RequestQueue:
     """An endless queue of requests of these lengths."""
 
     def __init__(self, lengths: RequestLengths, generator: np.random.Generator) -> None:
-        self._lengths, self._generator = lengths, generator
+        self.lengths, self._generator = lengths, generator
         self._waiting: list[DrawnRequest] = []
         self._next = 0
 
@@ -51,7 +53,7 @@ class RequestQueue:
     def _prompt(self, place: int) -> int:
         if self._next + place >= len(self._waiting):
             self._waiting = self._waiting[self._next :]
-            self._waiting += drawn_requests(self._lengths, _DRAWN_AT_ONCE, self._generator)
+            self._waiting += drawn_requests(self.lengths, _DRAWN_AT_ONCE, self._generator)
             self._next = 0
         return self._waiting[self._next + place].prompt
 
@@ -237,3 +239,91 @@ def _queued(lengths: RequestLengths, schedule: RequestSchedule) -> int:
     turns = ceil(lengths.outputs.longest / schedule.decode_steps) + 2
     begin = turns * (schedule.prefill_requests + schedule.decode_micro_batches)
     return ceil(_QUEUE * begin) + 2 * schedule.decode_requests
+
+
+def simulate_waa(
+    sides: WaaSides, schedule: RequestSchedule, watch: Watch, generator: np.random.Generator
+) -> ObservedRequests:
+    """Simulate what the runtime does under `schedule`, from when all stages are empty. Latencies
+    count from when a prefill is submitted.
+    """
+    handover, queue = sides.handover, RequestQueue(sides.lengths, generator)
+    prefill = _DrawnPrefills(sides.prefill, handover.keep, queue, schedule, watch)
+    decode = _DrawnDecodes(sides.decode, handover.restore, prefill.going, schedule, watch)
+    run = WaaRun(schedule, prefill, decode, handover.sent_s)
+    while not watch.done:
+        run.advance()
+    return watch.observed()
+
+
+class _DrawnPrefills(PrefillSide):
+    """Prefills of drawn requests; those `going` on are in the order in which they come back."""
+
+    def __init__(
+        self,
+        times: StageSeconds,
+        keep: StageCopies,
+        queue: RequestQueue,
+        schedule: RequestSchedule,
+        watch: Watch,
+    ) -> None:
+        super().__init__(schedule, queue.lengths.prompts.longest, times.stages)
+        self._pipeline = PipelineOfRequests(times, keep)
+        self._schedule, self._queue, self._watch = schedule, queue, watch
+        self._waits: deque[DrawnRequest] = deque()
+        self._ending: deque[list[DrawnRequest]] = deque()  # with each micro-batch under way
+        self.going: deque[DrawnRequest] = deque()
+
+    def next_turn(self, wanted: int, room: int) -> Sequence[int]:
+        """Tokens of the next prompts, so many that they are even."""
+        taken = self._queue.take(self._schedule, wanted, room)
+        self._waits.extend(taken)
+        return [each.prompt for each in taken]
+
+    def run(self, prompts: Sequence[int], now_s: float) -> tuple[float, Sequence[bool]]:
+        """Submit a micro-batch, and note its requests."""
+        taken = [self._waits.popleft() for _ in prompts]
+        self._watch.begin(taken, now_s, bounds=True)
+        going = [each for each in taken if each.output > 1]
+        self.going.extend(going)
+        self._ending.append([each for each in taken if each.output == 1])
+        back_s = self._pipeline.prefill(prompts, now_s, [each.prompt for each in going])
+        return back_s, [each.output > 1 for each in taken]
+
+    def take_back(self) -> PromptBatch:
+        """Take back the oldest micro-batch, and note who has ended with it."""
+        batch = super().take_back()
+        self._watch.end(self._ending.popleft(), batch.back_s)
+        return batch
+
+
+class _DrawnDecodes(DecodeSide[DecodingRequests[DrawnRequest]]):
+    """Steps of drawn requests, which join in the order in which they are `going` on."""
+
+    def __init__(
+        self,
+        times: StageSeconds,
+        restore: StageCopies,
+        going: deque[DrawnRequest],
+        schedule: RequestSchedule,
+        watch: Watch,
+    ) -> None:
+        most = schedule.most_in_flight
+        in_group = -(-most // schedule.decode_micro_batches)
+        super().__init__([DecodingRequests() for _ in range(-(-most // in_group))], in_group)
+        self._pipeline = PipelineOfRequests(times, restore)
+        self._going, self._watch = going, watch
+
+    def step(self, group: DecodingRequests[DrawnRequest], joining: int, now_s: float) -> float:
+        """Have so many requests join a group, and submit its step."""
+        new = [self._going.popleft() for _ in range(joining)]
+        for each in new:
+            group.join(each, each.prompt, each.output - 1)
+        restored = [each.prompt for each in new]
+        return self._pipeline.decode(group.size, group.context_tokens, now_s, restored)
+
+    def end(self, group: DecodingRequests[DrawnRequest], now_s: float) -> int:
+        """Count a step that is back; returns how many have ended with it."""
+        ended = group.step()
+        self._watch.end(ended, now_s)
+        return len(ended)

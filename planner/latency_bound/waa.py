@@ -19,8 +19,7 @@ from planner.latency_bound.estimates import estimated_waa, prefill_rate, round_s
 from planner.latency_bound.placed_layers import PlacedLayers, handover_of
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.schedules import cycle_of, most_in_group, prefill_sizes, waa_schedule
-from planner.latency_bound.simulate import ObservedRequests, Watch
-from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline

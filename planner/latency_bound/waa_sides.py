@@ -4,20 +4,18 @@ way of keys and values between them (ExeGPT section 3).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
 from planner.costs.preemption import HostCopies
 from planner.latency_bound.stage_times import ManyTimes, StageSeconds, decodes_s, mean_prefill_s
 from planner.latency_bound.timeline import PassTimes, PromptTimes, Tandem, even_shares
+from planner.latency_bound.waa_run import PrefillSide, PromptBatch
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
-from planner.schedule.prefills import SHORT_PROMPTS, WAITING, PrefillSizes
+from planner.schedule.phases_apart import SHORT_PROMPTS, WAITING
 from planner.schedule.turns import evened
 from planner.scheduling import RequestSchedule
 
@@ -162,32 +160,6 @@ def mean_steps(outputs: LengthDistribution) -> float:
     return (outputs.mean - 1) / going if going else 1.0
 
 
-class PrefillQueue:
-    """Prompts of so many tokens that wait for stages which prefill."""
-
-    def __init__(self, sizes: PrefillSizes) -> None:
-        self._sizes = sizes
-        self._waiting: deque[int] = deque()
-        self._tokens = 0
-
-    def __len__(self) -> int:
-        """The number of prompts that wait."""
-        return len(self._waiting)
-
-    def add(self, prompts: Iterable[int]) -> None:
-        """Put prompts at the end."""
-        for prompt in prompts:
-            self._waiting.append(prompt)
-            self._tokens += prompt
-
-    def take(self) -> tuple[int, ...]:
-        """The prompts of the next micro-batch."""
-        count = self._sizes.next_part(self._waiting, self._tokens)
-        taken = tuple(self._waiting.popleft() for _ in range(count))
-        self._tokens -= sum(taken)
-        return taken
-
-
 _PROMPTS, _PARTS = 1024, 64
 """Prompts that stand for all, and the fewest micro-batches of them."""
 
@@ -207,17 +179,6 @@ def representative_prompts(prompts: LengthDistribution, size: int) -> tuple[int,
     return tuple(prompts.quantile(share) for share in shares.tolist())
 
 
-class PromptBatch(NamedTuple):
-    """A micro-batch of so many prompts, which have so many tokens together: when it was submitted,
-    and when it is back.
-    """
-
-    requests: int
-    tokens: int
-    began_s: float
-    back_s: float
-
-
 @dataclass(frozen=True, eq=False)
 class PartTimes:
     """Seconds of micro-batches from their submission until they are back, in classes [n], and the
@@ -232,7 +193,7 @@ class PartTimes:
         """The times of some, once stages are full."""
         kept = parts[int(SETTLING * len(parts)) :]
         seconds = np.array([part.back_s - part.began_s for part in kept])
-        sizes = np.array([float(part.requests) for part in kept])
+        sizes = np.array([float(len(part.tokens)) for part in kept])
         classes = np.array_split(np.argsort(seconds), min(len(kept), _CLASSES))
         means = [np.average(seconds[each], weights=sizes[each]) for each in classes]
         shares = np.array([sizes[each].sum() for each in classes])
@@ -255,56 +216,37 @@ class BusyPrefills:
     parts: PartTimes
 
 
-class PromptPasses:
+class PromptPasses(PrefillSide):
     """Passes of representative prompts through the stages of `times`, which have copies in them."""
 
     def __init__(
         self, times: StageSeconds, prompts: LengthDistribution, schedule: RequestSchedule
     ) -> None:
+        super().__init__(schedule, prompts.longest, times.stages)
         self._schedule = schedule
-        self._times = PromptTimes(times, prompts)
-        self._queue = PrefillQueue(PrefillSizes.of(schedule, prompts.longest))
+        self._times, self._tandem = PromptTimes(times, prompts), Tandem(times.stages)
         self.prompts = representative_prompts(prompts, schedule.prefill_micro_batch)
         self._next = 0
-        self._tandem = Tandem(times.stages)
-        self._most_parts = times.stages + WAITING
-        self._most = self._most_parts * schedule.prefill_requests
-        self._under_way: deque[PromptBatch] = deque()
-        self.requests = 0
+        self.taken: list[PromptBatch] = []
 
-    @property
-    def next_s(self) -> float:
-        """When the oldest micro-batch is back."""
-        return self._under_way[0].back_s if self._under_way else inf
-
-    def turn(self, most: float) -> int:
-        """Have the requests of a turn wait, at most so many; returns how many these are."""
-        share = self._schedule.prefill_requests
-        room = int(min(most, self._most - self.requests, SHORT_PROMPTS * share))
-        if room < 1:
-            return 0
+    def next_turn(self, wanted: int, room: int) -> Sequence[int]:
+        """Tokens of the next prompts, so many that they are even."""
         begin = self._next % len(self.prompts)
         ahead = self.prompts[begin : begin + room]
         ahead += self.prompts[: room - len(ahead)]
-        count = evened(self._schedule, min(share, room), room, ahead)
-        self._queue.add(ahead[:count])
+        count = evened(self._schedule, wanted, room, ahead)
         self._next += count
-        self.requests += count
-        return count
+        return ahead[:count]
 
-    def submit(self, now_s: float) -> None:
-        """Submit what may be under way."""
-        while len(self._queue) and len(self._under_way) < self._most_parts:
-            taken = self._queue.take()
-            requests, tokens = len(taken), sum(taken)
-            back_s = self._tandem.run(self._times.part(requests, tokens), now_s)
-            self._under_way.append(PromptBatch(requests, tokens, now_s, back_s))
+    def run(self, prompts: Sequence[int], now_s: float) -> tuple[float, Sequence[bool]]:
+        """Submit a micro-batch, all of whose requests go on."""
+        part = self._times.part(len(prompts), sum(prompts))
+        return self._tandem.run(part, now_s), [True] * len(prompts)
 
     def take_back(self) -> PromptBatch:
-        """The oldest micro-batch, which is back."""
-        part = self._under_way.popleft()
-        self.requests -= part.requests
-        return part
+        """Take back the oldest micro-batch, and note it."""
+        self.taken.append(super().take_back())
+        return self.taken[-1]
 
 
 def busy_prefills(
@@ -312,15 +254,16 @@ def busy_prefills(
 ) -> BusyPrefills:
     """What stages do where as many prompts wait as may."""
     passes = PromptPasses(times, prompts, schedule)
-    now_s, begun, parts = 0.0, 0, list[PromptBatch]()
+    share, now_s, begun = schedule.prefill_requests, 0.0, 0
+    most, at_once = (times.stages + WAITING) * share, SHORT_PROMPTS * share
     while begun < (1 + SETTLING) * len(passes.prompts):
-        while more := passes.turn(inf):
-            begun += more
+        while (room := min(most - passes.requests, at_once)) > 0:
+            begun += passes.turn(min(share, room), room)
         passes.submit(now_s)
-        parts.append(passes.take_back())
-        now_s = parts[-1].back_s
+        now_s = passes.take_back().back_s
+    parts = passes.taken
     kept = parts[int(SETTLING * len(parts)) :]
-    back_s, sizes = np.array([(part.back_s, part.requests) for part in kept]).T
+    back_s, sizes = np.array([(part.back_s, len(part.tokens)) for part in kept]).T
     rate = float(sizes[1:].sum() / (back_s[-1] - back_s[0]))
     return BusyPrefills(rate, _dispersion(back_s, sizes), PartTimes.of(parts))
 

@@ -10,29 +10,32 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Generic, TypeVar
 
 from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.static import UNDER_WAY_PER_STAGE, JobRows, Pass, rounded_mean
 from planner.schedule.turns import RraPolicy, TurnGroup
 from quant.common.errors import SpecError
 
+Request = TypeVar("Request")
 
-class DecodingRequests:
-    """The requests of a group that decode, by their numbers; `context_tokens` are those that all of
-    them have before the next step.
+
+class DecodingRequests(Generic[Request]):
+    """The requests of a group that decode; `context_tokens` are those that all of them have before
+    the next step.
     """
 
     def __init__(self) -> None:
         self.size = self.context_tokens = self.steps = 0
-        self._ends: dict[int, list[tuple[int, int]]] = {}
+        self._ends: dict[int, list[tuple[Request, int]]] = {}
 
-    def join(self, request: int, prompt: int, steps: int) -> None:
+    def join(self, request: Request, prompt: int, steps: int) -> None:
         """Take in a request of so many steps whose first token is there."""
         self.size += 1
         self.context_tokens += prompt
         self._ends.setdefault(self.steps + steps, []).append((request, prompt + steps))
 
-    def step(self) -> list[int]:
+    def step(self) -> list[Request]:
         """Count a step; returns the requests that have ended with it."""
         self.steps += 1
         self.context_tokens += self.size
@@ -73,7 +76,7 @@ class RraSchedule:
         self._sizes = sizes
         prefill, decode = sizes.prefill_micro_batch, sizes.decode_micro_batch
         self._policy = RraPolicy(sizes.schedule, decode, prefill)
-        self._decoding: dict[int, DecodingRequests] = defaultdict(DecodingRequests)
+        self._decoding: dict[int, DecodingRequests[int]] = defaultdict(DecodingRequests)
         self._limit = UNDER_WAY_PER_STAGE * stages
         self._next_request = self._n_rsrv = self._running = self._results = 0
         self._turn = 0, 0

@@ -32,8 +32,7 @@ from planner.latency_bound.schedules import (
     waa_decode_requests,
     waa_schedule,
 )
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
-from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra, simulate_waa
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline

@@ -19,8 +19,7 @@ from benchmarks.lab import header, processor_name, table_row
 from planner.costs.preemption import COPY_LAUNCH_S
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import Completions, prefill_sizes, waa_decode_requests
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
-from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra, simulate_waa
 from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import Timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides

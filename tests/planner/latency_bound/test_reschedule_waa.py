@@ -14,8 +14,7 @@ from planner.latency_bound.placed_layers import PlacedLayers, handover_of
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.reschedule import RunningSizes, reschedule
 from planner.latency_bound.schedules import most_in_group
-from planner.latency_bound.simulate import ObservedRequests, Watch
-from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
 from planner.latency_bound.waa_sides import WaaSides
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from planner.latency_bound.simulate import ObservedRequests, Watch
-from planner.latency_bound.simulate_waa import simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule

@@ -1,5 +1,5 @@
-"""Prompts on stages that only prefill, as others decode (WAA): how many begin with a turn, and how
-those that wait are divided into micro-batches (ExeGPT, sections 4.1 and 5.2).
+"""What schedules `waa-c` and `waa-m` decide: how many prompts begin where stages only prefill, in
+which micro-batches, and who joins which group where stages only decode (ExeGPT, sections 4.1, 5.2).
 """
 
 from __future__ import annotations
@@ -73,3 +73,10 @@ class PrefillSizes:
             total += text
             taken += 1
         return taken
+
+
+def joining(size: int, requests: int, groups: int, most_in_group: int) -> int:
+    """How many join a group of `size`, so that all `requests`, those that have come among them, are
+    in even groups, as far as these may be so large.
+    """
+    return max(0, min(-(-requests // groups), most_in_group) - size)
