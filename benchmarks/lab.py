@@ -195,6 +195,16 @@ def process_tree(root: int) -> list[int]:
     return found
 
 
+def signal_tree(root: int, number: signal.Signals) -> None:
+    """Send it to the whole tree, parents first: one that stands still starts nothing more."""
+    sent: set[int] = set()
+    while new := [pid for pid in process_tree(root) if pid not in sent]:
+        for pid in new:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        sent.update(new)
+
+
 def stands_still(pid: int) -> bool:
     """Whether a process is stopped in all of its threads, or has ended (Linux)."""
     try:
@@ -340,7 +350,7 @@ class Contestant:
     ) -> None:
         """Let it end by itself; after an error, or where it takes too long, kill it."""
         assert self._process is not None
-        self._signal(signal.SIGCONT)
+        signal_tree(self.pid, signal.SIGCONT)
         if error is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -358,7 +368,7 @@ class Contestant:
         """One pass, between going on and being stopped; each prompt must get `new_tokens`."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
+        signal_tree(self.pid, signal.SIGCONT)
         time.sleep(SETTLE_S)
         try:
             self._process.stdin.write(json.dumps(prompts) + "\n")
@@ -389,22 +399,13 @@ class Contestant:
 
     def _stop(self) -> None:
         """Stop the whole tree; each thread runs on until the kernel has told it."""
-        self._signal(signal.SIGSTOP)
+        signal_tree(self.pid, signal.SIGSTOP)
         while not all(stands_still(pid) for pid in process_tree(self.pid)):
             time.sleep(0.001)
 
-    def _signal(self, number: signal.Signals) -> None:
-        """Send it to the whole tree, parents first: one that stands still starts nothing more."""
-        sent: set[int] = set()
-        while new := [pid for pid in process_tree(self.pid) if pid not in sent]:
-            for pid in new:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            sent.update(new)
-
     def _end(self) -> None:
         assert self._process is not None
-        self._signal(signal.SIGKILL)
+        signal_tree(self.pid, signal.SIGKILL)
         self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)  # what it has started and left behind

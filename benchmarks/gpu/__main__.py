@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.child import run_part
+from benchmarks.gpu.findings import Place
 from benchmarks.gpu.parts import PARTS, TIME_LIMIT_S, Part, choose
-from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import Report
-from benchmarks.gpu.runner import Runner, child_environment
+from benchmarks.gpu.runner import Runner, child_environment, run_part
 
 _DESCRIBING_LIMIT_S = 120
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import importlib
 import json
 import os
 import re
@@ -10,15 +12,48 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.child import DONE, NOT_RUN
-from benchmarks.gpu.parts import Part
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.findings import Findings, NotRunError, Place
+from benchmarks.gpu.parts import Part, part_named
 from benchmarks.gpu.report import PartResult
+
+DONE, FAILED, NOT_RUN = 0, 1, 4
+"""Exit codes of a part's process."""
+
+_OURS = ("llmpq", "actors", "planner", "quant", "benchmarks", "tests")
+_SHARE_BEFORE_A_LOOK = 0.95
+
+
+def run_part(name: str, result: Path, place: Place, limit_s: float) -> int:
+    """Run the part `name`; what it finds goes to `result`, and its exit code is returned.
+
+    Shortly before `limit_s`, at which the parent ends this process, the log gets a trace of where
+    it is.
+    """
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(_SHARE_BEFORE_A_LOOK * limit_s)
+    part, findings = part_named(name), Findings(result)
+    try:
+        importlib.import_module(part.module).run(findings, place, part.argument)
+    except NotRunError as reason:
+        findings.not_run(str(reason))
+        return NOT_RUN
+    except ModuleNotFoundError as error:
+        traceback.print_exc()
+        package = (error.name or "").partition(".")[0]
+        if not package or package in _OURS:
+            return FAILED
+        findings.not_run(f"{package} is missing")
+        return NOT_RUN
+    for complaint in findings.complaints:
+        sys.stderr.write(f"{complaint}\n")
+    return FAILED if findings.complaints else DONE
+
 
 TAIL_CHARACTERS = 4000
 _LEAST_S = 15.0

@@ -1,7 +1,6 @@
 """Speed of the planner: against the published formulation, and on large clusters.
 
     python -m benchmarks.planning.planner clusters [--update docs/planner.md]
-    python -m benchmarks.planning.planner methods [--update docs/planner.md]
     python -m benchmarks.planning.planner defaults [--update docs/planner.md]
 
 Times are CPU seconds of one process, so that other work on the machine does not count. Costs are
@@ -143,39 +142,6 @@ def clusters_table(numbers: Sequence[int], samples: int, limit_s: float) -> Iter
     )
 
 
-def methods_table(numbers: Sequence[int]) -> Iterator[str]:
-    """Markdown rows: bitwidth transfer, and all distinct orders, beside the usual search."""
-    yield header(
-        "cluster | search (s) | transfer, one problem (s) | its excess | "
-        "transfer, search (s) | its excess | distinct orders x sizes | search (s) | "
-        "better by"
-    )
-    for number in numbers:
-        costs = paper_costs(number, PlanOptions(relative_gap=GAP, head="last"))
-        ours = timed_search(costs)
-        every = timed_search(
-            paper_costs(number, PlanOptions(relative_gap=GAP, head="last", all_orders=True))
-        )
-        heuristic = timed_search(paper_costs(number, PlanOptions(method="transfer", head="last")))
-        best = ours.solution.assignment.objective
-        problem = costs.problem(ours.solution.devices, ours.solution.sizes)
-        start = time.process_time()
-        alone = solve(problem, method="transfer")
-        alone_s = time.process_time() - start
-        cells = (
-            number,
-            f"{ours.cpu_s:.2f}",
-            f"{alone_s:.2f}",
-            f"{100 * (alone.objective / best - 1):.2f} %",
-            f"{heuristic.cpu_s:.2f}",
-            f"{100 * (heuristic.solution.assignment.objective / best - 1):.2f} %",
-            every.solution.candidates,
-            f"{every.cpu_s:.2f}",
-            f"{100 * (1 - every.solution.assignment.objective / best):.2f} %",
-        )
-        yield table_row(cells)
-
-
 def check_agreement(problem: AssignmentProblem, published: PublishedOutcome) -> None:
     """Stop where the two formulations contradict each other."""
     ours = solve(problem, relative_gap=GAP)
@@ -237,7 +203,7 @@ def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> s
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and update a page or plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["clusters", "methods", "defaults"])
+    parser.add_argument("what", choices=["clusters", "defaults"])
     parser.add_argument("--clusters", type=int, nargs="+", default=list(PAPER), choices=PAPER)
     parser.add_argument("--samples", type=int, default=3, help="published problems a cluster")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each of them")
@@ -245,8 +211,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.what == "clusters":
         rows = clusters_table(chosen.clusters, chosen.samples, chosen.limit)
-    elif chosen.what == "methods":
-        rows = methods_table(chosen.clusters)
     else:
         rows = defaults_table()
     show(rows, chosen.update, chosen.what)

@@ -1,1 +1,1 @@
-"""Rounding on a real model: what quantization costs SmolLM2, beside what other quantizers reach."""
+"""What quantization costs in quality: perplexity and divergence of models."""

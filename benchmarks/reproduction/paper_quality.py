@@ -17,10 +17,9 @@ import numpy as np
 import torch
 
 from actors.stage.layer_stream import compute_on
-from benchmarks.quantization.models import MODELS
+from benchmarks.quantization.models import MODELS, Texts, texts_for
 from benchmarks.quantization.quality import CPU, importance_of, weight_only
 from benchmarks.quantization.quality_tables import Bits
-from benchmarks.quantization.texts import Texts, texts_for
 from benchmarks.reproduction.paper_report import markdown_table
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate

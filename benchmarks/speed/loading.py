@@ -2,7 +2,6 @@
 transformers and bitsandbytes.
 
     python -m benchmarks.speed.loading [--bits 4 3 8] [--gib 1.5] [--threads 1] [--rounds 3]
-    python -m benchmarks.speed.loading --part importance     # the pass of random ids before it
 
 A LLaMA of random bfloat16 weights (hidden size 2048, one file a layer) is written to a temporary
 folder and loaded in a fresh process each time, all ways in turn, round after round; medians are
@@ -19,9 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -44,16 +41,13 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from actors.stage.importance import measure_layers
-from actors.stage.layer_stream import compute_on
 from actors.stage.partial_model import empty_model
-from benchmarks.lab import BFLOAT16_CAPABILITY, table_row
+from benchmarks.lab import BFLOAT16_CAPABILITY, header, processor_name, table_row
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES
 from quant.common.units import MIB
 from quant.linear import LayerForm
-from quant.loading.emulated_kernels import LayerScheme
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading
 from quant.processor import local_processor
 
@@ -65,10 +59,7 @@ HAS_PEER = all(importlib.util.find_spec(name) for name in ("bitsandbytes", "acce
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load: by us or by `peer`; `cache` is none, write or hit.
-
-    `importance`: not to load, but to measure what weights are rounded by.
-    """
+    """One way to load: by us or by `peer`; `cache` is none, write or hit."""
 
     name: str
     bits: int
@@ -76,7 +67,6 @@ class Way:
     overlapped: bool = True
     cache: str = "none"
     peer: bool = False
-    importance: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,16 +90,6 @@ def ways_of(bits: int) -> list[Way]:
         name = "transformers + bitsandbytes nf4"
         found += [Way(name, bits, cold, peer=True) for cold in (True, False)]
     return found
-
-
-def importance_ways(bits: int) -> list[Way]:
-    """The pass before a first load, and that load beside it."""
-    names = {"overlapped": False, "importance of random ids": True}
-    return [
-        Way(name, bits, cold, importance=measures)
-        for cold in (True, False)
-        for name, measures in names.items()
-    ]
 
 
 def config_of(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
@@ -191,11 +171,6 @@ def load(
                 bnb_4bit_compute_dtype=torch.bfloat16,
             ),
         )
-    if way.importance:
-        print("begin", flush=True)
-        compute = compute_on(device, dtype_on(device))
-        layers = LlamaConfig.from_pretrained(folder).num_hidden_layers
-        return measure_layers(folder, compute, range(layers), [LayerScheme()] * layers)
     checkpoint = Checkpoint(folder)
     model: Any = empty_model(LlamaConfig.from_pretrained(folder))
     form = LayerForm(way.bits, local_processor(device), dtype_on(device), device, backend)
@@ -301,10 +276,7 @@ def median(samples: Sequence[Measured]) -> Measured:
 
 def table(results: dict[Way, list[Measured]]) -> str:
     """Markdown; the ratio is to our overlapped load at the same bits from the same files."""
-    lines = [
-        "| bits | files | load | seconds | ratio | peak MiB | held MiB | read MiB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = [header("bits | files | load | seconds | ratio | peak MiB | held MiB | read MiB")]
     medians = {way: median(samples) for way, samples in results.items()}
     base = {
         (way.bits, way.cold): found.seconds
@@ -320,31 +292,6 @@ def table(results: dict[Way, list[Measured]]) -> str:
     return "\n".join(lines)
 
 
-def per_billion(results: dict[Way, list[Measured]], folder: Path) -> str:
-    """Seconds for a billion parameters of decoder layers of the way that measures importance."""
-    checkpoint = Checkpoint(folder)
-    parameters = sum(
-        math.prod(checkpoint.shape_of(name)) for name in checkpoint.names() if ".layers." in name
-    )
-    return "\n".join(
-        f"\n{way.name}, {'cold' if way.cold else 'warm'}: "
-        f"{median(samples).seconds / parameters * 1e9:.2f} s for a billion parameters of layers"
-        for way, samples in results.items()
-        if way.importance
-    )
-
-
-def machine(threads: int) -> str:
-    """Describe the machine that the figures were taken on."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
-    name = models[0] if models else platform.machine()
-    return (
-        f"{name}, {os.cpu_count()} cores, {threads} torch thread(s), "
-        f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-    )
-
-
 def run(options: argparse.Namespace, folder: Path) -> None:
     """Write the checkpoints, load them in all ways, print the table."""
     large, tiny, cache_folder = (folder / name for name in ("large", "tiny", "cache"))
@@ -356,8 +303,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     layers = max(1, round(options.gib * 1024 * MIB / layer_bytes))
     write_checkpoint(large, config_of(layers, 2048, 32000))
     write_checkpoint(tiny, config_of(TINY_LAYERS, 128, 96))
-    ways_at = importance_ways if options.part == "importance" else ways_of
-    ways = [way for bits in options.bits for way in ways_at(bits)]
+    ways = [way for bits in options.bits for way in ways_of(bits)]
     results: dict[Way, list[Measured]] = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way in ways:
@@ -367,10 +313,13 @@ def run(options: argparse.Namespace, folder: Path) -> None:
             results[way].append(sample)
             print(way, sample, file=sys.stderr, flush=True)
     stored = sum(path.stat().st_size for path in large.glob("*.safetensors"))
-    print(f"{machine(options.threads)}; {layers} layers, {stored / MIB:.0f} MiB in bfloat16; ")
+    print(
+        f"{processor_name()}, {options.threads} torch thread(s), "
+        f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}; "
+        f"{layers} layers, {stored / MIB:.0f} MiB in bfloat16; "
+    )
     print(f"medians of {options.rounds} rounds, each load in its own process.\n")
     print(table(results))
-    print(per_billion(results, large))
     if not HAS_PEER:
         print("\nbitsandbytes is left out: pip install bitsandbytes accelerate")
 
@@ -382,7 +331,6 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4, 8), default=[4, 3, 8])
-    parser.add_argument("--part", choices=("loading", "importance"), default="loading")
     parser.add_argument("--gib", type=float, default=1.5, help="of decoder layers in bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)

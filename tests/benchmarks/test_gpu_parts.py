@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import child
-from benchmarks.gpu.findings import Findings, NotRunError
+from benchmarks.gpu import runner
+from benchmarks.gpu.findings import Findings, NotRunError, Place
 from benchmarks.gpu.measurements import gpu_tests, graphs, kernels, memory, models
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.place import Place
 from benchmarks.lab import captured, seconds_of
 from benchmarks.speed.linear import Held, Result, Setting, measure
 from quant.backends.kernel_classes import BACKENDS
@@ -107,11 +106,11 @@ def test_a_kernel_that_is_wrong_makes_its_part_fail(
             return out
 
     monkeypatch.setitem(BACKENDS, "cuda_4bit", Wrong)
-    monkeypatch.setattr(child.faulthandler, "enable", lambda: None)
-    monkeypatch.setattr(child.faulthandler, "dump_traceback_later", lambda _: None)
+    monkeypatch.setattr(runner.faulthandler, "enable", lambda: None)
+    monkeypatch.setattr(runner.faulthandler, "dump_traceback_later", lambda _: None)
     place = Place(tmp_path, tmp_path, dry_run=True)
-    code = child.run_part("kernels.cuda_4bit", tmp_path / "found.json", place, 60.0)
-    assert code == child.FAILED
+    code = runner.run_part("kernels.cuda_4bit", tmp_path / "found.json", place, 60.0)
+    assert code == runner.FAILED
     complaints = json.loads((tmp_path / "found.json").read_text())["complaints"]
     assert any("computes 1 rows of 192 x 256 wrongly" in each for each in complaints)
 
@@ -119,9 +118,9 @@ def test_a_kernel_that_is_wrong_makes_its_part_fail(
 @pytest.mark.parametrize(
     ("raised", "code", "reason"),
     [
-        (NotRunError("too small"), child.NOT_RUN, "too small"),
-        (ModuleNotFoundError("no", name="cupboard.door"), child.NOT_RUN, "cupboard is missing"),
-        (ModuleNotFoundError("no", name="quant.none"), child.FAILED, None),
+        (NotRunError("too small"), runner.NOT_RUN, "too small"),
+        (ModuleNotFoundError("no", name="cupboard.door"), runner.NOT_RUN, "cupboard is missing"),
+        (ModuleNotFoundError("no", name="quant.none"), runner.FAILED, None),
     ],
 )
 def test_a_missing_library_is_no_failure_but_a_missing_file_of_ours_is(
@@ -131,11 +130,11 @@ def test_a_missing_library_is_no_failure_but_a_missing_file_of_ours_is(
     def run(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(child.faulthandler, "enable", lambda: None)
-    monkeypatch.setattr(child.faulthandler, "dump_traceback_later", lambda _: None)
+    monkeypatch.setattr(runner.faulthandler, "enable", lambda: None)
+    monkeypatch.setattr(runner.faulthandler, "dump_traceback_later", lambda _: None)
     monkeypatch.setattr(memory, "run", run)
     path = tmp_path / "found.json"
-    assert child.run_part("memory", path, Place(tmp_path, tmp_path, dry_run=True), 60.0) == code
+    assert runner.run_part("memory", path, Place(tmp_path, tmp_path, dry_run=True), 60.0) == code
     if reason is not None:
         assert json.loads(path.read_text())["not_run"] == reason
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.child import NOT_RUN
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, Place
 from benchmarks.gpu.parts import PARTS, TIME_LIMIT_S, Part, choose
-from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import PartResult, Report
-from benchmarks.gpu.runner import Runner, child_environment
+from benchmarks.gpu.runner import NOT_RUN, Runner, child_environment
 from quant.common.errors import DeviceError
 
 MACHINE = {

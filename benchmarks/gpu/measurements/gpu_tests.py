@@ -10,8 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.gpu.findings import Findings, NotRunError
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.findings import Findings, NotRunError, Place
 
 _TESTS = Path(__file__).resolve().parents[3] / "tests"
 _MARK = "pytest.mark.gpu"

@@ -20,16 +20,15 @@ from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage, run_decoder
-from benchmarks.gpu.findings import Cell, Findings
+from benchmarks.gpu.findings import Cell, Findings, Place
 from benchmarks.gpu.measurements.models import (
+    Recorder,
     backends_here,
     note_substitutes,
     opt_checkpoint,
     opt_config,
     quiet,
 )
-from benchmarks.gpu.measurements.recorder import Recorder
-from benchmarks.gpu.place import Place
 from benchmarks.lab import seconds_of
 from benchmarks.speed.loading import dtype_on
 from quant.linear import dtype_name

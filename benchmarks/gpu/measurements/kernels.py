@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.findings import Findings, Table
-from benchmarks.gpu.measurements.recorder import Recorder
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.findings import Findings, Place, Table
+from benchmarks.gpu.measurements.models import Recorder
 from benchmarks.lab import BFLOAT16_CAPABILITY, seconds_of
 from benchmarks.speed.linear import (
     Held,

@@ -15,7 +15,7 @@ from statistics import geometric_mean, quantiles
 import torch
 
 from actors.profiling.layers import TimedLayers
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, Place
 from benchmarks.gpu.measurements.models import (
     accelerator_of,
     backends_here,
@@ -25,7 +25,6 @@ from benchmarks.gpu.measurements.models import (
     quiet,
     release,
 )
-from benchmarks.gpu.place import Place
 from benchmarks.lab import evictor, seconds_of
 from planner.cluster.device import Device
 from planner.costs.roofline import RooflineLatency

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.findings import Cell, Findings
+from benchmarks.gpu.findings import Cell, Findings, Place
 from benchmarks.gpu.measurements.models import backends_here, note_substitutes, quiet, release
-from benchmarks.gpu.place import Place
 from benchmarks.lab import seconds_of
 from benchmarks.speed.loading import (
     Way,

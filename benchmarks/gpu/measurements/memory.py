@@ -18,7 +18,7 @@ import torch
 from actors.messages import Admission, MicroBatch, Sampling, TokenRange
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, Place
 from benchmarks.gpu.measurements.models import (
     MIXED,
     accelerator_of,
@@ -29,7 +29,6 @@ from benchmarks.gpu.measurements.models import (
     quiet,
     release,
 )
-from benchmarks.gpu.place import Place
 from planner.cluster.device import Device
 from planner.costs.memory import (
     StageEnds,

@@ -1,4 +1,4 @@
-"""Models, devices and prompts that several parts use."""
+"""Models, devices, prompts and recorded graphs that several parts use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import gc
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from transformers import OPTConfig
 from transformers.utils import logging
 
 from actors.messages import Request, Sampling
-from benchmarks.gpu.findings import Findings, NotRunError
-from benchmarks.gpu.place import Place
+from benchmarks.gpu.findings import Findings, NotRunError, Place
+from benchmarks.lab import Captured, captured
 from benchmarks.speed.loading import write_checkpoint
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
@@ -141,3 +142,29 @@ def release(device: torch.device) -> None:
 def one_thread_a_stage() -> int:
     """Threads that each of two CPU stages may have."""
     return max(1, (os.cpu_count() or 2) // 2)
+
+
+class Recorder:
+    """Says in `findings` what cannot be recorded, and why; then it records no more.
+
+    torch's allocator may not notice that a broken capture has ended, and refuses the next one.
+    """
+
+    def __init__(self, findings: Findings, device: torch.device) -> None:
+        self._findings = findings
+        self._device = device
+        self._broken = False
+
+    def record(self, what: str, work: Callable[[], Any]) -> Captured | None:
+        """`work` as a graph; None where that is not possible."""
+        if self._broken:
+            return None
+        try:
+            return captured(self._device, work)
+        except RuntimeError as error:
+            self._broken = True
+            reason = str(error).partition("\n")[0]
+            self._findings.note(
+                f"{what} cannot be recorded as a graph: {reason}; nothing is recorded after it"
+            )
+            return None

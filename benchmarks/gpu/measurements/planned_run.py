@@ -16,7 +16,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
-from benchmarks.gpu.findings import Findings, Table
+from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.layers import profile_of
 from benchmarks.gpu.measurements.models import (
     MIXED,
@@ -29,7 +29,6 @@ from benchmarks.gpu.measurements.models import (
     release,
     requests_of,
 )
-from benchmarks.gpu.place import Place
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import model_shape

@@ -19,7 +19,7 @@ import ray
 
 from actors.messages import Request, Sampling, Transport
 from actors.stage_group import GroupOptions, StageGroup
-from benchmarks.gpu.findings import Findings, Table
+from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.models import (
     MIXED,
     backends_here,
@@ -32,7 +32,6 @@ from benchmarks.gpu.measurements.models import (
     requests_of,
 )
 from benchmarks.gpu.measurements.planned_run import workload_of
-from benchmarks.gpu.place import Place
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions

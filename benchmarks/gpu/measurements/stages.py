@@ -9,9 +9,8 @@ from transformers import PretrainedConfig
 
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from benchmarks.gpu.findings import Findings, Table
+from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.models import quiet
-from benchmarks.gpu.place import Place
 from quant.processor import local_processor
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, reference, save_tiny
 

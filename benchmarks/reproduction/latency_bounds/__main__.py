@@ -14,8 +14,6 @@ variance           seconds from turn to turn and from step to step (table 7)
 and of our own:
 
 timelines          random schedules beside simulations of their events
-search_cost        what branch and bound evaluates of random functions
-emulated           two mixed clusters played by actors: as run beside as planned
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from collections.abc import Sequence
 from benchmarks.lab import run_part, table_part
 from benchmarks.reproduction.latency_bounds import (
     claims,
-    emulated,
-    search_cost,
     tables,
     throughput,
     timelines,
@@ -40,8 +36,6 @@ PARTS = {
     "changed_lengths": (tables.changed_lengths_arguments, tables.run_changed_lengths),
     "variance": table_part("variance", tables.variance_table),
     "timelines": (timelines.add_arguments, timelines.run),
-    "search_cost": (search_cost.add_arguments, search_cost.run),
-    "emulated": (emulated.add_arguments, emulated.run),
 }
 
 

@@ -1,6 +1,6 @@
 """Whether schedules keep their bounds: the chosen ones, simulated event by event.
 
-    python -m benchmarks.reproduction.latency_bounds claims [--models 13B] [--tasks S T] [--every]
+    python -m benchmarks.reproduction.latency_bounds claims [--models 13B] [--tasks S T]
 
 Models, tasks and bounds of `throughput`. A schedule is chosen by its timeline, so that 99 % of all
 requests keep the bound. Then its events are simulated with random lengths; where they do not keep
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.lab import header, table_row
+from benchmarks.lab import header, show
 from benchmarks.reproduction.latency_bounds.models import MODELS, TASKS, Model
 from benchmarks.reproduction.latency_bounds.schedules import rra_of, waa_of
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Bounded, Placed, Setting
@@ -66,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     parser.add_argument("--models", nargs="+", default=["13B", "39B"], help="parts of names")
     parser.add_argument("--tasks", nargs="+", choices=TASKS)
-    parser.add_argument("--every", action="store_true", help="a line for each schedule too")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -79,8 +78,7 @@ def run(options: argparse.Namespace) -> None:
         if not options.tasks or task in options.tasks
         for claim in claims(Setting(model, TASKS[task].lengths), task)
     ]
-    lines = [*(table(found) if options.every else ()), *summary(found)]
-    print("\n".join(lines))
+    show(summary(found))
 
 
 def claims(setting: Setting, task: str) -> Iterator[Claim]:
@@ -111,32 +109,6 @@ def simulated(placed: Placed, count: int, seed: int) -> ObservedRequests:
     schedule = placed.schedules.schedule_at(placed.point)
     watch = Watch(SETTLING * schedule.decode_requests, count)
     return placed.schedules.observed(schedule, watch, seed)
-
-
-def table(found: Sequence[Claim]) -> Iterator[str]:
-    """Yield the lines of a table of all schedules."""
-    yield header(
-        "model, GPUs | task | bound, s | by the timeline | req/s, 99 % s | simulated | "
-        "claimed | req/s | 99 % s | within"
-    )
-    for each in found:
-        planned, seen = each.first.performance, each.first_seen
-        cells = [
-            each.model.label,
-            each.task,
-            f"{each.bound_s:.1f}",
-            f"{each.kind}: {each.first.schedules.label(each.first.point)}",
-            f"{planned.requests_per_s:.2f}, {planned.latency_s:.1f}",
-            f"{seen.requests_per_s:.2f}, {seen.latency_s(QUANTILE):.1f}",
-        ]
-        if each.chosen is None or each.judged is None:
-            cells += ["none"] + ["–"] * 3
-        else:
-            label = each.chosen.schedules.label(each.chosen.point)
-            seconds = f"{each.judged.latency_s(QUANTILE):.1f}"
-            rate = f"{each.judged.requests_per_s:.2f}"
-            cells += [label, rate, seconds, "yes" if each.kept else f"{each.share:.3f}"]
-        yield table_row(cells)
 
 
 def summary(found: Sequence[Claim]) -> Iterator[str]:

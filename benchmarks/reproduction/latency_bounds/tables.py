@@ -189,15 +189,12 @@ class Changed:
 def changed_lengths_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part."""
     parser.add_argument("--update", type=Path, help="page whose table is replaced")
-    parser.add_argument("--plot", type=Path, help="picture to draw (SVG)")
 
 
 def run_changed_lengths(options: argparse.Namespace) -> None:
     """Print the table."""
     found = [*changes("WAA"), *changes("RRA")]
     show(changed_table(found), options.update, CHANGED)
-    if options.plot is not None:
-        plot(found, options.plot)
 
 
 def changes(kind: str) -> Iterator[Changed]:
@@ -258,31 +255,6 @@ def changed_table(found: Sequence[Changed]) -> Iterator[str]:
             f"{each.one_s / base.one_s:.2f}",
         ]
         yield table_row(cells)
-
-
-def plot(found: Sequence[Changed], path: Path) -> None:
-    """Draw throughput as bars and latency as a line, a panel for each change; needs matplotlib."""
-    import matplotlib.pyplot as plt
-
-    kinds, changed = (
-        list(dict.fromkeys(getattr(each, name) for each in found)) for name in ("kind", "what")
-    )
-    figure, panels = plt.subplots(len(kinds), len(changed), figsize=(10, 5), layout="constrained")
-    for row, kind in zip(panels, kinds, strict=True):
-        for panel, what in zip(row, changed, strict=True):
-            own = [each for each in found if (each.kind, each.what) == (kind, what)]
-            places = range(len(own))
-            panel.bar([p - 0.2 for p in places], [e.kept_per_s for e in own], 0.4, label="stays")
-            adjusted = [each.adjusted_per_s for each in own]
-            panel.bar([p + 0.2 for p in places], adjusted, 0.4, label="adjusted")
-            panel.set_xticks(places, [f"{each.value:g}" for each in own], fontsize=8)
-            panel.set_title(f"{kind}: {what}", fontsize=9)
-            latency = panel.twinx()
-            latency.plot(places, [each.all_s for each in own], "k.-", label="99th percentile, s")
-            latency.set_ylim(bottom=0)
-    panels[0][0].set_ylabel("requests/s")
-    panels[0][0].legend(fontsize=7)
-    figure.savefig(path)
 
 
 TURNS = 400

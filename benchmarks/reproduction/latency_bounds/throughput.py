@@ -1,7 +1,7 @@
 """Throughput of FT, DSI, ORCA, vLLM and ours on the paper's models, tasks and bounds (fig. 6 to 8).
 
     python -m benchmarks.reproduction.latency_bounds throughput [--models 13B 39B] [--tasks S T]
-                                                   [--update docs/latency_bounds.md] [--plot FILE]
+                                                   [--update docs/latency_bounds.md]
 
 Everything is simulated, on the same times by datasheets; each scheduler has its best sizes within
 the bound.
@@ -74,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", help="parts of names, such as 13B")
     parser.add_argument("--tasks", nargs="+", choices=TASKS)
     parser.add_argument("--update", type=Path, help="page whose tables are replaced")
-    parser.add_argument("--plot", type=Path, help="picture to draw (SVG)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -94,8 +93,6 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(lines))
         if options.update is not None:
             update_page(options.update, section, lines)
-    if options.plot is not None:
-        plot(cells, options.plot)
 
 
 def cells_of(model: Model, task: str) -> Iterator[Cell]:
@@ -166,31 +163,3 @@ def summary(cells: Sequence[Cell]) -> Iterator[str]:
     strict = np.nanmax([c.ratio() for c in cells])
     even = np.nanmax([c.ratio(even=True) for c in cells])
     yield f"| most | | {strict:.1f} | | {even:.1f} | {PAPER['most']} |"
-
-
-def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Draw requests a second by bound, a panel for each model and task; needs matplotlib."""
-    import matplotlib.pyplot as plt
-
-    labels = list(dict.fromkeys(cell.model.label for cell in cells))
-    figure, panels = plt.subplots(
-        len(labels), len(TASKS), figsize=(11, 1.9 * len(labels)), layout="constrained"
-    )
-    for row, label in zip(panels, labels, strict=True):
-        for panel, task in zip(row, TASKS, strict=True):
-            own = [cell for cell in cells if (cell.model.label, cell.task) == (label, task)]
-            if not own:
-                panel.set_axis_off()
-                continue
-            for name in (*RIVALS, *OURS):
-                rates = [each.requests_per_s if (each := c.chosen[name]) else 0.0 for c in own]
-                style = "-" if name in OURS else "--"
-                panel.plot(range(len(own)), rates, style, marker="o", markersize=3, label=name)
-            bounds = [f"{c.bound_s:.0f}" if math.isfinite(c.bound_s) else "∞" for c in own]
-            panel.set_xticks(range(len(own)), bounds, fontsize=7)
-            panel.set_title(f"{label}, {task}", fontsize=8)
-            panel.set_ylim(bottom=0)
-    panels[0][0].legend(fontsize=6)
-    figure.supylabel("requests/s", fontsize=8)
-    figure.supxlabel("bound in seconds", fontsize=8)
-    figure.savefig(path)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.lab import process_tree
+from benchmarks.lab import signal_tree
 from benchmarks.reproduction.orca.traces import OUTPUTS, PROMPTS
 from benchmarks.speed.throughput_contestants import CLUSTER
 from llmpq import Cluster, Plan, Workload
@@ -79,7 +79,7 @@ class Server:
     ) -> None:
         """Let it end by itself; where it takes too long, kill it."""
         assert self._process is not None
-        self._signal(signal.SIGCONT)
+        signal_tree(self._process.pid, signal.SIGCONT)
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
@@ -87,12 +87,14 @@ class Server:
 
     def resume(self) -> None:
         """Let it go on."""
-        self._signal(signal.SIGCONT)
+        assert self._process is not None
+        signal_tree(self._process.pid, signal.SIGCONT)
         time.sleep(SETTLE_S)
 
     def pause(self) -> None:
         """Have all of its processes stand still."""
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        signal_tree(self._process.pid, signal.SIGSTOP)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         until_s = time.monotonic() + START_S
@@ -105,18 +107,9 @@ class Server:
             time.sleep(0.5)
         raise SystemExit(f"{self.name} is not ready; its log:\n{self._log.read_text()[-3000:]}")
 
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        sent: set[int] = set()
-        while new := [pid for pid in process_tree(self._process.pid) if pid not in sent]:
-            for pid in new:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            sent.update(new)
-
     def _end(self) -> None:
         assert self._process is not None
-        self._signal(signal.SIGKILL)
+        signal_tree(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.reproduction.latency_bounds.search_cost import Outcome, outcome_of, random_cases
 from planner.latency_bound.branch_and_bound import (
     ControlPoint,
     Found,
@@ -19,6 +18,7 @@ from planner.latency_bound.branch_and_bound import (
     least_latency,
 )
 from planner.latency_bound.timeline import DOES_NOT_FIT, Performance
+from tests.planner.latency_bound.random_boxes import Outcome, outcome_of, random_cases
 
 EXACT = Tolerance(0.0, 0.0)
 

@@ -1,15 +1,12 @@
-"""Evaluations of branch and bound against exhaustive search, on random cases.
+"""Random boxes of two to four controls, for branch and bound beside exhaustive search.
 
-    python -m benchmarks.reproduction.latency_bounds search_cost [--cases 300]
-
-Throughput and latency are random functions of two to four controls that rise with each of them,
-half of them with noise within the tolerance: services that saturate as schedules do, powers, and
-sums of jumps. The bound is a random quantile of the latencies of the box.
+Throughput and latency are random functions that rise with each control, half of them with noise
+within the tolerance: services that saturate as schedules do, powers, and sums of jumps. The bound
+is a random quantile of the latencies of the box.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +21,6 @@ FloatArray = npt.NDArray[np.float64]
 SIZES = {2: (128, 96), 3: (64, 48, 8), 4: (48, 32, 8, 6)}
 """Values of each control: newcomers, decode steps, micro-batches of either phase."""
 
-CASES = 300
 TOLERANCE = Tolerance()
 
 
@@ -156,32 +152,3 @@ KINDS: dict[str, Callable[[Sequence[int], np.random.Generator], tuple[FloatArray
     "powers": _powers,
     "jumps": _jumps,
 }
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Lines of a table: the evaluated share of the box by number of controls and by kind."""
-    rows = [
-        "| cases | number | mean evaluated | median | 90 % | most | least throughput |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    groups = {f"{count} controls": [o for o in outcomes if o.controls == count] for count in SIZES}
-    groups |= {name: [o for o in outcomes if o.name == name] for name in KINDS}
-    for name, chosen in {**groups, "all": list(outcomes)}.items():
-        if not chosen:
-            continue
-        evaluated = np.array([each.evaluated for each in chosen])
-        figures = (evaluated.mean(), *np.quantile(evaluated, (0.5, 0.9, 1)))
-        shares = " | ".join(f"{100 * figure:.2f} %" for figure in figures)
-        least = min(each.reached for each in chosen)
-        rows.append(f"| {name} | {len(chosen)} | {shares} | {least:.4f} |")
-    return "\n".join(rows) + "\n"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add how many cases there are."""
-    parser.add_argument("--cases", type=int, default=CASES, help="number of random cases")
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print the table."""
-    print(table([outcome_of(case) for case in random_cases(options.cases)]), end="")
