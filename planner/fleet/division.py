@@ -8,7 +8,7 @@ of the sizes that occur, and no more blocks are used than are cut.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -16,11 +16,10 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, ungrouped
-from planner.costs.model import CostModel
 from planner.fleet.makeups import MakeUp, Pools, example_devices
 from planner.fleet.pricing import Priced
 from planner.plan.builder import build_plan
-from planner.plan.origin import PlanOrigin, origin_of
+from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.quality.sensitivity import planned_importance
 from planner.search.costs import files_of_costs
@@ -36,7 +35,7 @@ Cut = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Division:
+class FleetDivision:
     """How many pipelines of each column [C], how often each kind of pool is cut in each way, and
     the most value that any choice has.
     """
@@ -67,7 +66,7 @@ def divide(
     number: int | None = None,
     least_tokens_per_s: float = 0.0,
     time_limit_s: float = 5.0,
-) -> Division:
+) -> FleetDivision:
     """The counts of `columns` that have the most value together, in `pools` (kind and size, with
     how many there are), with `number` pipelines in all, or any (None).
 
@@ -114,7 +113,7 @@ def divide(
         if count:
             chosen.setdefault(pool, []).append((cut, int(count)))
     bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
-    return Division(
+    return FleetDivision(
         tuple(int(each) for each in counts[:columns_n]),
         {pool: tuple(each) for pool, each in chosen.items()},
         -float(found.fun) * scale,
@@ -141,38 +140,30 @@ def _sums(left: int, sizes: Sequence[int]) -> Iterator[Cut]:
             yield from ((size, *rest) for rest in _sums(left - size, sizes[number:]))
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """A pipeline with the devices of each of its blocks; `column` is the number of its make-up."""
-
-    column: int
-    blocks: tuple[tuple[Device, ...], ...]
+Placing = tuple[int, tuple[tuple[Device, ...], ...]]
+"""A pipeline: the number of its make-up, and the devices of each of its blocks."""
 
 
-def place(division: Division, make_ups: Sequence[MakeUp], pools: Pools) -> list[Placed]:
-    """The devices of every pipeline. Blocks of one pipeline are taken from one node if one has
-    them.
-    """
+def place(division: FleetDivision, make_ups: Sequence[MakeUp], pools: Pools) -> Iterator[Placing]:
+    """Yield every pipeline; its blocks are taken from one node if one has them."""
     free = _free_blocks(division, pools)
-    placed = []
-    for column, count in enumerate(division.counts):
-        for _ in range(count):
-            blocks: list[tuple[Device, ...]] = []
-            for block in make_ups[column]:
-                nodes = {devices[0].node for devices in blocks}
-                left = free[block.kind, block.size]
-                near = next((b for b in left if b[0].node in nodes), left[0])
-                left.remove(near)
-                blocks.append(near)
-            placed.append(Placed(column, tuple(blocks)))
-    return placed
+    columns = (column for column, count in enumerate(division.counts) for _ in range(count))
+    for column in columns:
+        blocks: list[tuple[Device, ...]] = []
+        for block in make_ups[column]:
+            nodes = {devices[0].node for devices in blocks}
+            left = free[block.kind, block.size]
+            near = next((b for b in left if b[0].node in nodes), left[0])
+            left.remove(near)
+            blocks.append(near)
+        yield column, tuple(blocks)
 
 
 def _free_blocks(
-    division: Division, pools: Pools
+    division: FleetDivision, pools: Pools
 ) -> dict[tuple[int, int], list[tuple[Device, ...]]]:
     """The blocks that the nodes are cut into, by kind and size, in the order of the nodes."""
-    waiting: dict[tuple[int, int], list[Cut]] = {
+    waiting = {
         pool: [cut for cut, count in cuts for _ in range(count)]
         for pool, cuts in division.cuts.items()
     }
@@ -192,38 +183,35 @@ def fleet_plans(
     source: str,
     sensitivity_source: str,
     chosen: Sequence[Priced],
-    placed: Sequence[Placed],
+    placed: Iterable[Placing],
 ) -> Iterator[PlanSpec]:
-    """Yield the plan of every pipeline; `source` is the model's."""
+    """Yield the plan of every pipeline: one is built for each make-up, its copies are on other
+    devices. `source` is the model's.
+    """
     nodes: dict[str, list[Device]] = {}
     for device in cluster.devices:
         nodes.setdefault(device.node, []).append(device)
     built: dict[int, PlanSpec] = {}
-    for each in placed:
-        priced = chosen[each.column]
-        if each.column not in built:
-            built[each.column] = _example_plan(priced, source, sensitivity_source)
-        names = dict(
-            zip(
-                (d.name for d in ungrouped(example_devices(priced.make_up, _kinds(priced, each)))),
-                (device.name for block in each.blocks for device in block),
-                strict=True,
-            )
-        )
-        used = list(chain.from_iterable(each.blocks))
-        whole = [d for node in dict.fromkeys(d.node for d in used) for d in nodes[node]]
-        origin = _origin(replace(cluster, devices=tuple(whole)), used, priced.costs)
-        part = replace(cluster, devices=tuple(d for d in whole if d in used))
-        plan = _renamed(built[each.column], names)
+    for column, blocks in placed:
+        priced = chosen[column]
+        if column not in built:
+            built[column] = _example_plan(priced, source, sensitivity_source)
+        used = list(chain.from_iterable(blocks))
+        pairs = zip(priced.make_up, blocks, strict=True)
+        kinds = {block.kind: devices[0] for block, devices in pairs}
+        examples = ungrouped(example_devices(priced.make_up, kinds))
+        names = {one.name: device.name for one, device in zip(examples, used, strict=True)}
+        whole = tuple(d for node in dict.fromkeys(d.node for d in used) for d in nodes[node])
+        others = [device.name for device in whole if device not in used]
+        options = priced.costs.options
+        origin = origin_of(replace(cluster, devices=whole), options, files_of_costs(options))
+        part = replace(cluster, devices=tuple(device for device in whole if device in used))
         yield replace(
-            plan, cluster=cluster.name, cluster_fingerprint=part.fingerprint(), origin=origin
+            _renamed(built[column], names),
+            cluster=cluster.name,
+            cluster_fingerprint=part.fingerprint(),
+            origin=origin and origin.without(others),  # other pipelines have these
         )
-
-
-def _kinds(priced: Priced, placed: Placed) -> dict[int, Device]:
-    """An example of each kind that the make-up has."""
-    pairs = zip(priced.make_up, placed.blocks, strict=True)
-    return {block.kind: devices[0] for block, devices in pairs}
 
 
 def _example_plan(priced: Priced, source: str, sensitivity_source: str) -> PlanSpec:
@@ -235,29 +223,12 @@ def _example_plan(priced: Priced, source: str, sensitivity_source: str) -> PlanS
     return replace(plan, importance=importance)
 
 
-def _origin(whole: ClusterSpec, used: Sequence[Device], costs: CostModel) -> PlanOrigin | None:
-    """The origin of a pipeline: its nodes, of which other pipelines have the other devices."""
-    origin = origin_of(whole, costs.options, files_of_costs(costs.options))
-    if origin is None:
-        return None
-    names = {device.name for device in used}
-    return origin.without([d.name for d in whole.devices if d.name not in names])
-
-
 def _renamed(plan: PlanSpec, names: Mapping[str, str]) -> PlanSpec:
     """The same plan on other devices."""
 
     def moved(stage: StagePlan) -> StagePlan:
-        device = names[stage.device]
-        return replace(
-            stage,
-            device=device,
-            node=device.rpartition("/")[0],
-            devices=tuple(names[name] for name in stage.devices),
-        )
+        device, devices = names[stage.device], tuple(names[name] for name in stage.devices)
+        return replace(stage, device=device, node=device.rpartition("/")[0], devices=devices)
 
-    return replace(
-        plan,
-        stages=tuple(map(moved, plan.stages)),
-        unused_devices=tuple(names[name] for name in plan.unused_devices),
-    )
+    unused = tuple(names[name] for name in plan.unused_devices)
+    return replace(plan, stages=tuple(map(moved, plan.stages)), unused_devices=unused)

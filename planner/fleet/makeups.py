@@ -29,7 +29,7 @@ FEW = (2, 1, 3, 4)
 
 
 @dataclass(frozen=True)
-class Block:
+class NodeBlock:
     """Equal devices of one node: `size` of kind number `kind`, in groups of `degree` ranks."""
 
     kind: int
@@ -37,11 +37,11 @@ class Block:
     degree: int = 1
 
 
-MakeUp = tuple[Block, ...]
+MakeUp = tuple[NodeBlock, ...]
 
 
 @dataclass(frozen=True)
-class Pool:
+class DevicePool:
     """The devices of one kind on one node."""
 
     kind: int
@@ -56,7 +56,7 @@ class Pools:
     """
 
     kinds: tuple[Device, ...]
-    pools: tuple[Pool, ...]
+    pools: tuple[DevicePool, ...]
     degree: int = 1
 
     @classmethod
@@ -75,7 +75,7 @@ class Pools:
             if kind not in numbers:
                 numbers[kind] = len(kinds)
                 kinds.append(devices[0])
-            pools.append(Pool(numbers[kind], devices))
+            pools.append(DevicePool(numbers[kind], devices))
         return cls(tuple(kinds), tuple(pools), degree)
 
     def counts(self) -> Counter[tuple[int, int]]:
@@ -98,8 +98,8 @@ class Pools:
         """`count` devices of a kind, in whole groups, in blocks as large as its nodes allow."""
         most = self.largest(kind)
         whole, rest = divmod(self.in_groups(count), most)
-        last = (Block(kind, rest, self.degree),) if rest else ()
-        return (Block(kind, most, self.degree),) * whole + last
+        last = (NodeBlock(kind, rest, self.degree),) if rest else ()
+        return (NodeBlock(kind, most, self.degree),) * whole + last
 
 
 def example_devices(
@@ -113,7 +113,7 @@ def example_devices(
     return tuple(found)
 
 
-def block_devices(block: Block, devices: Sequence[Device]) -> list[Device]:
+def block_devices(block: NodeBlock, devices: Sequence[Device]) -> list[Device]:
     """The devices of a block in groups of its degree."""
     degree = block.degree
     return [group_of(devices[first : first + degree]) for first in range(0, block.size, degree)]

@@ -8,20 +8,19 @@ choice among what was priced is proven up to its gap; what was not priced is bou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.fleet.division import Column, Division, Placed, divide, fleet_plans, place
+from planner.fleet.division import Column, FleetDivision, Placing, divide, fleet_plans, place
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec, plan_devices
 from planner.fleet.makeups import MakeUp, Pools, grouped_make_ups, make_ups
 from planner.fleet.pricing import (
     Priced,
     Pricing,
-    Server,
     ceiling_tokens_per_s,
     device_tokens_per_s,
     simulate_fleet,
@@ -176,7 +175,9 @@ def _make_ups(
         yield from grouped_make_ups(make_up, degrees)
 
 
-def _chosen(request: FleetRequest, pricing: Pricing, pools: Pools) -> tuple[Division, list[Priced]]:
+def _chosen(
+    request: FleetRequest, pricing: Pricing, pools: Pools
+) -> tuple[FleetDivision, list[Priced]]:
     """The division of the quality that is wanted, and the priced make-ups that it counts."""
     fast, quality = _fastest(request, pricing, pools), quality_of(request.options)
     worth = _worth(request, pricing, fast)
@@ -201,7 +202,7 @@ def _chosen(request: FleetRequest, pricing: Pricing, pools: Pools) -> tuple[Divi
     return fast, pricing.priced
 
 
-def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> Division:
+def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> FleetDivision:
     """The division of the most tokens per second; InfeasibleError where there are fewer pipelines
     than are asked for.
     """
@@ -216,7 +217,7 @@ def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> Division:
         ) from error
 
 
-def _worth(request: FleetRequest, pricing: Pricing, fast: Division) -> float:
+def _worth(request: FleetRequest, pricing: Pricing, fast: FleetDivision) -> float:
     """The share of its time that a pipeline's worst sensitivity counts for."""
     quality, worst = quality_of(request.options), pricing.worst_sensitivity
     if request.options.theta is not None:
@@ -238,12 +239,12 @@ def _columns(priced: Sequence[Priced], worth: float) -> list[Column]:
     ]
 
 
-def _tokens_per_s(priced: Sequence[Priced], division: Division) -> float:
+def _tokens_per_s(priced: Sequence[Priced], division: FleetDivision) -> float:
     pairs = zip(priced, division.counts, strict=False)
     return sum(count * each.tokens_per_s for each, count in pairs)
 
 
-def _sensitivity(priced: Sequence[Priced], division: Division) -> float:
+def _sensitivity(priced: Sequence[Priced], division: FleetDivision) -> float:
     """The mean sensitivity of a token's pipeline."""
     pairs = zip(priced, division.counts, strict=False)
     total = sum(count * each.tokens_per_s * each.sensitivity for each, count in pairs)
@@ -254,7 +255,7 @@ def _fleet(
     request: FleetRequest,
     omega_source: str,
     pricing: Pricing,
-    found: tuple[Division, Sequence[Priced], Sequence[Placed]],
+    found: tuple[FleetDivision, Sequence[Priced], Iterable[Placing]],
     began: float,
 ) -> FleetSpec:
     """The fleet's file, with the forecast of all pipelines together by simulation."""
@@ -262,11 +263,9 @@ def _fleet(
     cluster, job = request.cluster, request.job
     plans = tuple(fleet_plans(cluster, request.source, omega_source, chosen, placed))
     row_tokens = job.lengths.mean_output
-    servers = [
-        Server(plan.workload.global_batch, plan.predicted.tokens_per_s / row_tokens)
-        for plan in plans
-    ]
-    seconds = simulate_fleet(servers, job)
+    seconds = simulate_fleet(
+        [(p.workload.global_batch, p.predicted.tokens_per_s / row_tokens) for p in plans], job
+    )
     used = {name for plan in plans for name in plan_devices(plan)}
     return FleetSpec(
         version=PLAN_VERSION,

@@ -183,23 +183,9 @@ MOST_ROWS = 200_000
 """Rows that are simulated one by one; of a longer job the rest goes on at the rate of all."""
 
 
-@dataclass(frozen=True)
-class Server:
-    """A pipeline as rows meet it: `slots` in flight, through which `rows_per_s` pass when all are
-    taken.
-    """
-
-    slots: int
-    rows_per_s: float
-
-    @property
-    def row_s(self) -> float:
-        """Seconds that a row of mean length takes of a slot."""
-        return self.slots / self.rows_per_s
-
-
-def simulate_fleet(servers: Sequence[Server], job: Job) -> float:
-    """Seconds until the last row of `job` is done.
+def simulate_fleet(pipelines: Sequence[tuple[int, float]], job: Job) -> float:
+    """Seconds until the last row of `job` is done by `pipelines`: the slots of each, and the rows a
+    second that pass through them when all are taken.
 
     Rows take a slot for a time in proportion to the tokens of their answers. A row goes to the slot
     that is free first; while all are free, to the fastest pipeline.
@@ -207,8 +193,11 @@ def simulate_fleet(servers: Sequence[Server], job: Job) -> float:
     outputs = job.lengths.output_tokens
     mean = job.lengths.mean_output
     rows = min(job.prompts, MOST_ROWS)
-    free = [(0.0, server.row_s, index) for index, server in enumerate(servers)]
-    free = [each for each in free for _ in range(min(servers[each[2]].slots, rows))]
+    free = [
+        (0.0, slots / rows_per_s, index)
+        for index, (slots, rows_per_s) in enumerate(pipelines)
+        for _ in range(min(slots, rows))
+    ]
     heapq.heapify(free)
     last_s = 0.0
     for row in range(rows):
@@ -216,5 +205,4 @@ def simulate_fleet(servers: Sequence[Server], job: Job) -> float:
         done_s = at_s + row_s * outputs[row % len(outputs)] / mean
         heapq.heapreplace(free, (done_s, row_s, index))
         last_s = max(last_s, done_s)
-    rate = sum(server.rows_per_s for server in servers)
-    return last_s + (job.prompts - rows) / rate
+    return last_s + (job.prompts - rows) / sum(rows_per_s for _, rows_per_s in pipelines)

@@ -158,14 +158,10 @@ class ConfigKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family, by the `model_type` of its `config.json`.
-
-    `read_shape` raises SpecError for entries that are missing or impossible. `attention_bias` and
-    `mlp_bias` are the entries that give the linears of attention and MLP biases, None where the
-    family has none.
+    """A model family. `read_shape` raises SpecError for entries that are missing or impossible;
+    `attention_bias` and `mlp_bias` name the entries that give linears biases, None for none.
     """
 
-    model_type: str
     read_shape: Callable[[ConfigFile], ModelShape]
     architecture: Architecture
     keys: ConfigKeys = ConfigKeys()

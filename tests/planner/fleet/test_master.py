@@ -10,7 +10,7 @@ import pytest
 
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.division import Column, divide, place
-from planner.fleet.makeups import Block, MakeUp, Pools
+from planner.fleet.makeups import MakeUp, NodeBlock, Pools
 from quant.common.errors import InfeasibleError
 
 CLUSTER = ClusterSpec.from_dict(
@@ -26,11 +26,11 @@ CLUSTER = ClusterSpec.from_dict(
 )
 POOLS = Pools.of(CLUSTER)
 MAKE_UPS: tuple[MakeUp, ...] = (
-    (Block(0, 3),),
-    (Block(0, 4),),
-    (Block(0, 2), Block(1, 1)),
-    (Block(1, 2), Block(0, 1)),
-    (Block(0, 4), Block(0, 4)),
+    (NodeBlock(0, 3),),
+    (NodeBlock(0, 4),),
+    (NodeBlock(0, 2), NodeBlock(1, 1)),
+    (NodeBlock(1, 2), NodeBlock(0, 1)),
+    (NodeBlock(0, 4), NodeBlock(0, 4)),
 )
 
 
@@ -70,18 +70,18 @@ def test_best_division_is_that_of_brute_force(seed: int, number: int | None) -> 
 def test_every_block_gets_devices_of_its_own_on_one_node() -> None:
     columns = [Column(make_up, 1.0, 1.0 + len(make_up)) for make_up in MAKE_UPS]
     division = divide(columns, POOLS.counts())
-    placed = place(division, MAKE_UPS, POOLS)
+    placed = list(place(division, MAKE_UPS, POOLS))
     assert len(placed) == sum(division.counts)
-    used = [device.name for each in placed for block in each.blocks for device in block]
+    used = [device.name for _, blocks in placed for block in blocks for device in block]
     assert not [name for name, count in Counter(used).items() if count > 1]
-    for each in placed:
-        for block, devices in zip(MAKE_UPS[each.column], each.blocks, strict=True):
+    for column, blocks in placed:
+        for block, devices in zip(MAKE_UPS[column], blocks, strict=True):
             assert len(devices) == block.size
             assert {d.node for d in devices} == {devices[0].node}
 
 
 def test_least_speed_bounds_the_choice() -> None:
-    slow = [Column((Block(0, 4),), 1.0, 3.0), Column((Block(0, 2),), 5.0, 1.0)]
+    slow = [Column((NodeBlock(0, 4),), 1.0, 3.0), Column((NodeBlock(0, 2),), 5.0, 1.0)]
     pools = Counter({(0, 4): 2})
     assert divide(slow, pools).counts == (2, 0)
     assert divide(slow, pools, least_tokens_per_s=11.0).counts == (1, 2)
