@@ -88,7 +88,6 @@ class Plan:
         return plan_html(self.spec, simulated)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
         self.spec.save(path)
 
     @cached_property
@@ -164,32 +163,26 @@ class Plan:
 
     @property
     def model(self) -> PlannedModel:
-        """The planned model."""
         return self.spec.model
 
     @property
     def workload(self) -> Workload:
-        """The planned workload."""
         return self.spec.workload
 
     @property
     def micro_batches(self) -> MicroBatches:
-        """Micro-batch sizes of prefill and decode."""
         return self.spec.micro_batches
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
-        """The stages in pipeline order."""
         return self.spec.stages
 
     @property
     def predicted(self) -> Prediction:
-        """Predicted seconds and tokens per second of the batch or the whole job."""
         return self.spec.predicted
 
     @property
     def solver(self) -> SolverRecord:
-        """The solver's record of finding the plan."""
         return self.spec.solver
 
     @lists_options(RunKeywords, RunOptions)

@@ -198,7 +198,7 @@ def _print_points(content: OmegaContent) -> None:
             f"{point.perplexity:.3f}",
             f"{point.perplexity - points[0].perplexity:+.3f}",
             f"{point.error:.3f}",
-            "" if fit is None else f"{fit.forecast(point.omega).increase:+.3f}",
+            "" if fit is None else f"{fit.forecast(point.omega)[0]:+.3f}",
         )
     title = f"perplexity, {content.provenance['perplexity_tokens']} tokens"
     console().print(Fitting(title, [lambda: table]))

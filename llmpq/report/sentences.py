@@ -15,7 +15,7 @@ from llmpq.report.formatting import (
     size,
 )
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
-from planner.explanation.what_if import Answer, Question
+from planner.explanation.what_if import Question, WhatIfAnswer
 from planner.options import PLAN_TIME
 from planner.plan.spec import PlanSpec, StagePlan
 
@@ -92,7 +92,7 @@ def question(asked: Question, stages: Sequence[StagePlan]) -> str:
     return "the default method in place of the one that was asked for"
 
 
-def outcome(answer: Answer, least_s: float) -> str:
+def outcome(answer: WhatIfAnswer, least_s: float) -> str:
     """Gains and losses of the new plan, and how it differs."""
     parts = [
         _faster(answer.latency_change_s, least_s),
@@ -102,7 +102,7 @@ def outcome(answer: Answer, least_s: float) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def difference(answer: Answer) -> str:
+def difference(answer: WhatIfAnswer) -> str:
     """The distance of the new plan from the present one, in layers."""
     parts = []
     if answer.layers_moved:

@@ -78,7 +78,6 @@ class Accelerator:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether this is the host processor."""
         return self.processor.is_cpu
 
     @cached_property
@@ -110,7 +109,6 @@ class Accelerator:
 
 @cache
 def registry() -> tuple[Accelerator, ...]:
-    """Every accelerator that llmpq knows, in the order of `accelerators.toml`."""
     text = files("planner.cluster").joinpath("accelerators.toml").read_text(encoding="utf-8")
     return tuple(accelerator_of(entry) for entry in tomllib.loads(text)["accelerator"])
 

@@ -74,7 +74,6 @@ class AcceleratorEntry(BaseModel):
 
     @model_serializer
     def stated(self) -> dict[str, Any]:
-        """The keys that have a value."""
         values = {key: getattr(self, key) for key in type(self).model_fields}
         return {key: value for key, value in values.items() if value is not None}
 
@@ -175,7 +174,6 @@ def _check_values(values: Mapping[str, Any]) -> None:
 
 
 def _with_links(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with the rates of links, where they are not stated."""
     capability = values.get("compute_capability")
     host = _HOST_LINK_OF_ROCM
     if capability is not None:

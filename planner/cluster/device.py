@@ -30,7 +30,6 @@ class Slowdown:
     decode: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check that both are finite and above 0."""
         if not (0 < self.prefill < float("inf") and 0 < self.decode < float("inf")):
             raise SpecError(
                 f"a device takes {self.prefill} and {self.decode} times its modelled seconds; give "
@@ -83,7 +82,6 @@ class Device:
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share every layer; 1 for a single device."""
         return max(1, len(self.ranks))
 
     @property
@@ -93,7 +91,6 @@ class Device:
 
     @property
     def member_names(self) -> tuple[str, ...]:
-        """Names of the single devices."""
         return tuple(device.name for device in self.members)
 
     @property
@@ -119,7 +116,6 @@ class Device:
 
     @property
     def host_link_bytes_per_s(self) -> float:
-        """The rate to the host's memory, in one direction."""
         if self.stated_host_link_bytes_per_s is not None:
             return self.stated_host_link_bytes_per_s
         return self.accelerator.host_link_bytes_per_s
@@ -132,7 +128,6 @@ class Device:
         return min(links)
 
     def with_faster_links(self, times: float) -> Device:
-        """This device with links of `times` the rate."""
         return replace(
             self,
             link_bytes_per_s=self.link_bytes_per_s * times,
@@ -196,13 +191,11 @@ class MeasuredLink:
     source: str = ""
 
     def joins(self, sender: Device, receiver: Device) -> bool:
-        """Whether this is the link between devices of these types and places."""
         place = "node" if sender.node == receiver.node else "network"
         names = sorted((sender.accelerator.name, receiver.accelerator.name))
         return (names, place) == ([self.one, self.other], self.place)
 
     def faster(self, times: float) -> MeasuredLink:
-        """This link with `times` the rate."""
         return replace(self, bytes_per_s=self.bytes_per_s * times)
 
 
@@ -221,5 +214,4 @@ class MeasuredSum:
     source: str = ""
 
     def seconds(self, summed_bytes: float) -> float:
-        """Seconds of summing a tensor of so many bytes."""
         return self.latency_s + summed_bytes * self.s_per_byte

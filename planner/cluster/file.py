@@ -211,7 +211,6 @@ class Source:
         return f"{mark}: {'.'.join(map(str, location)) or 'the document'}"
 
     def error(self, location: Sequence[str | int], problem: str) -> SpecError:
-        """Make a SpecError that says where the problem is."""
         return SpecError(f"{self.at(location)}: {problem}")
 
 
@@ -224,7 +223,6 @@ class ClusterFile:
     source: Source
 
     def find(self, name: str) -> Accelerator:
-        """Find an accelerator of the file or of the registry, as `find_accelerator` does."""
         return find_accelerator(name, self.own)
 
     def assumptions(self) -> tuple[str, ...]:
@@ -240,7 +238,6 @@ class ClusterFile:
 
 
 def read_yaml(path: Path) -> tuple[object, Source]:
-    """Read a YAML file; SpecError when it is unreadable or repeats a key."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise SpecError(
@@ -290,7 +287,6 @@ def parse_cluster(values: object, source: Source) -> ClusterFile:
 
 
 def _described(entries: Mapping[str, AcceleratorEntry], source: Source) -> tuple[Accelerator, ...]:
-    """The accelerators that a file describes; each may be like one above it."""
     found: list[Accelerator] = []
     for name, entry in entries.items():
         try:
@@ -302,7 +298,6 @@ def _described(entries: Mapping[str, AcceleratorEntry], source: Source) -> tuple
 
 
 def _check_node(file: ClusterFile, index: int) -> None:
-    """Check that accelerators are known and named once, and that limits belong to them."""
     node, source = file.entry.nodes[index], file.source
     here: list[str | int] = ["nodes", index]
     kinds = [_known(name, [*here, "accelerators", name], file) for name in node.accelerators]
@@ -339,7 +334,6 @@ def _check_prices(entry: ClusterEntry, source: Source) -> None:
 
 
 def _check_limits(node: NodeEntry, here: list[str | int], file: ClusterFile) -> None:
-    """Check that no GPU is given more memory than it has."""
     stated = node.usable_memory_gib
     if stated is None:
         return

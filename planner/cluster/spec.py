@@ -67,7 +67,6 @@ class ClusterSpec:
     measured_sums: tuple[MeasuredSum, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise SpecError for an empty cluster and for two devices of the same name."""
         if not self.devices:
             raise SpecError(f"cluster {self.name} has no device; add one under nodes")
         for device, count in Counter(device.name for device in self.devices).items():
@@ -123,7 +122,6 @@ class ClusterSpec:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Node names in order."""
         return tuple(dict.fromkeys(device.node for device in self.devices))
 
     @property
@@ -230,7 +228,6 @@ class ClusterSpec:
 
 
 def _described_values(accelerators: Sequence[Accelerator]) -> dict[str, Any]:
-    """The section of a cluster file that describes `accelerators`; empty for none."""
     if not accelerators:
         return {}
     return {"accelerators": {each.name: entry_of(each).stated() for each in accelerators}}
@@ -326,7 +323,6 @@ def _budget_bytes(node: NodeEntry, accelerator: Accelerator, file: ClusterFile) 
 
 
 def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
-    """Make an entry of `nodes`, with what differs from the registry."""
     values: dict[str, Any] = {"name": node, "accelerators": {}}
     limits: dict[str, float] = {}
     for accelerator, group in groupby(devices, key=lambda device: device.accelerator):
@@ -358,7 +354,6 @@ def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
 
 
 def _only_rate(node: str, what: str, rates: Collection[float | None]) -> float | int:
-    """The only rate of a node's devices, in 10^9 bytes per second; SpecError where they differ."""
     rate, *others = rates
     if rate is None or others:
         raise SpecError(
@@ -368,7 +363,6 @@ def _only_rate(node: str, what: str, rates: Collection[float | None]) -> float |
 
 
 def _traits(device: Device) -> tuple[object, ...]:
-    """The properties that devices of one type on a node have to share."""
     return (
         device.memory_bytes,
         device.link_bytes_per_s,
@@ -406,7 +400,6 @@ def equality_key(device: Device) -> Hashable:
 
 
 def ungrouped(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The single devices of all groups."""
     return tuple(member for device in devices for member in device.members)
 
 
@@ -427,11 +420,6 @@ def devices_of(cluster: ClusterSpec, grouping: Grouping) -> tuple[Device, ...]:
     return grouped_cluster(cluster, grouping).devices
 
 
-def ungrouped_cluster(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with every device on its own."""
-    return replace(cluster, devices=ungrouped(cluster.devices))
-
-
 def equal_devices(cluster: ClusterSpec) -> list[tuple[Device, ...]]:
     """The single devices by node and kind: those of one entry may be ranks of one group."""
     found: dict[Hashable, list[Device]] = {}
@@ -441,7 +429,6 @@ def equal_devices(cluster: ClusterSpec) -> list[tuple[Device, ...]]:
 
 
 def kinds_of_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
-    """A device of each kind, node and memory."""
     kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in cluster.devices}
     return tuple(kinds.values())
 

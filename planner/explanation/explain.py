@@ -43,7 +43,6 @@ class Headroom:
 
     @property
     def binds(self) -> bool:
-        """Whether not even the smallest change fits."""
         return self.spare < self.least_step < math.inf
 
 
@@ -62,7 +61,6 @@ class StageLimits:
 
     @property
     def binds(self) -> tuple[Resource, ...]:
-        """The resources that are used up."""
         named: tuple[tuple[Resource, Headroom], ...] = (
             ("memory", self.memory),
             ("prefill", self.prefill),
@@ -157,7 +155,6 @@ def explain(plan: PlanSpec, costs: CostModel, options: WhatIfOptions | None = No
 
 
 def stage_limits(planned: PlannedAssignment) -> tuple[StageLimits, ...]:
-    """The headroom and the prices of every stage."""
     problem, times = planned.problem, planned.times
     form = decode_round_form(problem)
     round_s = form.rounds_s(times.decode_s.max())
@@ -236,7 +233,6 @@ def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
 
 
 def _alternatives(planned: PlannedAssignment, unit: int, stage: int) -> Iterator[Alternative]:
-    """The effect of every other bitwidth that the stage's device runs."""
     problem, present = planned.problem, planned.bitwidth[unit]
     for choice, bits in enumerate(problem.bitwidths):
         if choice == present or not problem.available[stage, choice]:
@@ -250,7 +246,6 @@ def _alternatives(planned: PlannedAssignment, unit: int, stage: int) -> Iterator
 
 
 def _exchange(planned: PlannedAssignment, unit: int, stage: int) -> Exchange | None:
-    """The best exchange with a group of the stage that has other bits."""
     problem, bits = planned.problem, np.array(planned.bitwidth)
     members = np.arange(*planned.first_layer[stage : stage + 2])
     others = members[bits[members] != bits[unit]]
@@ -270,7 +265,6 @@ def _exchange(planned: PlannedAssignment, unit: int, stage: int) -> Exchange | N
 def _best_room(
     planned: PlannedAssignment, unit: int, changed: list[int], stage: int
 ) -> Room | None:
-    """The best of all single changes that make the plan with bits `changed` fit."""
     options = chain(_moves(planned, unit, changed, stage), _lowered(planned, unit, changed, stage))
     fitting = (room for room in options if room.effect.fits)
     return min(fitting, key=lambda room: room.effect.objective_s, default=None)

@@ -47,7 +47,6 @@ class Effect:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage has the memory for it."""
         return self.short_bytes == 0
 
 
@@ -68,20 +67,16 @@ class PlannedAssignment:
 
     @property
     def group(self) -> int:
-        """Layers that are decided together."""
         return self.costs.options.group
 
     @property
     def times(self) -> StageTimes:
-        """Times and memory of its stages."""
         return stage_times(self.problem, self.first_layer, self.bitwidth)
 
     def layers(self, unit: int) -> range:
-        """The model's layers of a group."""
         return range(unit * self.group, (unit + 1) * self.group)
 
     def stage_of(self, unit: int) -> int:
-        """The stage that holds a group."""
         return int(np.searchsorted(self.first_layer, unit, side="right")) - 1
 
     def effect(self, first_layer: Sequence[int], bitwidth: Sequence[int]) -> Effect:
@@ -102,12 +97,10 @@ class PlannedAssignment:
         return simulate_assignment(self.costs, self.devices, self.sizes, *self._by_layer, rows)
 
     def forecast(self) -> Forecast:
-        """The forecast of the batch, or of the whole job."""
         return forecast_assignment(self.costs, self.devices, self.sizes, *self._by_layer)
 
     @property
     def _by_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Boundaries and bitwidths by layer."""
         found = Assignment(self.first_layer, self.bitwidth, 0.0, 0.0, "optimal", 0.0)
         return expanded(found, self.group)
 
@@ -161,7 +154,6 @@ def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
 
 
 def _check_same(plan: PlanSpec, costs: CostModel) -> None:
-    """Raise PlanMismatchError unless cluster, model, workload and bitwidths are the same."""
     named = {name for stage in plan.stages for name in stage.device_names}
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
     for what, planned, given in (
@@ -231,7 +223,6 @@ def _shape(plan: PlanSpec) -> ModelShape:
 
 
 def _check_figures(plan: PlanSpec, costs: CostModel) -> None:
-    """Raise SpecError unless devices, latency and sensitivity are those of the plan."""
     try:
         times = planned_assignment(plan, costs).times
     except PlanMismatchError as error:

@@ -60,7 +60,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIfAnswer:
     """The best plan found under a changed condition, against the present plan without it.
 
     `latency_s` and `sensitivity` by the plan's objective, `predicted_s` by simulation. Changes are
@@ -90,16 +90,14 @@ class Answer:
 class Answers:
     """The answers that were found, and the questions for which there was no time."""
 
-    given: tuple[Answer, ...]
+    given: tuple[WhatIfAnswer, ...]
     left_out: tuple[Question, ...]
 
-    def of(self, *kinds: Kind) -> tuple[Answer, ...]:
-        """The answers of these kinds."""
+    def of(self, *kinds: Kind) -> tuple[WhatIfAnswer, ...]:
         return tuple(answer for answer in self.given if answer.question.kind in kinds)
 
 
 def ask(planned: PlannedAssignment, options: WhatIfOptions) -> Answers:
-    """Answer one question after another until the budget is spent."""
     deadline = options.clock() + options.budget_s
     answers, left_out = [], []
     for question in _questions(planned, options):
@@ -144,14 +142,14 @@ class _Found:
 
 def _answer(
     planned: PlannedAssignment, question: Question, options: WhatIfOptions, deadline: float
-) -> Answer:
+) -> WhatIfAnswer:
     costs, devices = _changed(planned, question)
     problem = grouped(costs.problem(devices, planned.sizes), planned.group)
     present = _Found(problem, planned.sizes, planned.first_layer, planned.bitwidth, True)
     found = _search(costs, devices, present, options, deadline)
     before = stage_times(present.problem, present.first_layer, present.bitwidth)
     after = stage_times(found.problem, found.first_layer, found.bitwidth)
-    return Answer(
+    return WhatIfAnswer(
         question=question,
         theta=costs.theta,
         sizes=found.sizes,
@@ -242,7 +240,6 @@ def _solve(
 
 
 def _stages_of(found: _Found) -> list[int]:
-    """The stage of each group of layers."""
     bounds = found.first_layer
     return [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
 

@@ -215,7 +215,6 @@ def fleet_plans(
 
 
 def _example_plan(priced: Priced, source: str, sensitivity_source: str) -> PlanSpec:
-    """The plan on the example devices of the make-up, without origin."""
     plan = build_plan(priced.costs, source, priced.solution, sensitivity_source, ())
     if not plan.needs_importance(priced.costs.shape.stored is not None):
         return plan
@@ -224,7 +223,6 @@ def _example_plan(priced: Priced, source: str, sensitivity_source: str) -> PlanS
 
 
 def _renamed(plan: PlanSpec, names: Mapping[str, str]) -> PlanSpec:
-    """The same plan on other devices."""
 
     def moved(stage: StagePlan) -> StagePlan:
         device, devices = names[stage.device], tuple(names[name] for name in stage.devices)

@@ -48,16 +48,13 @@ class FleetSpec:
     record: FleetRecord
 
     def to_json(self) -> str:
-        """The fleet as indented JSON."""
         return file.to_text(_ADAPTER, self)
 
     def save(self, path: str | Path) -> None:
-        """Write the fleet as JSON; an existing file is replaced whole or not at all."""
         file.save(self.to_json(), path, "fleet")
 
     @classmethod
     def from_json(cls, text: str, source: str = "fleet") -> FleetSpec:
-        """The fleet in `text`; raises `SpecError` naming `source` and the field."""
         fleet = file.parsed(text, source, "fleet", _ADAPTER)
         fleet.check(source)
         return fleet
@@ -82,7 +79,6 @@ class FleetSpec:
 
     @property
     def in_flight(self) -> int:
-        """Rows that all pipelines together have in flight."""
         return sum(plan.workload.global_batch for plan in self.replicas)
 
     def make_ups(self) -> dict[str, list[PlanSpec]]:
@@ -94,7 +90,6 @@ class FleetSpec:
 
 
 def plan_devices(plan: PlanSpec) -> tuple[str, ...]:
-    """Names of all devices that a plan's stages use."""
     return tuple(name for stage in plan.stages for name in stage.device_names)
 
 

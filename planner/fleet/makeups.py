@@ -42,8 +42,6 @@ MakeUp = tuple[NodeBlock, ...]
 
 @dataclass(frozen=True)
 class DevicePool:
-    """The devices of one kind on one node."""
-
     kind: int
     devices: tuple[Device, ...]
 
@@ -79,11 +77,9 @@ class Pools:
         return cls(tuple(kinds), tuple(pools), degree)
 
     def counts(self) -> Counter[tuple[int, int]]:
-        """Number of pools by kind and size."""
         return Counter((pool.kind, len(pool.devices)) for pool in self.pools)
 
     def devices_of(self, kind: int) -> int:
-        """Number of devices of a kind."""
         return sum(len(pool.devices) for pool in self.pools if pool.kind == kind)
 
     def largest(self, kind: int) -> int:
@@ -114,7 +110,6 @@ def example_devices(
 
 
 def block_devices(block: NodeBlock, devices: Sequence[Device]) -> list[Device]:
-    """The devices of a block in groups of its degree."""
     degree = block.degree
     return [group_of(devices[first : first + degree]) for first in range(0, block.size, degree)]
 

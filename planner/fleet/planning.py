@@ -82,7 +82,6 @@ def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_cou
 
 
 def number_of(replicas: int | str) -> int | None:
-    """The number of pipelines that is asked for; None for `auto`."""
     if replicas == AUTO:
         return None
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
@@ -98,7 +97,6 @@ def as_job(workload: Workload | Job) -> Job:
 
 
 def _check(request: FleetRequest) -> None:
-    """Refuse options of a single pipeline, and numbers that cannot be."""
     options, number = request.options, request.number
     devices = len(request.cluster.devices)
     if number is not None and not 1 <= number <= devices:
@@ -134,7 +132,6 @@ def _find(
 
 
 def _refusal(costs: CostModel) -> InfeasibleError:
-    """The error that says why no make-up of a pipeline holds the model."""
     try:
         first_sets(costs)
     except DoesNotFitError as error:
@@ -152,7 +149,6 @@ def _pricing(
     began: float,
     clock: Callable[[], float],
 ) -> Pricing:
-    """The pricing of make-ups, with about the share of the job that each device does."""
     devices = len(request.cluster.devices)
     limit_s = max(PRICING_S, PRICING_S_PER_DEVICE * devices)
     limit_s = min(request.options.search_time_limit / (1 + QUALITY_TIME), limit_s)
@@ -245,7 +241,6 @@ def _tokens_per_s(priced: Sequence[Priced], division: FleetDivision) -> float:
 
 
 def _sensitivity(priced: Sequence[Priced], division: FleetDivision) -> float:
-    """The mean sensitivity of a token's pipeline."""
     pairs = zip(priced, division.counts, strict=False)
     total = sum(count * each.tokens_per_s * each.sensitivity for each, count in pairs)
     return total / _tokens_per_s(priced, division)

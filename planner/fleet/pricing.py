@@ -37,7 +37,6 @@ class Priced:
 
     @property
     def per_device(self) -> float:
-        """Tokens per second and device."""
         return self.tokens_per_s / sum(block.size for block in self.make_up)
 
 
@@ -68,7 +67,6 @@ class Pricing:
 
     @property
     def is_over(self) -> bool:
-        """Whether time is up."""
         return self.clock() >= self.began_s + self.limit_s
 
     @property
@@ -98,7 +96,6 @@ class Pricing:
         return max(own, default=0.0)
 
     def fits(self, make_up: MakeUp) -> bool:
-        """Whether memory allows a pipeline of this make-up."""
         return fits_somehow(self.costs_of(make_up))
 
     def price(self, make_up: MakeUp, worth: float = TIE_BREAK) -> Priced | None:

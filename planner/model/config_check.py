@@ -25,7 +25,6 @@ _MOST = 1e300
 
 
 def check_values(config: ConfigFile, keys: ConfigKeys, shape: ModelShape) -> None:
-    """Raise SpecError for the first entry with which the model could not be run."""
     _check_eps(config, keys.norm_eps)
     _check_activation(config, keys.activation)
     rope = rope_entries(config)

@@ -270,5 +270,4 @@ information at a cut without any error."""
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """The `model_type`s that can be planned and run."""
     return tuple(sorted(FAMILIES))

@@ -20,7 +20,6 @@ class ConfigFile:
     place: str
 
     def refusal(self, key: str, value: Any, needed: str) -> SpecError:
-        """Make an error: `key` is `value` but must be what `needed` says."""
         return SpecError(f"{self.place}: {key} is {shown(value)}; it must be {needed}")
 
     def integer(self, *keys: str, default: int | None = None) -> int:
@@ -45,14 +44,12 @@ class ConfigFile:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Read a true or false entry; `default` is what the library takes where it is missing."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.refusal(key, value, "true or false")
         return value
 
     def per_head(self, width: int, heads: int) -> int:
-        """Divide `width` by `heads`; SpecError where that leaves a remainder."""
         if heads < 1 or width % heads:
             raise SpecError(f"{self.place}: hidden size {width} cannot be split over {heads} heads")
         return width // heads
@@ -97,7 +94,6 @@ class Architecture:
 
     @property
     def layers_path(self) -> str:
-        """Full name of the list of layers."""
         return f"{self.decoder}.{self.layers}"
 
     @property
@@ -107,7 +103,6 @@ class Architecture:
 
     @property
     def embedding_path(self) -> str:
-        """Full name of the token embedding."""
         return f"{self.decoder}.{self.embedding[0]}"
 
 

@@ -166,7 +166,6 @@ def names_of_builtin(name: str) -> tuple[str, ...]:
 
 
 def _local_shape(text: str) -> ModelShape | None:
-    """The shape of a local folder or file; None where there is neither."""
     path = local_model(text, _REMEDY, SpecError)
     if path is None or path.is_dir():
         return None if path is None else _folder_shape(path)
@@ -194,7 +193,6 @@ def _folder_shape(folder: Path) -> ModelShape:
 
 
 def _folder_name(folder: Path) -> str:
-    """The name of the model in `folder`: the folder's, or that of the GGUF file it describes."""
     described = gguf_index(folder)
     return folder.resolve().name if described is None else model_name(described.paths[0])
 
@@ -204,7 +202,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _hub_config(repository: str) -> Mapping[str, Any]:
-    """Read `config.json` of a hub repository, from the local cache or the network."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

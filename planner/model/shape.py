@@ -86,7 +86,6 @@ class ModelShape:
     cut_groups: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Check the sizes; SpecError names one that is impossible."""
         for name in _POSITIVE:
             most = MAX_LAYERS if name == "layers" else MAX_SIZE
             if not 1 <= getattr(self, name) <= most:
@@ -105,7 +104,6 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Elements of one token's queries: heads times head size."""
         return self.heads * self.head_dim
 
     @property
@@ -128,7 +126,6 @@ class ModelShape:
 
     @property
     def output_linear(self) -> LinearShape:
-        """The linear of a layer that ends its attention."""
         return self._layer_linears[self._output_place]
 
     @property
@@ -144,7 +141,6 @@ class ModelShape:
 
     @property
     def layer_linear_parameters(self) -> int:
-        """Number of weights of one decoder layer that can be quantized."""
         return sum(linear.parameters for linear in self.layer_linears())
 
     @property
@@ -157,7 +153,6 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters of one decoder layer."""
         return self.layer_linear_parameters + self.layer_other_parameters
 
     @property

@@ -19,8 +19,8 @@ from math import gcd
 from planner.model.family import Architecture
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
-from quant.cuts import COLUMNS, ROWS, Cut, part_shape
-from quant.scheme import GROUP_SIZES, LinearShape
+from quant.cuts import COLUMNS, ROWS, Cut
+from quant.scheme import GROUP_SIZES
 
 DEGREES = (1, 2, 4, 8)
 """Numbers of devices that a group may have."""
@@ -84,7 +84,6 @@ def refusal(shape: ModelShape, degree: int) -> str | None:
 
 
 def possible_degrees(shape: ModelShape) -> tuple[int, ...]:
-    """The numbers of ranks that can share the model, ascending."""
     return tuple(each for each in DEGREES if refusal(shape, each) is None)
 
 
@@ -119,21 +118,6 @@ def cut_groups(shape: ModelShape, degree: int) -> tuple[int, int]:
     return gcd(output, *heads), gcd(down, *columns)
 
 
-def rank_shape(shape: ModelShape, degree: int, rank: int) -> ModelShape:
-    """The shape of what `rank` of `degree` ranks holds, to be sized as a model of its own.
-
-    Norms, positions and projections are on every rank. SpecError as in `rank_share`.
-    """
-    share = rank_share(shape, degree, rank)
-    return replace(
-        shape,
-        heads=len(share.heads),
-        kv_heads=len(share.kv_heads),
-        intermediate_size=len(share.mlp),
-        vocab_size=len(share.vocabulary),
-    )
-
-
 def layer_cuts(
     shape: ModelShape, share: RankShare, architecture: Architecture
 ) -> Mapping[str, Cut]:
@@ -151,20 +135,7 @@ def layer_cuts(
 
 
 def vocabulary_cut(shape: ModelShape, share: RankShare) -> Cut:
-    """The rows of embedding and LM head that a rank holds."""
     return _cut(ROWS, share.vocabulary, shape.vocab_size)
-
-
-def rank_linears(
-    shape: ModelShape, share: RankShare, architecture: Architecture
-) -> tuple[LinearShape, ...]:
-    """The weight matrices of one decoder layer on a rank, in the order of `layer_linears`, with the
-    groups that their codes have.
-    """
-    cuts = layer_cuts(shape, share, architecture)
-    names = (*architecture.attention, *architecture.mlp)
-    wholes = zip(names, shape.layer_linears(), strict=True)
-    return tuple(part_shape(whole, cuts[name]) for name, whole in wholes)
 
 
 def spread(count: int, parts: int) -> list[range]:

@@ -35,7 +35,7 @@ _PACKED_MARKS = ("qweight", "weight_packed")
 
 _REMEDY = "correct config.json, or take the weights of this model"
 _GGUF_REMEDY = "download the file again, or take another conversion of the model"
-_OTHER_TYPE = "take a file of another type, such as Q8_0, Q4_K_M or F16"
+_OTHER_TYPE = "a type that is not read; take a file of another type, such as Q8_0, Q4_K_M or F16"
 _ORIGINAL = "the checkpoint is quantized already; give the original one in 16 or 32 bit"
 
 
@@ -52,20 +52,21 @@ def check_weights(folder: Path, shape: ModelShape) -> str | None:
         raise CheckpointError(unread)
     stored = stored_tensors(folder)
     if not stored:
-        return None if is_in_hub_cache(folder) else _no_weights_yet(folder)
+        return (
+            None
+            if is_in_hub_cache(folder)
+            else (
+                f"{folder} holds no weights yet: what is planned rests on config.json alone; the "
+                "weights are checked against it once they are there"
+            )
+        )
     weights = _Weights(folder, shape, stored)
     weights.check_layer_count()
-    weights.check_all(end_tensors(shape))
+    for name, size in end_tensors(shape).items():
+        weights.check(name, size)
     weights.check_head()
     weights.check_layers()
     return weights.left_out()
-
-
-def _no_weights_yet(folder: Path) -> str:
-    return (
-        f"{folder} holds no weights yet: what is planned rests on config.json alone; the weights "
-        "are checked against it once they are there"
-    )
 
 
 class _Weights:
@@ -87,27 +88,19 @@ class _Weights:
         of_layer = re.compile(rf"(?:{'|'.join(map(re.escape, stacks))})\.(\d{{1,9}})\.")
         found = {int(match[1]) for match in map(of_layer.match, self.stored) if match}
         layers = max(found, default=-1) + 1
+        key = "num_hidden_layers, or n_layer" if self.spelling is None else "block_count"
         if layers != self.shape.layers:
             raise CheckpointError(
-                f"{self.place}: {self._says_layers()}, but the weights have {layers}; {self.remedy}"
+                f"{self.place}: {self.settings} says {self.shape.layers} layers ({key}), but the "
+                f"weights have {layers}; {self.remedy}"
             )
 
-    def _says_layers(self) -> str:
-        key = "num_hidden_layers, or n_layer" if self.spelling is None else "block_count"
-        return f"{self.settings} says {self.shape.layers} layers ({key})"
-
-    def check_all(self, tensors: Shapes) -> None:
-        """Check that all `tensors`, by full names, are there."""
-        for name, size in tensors.items():
-            self._check(name, size)
-
     def check_head(self) -> None:
-        """Check that an untied LM head is there; a tied one may be there."""
         size = (self.shape.vocab_size, self.shape.word_embedding_size)
         heads = [f"{name}.weight" for name in self.names.head_names]
         stored = [name for name in heads if name in self.stored]
         for name in stored or ([] if self.shape.tied_embeddings else heads[:1]):
-            self._check(name, size)
+            self.check(name, size)
 
     def check_layers(self) -> None:
         """Check every tensor of every decoder layer; packed ones stand in place of the weight."""
@@ -118,7 +111,7 @@ class _Weights:
                 full = f"{self.names.layers_path}.{index}.{name}"
                 is_linear = self.shape.stored is not None and name in linears
                 if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
-                    self._check(full, size)
+                    self.check(full, size)
 
     def left_out(self) -> str | None:
         """A warning about tensors that nothing takes; None where there are none that matter.
@@ -132,8 +125,9 @@ class _Weights:
         needed = [n for n in biases if n not in zeros] + [n for n in left if self._is_needed(n)]
         nobody = f"{self.place}: no part of a {self.shape.model_type} model"
         if needed:
+            settings = "this config.json" if self.spelling is None else "this metadata"
             raise CheckpointError(
-                f"{nobody} with {self._these_settings()} takes {patterns(needed)} of its weights, "
+                f"{nobody} with {settings} takes {patterns(needed)} of its weights, "
                 f"without which answers would be wrong; {self._remedy(needed[0])}"
             )
         unknown = [name for name in left if name not in zeros]
@@ -145,9 +139,6 @@ class _Weights:
             else "llama.cpp may use them"
         )
 
-    def _these_settings(self) -> str:
-        return "this config.json" if self.spelling is None else "this metadata"
-
     def _may_be_zeros(self, name: str) -> bool:
         """Whether a tensor is of zeros, or not here yet: then loading will look at it."""
         tensor = self.stored[name]
@@ -158,7 +149,6 @@ class _Weights:
         return is_adapter(name) or (name.startswith(stacks) and is_norm(name))
 
     def _remedy(self, name: str) -> str:
-        """How to have the tensor `name` taken."""
         if is_adapter(name):
             return "merge the adapter into the weights first (merge_and_unload of peft)"
         if self.spelling is not None:
@@ -179,14 +169,15 @@ class _Weights:
                 return spelling, self.stored[spelling]
         return None
 
-    def _check(self, name: str, size: tuple[int, ...]) -> None:
+    def check(self, name: str, size: tuple[int, ...]) -> None:
         found = self._find(name)
         if found is None:
             raise CheckpointError(self._missing(name))
         stored_name, tensor = found
         where = f"{self.folder / tensor.file}: tensor {self._spelt(stored_name)}"
         if tensor.dtype is not None and tensor.dtype not in _FLOATS:
-            raise CheckpointError(f"{where} holds {tensor.dtype}: {self._original()}")
+            other = _ORIGINAL if self.spelling is None else _OTHER_TYPE
+            raise CheckpointError(f"{where} holds {tensor.dtype}: {other}")
         if tensor.shape is not None and tensor.shape != size:
             raise CheckpointError(
                 f"{where} is {list(tensor.shape)} but {self.settings} asks for {list(size)}; "
@@ -194,11 +185,7 @@ class _Weights:
             )
 
     def _spelt(self, name: str) -> str:
-        """A tensor's name in its file."""
         return name if self.spelling is None else self.spelling.stored_name(name)
-
-    def _original(self) -> str:
-        return _ORIGINAL if self.spelling is None else f"a type that is not read; {_OTHER_TYPE}"
 
     def _missing(self, name: str) -> str:
         module = name.removesuffix(".weight")
@@ -277,6 +264,5 @@ def end_tensors(shape: ModelShape) -> Shapes:
 
 
 def _norm(name: str, shape: ModelShape) -> Shapes:
-    """The weight of a norm, and its bias where it has one."""
     count = shape.norm_parameters // shape.hidden_size
     return {f"{name}.{part}": (shape.hidden_size,) for part in ("weight", "bias")[:count]}

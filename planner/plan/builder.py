@@ -115,13 +115,11 @@ def build_plan(
 
 
 def _unused(every: Sequence[Device], used: Sequence[Device]) -> tuple[str, ...]:
-    """Names of the single devices that no stage uses."""
     names = {device.name for device in ungrouped(used)}
     return tuple(device.name for device in ungrouped(every) if device.name not in names)
 
 
 def solution_quality(costs: CostModel, solution: Solution) -> float:
-    """Summed sensitivity of the solution's bitwidths."""
     _, bitwidth = expanded(solution.assignment, costs.options.group)
     return float(costs.sensitivity[range(len(bitwidth)), bitwidth].sum())
 
@@ -153,7 +151,6 @@ def _prediction(forecast: Forecast, objective_latency_s: float) -> Prediction:
 
 
 def _job_forecast(costs: CostModel, solution: Solution, forecast: Forecast) -> JobForecast | None:
-    """The forecast of the job, where there is one."""
     passes = costs.passes(solution.sizes, len(solution.devices))
     if costs.job is None or passes is None:
         return None

@@ -35,7 +35,6 @@ def _as_range(value: Any) -> Any:
 
 
 def _one_of(choices: Collection[int | str]) -> AfterValidator:
-    """A validator that refuses what is not among `choices`."""
 
     def check(value: int | str) -> int | str:
         if value not in choices:
@@ -46,7 +45,6 @@ def _one_of(choices: Collection[int | str]) -> AfterValidator:
 
 
 def _known_backends(backends: dict[int, str]) -> dict[int, str]:
-    """Refuse a backend that is not one of its bitwidth's."""
     for bits, backend in backends.items():
         names = [rule.name for rule in KERNEL_RULES if rule.bits == bits]
         if backend not in names:

@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 
 def is_fleet(content: object) -> bool:
-    """Whether a parsed file is one of a fleet."""
     return isinstance(content, Mapping) and FLEET_KEY in content
 
 

@@ -61,7 +61,6 @@ class PlanOrigin:
         return (path for path, digest in self.files.items() if _digest(Path(path)) != digest)
 
     def without(self, devices: Collection[str]) -> PlanOrigin:
-        """This origin after `devices` are lost too."""
         return replace(self, lost=tuple(dict.fromkeys((*self.lost, *devices))))
 
     def slowed(self, slowdowns: Mapping[str, Slowdown]) -> PlanOrigin:

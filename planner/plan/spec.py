@@ -69,7 +69,6 @@ class PlanChoice:
     mean_bits: Positive
 
     def beats(self, other: PlanChoice) -> bool:
-        """Whether it has both more tokens per second and less sensitivity."""
         return self.tokens_per_s > other.tokens_per_s and self.sensitivity < other.sensitivity
 
 
@@ -167,12 +166,10 @@ class StagePlan:
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """The devices of the stage, one a rank."""
         return self.devices or (self.device,)
 
     @property
     def degree(self) -> int:
-        """Number of ranks that share the stage's layers."""
         return len(self.device_names)
 
     @property
@@ -347,7 +344,6 @@ class PlanSpec:
         return None if self.job is None else self.job.job.default_new_tokens
 
     def to_json(self) -> str:
-        """The plan as indented JSON."""
         return file.to_text(_ADAPTER, self)
 
     def save(self, path: str | Path) -> None:
@@ -361,7 +357,6 @@ class PlanSpec:
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> PlanSpec:
-        """The plan in `text`; raises `SpecError` naming `source` and the field."""
         plan = file.parsed(text, source, "plan", _ADAPTER)
         plan.check(source)
         return plan
@@ -441,7 +436,6 @@ class PlanSpec:
         yield from (f"field prefill_plan: {each}" for each in prefills._problems())
 
     def _device_problems(self) -> Iterator[str]:
-        """Devices that are named twice."""
         met: dict[str, str] = {}
         prefills = () if self.prefill_plan is None else self.prefill_plan.stages
         places = [

@@ -31,15 +31,6 @@ _EXPONENTS = (0.5, 2.0)
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Expected increase of perplexity over 16 bit, and the ends of its interval."""
-
-    increase: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class PerplexityFit:
     """The fit increase = `coefficient` * omega ^ `exponent`, within a factor `spread` either way,
     and below `envelope` times it at every measured point.
@@ -55,10 +46,10 @@ class PerplexityFit:
     largest_omega: float
     points: int
 
-    def forecast(self, omega: float) -> Forecast:
-        """Predict the increase at a summed sensitivity."""
+    def forecast(self, omega: float) -> tuple[float, float, float]:
+        """Return the expected increase at a summed sensitivity, and the ends of its interval."""
         increase = self.coefficient * omega**self.exponent
-        return Forecast(increase, increase / self.spread, increase * self._upper)
+        return increase, increase / self.spread, increase * self._upper
 
     def omega_within(self, max_increase: float) -> float:
         """The largest summed sensitivity whose upper end stays within `max_increase`."""
@@ -131,12 +122,12 @@ def perplexity_forecast(
         fit = fit_perplexity(omega.points, omega.source)
     except SpecError:
         return None
-    expected = fit.forecast(summed)
+    increase, low, high = fit.forecast(summed)
     return PerplexityForecast(
         baseline=fit.baseline,
-        increase=expected.increase,
-        low=expected.low,
-        high=expected.high,
+        increase=increase,
+        low=low,
+        high=high,
         points=fit.points,
         max_increase=max_increase,
         max_omega=None if max_increase is None else fit.omega_within(max_increase),

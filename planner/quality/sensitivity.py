@@ -122,12 +122,10 @@ def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[in
 
 
 def _is_bitwidth(key: str) -> bool:
-    """Whether `key` is a number of at most two digits."""
     return key.isdecimal() and len(key) <= _MOST_DIGITS
 
 
 def as_matrix(rows: object, path: Path) -> Matrix:
-    """Convert numbers to float64; SpecError where they are none."""
     try:
         return np.array(rows, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -150,7 +148,6 @@ def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
 
 
 def is_falling(matrix: Matrix) -> bool:
-    """Whether no layer loses more in a later column."""
     return bool((np.diff(matrix, axis=1) <= 0).all())
 
 
@@ -228,12 +225,10 @@ class OmegaContent:
     points: tuple[MeasuredPoint, ...] = ()
 
     def summed(self, bitwidths: Sequence[int]) -> float:
-        """The sensitivity of the whole model with `bitwidths`, one for each layer."""
         columns = [self.bits.index(bits) for bits in bitwidths]
         return math.fsum(self.matrix[range(len(columns)), columns])
 
     def weighed_points(self) -> tuple[WeighedPoint, ...]:
-        """The measured points by their summed sensitivity."""
         return tuple(
             WeighedPoint(self.summed(point.bitwidths), point.perplexity, point.error)
             for point in self.points

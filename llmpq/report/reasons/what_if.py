@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmpq.report.formatting import change, listed, number
 from llmpq.report.sentences import LEAST_GAIN, difference, question
-from planner.explanation.what_if import Answer
+from planner.explanation.what_if import WhatIfAnswer
 from planner.plan.spec import PlanSpec, StagePlan
 
 
@@ -16,7 +16,7 @@ class ChangedPlan:
     """A condition, `asked`, and the plan made under it; `quality` is a range for several thetas."""
 
     asked: str
-    answer: Answer
+    answer: WhatIfAnswer
     quality: str
 
 
@@ -29,7 +29,7 @@ class ChangedPlans:
 
 
 def changed_plans(
-    answers: Sequence[Answer], plan: PlanSpec, least_s: float, tip_s: float
+    answers: Sequence[WhatIfAnswer], plan: PlanSpec, least_s: float, tip_s: float
 ) -> ChangedPlans:
     """A row for each answer that changes enough, thetas that lead to the same plan in one.
 
@@ -43,7 +43,7 @@ def changed_plans(
     return ChangedPlans(rows, _left_out([each for each in answers if each not in told]))
 
 
-def _is_told(answer: Answer, plan: PlanSpec, tip_s: float) -> bool:
+def _is_told(answer: WhatIfAnswer, plan: PlanSpec, tip_s: float) -> bool:
     """Whether a plan gains enough; at another theta, whether speed or quality are others."""
     if answer.question.kind != "theta":
         return -answer.objective_change_s >= tip_s
@@ -51,7 +51,7 @@ def _is_told(answer: Answer, plan: PlanSpec, tip_s: float) -> bool:
     return max(abs(answer.latency_change_s), abs(answer.quality_change_s)) >= max(least_s, tip_s)
 
 
-def _left_out(answers: Sequence[Answer]) -> str:
+def _left_out(answers: Sequence[WhatIfAnswer]) -> str:
     """What was asked without gain, in a few words."""
     stages = [str(each.question.stage) for each in answers if each.question.kind == "memory"]
     thetas = [number(each.theta) for each in answers if each.question.kind == "theta"]
@@ -65,9 +65,9 @@ def _left_out(answers: Sequence[Answer]) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _grouped(answers: Sequence[Answer], least_s: float) -> list[list[Answer]]:
+def _grouped(answers: Sequence[WhatIfAnswer], least_s: float) -> list[list[WhatIfAnswer]]:
     """Thetas that lead to the same plan together, ascending; all else by itself."""
-    groups: dict[object, list[Answer]] = {}
+    groups: dict[object, list[WhatIfAnswer]] = {}
     for answer in answers:
         key: object = answer.question
         if answer.question.kind == "theta":
@@ -79,13 +79,13 @@ def _grouped(answers: Sequence[Answer], least_s: float) -> list[list[Answer]]:
     return [sorted(group, key=lambda each: each.theta) for group in groups.values()]
 
 
-def _asked(group: Sequence[Answer], stages: Sequence[StagePlan]) -> str:
+def _asked(group: Sequence[WhatIfAnswer], stages: Sequence[StagePlan]) -> str:
     if len(group) > 1:
         return f"theta {listed([number(each.theta) for each in group], 'or')}"
     return question(group[0].question, stages)
 
 
-def _quality_range(group: Sequence[Answer], least_s: float) -> str:
+def _quality_range(group: Sequence[WhatIfAnswer], least_s: float) -> str:
     """One change, or those at the least and the greatest theta."""
     ends = [change(answer.quality_change_s, least_s) for answer in (group[0], group[-1])]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"

@@ -12,15 +12,13 @@ from planner.model.finding import builtin_names, model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import (
     layer_cuts,
-    rank_linears,
-    rank_shape,
     rank_share,
     spread,
     vocabulary_cut,
 )
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
-from quant.cuts import COLUMNS
+from quant.cuts import COLUMNS, part_shape
 from quant.scheme import group_size
 
 DEGREES = (1, 2, 4, 8)
@@ -108,6 +106,18 @@ def test_the_first_ranks_have_the_larger_parts() -> None:
     assert [len(rank_share(llama_7b, 4, rank).mlp) // 128 for rank in range(4)] == [22, 22, 21, 21]
 
 
+def rank_shape(shape: ModelShape, degree: int, rank: int) -> ModelShape:
+    """The shape of what a rank holds, to be sized as a model of its own."""
+    share = rank_share(shape, degree, rank)
+    return replace(
+        shape,
+        heads=len(share.heads),
+        kv_heads=len(share.kv_heads),
+        intermediate_size=len(share.mlp),
+        vocab_size=len(share.vocabulary),
+    )
+
+
 def test_ranks_together_have_the_weights_of_the_model() -> None:
     for shape, degree in product(MODELS, DEGREES):
         if shape.kv_heads < degree:  # these are on several ranks
@@ -127,7 +137,10 @@ def test_linears_of_a_rank_are_those_of_its_shape() -> None:
         for rank in range(degree):
             share = rank_share(shape, degree, rank)
             sized = rank_shape(shape, degree, rank).layer_linears()
-            for own, other in zip(rank_linears(shape, share, architecture), sized, strict=True):
+            cuts = layer_cuts(shape, share, architecture)
+            names = (*architecture.attention, *architecture.mlp)
+            for name, whole, other in zip(names, shape.layer_linears(), sized, strict=True):
+                own = part_shape(whole, cuts[name])
                 assert (own.in_features, own.out_features) == (
                     other.in_features,
                     other.out_features,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from llmpq.report.reasons.what_if import changed_plans
-from planner.explanation.what_if import Answer, Kind, Question
+from planner.explanation.what_if import Kind, Question, WhatIfAnswer
 from planner.micro_batches import MicroBatches
 from tests.llmpq.jobs_of_prompts import small_plan
 
 
 def answer(
     kind: Kind, change_s: float, quality_s: float = 0.0, stage: int = 0, theta: float = 1.0
-) -> Answer:
+) -> WhatIfAnswer:
     asked = Question(kind, theta if kind == "theta" else 2.0**30, stage)
-    return Answer(
+    return WhatIfAnswer(
         question=asked,
         theta=theta,
         sizes=MicroBatches(1, 1),
