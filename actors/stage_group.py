@@ -39,7 +39,7 @@ from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.cache.settings import NO_CACHE, CacheSettings
-from quant.importance.store import ImportanceStore
+from quant.importance.file import ImportanceStore
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def native_dtype() -> str:
     """The compute type that this CPU has units for: bfloat16 is emulated where it has none."""
     import torch
 
-    from quant.processor import local_processor
+    from quant.devices import local_processor
 
     has_bf16 = "avx512_bf16" in local_processor(torch.device("cpu")).instruction_sets
     return "bfloat16" if has_bf16 else "float32"

@@ -20,7 +20,7 @@ import torch
 
 from quant.common.errors import CheckpointError, SpecError
 from quant.cuts import ROWS, Cut, part_group
-from quant.gpu_upload import moved_blocks
+from quant.devices import moved_blocks
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled

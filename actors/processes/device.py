@@ -7,7 +7,7 @@ import torch
 from actors.processes.gpus import see_own
 from actors.stage.spec import StageSpec
 from quant.common.errors import DeviceError
-from quant.processor import take_device
+from quant.devices import take_device
 
 TOLERATED_SHORTFALL = 0.03  # share by which a GPU may offer less: drivers reserve differently
 

@@ -17,9 +17,9 @@ from actors.stage.stage import Stage
 from actors.stage_figures import LayersLoaded
 from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
+from quant.devices import local_processor
 from quant.importance.statistics import LayerImportance
-from quant.loading.layer_notes import noting_layers
-from quant.processor import local_processor
+from quant.loading.loader import noting_layers
 
 
 class ShardLoader:

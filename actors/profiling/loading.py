@@ -27,10 +27,10 @@ from quant.backends.selection import backend_name
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
+from quant.devices import local_processor
 from quant.linear import LayerForm
 from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
 from quant.loading.onednn_linear import prepack_linears
-from quant.processor import local_processor
 from quant.scheme import FULL_BITS
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts

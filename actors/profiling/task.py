@@ -20,8 +20,8 @@ from actors.stage.transformers_config import config_of_values
 from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
 from quant.backends.selection import backend_name
+from quant.devices import local_processor
 from quant.linear import LayerForm
-from quant.processor import local_processor
 
 # Workloads whose keys and values take at most so many bytes together are measured in turns: the
 # more of them, the less a slow moment of the machine falls on one of them alone.

@@ -12,8 +12,8 @@ from typing import Any
 
 from planner.model.config_check import check_end_tokens
 from planner.model.shape import MAX_SIZE
-from quant.checkpoint.gguf.index import model_place, settings_place
-from quant.checkpoint.gguf.settings.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from quant.checkpoint.gguf.files import model_place, settings_place
+from quant.checkpoint.gguf.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.common.errors import CheckpointError
 from quant.common.files import MAX_BYTES, read_json_object

@@ -19,8 +19,7 @@ from actors.stage.spec import StageSpec
 from planner.model.finding import ModelShape, model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
-from quant.importance.running import LargestKeys, LinearInputs
-from quant.importance.statistics import LayerImportance
+from quant.importance.statistics import LargestKeys, LayerImportance, LinearInputs
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.scheme import Processor
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from actors.stage.partial_model import empty_model
 from planner.model.config_check import DTYPE_KEYS
 from planner.model.stored_weights import has_own_head
-from quant.checkpoint.gguf.index import settings_place
+from quant.checkpoint.gguf.files import settings_place
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError
 from quant.common.files import read_json_object

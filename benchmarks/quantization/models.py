@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from benchmarks.quantization.quality import read_texts
 from llmpq.quality.text_windows import Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
-from quant.checkpoint.demo_model import demo_gguf
 from quant.checkpoint.model_folder import copy_settings
+from quant.checkpoint.model_reference import demo_gguf
 from quant.checkpoint.reader import Checkpoint
 from quant.common.files import user_cache_folder
 

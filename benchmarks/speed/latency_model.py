@@ -54,7 +54,7 @@ from planner.profiles.fit import FittedLatency
 from planner.profiles.fit_errors import FitError, all_together, relative_errors
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.workload import Workload
-from quant.processor import local_processor
+from quant.devices import local_processor
 from quant.scheme import BITWIDTHS
 
 CPU = torch.device("cpu")

@@ -33,8 +33,8 @@ from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, self_test
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.common.errors import DeviceError
+from quant.devices import local_processor
 from quant.linear import dtype_name
-from quant.processor import local_processor
 from quant.scheme import LinearShape
 
 MODELS = ("llama-3-8b", "opt-13b", "opt-30b")

@@ -35,7 +35,7 @@ from benchmarks.speed.throughput_contestants import CLUSTER, Case
 from llmpq import Cluster, Workload
 from llmpq.remote.session import ray_session
 from planner.plan.spec import MicroBatches, PlanSpec
-from quant.processor import local_processor
+from quant.devices import local_processor
 from tests.actors.local_pipeline import LocalPipeline, drive
 
 PREFILL_S, DECODE_S = 0.05, 0.025

@@ -16,7 +16,7 @@ from rich.text import Text
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
 from llmpq.cli.common import Parser, console, run_command
-from quant.checkpoint.demo_model import DEMO, demo_gguf
+from quant.checkpoint.model_reference import DEMO, demo_gguf
 from quant.common.errors import InputError
 
 FOLDER = "demo_output"

@@ -36,7 +36,7 @@ from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file
 from quant.importance.header import SUFFIX
-from quant.sensitivity.variance_form import VarianceForm
+from quant.sensitivity.indicators import VarianceForm
 
 if TYPE_CHECKING:
     from llmpq.quality.effort import Effort
@@ -135,9 +135,8 @@ def _importance_file(options: argparse.Namespace, target: Path) -> Path:
 
 def _keep(importance: Path) -> None:
     """Keep a copy where plans look for it by its fingerprint when the file has moved."""
-    from quant.importance.file import load_importance
+    from quant.importance.file import keep_file, load_importance
     from quant.importance.header import FOLDER, by_fingerprint
-    from quant.importance.store import keep_file
 
     found = load_importance(importance)
     with suppress(SpecError, InputError):  # no home folder, or one that cannot be written

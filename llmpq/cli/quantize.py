@@ -23,7 +23,7 @@ from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_folder import check_target
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
-from quant.gptq.options import GptqOptions
+from quant.gptq.format import GptqOptions
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from actors.messages import Sampling
 from llmpq.rows.row import FINGERPRINT_HEX, BadRow, Row, digest
 from llmpq.rows.sampling import merge_sampling
-from quant.checkpoint.gguf.index import gguf_index
+from quant.checkpoint.gguf.files import gguf_index
 from quant.checkpoint.model_reference import is_local_model
 from quant.common.errors import CheckpointError
 

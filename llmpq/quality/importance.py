@@ -16,7 +16,7 @@ from planner.model.finding import ModelShape, model_shape
 from planner.plan.spec import PlanSpec
 from quant.cache.settings import cache_settings
 from quant.common.errors import SpecError
-from quant.importance.store import ImportanceStore
+from quant.importance.file import ImportanceStore
 from quant.loading.emulated_kernels import LayerScheme
 from quant.scheme import FULL_BITS, GPTQ, WEIGHTED
 

@@ -23,8 +23,8 @@ from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.checkpoint.model_reference import resolve
+from quant.devices import local_processor, take_device
 from quant.loading.emulated_kernels import LayerScheme
-from quant.processor import local_processor, take_device
 from quant.scheme import ROUNDINGS, Processor
 
 

@@ -17,8 +17,7 @@ from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 from quant.importance.header import FOLDER, by_fingerprint, read_importance_header
 
 if TYPE_CHECKING:
-    from quant.importance.file import Importance
-    from quant.importance.store import ImportanceStore
+    from quant.importance.file import Importance, ImportanceStore
 
 
 def importance_store(
@@ -34,7 +33,7 @@ def importance_store(
     Raises `SpecError` where it would not be used, `PlanMismatchError` where it is not what the plan
     was made with, `CheckpointError` for a file that cannot be used.
     """
-    from quant.importance.store import ImportanceStore
+    from quant.importance.file import ImportanceStore
 
     path = importance_file(plan, file, cache, shape)
     if path is not None:
@@ -76,7 +75,7 @@ def measuring_store(
     cache: CacheSettings, model: tuple[Path, str], shape: ModelShape
 ) -> ImportanceStore:
     """A store for what is measured of the model, whose folder and name are given."""
-    from quant.importance.store import ImportanceStore
+    from quant.importance.file import ImportanceStore
 
     if not cache.enabled:
         return ImportanceStore(shape=shape.fingerprint())

@@ -16,8 +16,7 @@ from planner.model.families import FAMILIES, supported_model_types
 from planner.model.family import ConfigFile, Family
 from planner.model.shape import ModelShape
 from planner.model.stored_weights import as_configured, as_stored, has_own_head
-from quant.checkpoint.gguf.files import model_name
-from quant.checkpoint.gguf.index import gguf_index, settings_place
+from quant.checkpoint.gguf.files import gguf_index, model_name, settings_place
 from quant.checkpoint.gptq_config import (
     CONFIG_FILE,
     parse_gptq_config,
@@ -25,8 +24,7 @@ from quant.checkpoint.gptq_config import (
     read_gptq_config,
 )
 from quant.checkpoint.model_reference import local_model
-from quant.checkpoint.stored_tensors import is_offline
-from quant.checkpoint.weight_files import unread_file, unread_weights
+from quant.checkpoint.stored_tensors import is_offline, unread_file, unread_weights
 from quant.common.errors import SpecError
 from quant.common.files import read_json_object
 from quant.common.text import near_names

@@ -9,23 +9,21 @@ from pathlib import Path
 from planner.model.families import FAMILIES
 from planner.model.shape import ModelShape
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
-from quant.checkpoint.gguf.index import gguf_index, model_place
+from quant.checkpoint.gguf.files import gguf_index, model_place
 from quant.checkpoint.gptq_config import STORED_BITS, bits_of_words
 from quant.checkpoint.stored_tensors import (
     StoredTensor,
-    is_in_hub_cache,
-    spellings,
-    stored_tensors,
-)
-from quant.checkpoint.untaken import (
     has_only_zeros,
     is_adapter,
     is_bias,
     is_harmless,
+    is_in_hub_cache,
     is_norm,
     patterns,
+    spellings,
+    stored_tensors,
+    unread_weights,
 )
-from quant.checkpoint.weight_files import unread_weights
 from quant.common.errors import CheckpointError
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
-from quant.gpu_upload import moved_blocks
+from quant.devices import moved_blocks
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape

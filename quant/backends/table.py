@@ -242,7 +242,7 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         _INT4PACK_COST,
     ),
     KernelRule(
-        "onednn_w8a8", 8, _onednn_supports, _onednn_bytes, "cpu.onednn_w8a8.OneDnnW8A8",
+        "onednn_w8a8", 8, _onednn_supports, _onednn_bytes, "cpu.int8pack.OneDnnW8A8",
         _ONEDNN_COST,
     ),
     KernelRule(
@@ -262,15 +262,15 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
     ),
     KernelRule("cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda.packed.Cuda8Bit", _CUDA_COST),
     KernelRule(
-        "torch_3bit", 3, _anywhere, _packed_3bit_bytes, "portable.torch_3bit.Torch3Bit",
+        "torch_3bit", 3, _anywhere, _packed_3bit_bytes, "portable.Torch3Bit",
         KernelCost(passes=28.0),
     ),
     KernelRule(
-        "torch_4bit", 4, _anywhere, _packed_4bit_bytes, "portable.torch_4bit.Torch4Bit",
+        "torch_4bit", 4, _anywhere, _packed_4bit_bytes, "portable.Torch4Bit",
         KernelCost(passes=24.0),
     ),
     KernelRule(
-        "torch_8bit", 8, _anywhere, _int8_row_bytes, "portable.torch_8bit.Torch8Bit",
+        "torch_8bit", 8, _anywhere, _int8_row_bytes, "portable.Torch8Bit",
         KernelCost(passes=20.0),
     ),
 )  # fmt: skip

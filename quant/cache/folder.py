@@ -29,14 +29,9 @@ from typing import BinaryIO, TypeVar
 import torch
 
 from quant.cache.settings import DEFAULT_LIMIT_BYTES, CacheSettings
-from quant.checkpoint.tensor_files.read_ahead import FileRange, ReadAhead
-from quant.checkpoint.tensor_files.tensor_file import (
-    TensorWriter,
-    checksums,
-    read_tensor,
-    reserved_bytes,
-)
-from quant.checkpoint.tensor_files.tensor_header import DamagedFileError, Header, read_header
+from quant.checkpoint.read_ahead import FileRange, ReadAhead
+from quant.checkpoint.tensor_files import TensorWriter, checksums, read_tensor, reserved_bytes
+from quant.checkpoint.tensor_header import DamagedFileError, Header, read_header
 
 _LOCK_FILE = ".lock"
 _SUFFIX = ".safetensors"

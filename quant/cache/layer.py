@@ -1,9 +1,4 @@
-"""A quantized decoder layer as the tensors of a cached file, and the key of all it depends on.
-
-The packed weights are kept as their backends hold them, so that nothing is computed when they come
-back. That layout is the machine's: it is part of the key, with the versions of everything that has
-a say in it. Norms and biases go along, so that a layer from the cache needs no checkpoint.
-"""
+"""Settings of the cache of packed layers, without torch."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
-from quant.checkpoint.tensor_files.tensor_header import DamagedFileError
+from quant.checkpoint.tensor_header import DamagedFileError
 from quant.cuts import Cut, part_shape
 from quant.importance.file import digest_of_inputs
 from quant.importance.statistics import LayerImportance

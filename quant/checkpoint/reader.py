@@ -18,13 +18,13 @@ from typing import Protocol
 
 import torch
 
-from quant.checkpoint.gguf.index import gguf_index, model_place
+from quant.checkpoint.gguf.files import gguf_index, model_place
 from quant.checkpoint.gguf.tensors import GgufTensors
 from quant.checkpoint.gptq_config import GptqConfig, read_gptq_config
 from quant.checkpoint.model_reference import resolve
+from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
 from quant.checkpoint.stored_tensors import shard_path, spellings, unreadable
-from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
-from quant.checkpoint.tensor_files.safetensors_files import SafetensorsFiles
+from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
 from quant.common.files import FileIdentity
 

@@ -1,18 +1,92 @@
-"""Listing the tensors of a model by the headers of its files, without torch."""
+"""Which files of a folder hold a model's weights, and why others cannot be read; no torch."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quant.checkpoint.gguf.index import gguf_index
+from quant.checkpoint.gguf.files import GGUF_INDEX_FILE, gguf_index
+from quant.checkpoint.tensor_header import DamagedFileError, read_header
 from quant.common.errors import CheckpointError
 from quant.common.files import read_json_object
+
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+_BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
+_OTHER_FORMATS = ("consolidated*.pth", "tf_model.h5", "flax_model*.msgpack", "*.ggml", "*.onnx")
+"""Weights as LLaMA's authors, TensorFlow, JAX, older llama.cpp and ONNX store them."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ggml", ".onnx")
+_ORIGINAL = "give the original checkpoint, a Hugging Face folder of safetensors files"
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether `folder` has the file or the index of safetensors that are read, or the index of a
+    GGUF file's tensors.
+    """
+    return any((folder / name).is_file() for name in (INDEX_FILE, SINGLE_FILE, GGUF_INDEX_FILE))
+
+
+def unread_weights(folder: Path) -> str | None:
+    """Why the weights in `folder` cannot be read, and what helps.
+
+    None where they can be, and where there are none at all.
+    """
+    if has_weights(folder):
+        return None
+    if (folder / ADAPTER_CONFIG).is_file() or _first(folder, _ADAPTER_FILES):
+        return (
+            f"{folder} holds an adapter{_base_of(folder / ADAPTER_CONFIG)}, no whole model; merge "
+            "it into its base model (merge_and_unload of peft, then save_pretrained) and give that "
+            "folder"
+        )
+    if _first(folder, _BIN_FILES):
+        return (
+            f"{folder} holds PyTorch .bin weights, which are not read directly; "
+            f"run: llmpq convert {folder} {folder}-safetensors"
+        )
+    shard = _first(folder, ("*.safetensors",))
+    if shard is not None:
+        return (
+            f"{folder} holds {shard}, but neither {SINGLE_FILE} nor {INDEX_FILE}, which says where "
+            "each tensor is; download the missing file"
+        )
+    other = _first(folder, _OTHER_FORMATS)
+    return None if other is None else unread_file(folder / other)
+
+
+def unread_file(path: Path) -> str | None:
+    """Why the file `path` is no model to give, and what helps; None where it may be one."""
+    if any(path.match(pattern) for pattern in _OTHER_FORMATS):
+        return f"{path} holds weights in a format that is not read; {_ORIGINAL}"
+    if path.suffix in _WEIGHT_SUFFIXES:
+        return f"{path} is one file of weights; give the folder that holds it and its config.json"
+    return None
+
+
+def _first(folder: Path, patterns: tuple[str, ...]) -> str | None:
+    """The name of the first file in `folder` that matches, None where there is none."""
+    names = (path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return min(names, default=None)
+
+
+def _base_of(config: Path) -> str:
+    """`" of MODEL"` by an adapter's own configuration; empty where it names none."""
+    try:
+        base = json.loads(config.read_bytes()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
+    return f" of {base:.200}" if isinstance(base, str) and base else ""
+
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -161,3 +235,64 @@ def _in_file(folder: Path, file: str) -> dict[str, StoredTensor]:
 
 def _stored(file: str, place: Any) -> StoredTensor:
     return StoredTensor(file, str(place.get_dtype()), tuple(place.get_shape()))
+
+
+_HARMLESS = re.compile(
+    r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|"
+    r"(^|\.)(attention|attn|self_attn)\.(bias|masked_bias)$|"
+    r"^(model\.)?(mtp|visual|vision_tower|vision_model|multi_modal_projector)[._]"
+)
+"""Tensors that may be ignored: tables that are computed, masks
+(`_keys_to_ignore_on_load_unexpected` of transformers), and parts of other models that were saved
+with this one."""
+
+_NORM = re.compile(r"norm[^.]*\.weight$")
+_ADAPTER = re.compile(r"(^|\.)lora_")
+_ZEROS_BYTES = 1 << 24
+"""The largest bias that is looked at for zeros; that of a real model has a hundredth of it."""
+
+
+def is_harmless(name: str) -> bool:
+    """Whether the tensor `name` belongs to no computation of the decoder, by its name alone."""
+    return _HARMLESS.search(name) is not None
+
+
+def is_bias(name: str, modules: Container[str]) -> bool:
+    """Whether `name` is the bias of one of `modules`: left out, it changes results unless zero."""
+    module, _, part = name.rpartition(".")
+    return part == "bias" and module in modules
+
+
+def is_adapter(name: str) -> bool:
+    """Whether `name` belongs to a low-rank adapter that was never merged into the weights."""
+    return _ADAPTER.search(name) is not None
+
+
+def is_norm(name: str) -> bool:
+    """Whether `name` is the weight of a norm, of which a layer may have more than its family's."""
+    return _NORM.search(name) is not None
+
+
+def patterns(names: Iterable[str]) -> str:
+    """Write `names` for a message, numbers as `*` with a count: `layers.*.q_proj.bias (12)`."""
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    listed = [
+        f"{pattern:.100}{f' ({count})' if count > 1 else ''}"
+        for pattern, count in list(counts.items())[:_LISTED]
+    ]
+    left = sum(counts.values()) - sum(list(counts.values())[:_LISTED])
+    return ", ".join(listed) + (f" and {left} more" if left else "")
+
+
+def has_only_zeros(path: Path, name: str) -> bool:
+    """Whether the tensor `name` of the safetensors file `path` is of zeros, as auto-gptq writes
+    biases that a model lacks; False where it cannot be told.
+    """
+    try:
+        with path.open("rb") as file:
+            place = read_header(file).places[name]
+            size = place.stop - place.start
+            file.seek(place.start)
+            return size <= _ZEROS_BYTES and not any(file.read(size))
+    except (DamagedFileError, OSError, KeyError):
+        return False

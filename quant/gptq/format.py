@@ -1,31 +1,44 @@
-"""The checkpoint format of GPTQ weights: that of GPTQModel, and of auto-gptq before it.
-
-A module `name` of `in` x `out` features is stored as
-
-- `name.qweight` int32 `[in * bits / 32, out]`: codes of each output, a stream of bits from the
-  lowest bit of the first word on, so that 3-bit codes cross words;
-- `name.qzeros` int32 `[groups, out * bits / 32]`: zeros in the same way, along the outputs;
-- `name.scales` float16 `[groups, out]`, and `name.g_idx` int32 `[in]`: the group of each input.
-
-A weight is `(code - zero) * scale`. In the canonical form that is `(code - half) * scale + (half -
-zero) * scale`: exact with the scale in its own float16 and the product in float32. A backend that
-holds both in 16 bits keeps the scale exact in float16 and rounds the product (2^-11 of it); one
-that holds bfloat16 (int4pack, the CUDA kernels) rounds both to 2^-9, at most 0.03 of a step where
-rounding to codes costs 0.5. 8-bit GPTQ is affine per group, the canonical 8-bit form symmetric per
-row, which every 8-bit kernel takes: it is quantized once more, to the nearest of its 255 codes.
-"""
+"""Options of GPTQ; without torch, as command lines read them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
-from quant.canonical import CanonicalWeight, quantize, row_blocks
+from quant.canonical import CanonicalWeight, part_of, quantize, row_blocks
 from quant.checkpoint.gptq_config import STORED_BITS, WORD_BITS, bits_of_words
 from quant.checkpoint.reader import Checkpoint
-from quant.common.errors import CheckpointError
-from quant.scheme import group_size
+from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
+from quant.cuts import COLUMNS, ROWS, Cut
+from quant.linear import LayerForm, linear_of_codes
+from quant.scheme import FULL_BITS, group_size
+
+DAMPING = 0.01
+"""Share of the mean diagonal of X^T X that is added to it (Frantar et al., section 3.3)."""
+
+MOST_DAMPING = 1.0
+
+
+@dataclass(frozen=True)
+class GptqOptions:
+    """Options of GPTQ. `symmetric`: the zero is the middle code, as some kernels require (Marlin).
+    `act_order`: columns with the largest inputs are rounded first, under scales that are fixed
+    before, so that columns stay in their places and kernels are not affected; else columns are
+    rounded in their order, and each group's scale is chosen when it is reached. `damping`: share of
+    the mean diagonal added to it.
+    """
+
+    symmetric: bool = False
+    act_order: bool = True
+    damping: float = DAMPING
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping <= MOST_DAMPING:
+            raise SpecError(f"damping is {self.damping}; it must be above 0 and at most 1")
+
 
 _WORD_MASK = (1 << WORD_BITS) - 1
 _FIRST_PART, _SECOND_PART = 21, 11
@@ -267,3 +280,69 @@ def _group_of_column(checkpoint: Checkpoint, stem: str, columns: int, groups: in
             f"{groups} groups; the checkpoint is damaged"
         )
     return index.int()
+
+
+def gptq_linear(
+    checkpoint: Checkpoint,
+    module: str,
+    shape: tuple[int, int],
+    form: LayerForm,
+    cut: Cut | None = None,
+) -> nn.Module | None:
+    """Load the linear `module`, stored with `shape` `[out, in]`, or the part of it that `cut`
+    takes, without bias, with the bits that it is stored with; None for plain weights.
+
+    CheckpointError and DeviceError as in `quant.linear.linear_of_codes`, and CheckpointError for
+    columns that cannot be cut.
+    """
+    if _qweight(checkpoint, module) is None:
+        return None
+    rows = None if cut is None or cut.dimension == COLUMNS else cut.index[ROWS]
+    stored = read_gptq(checkpoint, module, shape, rows)
+    if stored.bits != form.bits:
+        form = replace(form, bits=stored.bits, backend=None)
+    weight = to_canonical(stored)
+    if cut is not None and cut.dimension == COLUMNS:
+        weight = _columns(weight, cut)
+    return linear_of_codes(weight.canonical, weight.input_order, form)
+
+
+def _columns(weight: StoredWeight, cut: Cut) -> StoredWeight:
+    if weight.input_order is not None:
+        raise CheckpointError(
+            f"the groups of its {cut.size} columns lie apart (desc_act), so that no rank can hold "
+            f"{cut.length} of them; quantize the model without desc_act, or give each stage one "
+            "device"
+        )
+    return StoredWeight(part_of(weight.canonical, cut), None)
+
+
+def check_planned_bits(checkpoint: Checkpoint, columns: Mapping[str, int], bits: int) -> None:
+    """Raise PlanMismatchError where no linear of a layer is stored with the `bits` of its plan.
+
+    `columns`: inputs of each linear by its full name. Those that a checkpoint gives other bits, or
+    leaves out, stand beside others.
+    """
+    stored = {module: _bits_of_module(checkpoint, module, n) for module, n in columns.items()}
+    if bits in stored.values() or None in stored.values():  # None: reading it tells why
+        return
+    module, found = next(iter(stored.items()))
+    raise PlanMismatchError(
+        f"{module} in {checkpoint.place} is stored with {found} bits, but the plan gives its layer "
+        f"{bits}; run the plan that the checkpoint was quantized for, plan for the checkpoint "
+        "itself, or give the original 16-bit checkpoint"
+    )
+
+
+def _bits_of_module(checkpoint: Checkpoint, module: str, columns: int) -> int | None:
+    name = _qweight(checkpoint, module)
+    if name is None:
+        return FULL_BITS
+    shape = checkpoint.shape_of(name)
+    return bits_of_words(shape[0], columns) if shape else None
+
+
+def _qweight(checkpoint: Checkpoint, module: str) -> str | None:
+    """The stored name of a linear's words; None where it is not quantized."""
+    name, prefix = f"{module}.qweight", module.partition(".")[0]
+    return checkpoint.find(name, prefix) if checkpoint.has(name, prefix) else None

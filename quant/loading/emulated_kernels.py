@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from quant.backends.bnb import rounded_activations
-from quant.backends.cpu.rotated_codes import RotatedCodes
+from quant.backends.cpu.rotation import RotatedCodes
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule

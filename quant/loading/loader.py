@@ -1,18 +1,12 @@
-"""Filling the modules of a stage from a checkpoint, tensor by tensor, quantized on the way.
-
-While a layer loads, anonymous host memory holds what is packed already plus one linear's codes (two
-where the cache writes 8-bit layers) and a few megabytes: tensors are read as views of mapped files
-and neither cast nor copied whole. Inside `loading`, three things go on at once: the disk is read
-ahead of use, tensors are quantized (and moved to a GPU, `quant.gpu_upload`), finished layers are
-written to the cache.
-"""
+"""Telling who asked for it of every layer that is loaded."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeGuard
@@ -30,17 +24,35 @@ from quant.cache.layer import (
     put_submodule,
     read_layer,
 )
+from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES, FileRange
-from quant.checkpoint.untaken import is_adapter, is_bias, is_harmless, is_norm
+from quant.checkpoint.stored_tensors import is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError
 from quant.cuts import Cut
-from quant.gptq.linear import check_planned_bits, gptq_linear
+from quant.gptq.format import check_planned_bits, gptq_linear
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
-from quant.loading.layer_notes import note_layer
 from quant.loading.onednn_linear import PrepackedLinear
 from quant.scheme import FULL_BITS
+
+_note: ContextVar[Callable[[], None] | None] = ContextVar("note of a loaded layer", default=None)
+
+
+@contextmanager
+def noting_layers(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` for every layer that this thread loads meanwhile."""
+    before = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(before)
+
+
+def note_layer() -> None:
+    """Tell of one loaded layer."""
+    note = _note.get()
+    if note is not None:
+        note()
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,7 @@
-"""The weighted error of the weights that are really stored, as an indicator.
+"""X X^T of a linear's inputs, its largest eigenvalue, and the squared error of rounding a weight.
 
-For layer i at b bits, summed over its linears o, whose weight W `[out, in]` is stored as Q_b(W):
-
-    E[i, b] = sum_o  sum_jk E[x_k^2] (W_jk - Q_b(W)_jk)^2 / sum_jk E[x_k^2] W_jk^2
-
-The numerator is the expected square of what rounding adds to the outputs for one token, with the
-products of different columns left out; the denominator, left out likewise, is that of the outputs,
-so that linears with large and with small outputs count alike. Unlike Proposition 2 it sees the
-groups, the codes and the statistics by which the rounding has weighed the columns.
-
-How far noise of a layer moves the predictions cannot be told from the layer: on SmolLM2-135M none
-of its norms and energies ranked the layers. `in_nats` takes it from what was measured.
+They make up the Hessian-based indicator of LLM-PQ section 4.2: the Hessian of ||W X - Q(W) X||^2
+with respect to a row of W is H = 2 X X^T.
 """
 
 from __future__ import annotations
@@ -22,8 +13,7 @@ from torch import Tensor
 
 from quant.canonical import row_blocks
 from quant.common.errors import CheckpointError
-from quant.importance.running import RunningStatistics
-from quant.importance.statistics import InputStatistics
+from quant.importance.statistics import InputStatistics, RunningStatistics
 from quant.scheme import FULL_BITS
 from quant.sensitivity.indicators import Matrix
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quant.canonical import row_blocks
-from quant.gpu_upload import Sent, moved_blocks, staged_blocks
+from quant.devices import Sent, moved_blocks, staged_blocks
 
 CPU = torch.device("cpu")
 

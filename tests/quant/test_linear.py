@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant.backends.base import copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
-from quant.backends.portable.torch_8bit import Torch8Bit
+from quant.backends.portable import Torch8Bit
 from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError
+from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear
 from quant.loading.loader import module_nbytes
-from quant.processor import local_processor
 from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")

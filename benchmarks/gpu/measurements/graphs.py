@@ -31,8 +31,8 @@ from benchmarks.gpu.measurements.models import (
 )
 from benchmarks.lab import seconds_of
 from benchmarks.speed.loading import dtype_on
+from quant.devices import local_processor
 from quant.linear import dtype_name
-from quant.processor import local_processor
 
 REPEATS = 15
 _FIRST_TOKEN = 3

@@ -31,8 +31,8 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, shape_from_config
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.rows import LayerTerms, ProfileRow, write_profiles
+from quant.devices import local_processor
 from quant.linear import LayerForm
-from quant.processor import local_processor
 from quant.scheme import BITWIDTHS
 
 PROFILE = "layer_profile.csv"

@@ -42,7 +42,7 @@ from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.workload import Workload
 from quant.common.units import MIB
-from quant.processor import local_processor
+from quant.devices import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS
 
 

@@ -25,7 +25,7 @@ from quant.backends.selection import backend_name
 from quant.backends.table import KERNEL_RULES
 from quant.common.errors import SpecError
 from quant.common.units import GIB
-from quant.processor import local_processor
+from quant.devices import local_processor
 from quant.scheme import LinearShape
 
 MIXED = (3, 4, 8, 16)

@@ -39,7 +39,7 @@ from planner.plan.spec import PlanSpec, Prediction
 from planner.search.costs import planning_costs
 from planner.search.search import find_plan
 from planner.workload import Workload
-from quant.processor import local_processor
+from quant.devices import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS
 from tests.actors.local_pipeline import LocalPipeline, drive
 

@@ -11,7 +11,7 @@ from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.models import quiet
-from quant.processor import local_processor
+from quant.devices import local_processor
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, reference, save_tiny
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)

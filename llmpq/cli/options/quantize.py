@@ -7,7 +7,7 @@ import argparse
 from llmpq.cli.options.calibration import CALIBRATION_RULES, add_calibration
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.quality.options import AUTO, DEVICES, DTYPES
-from quant.gptq.options import DAMPING
+from quant.gptq.format import DAMPING
 from quant.scheme import BITWIDTHS
 
 SEQUENCES = 128

@@ -18,8 +18,7 @@ from actors.stage.layer_stream import LayerStream, StreamedLayer
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import CheckpointError, InputError
-from quant.importance.running import LargestKeys, LinearInputs
-from quant.importance.statistics import LayerImportance
+from quant.importance.statistics import LargestKeys, LayerImportance, LinearInputs
 from quant.loading.emulated_kernels import Compute
 from quant.sensitivity.indicators import Indicator, LayerStatistics, Matrix
 

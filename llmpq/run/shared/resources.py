@@ -36,7 +36,7 @@ from quant.checkpoint.model_reference import resolve
 if TYPE_CHECKING:
     from actors.replicas.group import Group
     from planner.model.finding import ModelShape
-    from quant.importance.store import ImportanceStore
+    from quant.importance.file import ImportanceStore
 
 
 class RunResources:

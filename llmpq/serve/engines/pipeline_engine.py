@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from actors.recovery.live import LiveGeneration
     from actors.stage_group import GroupOptions
     from llmpq.run.monitoring.loading import LoadingState
-    from quant.importance.store import ImportanceStore
+    from quant.importance.file import ImportanceStore
 
 LOADING_S = 2.0
 """Seconds that stages which still load get to be there, when the engine is closed."""

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
-from quant.backends.cpu.int4_layout import (
+from quant.backends.cpu.int4pack import (
     BLOCK_ROWS,
     is_many,
     multiply_few,

@@ -19,18 +19,22 @@ from typing import Any
 import numpy as np
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES, GgufArchitecture
-from quant.checkpoint.gguf.files import gguf_files, model_name
-from quant.checkpoint.gguf.header import GgufHeader, StoredBlocks, read_gguf_header
-from quant.checkpoint.gguf.index import GgufIndex, GgufTensor, write_index
-from quant.checkpoint.gguf.library import UNPACKED
-from quant.checkpoint.gguf.settings.configuration import (
+from quant.checkpoint.gguf.configuration import (
+    FACTORS,
+    Factors,
     generation_entries,
     model_entries,
     vocabulary,
 )
-from quant.checkpoint.gguf.settings.entries import Entries
-from quant.checkpoint.gguf.settings.rotary import FACTORS, Factors
-from quant.checkpoint.gguf.settings.tokenizer import tokenizer_files
+from quant.checkpoint.gguf.files import GgufIndex, GgufTensor, gguf_files, model_name, write_index
+from quant.checkpoint.gguf.header import (
+    UNPACKED,
+    Entries,
+    GgufHeader,
+    StoredBlocks,
+    read_gguf_header,
+)
+from quant.checkpoint.gguf.tokenizer import tokenizer_files
 from quant.checkpoint.model_folder import new_folder
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import FileIdentity, user_cache_folder

@@ -1,23 +1,69 @@
-"""The header of a GGUF file: its metadata, and types, shapes and byte ranges of its tensors.
-
-Headers hold the vocabulary, hundreds of thousands of short texts, for each of which
-`gguf.GGUFReader` makes four numpy views: 12 s for SmolLM2 where this takes 0.2 s (two cores, both
-busy). Block sizes and dequantization are those of the library.
-"""
+"""The header of a GGUF file: its metadata, checked, and where its tensors lie."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quant.checkpoint.gguf.library import gguf_library
-from quant.common.errors import CheckpointError
+from quant.common.errors import CheckpointError, SpecError
+
+UNPACKED: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "F64": np.dtype("<f8"),
+}
+"""Types of plain numbers in numpy."""
+
+BFLOAT16 = "BF16"
+_SCALED_APART = "NVFP4"
+"""A type whose scales are tensors of their own."""
+
+
+def gguf_library(wanted_for: Path | str) -> Any:
+    """The package `gguf`; raises `SpecError` where it is missing and `wanted_for` needs it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise SpecError(
+            f"{wanted_for} is a GGUF file, which the package gguf reads; run: "
+            "pip install 'llmpq[gguf]'"
+        ) from error
+    return gguf
+
+
+@cache
+def can_dequantize(type_name: str) -> bool:
+    """Whether the package can make float32 of blocks of the type, tried on one block."""
+    library = gguf_library(type_name)
+    kind = library.GGMLQuantizationType[type_name]
+    if type_name in UNPACKED:
+        return True
+    if type_name == _SCALED_APART:
+        return False
+    _, block_bytes = library.GGML_QUANT_SIZES[kind]
+    try:
+        library.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def dequantize(blocks: np.ndarray[Any, Any], type_name: str) -> np.ndarray[Any, Any]:
+    """`blocks` [rows, bytes] of a type as float32 [rows, elements]."""
+    library = gguf_library(type_name)
+    values: np.ndarray[Any, Any] = library.dequantize(
+        blocks, library.GGMLQuantizationType[type_name]
+    )
+    return values
+
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -180,3 +226,98 @@ def _stored_bytes(name: str, type_number: int, shape: tuple[int, ...]) -> tuple[
     if shape[-1] % block or not elements:
         raise _MalformedError(f"tensor {name:.80} of shape {shape} has no whole blocks of {block}")
     return str(kind.name), elements // block * block_bytes
+
+
+NO_MODEL = ("none", "no_vocab")
+"""Kinds of tokenizer of files without one."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The metadata `values` of the file `path`, of an `architecture` that keys begin with.
+
+    What is read raises `SpecError` naming file, key and value.
+    """
+
+    path: Path
+    values: Metadata
+    architecture: str
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """The whole number of at least 1 under `{architecture}.{key}`."""
+        value = self._value(key, default)
+        if type(value) is not int or value < 1:
+            raise self.refusal(self._full(key), value, "a whole number of at least 1")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The number under `{architecture}.{key}`."""
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.refusal(self._full(key), value, "a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """The truth value under `key`, as it stands."""
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        """The text under `key`, as it stands; None where it is missing."""
+        value = self.values.get(key, default)
+        if value is not None and not isinstance(value, str):
+            raise self.refusal(key, value, "a text")
+        return value
+
+    def token(self, key: str, vocabulary: int) -> int | None:
+        """The token id under `key`, as it stands; None where it is missing."""
+        value = self.values.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < vocabulary):
+            raise self.refusal(key, value, f"a token id from 0 to {vocabulary - 1}")
+        return value
+
+    def tokens(self, rows: int) -> list[str]:
+        """The texts of the tokens, which are no more than `rows` of the embedding, none twice; none
+        at all where the file has no vocabulary.
+        """
+        key = "tokenizer.ggml.tokens"
+        if self.values.get("tokenizer.ggml.model", "none") in NO_MODEL:
+            return []
+        found = list_of(self.values.get(key), str)
+        if found is None or len(found) > rows:
+            raise SpecError(
+                f"{self.path}: {key} is no list of at most {rows} texts, the rows of the "
+                "embedding; download the file again"
+            )
+        if len(set(found)) < len(found):
+            raise SpecError(f"{self.path}: {key} has a token twice")
+        return found
+
+    def of_architecture(self, key: str) -> Any:
+        """The value of `{architecture}.{key}`; None where it is missing."""
+        return self.values.get(self._full(key))
+
+    def refusal(self, key: str, value: Any, needed: str) -> SpecError:
+        """Make an error: `key` is `value` but must be what `needed` says."""
+        shown = repr(value)
+        return SpecError(
+            f"{self.path}: {key} is {shown if len(shown) <= 60 else f'{shown[:60]}…'}; "
+            f"it must be {needed}"
+        )
+
+    def _full(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.of_architecture(key)
+        if value is None and default is None:
+            raise SpecError(f"{self.path}: {self._full(key)} is missing; download the file again")
+        return default if value is None else value
+
+
+def list_of(value: Any, kind: type | tuple[type, ...]) -> list[Any] | None:
+    """`value` where it is a list of that kind, else None."""
+    is_one = isinstance(value, list) and all(isinstance(each, kind) for each in value)
+    return value if is_one else None

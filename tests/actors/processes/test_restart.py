@@ -11,7 +11,7 @@ from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from quant.cache.settings import CacheSettings
 from quant.checkpoint.reader import Checkpoint
-from quant.processor import local_processor
+from quant.devices import local_processor
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny
 
 CPU = torch.device("cpu")

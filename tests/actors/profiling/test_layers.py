@@ -17,8 +17,8 @@ from actors.stage.transformers_config import config_of_values
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import shape_from_config
 from planner.profiles.design import LayerWorkload
+from quant.devices import local_processor
 from quant.linear import LayerForm
-from quant.processor import local_processor
 from quant.scheme import BITWIDTHS
 from tests.actors.models import CONFIGS
 

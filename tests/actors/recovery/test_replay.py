@@ -19,8 +19,7 @@ from actors.schedule.static import StaticScheduler
 from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
-from quant.backends.cuda.driver import Kernels
-from quant.backends.cuda.nvrtc import CudaError
+from quant.backends.cuda.driver import CudaError, Kernels
 from tests.actors.batches import batch_in_ranges
 from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import CONFIGS, LAYERS, random_prompts, save_tiny, stages_of

@@ -15,7 +15,7 @@ from actors.logprobs import TokenLogprobs
 from actors.messages import MicroBatch, Request, Sampled, Sampling, TokenIds
 from actors.stage.stage import Stage
 from quant.common.errors import DeviceError
-from quant.processor import local_processor
+from quant.devices import local_processor
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (

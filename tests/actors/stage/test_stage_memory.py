@@ -25,7 +25,7 @@ import torch
 from actors.stage.stage import Stage
 from actors.stage.spec import StageSpec
 from quant.cache.settings import CacheSettings
-from quant.processor import local_processor
+from quant.devices import local_processor
 
 small, large = map(pathlib.Path, sys.argv[1:3])
 bitwidths = tuple(map(int, sys.argv[3].split(",")))

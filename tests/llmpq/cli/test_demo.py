@@ -21,8 +21,7 @@ from llmpq.jobs.identity import model_digest
 from llmpq.plan import Plan
 from llmpq.run.checkpoint import checkpoint_reference
 from planner.model.finding import model_shape
-from quant.checkpoint.demo_model import demo_gguf
-from quant.checkpoint.model_reference import resolve
+from quant.checkpoint.model_reference import demo_gguf, resolve
 from quant.common.errors import LlmpqError
 from tests.actors.models import CONFIGS, save_tiny
 from tests.quant.checkpoint.gguf.written import write_gguf

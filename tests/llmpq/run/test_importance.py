@@ -29,10 +29,15 @@ from planner.model.finding import model_shape
 from planner.plan.spec import PlannedImportance
 from quant.cache.settings import CacheSettings
 from quant.common.errors import CheckpointError, LlmpqError, PlanMismatchError, SpecError
-from quant.importance.file import Importance, digest_of_inputs, load_importance
+from quant.importance.file import (
+    Importance,
+    ImportanceStore,
+    digest_of_inputs,
+    keep_file,
+    load_importance,
+)
 from quant.importance.header import FOLDER, SUFFIX, by_fingerprint
 from quant.importance.statistics import LayerImportance
-from quant.importance.store import ImportanceStore, keep_file
 from quant.loading.emulated_kernels import LayerScheme
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, random_prompts, save_tiny
 from tests.llmpq.conftest import ONE_DEVICE

@@ -22,8 +22,8 @@ from actors.stage.layer_stream import compute_on
 from actors.stage_group import GroupOptions, StageGroup
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
+from quant.devices import local_processor
 from quant.loading.emulated_kernels import LayerScheme
-from quant.processor import local_processor
 from tests.actors.models import LAYERS, generate, random_prompts, reference, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 from tests.llmpq.divided_plans import divided

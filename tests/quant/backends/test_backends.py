@@ -14,19 +14,18 @@ import torch
 
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
-from quant.backends.cpu import int3pack, int4_layout
+from quant.backends.cpu import int3pack, int4pack
 from quant.backends.cpu.int3pack import Int3Pack
 from quant.backends.cpu.int4pack import Int4Pack
-from quant.backends.cpu.int8pack import Int8Pack
-from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
+from quant.backends.cpu.int8pack import Int8Pack, OneDnnW8A8
 from quant.backends.cpu.rotation import LANES, rotate
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
-from quant.backends.portable.torch_4bit import Torch4Bit
+from quant.backends.portable import Torch4Bit
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.canonical import quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError
+from quant.devices import local_processor
 from quant.importance.statistics import InputStatistics
-from quant.processor import local_processor
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape
@@ -192,8 +191,8 @@ def test_unknown_int4_layout_leaves_many_tokens_to_the_kernel(
     packed = kind.from_weight(weight, torch.bfloat16, CPU)
     x = torch.randn(130, 256, generator=torch.Generator().manual_seed(11)).bfloat16()
     decoded = packed.forward(x)
-    monkeypatch.setattr(int4_layout, "layout_is_known", lambda: False)
-    monkeypatch.setattr(int4_layout.functional, "linear", None)
+    monkeypatch.setattr(int4pack, "layout_is_known", lambda: False)
+    monkeypatch.setattr(int4pack.functional, "linear", None)
     assert (packed.forward(x) - decoded).norm() < 0.01 * decoded.norm()
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from quant import canonical as canonical_module
-from quant.backends.cuda.driver import SOURCE, Kernels
-from quant.backends.cuda.nvrtc import CudaError
+from quant.backends.cuda.driver import SOURCE, CudaError, Kernels
 from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, CudaPacked
 from quant.backends.kernel_classes import self_test
 from quant.backends.table import FUSED_TOKENS

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.backends.cuda import nvrtc
-from quant.backends.cuda.driver import SOURCE
-from quant.backends.cuda.nvrtc import CudaError, compile_cuda, nvrtc_library
+from quant.backends.cuda import driver as nvrtc
+from quant.backends.cuda.driver import SOURCE, CudaError, compile_cuda, nvrtc_library
 from quant.backends.cuda.packed import Cuda3Bit
 from quant.backends.kernel_classes import BACKENDS, usable_backend
-from quant.backends.portable.torch_3bit import Torch3Bit
+from quant.backends.portable import Torch3Bit
 
 
 def _nvrtc_missing() -> bool:

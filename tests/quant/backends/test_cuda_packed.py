@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from quant.backends.cuda.driver import Kernels
-from quant.backends.cuda.layout import pack_octets, unpack_octets
-from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit
+from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, pack_octets, unpack_octets
 from quant.backends.kernel_classes import self_test
 from quant.backends.selection import rule_for
 from quant.backends.table import FUSED_TOKENS

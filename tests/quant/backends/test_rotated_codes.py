@@ -10,9 +10,8 @@ import torch
 
 from quant.backends.bnb import BnbInt8, rounded_activations
 from quant.backends.cpu import rotation
-from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
-from quant.backends.cpu.rotated_codes import RotatedCodes
-from quant.backends.cpu.rotation import rotate
+from quant.backends.cpu.int8pack import OneDnnW8A8
+from quant.backends.cpu.rotation import RotatedCodes, rotate
 from quant.canonical import dequantize, quantize
 from quant.importance.statistics import InputStatistics
 from quant.loading.emulated_kernels import represented_product

@@ -19,11 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from quant.backends.portable.torch_4bit import Torch4Bit
+from quant.backends.portable import Torch4Bit
 from quant.cache import folder as shard_cache
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
 from quant.cache.layer import CachedLayer, layer_key, new_entry, read_layer
-from quant.checkpoint.tensor_files.tensor_file import TensorWriter, reserved_bytes
+from quant.checkpoint.tensor_files import TensorWriter, reserved_bytes
 from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor

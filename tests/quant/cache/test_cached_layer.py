@@ -17,18 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
+from quant.backends.cpu.int8pack import OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, usable_backend
-from quant.backends.portable.torch_4bit import Torch4Bit
+from quant.backends.portable import Torch4Bit
 from quant.backends.table import KERNEL_RULES
 from quant.cache.folder import ShardCache
 from quant.cache.layer import comes_back, layer_key
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
+from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
-from quant.processor import local_processor
 from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")

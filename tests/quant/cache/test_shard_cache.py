@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from quant.cache import folder as shard_cache
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry, ShardCache, open_cache
 from quant.cache.settings import CacheSettings, cache_settings, default_folder
-from quant.checkpoint.tensor_files.tensor_file import TensorWriter, reserved_bytes
+from quant.checkpoint.tensor_files import TensorWriter, reserved_bytes
 from quant.common.errors import SpecError
 
 KEY = CacheKey("model.layers.3-4bit", '{"bits": 4}')

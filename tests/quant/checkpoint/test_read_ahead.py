@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quant.checkpoint.tensor_files.read_ahead import FileRange, ReadAhead, is_cached
+from quant.checkpoint.read_ahead import FileRange, ReadAhead, is_cached
 
 CHUNK = 4 << 20
 WINDOW = 3 * CHUNK

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.weight_files import unread_file, unread_weights
+from quant.checkpoint.stored_tensors import unread_file, unread_weights
 from quant.common.errors import CheckpointError
 
 FOLDERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {

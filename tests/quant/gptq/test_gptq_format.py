@@ -19,6 +19,7 @@ from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError, PlanMismatchError
+from quant.devices import local_processor
 from quant.gptq.format import (
     GptqWeight,
     fills_words,
@@ -30,7 +31,6 @@ from quant.gptq.format import (
 )
 from quant.linear import LayerForm, QuantizedLinear, linear_of_codes
 from quant.loading.loader import LayerLoad, load_layer, module_nbytes
-from quant.processor import local_processor
 from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from quant.cuts import COLUMNS, ROWS, Cut
-from quant.gptq.format import GptqWeight, gptq_tensors
-from quant.gptq.linear import gptq_linear
+from quant.gptq.format import GptqWeight, gptq_linear, gptq_tensors
 from quant.linear import LayerForm, QuantizedLinear
 from quant.scheme import Processor
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from quant.common.errors import CheckpointError, InputError
 from quant.importance.file import (
     Importance,
+    ImportanceStore,
     digest_of_inputs,
     load_importance,
     save_importance,
 )
 from quant.importance.header import read_importance_header
 from quant.importance.statistics import InputStatistics, LayerImportance
-from quant.importance.store import ImportanceStore
 
 Edit = Callable[[dict[str, Tensor], dict[str, str]], None]
 

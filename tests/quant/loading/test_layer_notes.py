@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.stage.layer_stream import LayerStream, compute_on
-from quant.loading.layer_notes import note_layer, noting_layers
+from quant.loading.loader import note_layer, noting_layers
 from tests.actors.models import CONFIGS, save_tiny
 
 

@@ -14,9 +14,9 @@ from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
+from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, module_nbytes
-from quant.processor import local_processor
 from quant.scheme import LinearShape
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from quant.devices import local_processor
 from quant.loading.loader import module_nbytes
 from quant.loading.onednn_linear import PrepackedLinear, prepack, prepack_linears
-from quant.processor import local_processor
 from quant.scheme import Processor
 
 HERE = local_processor(torch.device("cpu"))

@@ -10,15 +10,17 @@ from torch import Tensor
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, SpecError
 from quant.rounding.ways import Rounding
-from quant.sensitivity.gram import Gram, squared_rounding_error, top_eigenvalue
 from quant.sensitivity.indicators import (
+    Gram,
     HessianStatistics,
     RunningMoments,
+    VarianceForm,
     VarianceStatistics,
     random_indicator,
+    squared_rounding_error,
+    top_eigenvalue,
     weight_noises,
 )
-from quant.sensitivity.variance_form import VarianceForm
 
 BITS = (3, 4, 8, 16)
 CPU = torch.device("cpu")

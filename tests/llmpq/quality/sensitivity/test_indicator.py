@@ -31,9 +31,12 @@ from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, InputError
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import Rounding
-from quant.sensitivity.gram import squared_rounding_error
-from quant.sensitivity.indicators import HessianStatistics, VarianceStatistics
-from quant.sensitivity.variance_form import VarianceForm
+from quant.sensitivity.indicators import (
+    HessianStatistics,
+    VarianceForm,
+    VarianceStatistics,
+    squared_rounding_error,
+)
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 from tests.llmpq.commands import exit_code
 

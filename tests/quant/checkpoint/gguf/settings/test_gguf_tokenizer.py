@@ -11,9 +11,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from quant.checkpoint.demo_model import demo_gguf
-from quant.checkpoint.gguf.settings.pre_tokenizers import PRE_TOKENIZERS
-from quant.checkpoint.model_reference import resolve
+from quant.checkpoint.gguf.tokenizer import PRE_TOKENIZERS
+from quant.checkpoint.model_reference import demo_gguf, resolve
 from tests.actors.models import CONFIGS, save_tiny
 from tests.paths import ROOT
 from tests.quant.checkpoint.gguf.written import write_gguf

@@ -1,21 +1,155 @@
-"""The `tokenizer.json` and `tokenizer_config.json` that a GGUF file's vocabulary stands for.
+"""How byte-level tokenizers split text before they merge, by the names that GGUF files have for it.
 
-Two kinds of vocabulary belong to our families: byte-level BPE (`gpt2`), whose merges the file has,
-and SentencePiece (`llama`), whose merges follow from the scores of its pieces.
+The patterns are those of the models' own `tokenizer.json`, where llama.cpp rewrites them for an
+engine without `(?i:…)` and classes of case; the names are those of `llama_vocab::impl::load`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from quant.checkpoint.gguf.settings.control_tokens import control_tokens
-from quant.checkpoint.gguf.settings.entries import NO_MODEL, Entries, list_of
-from quant.checkpoint.gguf.settings.pre_tokenizers import (
-    OF_ARCHITECTURE,
-    PRE_TOKENIZERS,
-    PreTokenizer,
-)
+from quant.checkpoint.gguf.header import NO_MODEL, Entries, list_of
 from quant.common.errors import SpecError
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
+_QWEN2 = rf"{_SHORT}|{_WORD}|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SLASH_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+    rf"\p{{N}}|{_SLASH_REST}"
+)
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}?|\p{{N}}{{1,3}}|{_SLASH_REST}"
+)
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_CJK = r"[一-龥ࠀ-一가-퟿]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGIT = r"\p{N}"
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """The patterns by which text is split, one after the other.
+
+    `ignore_merges`: a piece that is a token as a whole is not merged. `adds_bos`: texts begin with
+    the BOS token unless the file says otherwise. `normalizes`: to Unicode's form NFC first.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+    normalizes: bool = False
+
+
+_LIKE_GPT2 = PreTokenizer((_GPT2,))
+_LIKE_LLAMA3 = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
+_LIKE_QWEN2 = PreTokenizer((_QWEN2,), normalizes=True)
+_BY_DIGITS = PreTokenizer((_DIGIT, _GPT2))
+_LIKE_GPT4O = PreTokenizer((_GPT4O,))
+_LIKE_BLOOM = PreTokenizer((_BLOOM,))
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "jais", "trillion", "exaone4"), _LIKE_GPT2),
+    "olmo": PreTokenizer((_GPT2,), normalizes=True),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LIKE_LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "hunyuan", "grok-2",
+                     "solar-open"), _LIKE_QWEN2),
+    "stablelm2": PreTokenizer((_QWEN2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone",
+                     "minerva-7b", "mellum2"), _BY_DIGITS),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, adds_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _LIKE_GPT4O),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _LIKE_BLOOM),
+    "viking": PreTokenizer((_BLOOM, _DIGIT)),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),
+}  # fmt: skip
+"""Pre-tokenizers by `tokenizer.ggml.pre`."""
+
+OF_ARCHITECTURE: Mapping[str, str] = {
+    "llama": "llama-bpe",
+    "qwen2": "qwen2",
+    "qwen3": "qwen2",
+    "bloom": "bloom",
+    "gptneox": "olmo",
+}
+"""What is meant in files of before there were names, or with the name `default`."""
+
+
+_END_KEYS = ("eos", "eot", "eom")
+_END_TEXTS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+})  # fmt: skip
+
+_NO_END_BESIDE: Mapping[str, tuple[frozenset[str], ...]] = {
+    "<|end|>": tuple(map(frozenset, (("<|return|>", "<|call|>"), ("<|return|>", "<|calls|>"),
+                                     ("<|call|>", "<|flush|>"), ("<|calls|>", "<|flush|>")))),
+    "</s>": (frozenset({"<|tool_response>"}),),
+}  # fmt: skip
+"""Texts that end no answer where a vocabulary has all of one of these sets too."""
+
+_ENDING_FILLS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_OTHER_FILLS = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>",
+                "▁<PRE>", "<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>",
+                "▁<SUF>", "<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>",
+                "▁<MID>", "<|code_middle|>", "<|middle|>"),
+}  # fmt: skip
+"""Tokens of filling in the middle, by their names in the metadata; only where a name is missing
+does its text tell."""
+
+
+def end_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
+    """The ids of `tokens` at which an answer ends; `rows`: those of the embedding.
+
+    Raises `SpecError` for an id in the metadata that is none.
+    """
+    texts = frozenset(tokens)
+    no_ends = {text for text, sets in _NO_END_BESIDE.items() if any(map(texts.issuperset, sets))}
+    named = (entries.token(f"tokenizer.ggml.{key}_token_id", rows) for key in _END_KEYS)
+    ends = {number for number in named if number is not None}
+    return ends | _of_texts(tokens, _END_TEXTS - no_ends) | _fills(entries, tokens, _ENDING_FILLS)
+
+
+def control_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
+    """The ids of `tokens` that are no part of a text by their texts; `rows` and errors as above."""
+    return end_tokens(entries, tokens, rows) | _fills(entries, tokens, _OTHER_FILLS)
+
+
+def _fills(
+    entries: Entries, tokens: Sequence[str], fills: Mapping[str, tuple[str, ...]]
+) -> set[int]:
+    found = set[int]()
+    for key, texts in fills.items():
+        named = entries.token(f"tokenizer.ggml.{key}_token_id", len(tokens))
+        found |= _of_texts(tokens, texts) if named is None else {named}
+    return found
+
+
+def _of_texts(tokens: Sequence[str], texts: Collection[str]) -> set[int]:
+    return {number for number, text in enumerate(tokens) if text in texts}
+
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

@@ -1,1 +1,0 @@
-"""Kernel backends in pure torch, for every device."""

@@ -1,1 +1,0 @@
-"""What a GGUF file's metadata say, as the settings files of a Hugging Face folder."""

@@ -1,1 +1,0 @@
-"""Files of tensors: headers, byte ranges, reading and writing tensor by tensor."""
