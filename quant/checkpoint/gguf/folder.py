@@ -179,7 +179,6 @@ def _digest(files: Sequence[Path], identities: Sequence[FileIdentity]) -> str:
 @cache
 def _code() -> str:
     """A digest of this room's source, which decides what is written."""
-    room = resources.files(__package__)
-    files = [*room.iterdir(), *room.joinpath("settings").iterdir()]
+    files = resources.files(__package__).iterdir()
     content = b"".join(sorted(f.read_bytes() for f in files if f.name.endswith(".py")))
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
