@@ -34,7 +34,7 @@ from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
     from llmpq.run.monitoring.loading import LoadingState
-    from llmpq.serve.batches.storage.store import BatchStore
+    from llmpq.serve.batches.store import BatchStore
     from llmpq.serve.options import ServeOptions
 
 _EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmpq[serve]'"
@@ -137,8 +137,7 @@ def _say_now_and_then() -> Callable[[LoadingState], None]:
 @contextmanager
 def _batch_store(options: argparse.Namespace) -> Iterator[BatchStore | None]:
     """The folder of files and batches; None where there are to be none."""
-    from llmpq.serve.batches.storage.options import FOLDER_SUFFIX, BatchOptions
-    from llmpq.serve.batches.storage.store import BatchStore
+    from llmpq.serve.batches.store import FOLDER_SUFFIX, BatchOptions, BatchStore
 
     given = options.batch_dir if "batch_dir" in options else None
     if given == NO_BATCHES:

@@ -35,15 +35,12 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: Any) -> int:
-        """Number of bytes written, which may be fewer than given."""
         return os.write(descriptor, data)
 
     def fsync(self, descriptor: int) -> None:
-        """Bring a file or folder to the disk."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
-        """Close a file."""
         os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -51,7 +48,6 @@ class Disk:
         os.replace(source, target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file."""
         path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
@@ -80,7 +76,6 @@ class Sink(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
         left = memoryview(data).cast("B")
         self._seen.update(left)
         size = len(left)

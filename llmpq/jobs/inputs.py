@@ -156,7 +156,6 @@ class JobInput:
 
 
 def _contents(path: Path) -> Iterator[tuple[int, Content]]:
-    """Numbered rows."""
     named = input_format(path)
     try:
         wrong = contradiction(path, named)
@@ -183,7 +182,6 @@ def _lines(path: Path, compression: Compression) -> Iterator[tuple[int, Content]
 
 
 def no_prompts(source: str) -> InputError:
-    """An error for an input without rows."""
     return InputError(
         f"{source}: no prompts; give one JSON object per line with a prompt (or an array of them), "
         "or one row of a table"

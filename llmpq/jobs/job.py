@@ -161,7 +161,6 @@ class OpenJob:
         return is_new
 
     def finish(self) -> None:
-        """Join the results, when all rows are done."""
         self._output.finish(self._record)
         self._database.close()
 

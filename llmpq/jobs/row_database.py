@@ -100,7 +100,6 @@ class Tally:
 
     @property
     def left(self) -> int:
-        """Rows to do."""
         return self.rows - self.resumed
 
 
@@ -306,7 +305,6 @@ class RowDatabase:
         return True
 
     def done(self, custom_id: str) -> Done | None:
-        """The result that counts of an id."""
         return self._done(_key(custom_id))
 
     def _done(self, key: bytes) -> Done | None:
@@ -332,7 +330,6 @@ class RowDatabase:
         return int(rows), int(failed)
 
     def close(self) -> None:
-        """Give the disk space back."""
         self._database.close()
 
     def _insert(self, query: str, values: tuple[Any, ...]) -> int:

@@ -194,7 +194,6 @@ class JobStore:
         return Manifest.read(self.path / MANIFEST)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest."""
         data = (json.dumps(asdict(manifest), indent=1) + "\n").encode()
         target, aside = self.path / MANIFEST, self.path / _ASIDE
         commit_file(self.disk, target, aside, lambda sink: sink.write(data))

@@ -78,8 +78,6 @@ class Head:
 
 
 class Form(Protocol):
-    """The choices of one kind of answer."""
-
     prefix: str
     whole_kind: str
     chunk_kind: str
@@ -98,8 +96,6 @@ class Form(Protocol):
 
 
 class CompletionForm:
-    """Choices of `/v1/completions`."""
-
     prefix = "cmpl"
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
@@ -147,8 +143,6 @@ def _by_text(token: TokenText) -> Json:
 
 
 class ChatForm:
-    """Choices of `/v1/chat/completions`."""
-
     prefix = "chatcmpl"
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -208,12 +202,10 @@ def _with_bytes(text: str, logprob: float | None) -> dict[str, object]:
 
 
 def models_content(names: Sequence[str], created_s: int) -> Json:
-    """The answer of `/v1/models`."""
     return {"object": "list", "data": [model_content(name, created_s) for name in names]}
 
 
 def model_content(name: str, created_s: int) -> Json:
-    """The answer of `/v1/models/NAME`."""
     return {"id": name, "object": "model", "created": created_s, "owned_by": "llmpq"}
 
 
@@ -225,7 +217,6 @@ def line_response(status: int, body: Json, name: str) -> Json:
 def answer_line(
     custom_id: str | None, response: Json | None, error: Json | None, name: str
 ) -> dict[str, object]:
-    """A line of a batch's answers."""
     return {
         "id": f"batch_req_{name}",
         "custom_id": custom_id,

@@ -11,8 +11,7 @@ from starlette.exceptions import HTTPException
 
 from llmpq.rows.answers import ChatForm, CompletionForm, model_content, models_content
 from llmpq.serve.access import check_host, check_key
-from llmpq.serve.batches.batches import Batches
-from llmpq.serve.batches.routes import batch_routes
+from llmpq.serve.batches.batches import Batches, batch_routes
 from llmpq.serve.service import Service
 from llmpq.serve.telemetry.counting import Counting
 from llmpq.serve.telemetry.metrics import CONTENT_TYPE

@@ -88,7 +88,6 @@ class _Text:
         self._line, self._column = 1, 0  # of the beginning of that part
 
     def begins(self, pattern: re.Pattern[str]) -> bool:
-        """Whether the text begins so."""
         return pattern.match(self._part) is not None
 
     def peek(self) -> str:
@@ -100,7 +99,6 @@ class _Text:
                 return self._part[self._at : self._at + 1]
 
     def take(self) -> str:
-        """That character, which is then over."""
         found = self.peek()
         self._at += len(found)
         return found

@@ -192,12 +192,10 @@ class ColumnKinds:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns."""
         return tuple(self._kinds)
 
     @property
     def kinds(self) -> Mapping[str, ColumnKind]:
-        """Kinds of the columns by name."""
         return self._kinds
 
     def cells(self, row: Mapping[str, Any]) -> dict[str, Any]:

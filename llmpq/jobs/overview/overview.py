@@ -55,7 +55,6 @@ class JobOverview:
 
     @property
     def left(self) -> int | None:
-        """Rows to do."""
         if self.rows is None or self.done is None:
             return None
         return max(0, self.rows - self.done)

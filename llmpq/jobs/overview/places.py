@@ -43,17 +43,14 @@ class JobPlace:
 
     @property
     def lock(self) -> Path:
-        """The file that is locked while the job runs."""
         return self.folder / LOCK
 
     @property
     def manifest(self) -> Path:
-        """The file of model, sampling and completion."""
         return self.folder / MANIFEST
 
     @property
     def journal(self) -> Path:
-        """The file that tells of its runs."""
         return self.folder / JOURNAL
 
 

@@ -1,4 +1,4 @@
-"""What clients ask of files and batches."""
+"""What clients ask of files and batches, at OpenAI's addresses."""
 
 from __future__ import annotations
 
@@ -6,29 +6,58 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from fastapi import Request
+from fastapi import APIRouter, Depends, Header, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 
 from llmpq.rows.answers import Json
-from llmpq.serve.batches.bodies import BatchBody, BatchPage, FilePage
+from llmpq.serve.access import check_origin
+from llmpq.serve.batches.records import WINDOW_S, Batch, Endpoint, StoredFile, new_batch_id
 from llmpq.serve.batches.runner import Runner
-from llmpq.serve.batches.storage.records import (
-    WINDOW_S,
-    Batch,
-    StoredFile,
-    new_batch_id,
-)
-from llmpq.serve.batches.storage.store import MOST_RECORDS, BatchStore
-from llmpq.serve.batches.uploading import Uploads, disk_error
+from llmpq.serve.batches.store import MOST_RECORDS, BatchStore
+from llmpq.serve.batches.uploading import ExpiresAfter, Uploads, disk_error
 from llmpq.serve.service import Service
 from llmpq.serve.wire.errors import bad_request, conflict, not_found, queue_full
+from llmpq.serve.wire.parsing import checked
 
 MOST_UNFINISHED = 100
 """Batches that wait or run at once."""
 
+MOST_PAIRS = 16
+"""Pairs of `metadata`, as in OpenAI's interface."""
+
+_Name = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
 T = TypeVar("T")
 RecordT = TypeVar("RecordT", Batch, StoredFile)
+
+
+class BatchBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    input_file_id: str
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[_Name, _Value] | None, Field(max_length=MOST_PAIRS)] = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class BatchPage(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+
+
+class FilePage(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
 
 
 class Batches:
@@ -53,7 +82,6 @@ class Batches:
         await self._runner.close()
 
     async def upload(self, request: Request) -> Json:
-        """Take a file."""
         self._service.gate.check_open()
         try:
             with self._store.arriving() as arrival:
@@ -64,7 +92,6 @@ class Batches:
         return kept.content
 
     def file(self, file_id: str) -> StoredFile:
-        """A file."""
         found = self._store.files.get(file_id)
         is_expired = (
             found is not None
@@ -76,14 +103,12 @@ class Batches:
         return found
 
     def files(self, page: FilePage) -> Json:
-        """A page of files."""
         found = [each for each in self._store.files if page.purpose in (None, each.purpose)]
         if page.order == "desc":
             found.reverse()
         return _listed(_page(found, page.after, page.limit), lambda file: file.content)
 
     def content_path(self, file_id: str) -> Path:
-        """Path of a file's content."""
         path = self._store.path(self.file(file_id).id)
         if not path.is_file():  # somebody else has removed it
             raise not_found("content of a file", file_id)
@@ -107,7 +132,6 @@ class Batches:
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def create(self, body: BatchBody) -> Json:
-        """Begin a batch."""
 
         def make() -> Batch:
             file = self._store.files.get(body.input_file_id)
@@ -143,11 +167,9 @@ class Batches:
         return batch.content
 
     def batch(self, batch_id: str) -> Json:
-        """A batch as it is now."""
         return self._content(self._found(batch_id))
 
     def batches(self, page: BatchPage) -> Json:
-        """A page of batches, the newest first."""
         found = list(self._store.batches)[::-1]
         return _listed(_page(found, page.after, page.limit), self._content)
 
@@ -214,3 +236,56 @@ def _listed(
         "last_id": records[-1].id if records else None,
         "has_more": has_more,
     }
+
+
+def batch_body(content: Mapping[str, object]) -> BatchBody:
+    """The fields of a batch; 400 naming the first that is wrong."""
+    given = {name: value for name, value in content.items() if value is not None}
+    return checked(BatchBody, given, ExpiresAfter)
+
+
+def batch_routes(batches: Batches, service: Service) -> APIRouter:
+
+    async def not_from_page(origin: Annotated[str | None, Header()] = None) -> None:
+        if service.options.api_key is None:
+            check_origin(origin)
+
+    router = APIRouter(dependencies=[Depends(not_from_page)])
+
+    @router.post("/files")
+    async def upload(request: Request) -> Response:
+        return JSONResponse(await batches.upload(request))
+
+    @router.get("/files")
+    async def files(request: Request) -> Response:
+        return JSONResponse(batches.files(checked(FilePage, dict(request.query_params))))
+
+    @router.get("/files/{file_id}")
+    async def file(file_id: str) -> Response:
+        return JSONResponse(batches.file(file_id).content)
+
+    @router.delete("/files/{file_id}")
+    async def delete_file(file_id: str) -> Response:
+        return JSONResponse(await batches.delete_file(file_id))
+
+    @router.get("/files/{file_id}/content")
+    async def content(file_id: str) -> Response:
+        return FileResponse(batches.content_path(file_id), media_type="application/jsonl")
+
+    @router.post("/batches")
+    async def create(request: Request) -> Response:
+        return JSONResponse(await batches.create(batch_body(await service.body(request))))
+
+    @router.get("/batches")
+    async def listed(request: Request) -> Response:
+        return JSONResponse(batches.batches(checked(BatchPage, dict(request.query_params))))
+
+    @router.get("/batches/{batch_id}")
+    async def batch(batch_id: str) -> Response:
+        return JSONResponse(batches.batch(batch_id))
+
+    @router.post("/batches/{batch_id}/cancel")
+    async def cancel(batch_id: str) -> Response:
+        return JSONResponse(await batches.cancel(batch_id))
+
+    return router

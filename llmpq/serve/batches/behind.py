@@ -57,7 +57,6 @@ class BehindOnline:
         return online + gate.background < queue.slots and self._starting < most_starting
 
     async def room(self) -> None:
-        """Return when there is room."""
         while not self.has_room:
             await self.pause()
 
@@ -94,40 +93,32 @@ class BehindOnline:
             return await self._engine.encode(row)
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        """A text, as `Engine.decode`."""
         return await self._engine.decode(token_ids, before)
 
     @property
     def model_name(self) -> str:
-        """As the engine's."""
         return self._engine.model_name
 
     @property
     def created_s(self) -> int:
-        """As the engine's."""
         return self._engine.created_s
 
     @property
     def limits(self) -> EngineLimits:
-        """As the engine's."""
         return self._engine.limits
 
     @property
     def sampling(self) -> Sampling:
-        """As the engine's."""
         return self._engine.sampling
 
     @property
     def markers(self) -> Markers | None:
-        """As the engine's."""
         return self._engine.markers
 
     @property
     def status(self) -> EngineStatus:
-        """As the engine's."""
         return self._engine.status
 
     @property
     def queue(self) -> QueueState:
-        """As the engine's."""
         return self._engine.queue

@@ -1,9 +1,9 @@
-"""Lines of a batch: what they ask for, and the lines that answer them."""
+"""Lines of a batch: what they ask for, and their answers, when the engine has room for these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, Any
 from uuid import uuid4
@@ -11,6 +11,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmpq.rows.answers import (
+    BAD_LINE,
     ChatForm,
     CompletionForm,
     Form,
@@ -20,9 +21,13 @@ from llmpq.rows.answers import (
     written_line,
 )
 from llmpq.rows.row import MAX_ID_CHARACTERS
-from llmpq.serve.batches.storage.records import Endpoint
+from llmpq.serve.batches.behind import BehindOnline
+from llmpq.serve.batches.records import Endpoint, Problem
+from llmpq.serve.service import Service
 from llmpq.serve.wire.bodies import ChatBody, CompletionBody
+from llmpq.serve.wire.boundary import log_fault
 from llmpq.serve.wire.errors import ApiError, ErrorAnswer, bad_request
+from llmpq.serve.wire.errors import failed as failure
 from llmpq.serve.wire.parsing import chat_body, checked, completion_body, parse_json
 
 DUPLICATE = "duplicate_custom_id"
@@ -42,11 +47,25 @@ class _Envelope(BaseModel):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The request of a line."""
+class BatchLine:
+    """A line of the input by its number from 1; `problem` says why its content is missing."""
 
-    body: CompletionBody | ChatBody
-    form: Form
+    number: int
+    content: bytes
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a reading of the whole input shows: `lines` that are not blank.
+
+    `repeats`: numbers of lines whose id stands in the line given already. `problem`: why the file
+    cannot be used.
+    """
+
+    lines: int = 0
+    repeats: dict[int, int] = field(default_factory=dict)
+    problem: Problem | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +102,9 @@ def envelope(line: bytes, endpoint: Endpoint) -> Mapping[str, object]:
     return found.body
 
 
-def request_of(content: Mapping[str, object], endpoint: Endpoint) -> Asked:
+def request_of(
+    content: Mapping[str, object], endpoint: Endpoint
+) -> tuple[CompletionBody | ChatBody, Form]:
     """The request of a body, checked as by HTTP; raises `ApiError` where it cannot be served."""
     body: CompletionBody | ChatBody
     form: Form
@@ -95,11 +116,10 @@ def request_of(content: Mapping[str, object], endpoint: Endpoint) -> Asked:
         form = ChatForm(bool(body.logprobs))
     if body.stream:
         raise bad_request("stream is true; a batch gives whole answers: leave it out", "stream")
-    return Asked(body, form)
+    return body, form
 
 
 def answered(custom_id: str | None, content: Json) -> LineAnswer:
-    """The line of an answer."""
     response = line_response(HTTPStatus.OK, content, uuid4().hex)
     return LineAnswer(_line(custom_id, response, None), None)
 
@@ -117,3 +137,73 @@ def failed(custom_id: str | None, code: str, message: str) -> LineAnswer:
 
 def _line(custom_id: str | None, response: Json | None, error: Json | None) -> str:
     return written_line(answer_line(custom_id, response, error, uuid4().hex))
+
+
+_PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+"""Statuses that tell of the server's state, not of the request."""
+
+
+class Answering:
+    """Answers the lines of a batch, whose input is as `found`; a fault of one is its answer."""
+
+    def __init__(
+        self, service: Service, engine: BehindOnline, endpoint: Endpoint, found: Scan
+    ) -> None:
+        self._service = service
+        self._engine = engine
+        self._endpoint = endpoint
+        self._found = found
+
+    async def answer(self, line: BatchLine) -> LineAnswer:
+        """The answer; waits while the engine takes no requests."""
+        problem = self._problem(line)
+        if problem is not None:
+            return problem
+        custom_id = custom_id_of(line.content)
+        try:
+            content = envelope(line.content, self._endpoint)
+        except ApiError as error:
+            message = f"line {line.number}: {error.answer.message}"
+            return failed(custom_id, BAD_LINE, message)
+        while True:
+            await self._engine.room()
+            try:
+                body, form = request_of(content, self._endpoint)
+                found = await self._service.content(body, form, self._engine)
+                return answered(custom_id, found)
+            except ApiError as error:
+                if not self._is_passing(error):
+                    return refused(custom_id, error.answer)
+            except Exception as error:  # one line's fault must not end the others
+                log_fault(f"line {line.number} of a batch", error)
+                told = failure("the server failed at this line; its log says more")
+                return refused(custom_id, told.answer)
+            await self._engine.pause()
+
+    def ended(self, line: BatchLine, code: str, message: str) -> LineAnswer:
+        """The answer to a line that does not run any more."""
+        return self._problem(line) or failed(custom_id_of(line.content), code, message)
+
+    def _problem(self, line: BatchLine) -> LineAnswer | None:
+        """The answer to a line that is not looked into."""
+        most = self._service.options.body_limit_bytes
+        problem = line.problem
+        if problem is None and len(line.content) > most:
+            problem = f"it has more than {most} bytes"
+        if problem is not None:
+            return failed(None, BAD_LINE, f"line {line.number}: {problem}")
+        first = self._found.repeats.get(line.number)
+        if first is None:
+            return None
+        message = (
+            f"line {line.number}: its custom_id stands in line {first} already; results could "
+            "not be told apart"
+        )
+        return failed(custom_id_of(line.content), DUPLICATE, message)
+
+    def _is_passing(self, error: ApiError) -> bool:
+        """Whether the line may be answered better when it is tried again."""
+        if error.answer.status in _PASSING:
+            return True
+        is_fault = error.answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return is_fault and self._service.gate.status != "ready"

@@ -15,13 +15,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from llmpq.serve.batches import lines
-from llmpq.serve.batches.answering import Answering
+from llmpq.serve.batches.batch_job import BatchJob, fail_batch, finish_batch, may_pass, scan
 from llmpq.serve.batches.behind import BehindOnline
-from llmpq.serve.batches.finishing import fail, finish
-from llmpq.serve.batches.job import BatchJob, Scan, may_pass, scan
-from llmpq.serve.batches.storage.records import Batch, Counts, Problem
-from llmpq.serve.batches.storage.store import BatchStore
+from llmpq.serve.batches.lines import CANCELLED, EXPIRED, Answering, Scan
+from llmpq.serve.batches.records import Batch, LineCounts, Problem
+from llmpq.serve.batches.store import BatchStore
 from llmpq.serve.service import Service
 from llmpq.serve.wire.boundary import log_fault
 from quant.common.errors import InputError
@@ -51,7 +49,7 @@ class Runner:
     """
 
     def __init__(self, store: BatchStore, service: Service) -> None:
-        self.counts: dict[str, Counts] = {}
+        self.counts: dict[str, LineCounts] = {}
         self._store = store
         self._service = service
         self._engine = BehindOnline(service.engine, service.gate)
@@ -69,7 +67,6 @@ class Runner:
             self.follow(batch.id)
 
     def follow(self, batch_id: str) -> None:
-        """Bring a batch to its end."""
         self._ends[batch_id] = asyncio.Event()
         self._begin(self._follow(batch_id))
 
@@ -164,7 +161,7 @@ class Runner:
                 await self._in_job(job.finish)
                 await self.keep(partial(self._turn_to_finalizing, batch_id, job.counts))
                 now_s = int(self._service.clock())
-                await self.keep(partial(finish, self._store, batch_id, job, now_s))
+                await self.keep(partial(finish_batch, self._store, batch_id, job, now_s))
             finally:
                 await self._in_job(partial(self._close, job))
         await self.keep(partial(self._store.remove_job, batch_id))
@@ -184,10 +181,10 @@ class Runner:
         """Whether a batch with such an input can run; notes what was found."""
         batch, now_s = self._batch(batch_id), int(self._service.clock())
         if found.problem is not None:
-            fail(self._store, batch_id, found.problem, now_s)
+            fail_batch(self._store, batch_id, found.problem, now_s)
             return False
         if batch.status in ("validating", "cancelling") and not batch.request_counts.total:
-            batch = replace(batch, request_counts=Counts(total=found.lines))
+            batch = replace(batch, request_counts=LineCounts(total=found.lines))
             if batch.status == "validating":
                 batch = batch.turned("in_progress", now_s)
             self._store.batches.put(batch)
@@ -256,7 +253,7 @@ class Runner:
             for _ in range(min(max(1, slots), MOST_AT_ONCE)):
                 group.create_task(work())
 
-    def _turn_to_finalizing(self, batch_id: str, counts: Counts) -> None:
+    def _turn_to_finalizing(self, batch_id: str, counts: LineCounts) -> None:
         batch = replace(self._batch(batch_id), request_counts=counts)
         if batch.status == "in_progress":
             batch = batch.turned("finalizing", int(self._service.clock()))
@@ -265,9 +262,9 @@ class Runner:
 
 def _end_rest(job: BatchJob, answering: Answering, is_cancelled: bool) -> None:
     """Say of all lines that are left why they do not run."""
-    code, why = lines.EXPIRED, "the batch's completion window ended before it ran"
+    code, why = EXPIRED, "the batch's completion window ended before it ran"
     if is_cancelled:
-        code, why = lines.CANCELLED, "the batch was cancelled before it ran"
+        code, why = CANCELLED, "the batch was cancelled before it ran"
     for line in job.todo():
         job.write(line, answering.ended(line, code, why))
 

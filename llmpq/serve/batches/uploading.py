@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from http import HTTPStatus
+from typing import Annotated, Literal
 
 from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.multipart import parse_options_header
 
-from llmpq.serve.batches.bodies import UploadFields, upload_fields
-from llmpq.serve.batches.storage.records import KEPT_S, StoredFile
-from llmpq.serve.batches.storage.store import MOST_RECORDS, Arrival, BatchStore
+from llmpq.serve.batches.records import KEPT_S, StoredFile
+from llmpq.serve.batches.store import MOST_RECORDS, Arrival, BatchStore
 from llmpq.serve.service import Service
 from llmpq.serve.wire.errors import ApiError, bad_body, bad_request, no_room, queue_full
 from llmpq.serve.wire.multipart import FIELD_BYTES, MOST_FIELDS, MultipartForm
+from llmpq.serve.wire.parsing import checked
 from quant.common.units import MIB
+
+LEAST_KEPT_S = 3600
+MOST_KEPT_S = 30 * 24 * 3600
+"""Bounds of `expires_after.seconds`, as in OpenAI's interface."""
+
+_EXPIRES = "expires_after["
 
 MOST_UPLOADS = 8
 """Files that arrive at once."""
@@ -34,9 +42,21 @@ _MOST_NAME = 255
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Uploads:
-    """Takes files into `store`."""
+class ExpiresAfter(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=LEAST_KEPT_S, le=MOST_KEPT_S)]
+
+
+class UploadFields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    purpose: str
+    expires_after: ExpiresAfter | None = None
+
+
+class Uploads:
     def __init__(self, store: BatchStore, service: Service) -> None:
         self._store = store
         self._service = service
@@ -171,3 +191,21 @@ def disk_error(error: OSError) -> ApiError:
     """507: what is told where the disk fails."""
     why = "the server's disk is full" if error.errno in _FULL else "the server's disk has failed"
     return no_room(f"{why} ({error.strerror}); nothing was changed: try again later")
+
+
+def upload_fields(given: Mapping[str, str]) -> UploadFields:
+    """The fields of a form; 400 for one that is wrong, and for another purpose than batches."""
+    flat = {name: value for name, value in given.items() if not name.startswith(_EXPIRES)}
+    nested = {
+        name.removeprefix(_EXPIRES).removesuffix("]"): value
+        for name, value in given.items()
+        if name.startswith(_EXPIRES)
+    }
+    content = flat | ({"expires_after": nested} if nested else {})
+    found = checked(UploadFields, content, ExpiresAfter)
+    if found.purpose != "batch":
+        raise bad_request(
+            f"purpose is {found.purpose!r:.40}; files are taken for batches alone: give 'batch'",
+            "purpose",
+        )
+    return found

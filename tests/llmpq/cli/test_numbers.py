@@ -12,7 +12,7 @@ import pytest
 
 from llmpq.profile.layers import ProfileOptions
 from llmpq.run.options import RunOptions
-from llmpq.serve.batches.storage.options import BatchOptions
+from llmpq.serve.batches.store import BatchOptions
 from llmpq.serve.options import ServeOptions
 from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions

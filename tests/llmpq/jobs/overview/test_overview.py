@@ -25,7 +25,7 @@ from llmpq.jobs.overview.sentences import (
 )
 from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.jobs.store import JOURNAL
-from llmpq.serve.batches.job import BatchJob
+from llmpq.serve.batches.batch_job import BatchJob
 from llmpq.serve.batches.lines import LineAnswer
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (

@@ -9,10 +9,9 @@ import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from llmpq.serve.batches import job
+from llmpq.serve.batches import batch_job
 from llmpq.serve.batches.batches import Batches
-from llmpq.serve.batches.storage.options import BatchOptions
-from llmpq.serve.batches.storage.store import BatchStore
+from llmpq.serve.batches.store import BatchOptions, BatchStore
 from llmpq.serve.engine import GenerationRequest, TokenEvent
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
@@ -34,7 +33,7 @@ class SlowEngine(PretendEngine):
 
 
 if __name__ == "__main__":
-    job.SHARD_S = 0.05
+    batch_job.SHARD_S = 0.05
     service = Service(SlowEngine(), ServeOptions(port=0))
     server = Server(service, Batches(BatchStore(BatchOptions(Path(sys.argv[1]))), service))
     server.on_listening = lambda port: print(port, flush=True)

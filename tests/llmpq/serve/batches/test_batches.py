@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.serve.batches import job, runner
+from llmpq.serve.batches import batch_job, runner
 from llmpq.serve.engine import GenerationError
 from tests.llmpq.serve.asking import CHAT, COMPLETIONS, NOW_S, chat, completion, error_of, run
 from tests.llmpq.serve.batches.world import FullDisk, content_of, line, world
@@ -172,7 +172,7 @@ def test_a_stream_and_other_bad_bodies_are_refused_in_their_line(tmp_path: Path)
 def test_a_file_that_is_no_batch_fails(
     content: bytes, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "MOST_LINES", 5)
+    monkeypatch.setattr(batch_job, "MOST_LINES", 5)
 
     async def scenario() -> None:
         async with world(tmp_path) as made:

@@ -13,8 +13,7 @@ from openai.types import Batch, FileObject
 
 from llmpq.errors import SpecError
 from llmpq.serve.batches import runner
-from llmpq.serve.batches.storage.options import BatchOptions
-from llmpq.serve.batches.storage.store import BatchStore
+from llmpq.serve.batches.store import BatchOptions, BatchStore
 from llmpq.serve.engine import GenerationRequest, TokenEvent
 from tests.llmpq.serve.asking import NOW_S, run
 from tests.llmpq.serve.batches.world import content_of, line, world

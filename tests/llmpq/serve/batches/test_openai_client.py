@@ -12,8 +12,7 @@ import openai
 import pytest
 
 from llmpq.serve.batches.batches import Batches
-from llmpq.serve.batches.storage.options import BatchOptions
-from llmpq.serve.batches.storage.store import BatchStore
+from llmpq.serve.batches.store import BatchOptions, BatchStore
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service

@@ -1,7 +1,7 @@
 """A batch as a job of the crash-safe store: each line has one result, whatever ends the server.
 
 A line is a row whose text is the line itself, called by its number; the text of its result is the
-line that answers it.
+line that answers it. At the end of the batch the results become files of output and of errors.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 from actors.sampling_options import GREEDY
-from llmpq.jobs.disk import Disk, file_digest
+from llmpq.jobs.disk import Disk, Sink, file_digest
 from llmpq.jobs.formats.file_format import (
     READ_ERRORS,
     contradiction,
@@ -33,8 +34,9 @@ from llmpq.jobs.result_lines import result_identity
 from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row, digest
-from llmpq.serve.batches.lines import LineAnswer, custom_id_of
-from llmpq.serve.batches.storage.records import Counts, Problem
+from llmpq.serve.batches.lines import EXPIRED, BatchLine, LineAnswer, Scan, custom_id_of
+from llmpq.serve.batches.records import Batch, LineCounts, Problem, Status, StoredFile, set_aside
+from llmpq.serve.batches.store import BatchStore
 from quant.common.errors import InputError
 
 MOST_LINES = 50_000
@@ -56,27 +58,7 @@ _LIES_OTHERWISE = (
 )
 _LOG = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Line:
-    """A line of the input by its number from 1; `problem` says why its content is missing."""
-
-    number: int
-    content: bytes
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class Scan:
-    """What a reading of the whole input shows: `lines` that are not blank.
-
-    `repeats`: numbers of lines whose id stands in the line given already. `problem`: why the file
-    cannot be used.
-    """
-
-    lines: int = 0
-    repeats: dict[int, int] = field(default_factory=dict)
-    problem: Problem | None = None
+Results = Callable[[], Iterator[LineAnswer]]
 
 
 def scan(path: Path, most_line_bytes: int, digest: str | None = None) -> Scan:
@@ -161,20 +143,18 @@ class BatchJob:
         self._completed = tally.resumed - tally.resumed_errors
 
     @property
-    def counts(self) -> Counts:
-        """Lines that have results."""
-        return Counts(self._lines, self._completed, self._failed)
+    def counts(self) -> LineCounts:
+        return LineCounts(self._lines, self._completed, self._failed)
 
-    def todo(self) -> Iterator[Line]:
-        """The lines that have no result yet."""
+    def todo(self) -> Iterator[BatchLine]:
         for row in self._job.todo():
             number = int(row.custom_id)
             if isinstance(row, BadRow):
-                yield Line(number, b"", row.error)
+                yield BatchLine(number, b"", row.error)
             else:
-                yield Line(number, (row.text or "").encode("utf-8", "surrogateescape"))
+                yield BatchLine(number, (row.text or "").encode("utf-8", "surrogateescape"))
 
-    def write(self, line: Line, answer: LineAnswer) -> None:
+    def write(self, line: BatchLine, answer: LineAnswer) -> None:
         """Keep the result of a line; of two the first stays."""
         if self._job.write(Result(str(line.number), answer.text, (), None, answer.error)):
             self._completed += answer.error is None
@@ -185,11 +165,9 @@ class BatchJob:
         self._job.finish()
 
     def close(self) -> None:
-        """Commit what there is."""
         self._output.__exit__(None, None, None)
 
     def results(self) -> Iterator[LineAnswer]:
-        """The finished results."""
         with self._path.open("rb") as file:
             for row in map(json.loads, file):
                 yield LineAnswer(row["text"], row["error"])
@@ -241,3 +219,84 @@ def _row_of(content: Content, place: str) -> Row | BadRow:
     if isinstance(content, bytes):
         return Row(number, text=content.decode("utf-8", "surrogateescape"))
     return BadRow(number, str(content))
+
+
+def finish_batch(store: BatchStore, batch_id: str, job: BatchJob, now_s: int) -> None:
+    """Write the files of a batch whose lines are all done, then note its end.
+
+    A batch that was cut off on the way is finished once more: its files have the same ids again.
+    """
+    batch = _with_files(store, batch_id, job.results, job.counts, now_s)
+    store.batches.put(batch.turned(_last_status(batch, job), now_s))
+
+
+def fail_batch(store: BatchStore, batch_id: str, problem: Problem, now_s: int) -> None:
+    """Note why a batch cannot go on, and give out the answers that it has.
+
+    What lies in its folder is kept aside.
+    """
+    folder = store.job_path(batch_id)
+    results = partial(results_so_far, batch_id, folder)
+    errors = [each.error is not None for each in results()]
+    batch = _found(store, batch_id)
+    counts = batch.request_counts
+    if errors:
+        failed = sum(errors)
+        total = max(counts.total, len(errors))
+        counts = LineCounts(total, len(errors) - failed, failed)
+    batch = _with_files(store, batch_id, results, counts, now_s)
+    store.batches.put(replace(batch.turned("failed", now_s), problems=(problem,)))
+    set_aside(store.disk, folder)
+
+
+def _found(store: BatchStore, batch_id: str) -> Batch:
+    found = store.batches.get(batch_id)
+    assert found is not None, "a batch is removed long after its end"
+    return found
+
+
+def _last_status(batch: Batch, job: BatchJob) -> Status:
+    if batch.status == "cancelling":
+        return "cancelled"
+    is_expired = any(each.error == EXPIRED for each in job.results())
+    return "expired" if is_expired else "completed"
+
+
+def _with_files(
+    store: BatchStore, batch_id: str, results: Results, counts: LineCounts, now_s: int
+) -> Batch:
+    """The batch with files of its results; those that an earlier end has written stay."""
+    batch = replace(_found(store, batch_id), request_counts=counts)
+    output = _write(store, batch, results, now_s, is_output=True)
+    error = _write(store, batch, results, now_s, is_output=False)
+    return replace(batch, output_file_id=output, error_file_id=error)
+
+
+def _write(
+    store: BatchStore, batch: Batch, results: Results, now_s: int, is_output: bool
+) -> str | None:
+    """The id of the file of output or errors, None where there is nothing for it."""
+    kind = "output" if is_output else "error"
+    file_id = f"file-{blake2b(f'{kind} {batch.id}'.encode(), digest_size=16).hexdigest()}"
+
+    def wanted() -> Iterator[bytes]:
+        of_kind = (each for each in results() if (each.error is None) is is_output)
+        return (each.text.encode() + b"\n" for each in of_kind)
+
+    def fill(sink: Sink) -> None:
+        for line in wanted():
+            sink.write(line)
+
+    if not any(True for _ in wanted()):
+        return file_id if store.files.get(file_id) else None
+    file = StoredFile(
+        id=file_id,
+        number=store.files.next_number,
+        bytes=0,
+        created_at=now_s,
+        filename=f"{batch.id}_{kind}.jsonl",
+        purpose="batch_output",
+        expires_at=None if batch.output_s is None else now_s + batch.output_s,
+    )
+    store.write_output(file_id, file, fill)
+    return file_id

@@ -7,27 +7,62 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmpq.jobs.disk import Disk, OutputLock, Sink, commit_file
-from llmpq.serve.batches.storage.index import PART, Index, set_aside
-from llmpq.serve.batches.storage.options import BatchOptions
-from llmpq.serve.batches.storage.records import (
+from llmpq.serve.batches.records import (
     BATCH_ID,
     FILE_ID,
     KEPT_S,
+    PART,
     Batch,
+    Index,
     StoredFile,
     new_file_id,
+    remade_batch,
+    remade_file,
+    set_aside,
 )
-from llmpq.serve.batches.storage.remaking import remade_batch, remade_file
+from planner.option_rules import refuse_not_finite
 from quant.common.errors import InputError, SpecError
+from quant.common.units import GIB, MIB
 
 MOST_RECORDS = 10_000
 """Files, and batches, that are kept at most: more would make lists and starts slow."""
 
+FOLDER_SUFFIX = ".batches"
+"""Ending of the folder beside a plan file."""
+
 _CONTENT = ".jsonl"
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Folder and limits of files and batches; raises `SpecError` for values out of range.
+
+    `file_limit_mib`: most MiB of a file that is sent, OpenAI's 200 by default.
+    `batch_dir_limit_gib`: most GiB of all files, beyond which none is taken; results are written in
+    any case.
+    """
+
+    batch_dir: Path
+    file_limit_mib: float = 200.0
+    batch_dir_limit_gib: float = 10.0
+
+    def __post_init__(self) -> None:
+        refuse_not_finite(self)
+        for name in ("file_limit_mib", "batch_dir_limit_gib"):
+            if getattr(self, name) <= 0:
+                raise SpecError(f"{name} is {getattr(self, name)!r}; give a number above 0")
+
+    @property
+    def file_limit_bytes(self) -> int:
+        return int(self.file_limit_mib * MIB)
+
+    @property
+    def store_limit_bytes(self) -> int:
+        return int(self.batch_dir_limit_gib * GIB)
 
 
 class BatchStore:
@@ -125,7 +160,6 @@ class BatchStore:
         return sum(each.bytes for each in self.files) + self.arriving_bytes
 
     def path(self, file_id: str) -> Path:
-        """Path of a file's content."""
         return self.files.folder / f"{file_id}{_CONTENT}"
 
     def job_path(self, batch_id: str) -> Path:
@@ -133,7 +167,6 @@ class BatchStore:
         return self.batches.folder / batch_id
 
     def remove_job(self, batch_id: str) -> None:
-        """Remove that folder."""
         shutil.rmtree(self.job_path(batch_id), ignore_errors=True)
 
     @contextmanager
@@ -152,7 +185,6 @@ class BatchStore:
         self.files.put(replace(file, id=file_id, bytes=path.stat().st_size))
 
     def remove_file(self, file_id: str) -> None:
-        """Remove a file."""
         self.files.remove(file_id)
         with suppress(OSError):  # at the next start it is removed, as no record is of it
             self.disk.unlink(self.path(file_id))
@@ -194,7 +226,6 @@ class Arrival:
         self._mutex = threading.Lock()
 
     def count(self, more: int) -> None:
-        """Note bytes that have come."""
         self.bytes += more
         self._store.arriving_bytes += more
 
@@ -227,7 +258,6 @@ class Arrival:
         return kept
 
     def close(self) -> None:
-        """Remove what was not kept."""
         self._store.arriving_bytes -= self.bytes
         with suppress(OSError):
             self._close_descriptor()

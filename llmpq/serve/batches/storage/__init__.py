@@ -1,1 +1,0 @@
-"""The folder of files and batches, which outlives the server."""
