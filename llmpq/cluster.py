@@ -26,8 +26,7 @@ from planner.option_rules import refuse_ignored
 from planner.options import AUTO, UNBOUNDED, PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.planning_rules import FRONT_RULES
-from planner.search.search import find_priced_plan
-from planner.search.tradeoffs.front import FrontPoint, trace_front
+from planner.search.find import FrontPoint, find_priced_plan, trace_front
 from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
 

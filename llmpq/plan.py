@@ -33,7 +33,7 @@ from planner.latency_bound.front import KindFronts
 from planner.micro_batches import MicroBatches
 from planner.option_rules import refuse_unknown
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
-from planner.search.tradeoffs.front import FrontPoint
+from planner.search.find import FrontPoint
 from planner.simulation.gantt import write_gantt
 from planner.simulation.simulation import Simulated
 from planner.simulation.trace import write_chrome_trace

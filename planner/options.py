@@ -64,7 +64,7 @@ class PlanOptions:
     - `quality`: `fast` is the plan of most tokens per second. The others have no layer of fewer
       than 8 bit unless memory forces it: `high` has the least summed sensitivity of those at most a
       tenth slower than the fastest of such bits, `balanced`, the default, gives up speed where that
-      pays by far (`planner.search.tradeoffs.qualities`).
+      pays by far (`planner.search.qualities`).
     - `theta`: seconds that a unit of sensitivity is worth, in place of `quality`.
     - `in_flight`: requests of a job that are in flight at once; `auto` decides.
     - `bits`: bitwidths to choose from.

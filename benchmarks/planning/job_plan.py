@@ -49,9 +49,9 @@ from planner.optimiser.assignment import stage_times
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import JobRows
-from planner.search.baselines.comparison import baseline
-from planner.search.costs import planning_costs
-from planner.search.search import PricedPlan, find_plan, find_priced_plan
+from planner.search.baselines import baseline
+from planner.search.find import PricedPlan, find_plan, find_priced_plan
+from planner.search.request import planning_costs
 from planner.simulation.job_simulation import simulate_job, simulate_job_assignment
 from planner.simulation.simulation import assignment_timing, occupied_stages
 from planner.workload import Job

@@ -33,8 +33,8 @@ from planner.plan.builder import Solution
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.candidate_search import search
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.costs import cost_model
-from planner.search.search import find_plan
+from planner.search.find import find_plan
+from planner.search.request import cost_model
 from planner.workload import Workload
 
 BITS, GAP = (3, 4, 8, 16), 1e-4

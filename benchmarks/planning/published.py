@@ -15,13 +15,13 @@ import numpy as np
 import pulp
 
 from planner.optimiser.assignment import evaluate
-from planner.optimiser.objectives import latency_form
-from planner.optimiser.problem import AssignmentProblem, FloatArray
-from planner.optimiser.relaxation.scaling import (
-    OBJECTIVE_UNITS,
-    memory_unit_bytes,
+from planner.optimiser.problem import (
+    AssignmentProblem,
+    FloatArray,
+    latency_form,
     typical_objective_s,
 )
+from planner.optimiser.relaxation import OBJECTIVE_UNITS, memory_unit_bytes
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.profiles.rows import write_profiles
-from planner.search.costs import planning_costs
-from planner.search.search import find_plan
+from planner.search.find import find_plan
+from planner.search.request import planning_costs
 from planner.simulation.simulation import Simulated
 from quant.common.errors import DeviceError, InfeasibleError
 

@@ -45,8 +45,8 @@ from planner.plan.spec import Baseline, PlanSpec
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import read_profiles, write_profiles
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.baselines.comparison import baseline, offloading
-from planner.search.search import find_plan
+from planner.search.baselines import baseline, offloading
+from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB

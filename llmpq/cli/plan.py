@@ -40,7 +40,7 @@ from llmpq.workload.long_rows import LongRowRule
 from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
 from planner.planning_rules import BOUNDS
-from planner.search.tradeoffs.front import FrontPoint, front_json
+from planner.search.find import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file

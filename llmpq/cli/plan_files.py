@@ -26,8 +26,8 @@ from planner.latency_bound.bounded_plan import bounded_options
 from planner.latency_bound.front import KindFronts
 from planner.latency_bound.request import job_of
 from planner.options import PlanOptions
-from planner.search.remedies import PlanningRequest
-from planner.search.tradeoffs.front import FrontPoint
+from planner.search.find import FrontPoint
+from planner.search.request import PlanningRequest
 from planner.workload import Job, Workload
 from quant.checkpoint.model_reference import is_local_model, local_path
 from quant.common.errors import InfeasibleError, SpecError

@@ -36,7 +36,7 @@ from planner.cluster.spec import devices_of
 from planner.explanation.explain import Explanation, StageLimits
 from planner.latency_bound.front import KindFronts
 from planner.plan.spec import Baseline, PlanSpec
-from planner.search.tradeoffs.front import FrontPoint
+from planner.search.find import FrontPoint
 from quant.common.errors import LlmpqError
 
 
@@ -99,7 +99,7 @@ def report_page(
     """The plan as an HTML document.
 
     Without an explanation the reasons and the schedule are missing, and the page says so, with the
-    error that says why. `front`: as `planner.search.tradeoffs.front.trace_front` finds it; by
+    error that says why. `front`: as `planner.search.find.trace_front` finds it; by
     default the plans for other thetas of the explanation. `made`: how the page is made, by default
     now and by the command that the plan's origin tells. Of a plan under a bound on the latency of
     requests it is `bounded_page`.

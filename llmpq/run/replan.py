@@ -19,7 +19,7 @@ from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
 from planner.plan.origin import FILE_OPTIONS, PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Job, Workload
 from quant.common.errors import (
     BoundNotMetError,

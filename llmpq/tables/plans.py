@@ -27,7 +27,7 @@ from llmpq.tables.layout import Fitting, Notes, broken_name, new_table, stacked
 from planner.explanation.explain import StageLimits
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.search.tradeoffs.front import FrontPoint
+from planner.search.find import FrontPoint
 
 _SLOWEST = "* slowest stage of a phase"
 PHASES: tuple[Phase, ...] = ("prefill", "decode")

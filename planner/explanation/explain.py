@@ -19,8 +19,7 @@ from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import Effect, PlannedAssignment, planned_assignment
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
 from planner.optimiser.assignment import stage_times
-from planner.optimiser.objectives import decode_round_form
-from planner.optimiser.problem import FloatArray
+from planner.optimiser.problem import FloatArray, decode_round_form
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated

@@ -13,14 +13,13 @@ from planner.cluster.spec import devices_of
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, model_shape
-from planner.optimiser.assignment import Assignment, StageTimes, stage_times
-from planner.optimiser.objectives import decode_round_form
-from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
+from planner.optimiser.problem import AssignmentProblem, decode_round_form
 from planner.plan.origin import PlanOrigin
 from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
-from planner.search.costs import planning_costs
-from planner.search.tradeoffs.qualities import bits_by_quality
+from planner.search.qualities import bits_by_quality
+from planner.search.request import planning_costs
 from planner.simulation.forecast import Forecast, forecast_assignment
 from planner.simulation.simulation import Simulated, simulate_assignment
 from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
@@ -70,7 +69,7 @@ class PlannedAssignment:
         return self.costs.options.group
 
     @property
-    def times(self) -> StageTimes:
+    def times(self) -> AssignmentCosts:
         return stage_times(self.problem, self.first_layer, self.bitwidth)
 
     def layers(self, unit: int) -> range:
@@ -143,7 +142,7 @@ def _usable_bits(plan: PlanSpec, bits: Sequence[int]) -> tuple[int, ...] | None:
     return next(usable for usable in bits_by_quality(bits) if used <= set(usable))
 
 
-def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
+def decode_round_s(problem: AssignmentProblem, times: AssignmentCosts) -> float:
     """Seconds until every request has one more token: the slowest stage or link, or one way round.
 
     As the pipeline runs it, whatever the objective.

@@ -18,7 +18,7 @@ from planner.explanation.planned_assignment import PlannedAssignment
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, evaluate, stage_times
 from planner.optimiser.problem import AssignmentProblem
-from planner.optimiser.relaxation.relax import lower_bound
+from planner.optimiser.relaxation import lower_bound
 from planner.optimiser.solve import solve
 from planner.search.memory_fit import fitting_problems
 from quant.common.errors import InfeasibleError

@@ -22,7 +22,7 @@ from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.quality.sensitivity import planned_importance
-from planner.search.costs import files_of_costs
+from planner.search.request import files_of_costs
 from quant.common.errors import InfeasibleError
 
 MOST_CUTS = 300

@@ -32,9 +32,9 @@ from planner.plan.file import PLAN_VERSION
 from planner.planning_rules import BOUNDS
 from planner.quality.sensitivity import Omega
 from planner.search.groupings import degrees_of, first_sets
-from planner.search.remedies import PlanningRequest, naming_remedies
-from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
-from planner.search.tradeoffs.qualities import SLOWER, TIE_BREAK, bits_by_quality
+from planner.search.qualities import SLOWER, TIE_BREAK, bits_by_quality
+from planner.search.remedies import naming_remedies
+from planner.search.request import PlanningRequest, costs_of, with_fitting_cache
 from planner.workload import Job, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError, SpecError
 
@@ -70,7 +70,7 @@ def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_cou
     """
     _check(request)
     asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
-    with naming_remedies(asked, REMEDY_PLANNER):
+    with naming_remedies(asked):
         if request.options.kv_bits != AUTO:
             return _find(request, *costs_of(asked), clock)
         return with_fitting_cache(

@@ -28,10 +28,15 @@ from planner.plan.spec import PlanSpec, Role, StagePlan
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import planned_importance
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
-from planner.search.costs import files_of_costs
 from planner.search.memory_fit import misfit
-from planner.search.remedies import PlanningRequest, naming_remedies, rounded_up
-from planner.search.search import REMEDY_PLANNER, check_stored, costs_of, with_fitting_cache
+from planner.search.remedies import naming_remedies, rounded_up
+from planner.search.request import (
+    PlanningRequest,
+    check_stored,
+    costs_of,
+    files_of_costs,
+    with_fitting_cache,
+)
 from planner.simulation.forecast import Forecast
 from planner.workload import Job
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
@@ -194,7 +199,7 @@ def find_bounded_plan(
     options = bounded_options(options)
     check_stored(shape, options)
     planned = PlanningRequest.of(cluster, shape, job_of(request), options)
-    with naming_remedies(planned, REMEDY_PLANNER):
+    with naming_remedies(planned):
         found = _find(planned, source, request, clock)
     if isinstance(found, _Missed):
         raise found.error

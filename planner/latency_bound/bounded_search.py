@@ -31,8 +31,8 @@ from planner.latency_bound.waa import WaaPlanner
 from planner.options import Quality, quality_of
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime
-from planner.search.tradeoffs.pareto import Point, fastest_within
-from planner.search.tradeoffs.qualities import (
+from planner.search.pareto import Point, fastest_within
+from planner.search.qualities import (
     TIE_BREAK,
     best_by_rules,
     bits_by_quality,

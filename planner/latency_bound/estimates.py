@@ -1,6 +1,6 @@
 """Estimates of a schedule's performance that take a fraction of its timeline's time.
 
-They count as the planner's objective of a job does (`planner.optimiser.objectives`): a turn fills
+They count as the planner's objective of a job does (`planner.optimiser.problem`): a turn fills
 the pipeline once, and a round of decode steps takes what the busiest stage or the way through all
 stages takes. Turns and groups are all of mean size, and none waits for another. A search ranks
 placements by them; the timelines decide.

@@ -19,8 +19,8 @@ from planner.latency_bound.request import BoundRequest, job_of
 from planner.model.finding import ModelShape
 from planner.options import AUTO, PlanOptions
 from planner.scheduling import RequestSchedule, ScheduleKind
-from planner.search.remedies import PlanningRequest, naming_remedies
-from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
+from planner.search.remedies import naming_remedies
+from planner.search.request import PlanningRequest, costs_of, with_fitting_cache
 from quant.common.errors import InfeasibleError
 
 POINTS = 8
@@ -56,7 +56,7 @@ def latency_front(
     def trace(chosen: PlanOptions) -> tuple[LatencyPoint, ...]:
         return _front(replace(planned, options=chosen), request, clock)
 
-    named = naming_remedies(planned, REMEDY_PLANNER) if "rra" in request.kinds else nullcontext()
+    named = naming_remedies(planned) if "rra" in request.kinds else nullcontext()
     with named:
         if planned.options.kv_bits == AUTO:
             return with_fitting_cache(planned.options, trace)

@@ -32,8 +32,7 @@ from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
 from planner.schedule.phases_apart import WAITING
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
-from planner.search.remedies import PlanningRequest
-from planner.search.search import costs_of
+from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Job
 from quant.common.errors import InfeasibleError, SpecError
 

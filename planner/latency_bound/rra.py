@@ -30,7 +30,7 @@ from planner.micro_batches import MicroBatches
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
 from planner.search.groupings import first_sets
-from planner.search.job.in_flight import JobSearch
+from planner.search.in_flight import JobSearch
 from planner.workload import Job
 from quant.common.errors import DoesNotFitError
 

@@ -28,7 +28,7 @@ from planner.schedule.steady_cycle import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
 from planner.search.groupings import first_sets
-from planner.search.job.in_flight import JobSearch
+from planner.search.in_flight import JobSearch
 from planner.workload import MAX_REQUESTS, Job, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError
 

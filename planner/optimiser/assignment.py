@@ -1,15 +1,46 @@
-"""An assignment of layers to stages and bitwidths: its shape, its costs and its objective."""
+"""An assignment of layers to stages and bitwidths: its costs, its objective, how it is sought."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.objectives import latency_form
-from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.capacity import layer_capacity
+from planner.optimiser.names import DEFAULT_SOLVER
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
 from quant.common.errors import SpecError
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """Options of all methods; `relative_gap` is of the objective, `upper_bound` in seconds.
+
+    Only assignments better than `upper_bound` by more than the gap are of interest. Raises
+    SpecError for figures out of range.
+    """
+
+    solver: str = DEFAULT_SOLVER
+    time_limit_s: float | None = None
+    relative_gap: float = 1e-4
+    upper_bound: float = math.inf
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.relative_gap < 1:
+            raise SpecError(f"relative gap is {self.relative_gap}; give 0 or more, below 1")
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise SpecError(f"time limit is {self.time_limit_s} s; give more than 0, or none")
+        if math.isnan(self.upper_bound):
+            raise SpecError("upper bound is not a number; give seconds, or none")
+
+    @property
+    def target(self) -> float:
+        """Seconds that an assignment must stay below to be of interest."""
+        return self.upper_bound * (1 - self.relative_gap)
 
 
 @dataclass(frozen=True)
@@ -25,19 +56,19 @@ class Assignment:
     - "time_limit": the best found in time;
     - "cutoff": nothing beats the given upper bound by more than the gap; there is no assignment
       (both tuples are empty, the objective is infinite);
-    - the method's name where it is a heuristic or a baseline.
+    - the method's name where it is a heuristic or a baseline; empty while one is being made.
     """
 
     first_layer: tuple[int, ...]
     bitwidth: tuple[int, ...]
     objective: float
-    bound: float
-    status: str
-    seconds: float
+    bound: float = 0.0
+    status: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
-class StageTimes:
+class AssignmentCosts:
     """The costs of each stage of an assignment: seconds per micro-batch [N] and layer bytes [N].
 
     `latency_s` is the batch's latency by the problem's objective without the quality term;
@@ -70,8 +101,7 @@ def layer_counts(
         )
     if (bits < 0).any() or (bits >= choices).any():
         raise SpecError(f"bitwidth holds indices from 0 to {choices - 1}, but is {bits.tolist()}")
-    stage_of_layer = np.repeat(np.arange(stages), np.diff(bounds))
-    cell = stage_of_layer * choices + bits
+    cell = np.repeat(np.arange(stages), np.diff(bounds)) * choices + bits
     return np.bincount(cell, minlength=stages * choices).reshape(stages, choices)
 
 
@@ -85,12 +115,17 @@ def compute_seconds(problem: AssignmentProblem, counts: IntArray) -> tuple[Float
 
 def stage_times(
     problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
-) -> StageTimes:
+) -> AssignmentCosts:
     """Time and memory of every stage and the batch's latency, whether or not it fits."""
-    counts = layer_counts(problem, first_layer, bitwidth)
+    return _costs_of(problem, layer_counts(problem, first_layer, bitwidth), bitwidth)
+
+
+def _costs_of(
+    problem: AssignmentProblem, counts: IntArray, bitwidth: Sequence[int]
+) -> AssignmentCosts:
     prefill_s, decode_s = compute_seconds(problem, counts)
     bits = np.asarray(bitwidth, dtype=np.int64)
-    return StageTimes(
+    return AssignmentCosts(
         prefill_s=prefill_s,
         decode_s=decode_s,
         bytes=(counts * problem.layer_bytes).sum(axis=1),
@@ -108,10 +143,68 @@ def evaluate(
     stage (LLM-PQ eq. 15).
     """
     counts = layer_counts(problem, first_layer, bitwidth)
-    sizes = counts.sum(axis=1)
-    times = stage_times(problem, first_layer, bitwidth)
-    over_memory = (times.bytes > problem.memory_bytes).any()
+    costs = _costs_of(problem, counts, bitwidth)
+    over_memory = (costs.bytes > problem.memory_bytes).any()
     lacking = (counts[~problem.available] > 0).any()
-    if over_memory or lacking or sizes[0] == 0 or sizes[-1] == 0:
-        return float("inf")
-    return times.latency_s + problem.theta * times.quality
+    if over_memory or lacking or not counts[0].any() or not counts[-1].any():
+        return math.inf
+    return costs.latency_s + problem.theta * costs.quality
+
+
+def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:
+    """The best assignment with exactly `counts` [N, K] layers per stage and bitwidth.
+
+    Times and bytes are settled by the counts; inside each stage the bits go to its layers at the
+    least sum of sensitivities, which is an assignment problem.
+    """
+    from scipy.optimize import linear_sum_assignment  # slow to import, and not every command plans
+
+    first_layer = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
+    bitwidth = np.zeros(problem.layers, dtype=np.int64)
+    for stage, held in enumerate(counts):
+        start, stop = first_layer[stage], first_layer[stage + 1]
+        slots = np.repeat(np.arange(held.size), held)
+        _, chosen = linear_sum_assignment(problem.sensitivity[start:stop, slots])
+        bitwidth[start:stop] = slots[chosen]
+    boundaries, bits = tuple(first_layer.tolist()), tuple(bitwidth.tolist())
+    return Assignment(boundaries, bits, evaluate(problem, boundaries, bits))
+
+
+def smallest_assignment(problem: AssignmentProblem) -> Assignment:
+    """An assignment of a feasible problem: every layer as small as its device can run it.
+
+    After a layer for each end, layers go one by one to the stage with room whose bottleneck is
+    then the least.
+    """
+    smallest = np.where(problem.available, problem.layer_bytes, np.inf).argmin(axis=1)
+    stage = np.arange(problem.stages)
+    batches = np.array([problem.prefill_micro_batches, problem.decode_rounds])
+    layer_s = batches @ np.stack(
+        [problem.prefill_s[stage, smallest], problem.decode_s[stage, smallest]]
+    )
+    capacity = layer_capacity(problem)
+    sizes = np.zeros(problem.stages, dtype=np.int64)
+    sizes[[0, -1]] = 1
+    while sizes.sum() < problem.layers:
+        grown_s = np.where(sizes < capacity, (sizes + 1) * layer_s, np.inf)
+        sizes[grown_s.argmin()] += 1
+    counts = np.zeros_like(problem.available, dtype=np.int64)
+    counts[stage, smallest] = sizes
+    return assign_bits(problem, counts)
+
+
+def conclude(
+    best: Assignment | None, bound: float, options: SolveOptions, start_s: float, rounding: float
+) -> Assignment:
+    """Name the outcome of an exact method: proven within the gap, cut off, or out of time.
+
+    `best` is None only where `bound` reaches the target.
+    """
+    target, seconds = options.target, options.clock() - start_s
+    best_s = math.inf if best is None else best.objective
+    if best is None or (best_s >= target and bound >= target * (1 - rounding)):
+        return Assignment((), (), math.inf, target, "cutoff", seconds)
+    bound = min(bound, best_s)
+    proven = best_s - bound <= (options.relative_gap + rounding) * best_s
+    status = "optimal" if proven else "time_limit"
+    return Assignment(best.first_layer, best.bitwidth, best_s, bound, status, seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Objective = Literal["pipeline", "paper", "job"]  # `planner.optimiser.objectives` states them
+Objective = Literal["pipeline", "paper", "job"]  # `planner.optimiser.problem` states them
 JOB_OBJECTIVE: Objective = "job"
 BATCH_OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
 
@@ -18,7 +18,7 @@ SOLVER_METHODS = ("auto", "ilp")
 
 BASELINE_METHODS = ("uniform", "pipeedge")
 """Those that stand for a published system, which decides order and micro-batches by itself
-(`planner.search.baselines.policies`)."""
+(`planner.search.baselines`)."""
 
 SOLVER_NAMES = ("highs", "gurobi", "cbc")
 DEFAULT_SOLVER = "highs"

@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
-from planner.optimiser.assignment import Assignment
-from planner.optimiser.automatic import solve_automatically
-from planner.optimiser.heuristics.adabits import solve_adabits
-from planner.optimiser.heuristics.pipeedge import solve_pipeedge
-from planner.optimiser.heuristics.transfer import solve_by_transfer
-from planner.optimiser.heuristics.uniform import solve_uniform
-from planner.optimiser.milp.method import solve_exactly
-from planner.optimiser.milp.solvers.table import require_known
+from planner.optimiser.assignment import Assignment, SolveOptions
+from planner.optimiser.boxes import solve_by_boxes
+from planner.optimiser.milp import solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER
+from planner.optimiser.one_bitwidth import solve_pipeedge, solve_uniform
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.sensitivity_tables import SensitivityTables
-from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.solvers import require_known
+from planner.optimiser.transfer import improve_by_transfer, solve_adabits, solve_by_transfer
 from quant.common.errors import SpecError
 
-Method = Callable[[AssignmentProblem, SolveOptions, SensitivityTables], Assignment]
-"""A way to solve one problem; the tables of its sensitivity serve many problems."""
-
-METHODS: dict[str, Method] = {
-    "auto": solve_automatically,
-    "ilp": lambda problem, options, _: solve_exactly(problem, options),
-    "transfer": solve_by_transfer,
-    "adabits": solve_adabits,
-    "uniform": lambda problem, options, _: solve_uniform(problem, options),
-    "pipeedge": lambda problem, options, _: solve_pipeedge(problem, options),
-}
-"""`planner.optimiser.names` says what they are."""
+TRANSFER_SHARE = 0.2  # of a time limit, kept for the heuristic
 
 
 def solve(
@@ -49,11 +36,11 @@ def solve(
 
     `method` is a key of `METHODS`; "auto" searches exactly without an integer programme, unless
     `solver` names another solver than HiGHS. `solver` is one of
-    `planner.optimiser.milp.solvers.table.SOLVERS`. The exact methods stop when the objective is
-    proven within `relative_gap` (status "optimal"), when `time_limit_s` wall seconds are over
-    ("time_limit", with the best assignment so far), or when nothing beats `upper_bound` seconds by
-    more than the gap ("cutoff", without an assignment). Raises InfeasibleError where nothing fits,
-    SpecError for options that cannot be used.
+    `planner.optimiser.solvers.SOLVERS`. The exact methods stop when the objective is proven within
+    `relative_gap` (status "optimal"), when `time_limit_s` wall seconds are over ("time_limit", with
+    the best assignment so far), or when nothing beats `upper_bound` seconds by more than the gap
+    ("cutoff", without an assignment). Raises InfeasibleError where nothing fits, SpecError for
+    options that cannot be used.
     """
     return solve_by(method, problem, SolveOptions(solver, time_limit_s, relative_gap, upper_bound))
 
@@ -71,3 +58,34 @@ def solve_by(
     if method == "auto" and options.solver != DEFAULT_SOLVER:
         method = "ilp"
     return METHODS[method](problem, options, tables or SensitivityTables(problem.sensitivity))
+
+
+def solve_automatically(
+    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables
+) -> Assignment:
+    """The best assignment by exact search to within the gap; out of time, the best found after
+    bitwidth transfer, with its bound. Raises InfeasibleError where nothing fits.
+    """
+    if options.time_limit_s is None:
+        return solve_by_boxes(problem, options, tables)
+    kept_s = TRANSFER_SHARE * options.time_limit_s
+    shorter = replace(options, time_limit_s=options.time_limit_s - kept_s)
+    found = solve_by_boxes(problem, shorter, tables)
+    if found.status != "time_limit":
+        return found
+    start_s = options.clock()
+    better = improve_by_transfer(problem, found, replace(options, time_limit_s=kept_s), tables)
+    bound = min(found.bound, better.objective)
+    seconds = found.seconds + options.clock() - start_s
+    return replace(better, bound=bound, status="time_limit", seconds=seconds)
+
+
+METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions, SensitivityTables], Assignment]] = {
+    "auto": solve_automatically,
+    "ilp": lambda problem, options, _: solve_exactly(problem, options),
+    "transfer": solve_by_transfer,
+    "adabits": solve_adabits,
+    "uniform": lambda problem, options, _: solve_uniform(problem, options),
+    "pipeedge": lambda problem, options, _: solve_pipeedge(problem, options),
+}
+"""`planner.optimiser.names` says what they are; the tables of a sensitivity serve many problems."""

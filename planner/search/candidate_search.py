@@ -15,19 +15,18 @@ from dataclasses import replace
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
-from planner.optimiser.assignment import Assignment
-from planner.optimiser.milp.solvers.solver import SolverUnavailableError
+from planner.optimiser.assignment import Assignment, SolveOptions
 from planner.optimiser.names import DEFAULT_SOLVER
-from planner.optimiser.relaxation.relax import ROUNDING
+from planner.optimiser.relaxation import ROUNDING
 from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve import solve_by
-from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.solvers import SolverUnavailableError
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.groupings import first_sets, neighbours, unused_devices
 from planner.search.memory_fit import misfit
-from planner.search.orders.device_sets import cost_key, distinct_sets
+from planner.search.orders import cost_key, distinct_sets
 from quant.common.errors import DoesNotFitError, InfeasibleError
 
 DESCENT_GAP = 1e-2

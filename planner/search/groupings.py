@@ -19,7 +19,7 @@ from planner.costs.model import CostModel
 from planner.model.tensor_parallel import possible_degrees, refusal
 from planner.options import AUTO
 from planner.search.memory_fit import fitting_sets, misfit
-from planner.search.orders.device_sets import distinct_sets
+from planner.search.orders import distinct_sets
 from quant.common.errors import DoesNotFitError, SpecError
 
 MOST_GROUPINGS = 48

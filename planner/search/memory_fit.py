@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
@@ -16,16 +17,14 @@ from planner.micro_batches import MicroBatches, micro_batch_pairs, pairs_of_job,
 from planner.optimiser.capacity import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
-from planner.search.orders.device_sets import canonical_devices, distinct_sets, one_fewer
-from planner.search.orders.enumeration import order_tree
+from planner.search.orders import canonical_devices, distinct_sets, order_tree
 from quant.common.errors import DoesNotFitError, SpecError
 
 Fits = Callable[[AssignmentProblem], bool]
 """Whether a method has a plan for a problem; with more memory it has one too."""
 
 
-@dataclass(frozen=True, eq=False)
-class SizedProblem:
+class SizedProblem(NamedTuple):
     """One device order with one pair of micro-batch sizes."""
 
     devices: tuple[Device, ...]
@@ -50,21 +49,6 @@ def smallest_sizes(options: PlanOptions) -> MicroBatches:
     return MicroBatches(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
 
 
-def problems_near_share(
-    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
-) -> list[SizedProblem]:
-    """The problems of an order that fit, with sizes near the even share of the batch."""
-    near = searched_sizes(costs, len(devices))
-    return [_sized(costs, devices, each) for each in near if _holds(costs, devices, each, fits)]
-
-
-def fitting_problems(
-    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
-) -> list[SizedProblem]:
-    """The problems of an order that fit, with `fitting_sizes`."""
-    return [_sized(costs, devices, each) for each in fitting_sizes(costs, devices, fits)]
-
-
 def fitting_sizes(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[MicroBatches]:
@@ -74,10 +58,33 @@ def fitting_sizes(
     """
     near = searched_sizes(costs, len(devices))
     found = [each for each in near if _holds(costs, devices, each, fits)]
-    if found or not _holds(costs, devices, smallest_sizes(costs.options), fits):
+    least = smallest_sizes(costs.options)
+    if found or not _holds(costs, devices, least, fits):
         return found
-    smaller = _smaller_sizes(costs, devices, fits)
+    batch = costs.workload.global_batch
+    most = costs.options.decode_micro_batch or bisect_left(
+        range(1, batch + 1),
+        True,
+        lo=1,
+        key=lambda size: not _holds(costs, devices, replace(least, decode=size), fits),
+    )
+    smaller = _with_fixed(pairs_up_to(batch, most), costs.options)
     return [each for each in smaller if _holds(costs, devices, each, fits)]
+
+
+def fitting_problems(
+    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
+) -> list[SizedProblem]:
+    """The problems of an order that fit, with `fitting_sizes`."""
+    return [_sized(costs, devices, each) for each in fitting_sizes(costs, devices, fits)]
+
+
+def problems_near_share(
+    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
+) -> list[SizedProblem]:
+    """The problems of an order that fit, with sizes near the even share of the batch."""
+    near = searched_sizes(costs, len(devices))
+    return [_sized(costs, devices, each) for each in near if _holds(costs, devices, each, fits)]
 
 
 def equal_problems(
@@ -87,8 +94,12 @@ def equal_problems(
 
     The size is a stage's share of the batch, divided into `parts`, unless sizes are fixed.
     """
-    sized = (_sized(costs, order, _equal_sizes(costs, len(order), parts)) for order in orders)
-    return [each for each in sized if fits(each.problem)]
+    options, found = costs.options, []
+    for order in orders:
+        share = -(-costs.workload.global_batch // (len(order) * parts))
+        prefill, decode = options.prefill_micro_batch, options.decode_micro_batch
+        found.append(_sized(costs, order, MicroBatches(prefill or share, decode or share)))
+    return [each for each in found if fits(each.problem)]
 
 
 def smaller_equal_problems(
@@ -123,7 +134,12 @@ def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
         found = [each for each in sets if fits_somehow(_with_devices(costs, each))]
         if found:
             return found
-        sets = _narrower(costs, sets)
+        fewer = distinct_sets(
+            [device for device in devices if device is not dropped]
+            for devices in sets
+            for dropped in (devices if len(devices) > 1 else ())
+        )
+        sets = [devices for devices in fewer if _fits_in_any_order(costs, devices)]
     raise misfit(_with_devices(costs, useful))
 
 
@@ -132,25 +148,16 @@ def misfit(costs: CostModel) -> DoesNotFitError:
     smallest = (_sized(*each) for each in _smallest(costs))
     closest = max(smallest, key=lambda each: each.problem.memory_bytes.sum())
     why = explain_infeasible(closest.problem, [device.label for device in closest.devices])
-    sizes = closest.sizes
+    sizes, devices = closest.sizes, costs.cluster.devices
+    if any(device.degree > 1 for device in closest.devices):
+        why += " (of a group these are the bytes of one rank)"
+    if any(costs.limit_bytes(device) < device.memory_bytes for device in devices):
+        margin = f"{costs.options.memory_margin:.3g}"
+        why += f"; {margin} of each GPU's memory is kept free (memory_margin)"
     return DoesNotFitError(
         f"{costs.shape.name} does not fit with micro-batches of {sizes.prefill} (prefill) and "
         f"{sizes.decode} (decode), the smallest allowed: {why}"
-        f"{_of_ranks(closest.devices)}{_kept_free(costs)}"
     )
-
-
-def _of_ranks(devices: Sequence[Device]) -> str:
-    """Say what the figures of groups are of."""
-    grouped = any(device.degree > 1 for device in devices)
-    return " (of a group these are the bytes of one rank)" if grouped else ""
-
-
-def _kept_free(costs: CostModel) -> str:
-    """Say which share of memory the figures leave out."""
-    if not any(costs.limit_bytes(device) < device.memory_bytes for device in costs.cluster.devices):
-        return ""
-    return f"; {costs.options.memory_margin:.3g} of each GPU's memory is kept free (memory_margin)"
 
 
 def heads_of(costs: CostModel) -> list[CostModel]:
@@ -161,14 +168,19 @@ def heads_of(costs: CostModel) -> list[CostModel]:
     return [replace(costs, head_on_first=head == "first") for head in heads]
 
 
+def end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
+    """Yield one order of all devices for each pair of kinds at the ends, on which alone it depends
+    what fits.
+    """
+    devices = canonical_devices(costs.cluster.devices)
+    for part in order_tree(devices, costs.options.all_orders).by_ends.values():
+        yield tuple(devices[index] for index in part.example)
+
+
 def _with_fixed(pairs: Sequence[MicroBatches], options: PlanOptions) -> list[MicroBatches]:
     """The distinct pairs that are left with the user's sizes in place."""
-    fixed = {
-        MicroBatches(
-            options.prefill_micro_batch or pair.prefill, options.decode_micro_batch or pair.decode
-        )
-        for pair in pairs
-    }
+    prefill, decode = options.prefill_micro_batch, options.decode_micro_batch
+    fixed = {MicroBatches(prefill or pair.prefill, decode or pair.decode) for pair in pairs}
     return sorted(fixed, key=lambda pair: (pair.decode, pair.prefill))
 
 
@@ -186,31 +198,6 @@ def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fit
     return fits(_sized(costs.of_batch, devices, sizes).problem)
 
 
-def _smaller_sizes(
-    costs: CostModel, devices: Sequence[Device], fits: Fits
-) -> Sequence[MicroBatches]:
-    """The pairs from the greatest decode size that fits downwards."""
-    least, batch = smallest_sizes(costs.options), costs.workload.global_batch
-
-    def decodes(size: int) -> bool:
-        return _holds(costs, devices, replace(least, decode=size), fits)
-
-    most = costs.options.decode_micro_batch or _greatest(batch, decodes)
-    return _with_fixed(pairs_up_to(batch, most), costs.options)
-
-
-def _greatest(limit: int, holds: Callable[[int], bool]) -> int:
-    """The greatest size up to `limit` for which `holds` is true, as it is for all smaller ones."""
-    return bisect_left(range(2, limit + 1), True, key=lambda size: not holds(size)) + 1
-
-
-def _equal_sizes(costs: CostModel, stages: int, parts: int) -> MicroBatches:
-    """One size for both phases: a stage's share of the batch, divided into `parts`."""
-    options = costs.options
-    share = -(-costs.workload.global_batch // (stages * parts))
-    return MicroBatches(options.prefill_micro_batch or share, options.decode_micro_batch or share)
-
-
 def _smallest(costs: CostModel) -> Iterator[tuple[CostModel, tuple[Device, ...], MicroBatches]]:
     """Yield an order for each choice of the devices at both ends and of the head's place, with the
     smallest sizes. The order of the devices between them changes no memory.
@@ -221,42 +208,23 @@ def _smallest(costs: CostModel) -> Iterator[tuple[CostModel, tuple[Device, ...],
             yield placed, devices, sizes
 
 
-def end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
-    """Yield one order of all devices for each pair of kinds at the ends, on which alone it depends
-    what fits.
-    """
-    devices = canonical_devices(costs.cluster.devices)
-    for part in order_tree(devices, costs.options.all_orders).by_ends().values():
-        yield tuple(devices[index] for index in part.example())
-
-
 def _with_devices(costs: CostModel, devices: tuple[Device, ...]) -> CostModel:
     return replace(costs, cluster=replace(costs.cluster, devices=devices))
 
 
 def _useful(costs: CostModel) -> tuple[Device, ...]:
     """The devices that can hold a layer between others; all of them where none can."""
-    kinds = {device.cost_kind: device for device in costs.cluster.devices}
-    held = {kind: _held_between(costs, device) for kind, device in kinds.items()}
+    held = {}
+    for kind, device in {each.cost_kind: each for each in costs.cluster.devices}.items():
+        three = [replace(device, index=device.index + step) for step in range(3)]
+        sized = _sized(costs.of_batch, three, smallest_sizes(costs.options))
+        held[kind] = int(layer_capacity(sized.problem)[1])  # of the middle one
     useful = tuple(d for d in costs.cluster.devices if held[d.cost_kind] > 0)
     return useful or costs.cluster.devices
 
 
-def _held_between(costs: CostModel, device: Device) -> int:
-    """Count the layers that fit on the middle one of three such devices."""
-    three = [replace(device, index=device.index + step) for step in range(3)]
-    return int(
-        layer_capacity(_sized(costs.of_batch, three, smallest_sizes(costs.options)).problem)[1]
-    )
-
-
-def _narrower(costs: CostModel, sets: Sequence[tuple[Device, ...]]) -> list[tuple[Device, ...]]:
-    """The sets with one device fewer that fit in some order, or of which one device does alone."""
-    fewer = distinct_sets(each for devices in sets for each in one_fewer(devices))
-    return [devices for devices in fewer if _fits_in_any_order(costs, devices)]
-
-
 def _fits_in_any_order(costs: CostModel, devices: tuple[Device, ...]) -> bool:
+    """Whether the devices fit in some order, or one of them does alone."""
     anyhow = replace(costs, options=replace(costs.options, all_orders=True))
     alone = ((device,) for device in {device.cost_kind: device for device in devices}.values())
     return any(fits_somehow(_with_devices(anyhow, each)) for each in (devices, *alone))

@@ -4,101 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
-from planner.assumed_predictor import LONGEST, AssumedPredictor
-from planner.cluster.spec import ClusterSpec, grown, kinds_of_devices
-from planner.model.finding import ModelShape
+from planner.cluster.spec import grown, kinds_of_devices
+from planner.costs.model import CostModel
+from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions
-from planner.scheduling import PREDICTING
-from planner.workload import Job, Workload
+from planner.search.baselines import baseline_fits
+from planner.search.candidates import Candidates
+from planner.search.groupings import first_sets
+from planner.search.pareto import within_bounds
+from planner.search.request import PlanningRequest, costs_of
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.scheme import BITWIDTHS, KV_BITWIDTHS
 
 MOST_MORE_DEVICES = 32
 DIGITS = 4  # of a bound that is named
-
-
-@dataclass(frozen=True)
-class PlanningRequest:
-    """The inputs of a plan: of a `job`, `workload` has the fewest requests in flight that are
-    allowed.
-    """
-
-    cluster: ClusterSpec
-    shape: ModelShape
-    workload: Workload
-    options: PlanOptions
-    job: Job | None = None
-
-    @classmethod
-    def of(
-        cls,
-        cluster: ClusterSpec,
-        shape: ModelShape,
-        workload: Workload | Job,
-        options: PlanOptions,
-    ) -> PlanningRequest:
-        """The request for a batch or a job; SpecError for options that belong to the other one."""
-        if isinstance(workload, Job):
-            if options.objective != PlanOptions().objective:
-                raise SpecError(
-                    f"objective {options.objective} is of one batch, not of a job; fix the batch "
-                    "(--global_bz), or leave it out"
-                )
-            least = _least_in_flight(workload, options)
-            workload = with_predictor(workload, options)
-            return cls(cluster, shape, workload.in_flight(least, options.policy), options, workload)
-        if options.in_flight != AUTO:
-            raise SpecError(
-                f"in_flight is {options.in_flight} beside a batch of {workload.global_batch}, all "
-                "of which is in flight; give a job (--input or --prompts), or leave it out"
-            )
-        if options.predictor is not None:
-            raise SpecError(
-                f"predictor is {options.predictor} beside a batch of {workload.global_batch}, all "
-                "of whose answers are of one length; give a job (--input or --prompts), or leave "
-                "it out"
-            )
-        return cls(cluster, shape, workload, options)
-
-    def with_options(self, **changed: Any) -> PlanningRequest:
-        """The request with other options."""
-        return replace(self, options=replace(self.options, **changed))
-
-
-def with_predictor(job: Job, options: PlanOptions) -> Job:
-    """The job with the predictor that the options name; one that it has already, as a job that was
-    planned before, is kept, as its folder may be gone or trained again.
-    """
-    if options.policy != PREDICTING or job.predictor is not None:
-        return job
-    named = options.predictor or LONGEST
-    return replace(job, predictor=AssumedPredictor.named(named, job.lengths))
-
-
-def _least_in_flight(job: Job, options: PlanOptions) -> int:
-    """The fewest requests of a job in flight that are allowed: what the user fixed, but never more
-    than there are, or those of the micro-batches that the user fixed; SpecError where these are
-    more than the job has.
-    """
-    for name in ("prefill_micro_batch", "decode_micro_batch"):
-        fixed = getattr(options, name)
-        if fixed is not None and fixed > job.prompts:
-            raise SpecError(f"{name} is {fixed}, more than the {job.prompts} prompts; lower it")
-    if options.in_flight != AUTO:
-        return min(int(options.in_flight), job.prompts)
-    return max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Ways to try a remedy: `fits` looks at memory alone, `plans` searches for a plan."""
-
-    fits: Callable[[PlanningRequest], bool]
-    plans: Callable[[PlanningRequest], bool]
 
 
 @dataclass(frozen=True)
@@ -110,31 +32,29 @@ class Remedy:
 
 
 @contextmanager
-def naming_remedies(request: PlanningRequest, planner: Planner) -> Iterator[None]:
+def naming_remedies(request: PlanningRequest) -> Iterator[None]:
     """Add remedies to the error where `request` is refused."""
     try:
         yield
     except BoundNotMetError as error:
-        remedies = remedies_of_bound(request, error, planner)
+        remedies = remedies_of_bound(request, error)
         text = _sentence(error, "A plan is found with", remedies)
         parts = str(error), tuple(remedy.text for remedy in remedies)
         raise BoundNotMetError(text, error.option, error.reachable, *parts) from error
     except DoesNotFitError as error:
-        remedies = remedies_of_memory(request, planner)
+        remedies = remedies_of_memory(request)
         text = _sentence(error, "It would fit with", remedies)
         parts = str(error), tuple(remedy.text for remedy in remedies)
         raise DoesNotFitError(text, *parts) from error
 
 
-def remedies_of_memory(request: PlanningRequest, planner: Planner) -> list[Remedy]:
+def remedies_of_memory(request: PlanningRequest) -> list[Remedy]:
     """Single changes that make a request fit, without those that then miss a bound."""
-    found = (remedy for kind in _KINDS for remedy in kind(request, planner.fits))
-    return [remedy for remedy in found if planner.plans(remedy.request)]
+    found = (remedy for kind in _KINDS for remedy in kind(request))
+    return [remedy for remedy in found if _plans(remedy.request)]
 
 
-def remedies_of_bound(
-    request: PlanningRequest, error: BoundNotMetError, planner: Planner
-) -> list[Remedy]:
+def remedies_of_bound(request: PlanningRequest, error: BoundNotMetError) -> list[Remedy]:
     """The bound that is reachable, and the objective that follows the prediction closest."""
     reachable = rounded_up(error.reachable)
     bounds: dict[str, float | None] = {"max_ppl_delta": None, error.option: reachable}
@@ -143,7 +63,7 @@ def remedies_of_bound(
     if error.option == "max_latency_s" and request.options.objective != default:
         other = request.with_options(objective=default)
         tried.append(Remedy(f"--objective {default}", other))
-    return [remedy for remedy in tried if planner.plans(remedy.request)]
+    return [remedy for remedy in tried if _plans(remedy.request)]
 
 
 def _sentence(error: InfeasibleError, start: str, remedies: list[Remedy]) -> str:
@@ -160,56 +80,82 @@ def rounded_up(value: float) -> float:
     return float(f"{math.ceil(value / step * (1 + 1e-9)) * step:.{DIGITS}g}")
 
 
-Fits = Callable[[PlanningRequest], bool]
+def _fits(request: PlanningRequest) -> bool:
+    """Whether memory allows a plan, at any micro-batch sizes."""
+    return _succeeds(request, lambda costs: bool(first_sets(costs)))
 
 
-def _other_method(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _plans(request: PlanningRequest) -> bool:
+    """Whether the search has a candidate, or with a bound a plan within it."""
+
+    def plan(costs: CostModel) -> bool:
+        if costs.options.max_omega is None and costs.options.max_latency_s is None:
+            sets = (replace(costs.cluster, devices=devices) for devices in first_sets(costs))
+            return any(Candidates(replace(costs, cluster=cluster)).count for cluster in sets)
+        return bool(within_bounds(costs))
+
+    return _succeeds(request, plan)
+
+
+def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) -> bool:
+    """Whether an attempt succeeds with one of the sizes of keys and values."""
+    bits = KV_BITWIDTHS if request.options.kv_bits == AUTO else (request.options.kv_bits,)
+    for each in bits:
+        with suppress(InfeasibleError, SpecError):
+            costs, _ = costs_of(request.with_options(kv_bits=each))
+            runs = baseline_fits if costs.options.method in BASELINE_METHODS else attempt
+            if runs(costs):
+                return True
+    return False
+
+
+def _other_method(request: PlanningRequest) -> Iterator[Remedy]:
     """Try the default method, which mixes bitwidths and leaves devices out."""
     default = PlanOptions().method
     changed = request.with_options(method=default)
-    if request.options.method != default and fits(changed):
+    if request.options.method != default and _fits(changed):
         yield Remedy(f"--method {default}", changed)
 
 
-def _free_sizes(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _free_sizes(request: PlanningRequest) -> Iterator[Remedy]:
     """Try searched micro-batch sizes in place of fixed ones."""
     names = ("prefill_micro_batch", "decode_micro_batch")
     fixed = [name for name in names if getattr(request.options, name) is not None]
     changed = request.with_options(**dict.fromkeys(fixed))
-    if fixed and fits(changed):
+    if fixed and _fits(changed):
         yield Remedy(" and ".join(f"no --{name}" for name in fixed), changed)
 
 
-def _fewer_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _fewer_devices(request: PlanningRequest) -> Iterator[Remedy]:
     """Try with devices that may be left out."""
     changed = request.with_options(keep_all_devices=False)
-    if request.options.keep_all_devices and fits(changed):
+    if request.options.keep_all_devices and _fits(changed):
         yield Remedy("no --keep_all_devices", changed)
 
 
-def _free_groups(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _free_groups(request: PlanningRequest) -> Iterator[Remedy]:
     """Try groups of any degree, and single devices, in place of one degree."""
     changed = request.with_options(tensor_parallel=AUTO)
-    if request.options.tensor_parallel not in (1, AUTO) and fits(changed):
+    if request.options.tensor_parallel not in (1, AUTO) and _fits(changed):
         yield Remedy(f"groups of any degree, and none (--tensor_parallel {AUTO})", changed)
 
 
-def _no_margin(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _no_margin(request: PlanningRequest) -> Iterator[Remedy]:
     """Try with all of the devices' memory."""
     changed = request.with_options(memory_margin=0.0)
-    if request.options.memory_margin and fits(changed):
+    if request.options.memory_margin and _fits(changed):
         yield Remedy("nothing kept free (--memory_margin 0)", changed)
 
 
-def _smaller_cache(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _smaller_cache(request: PlanningRequest) -> Iterator[Remedy]:
     """Try keys and values in the fewest bits; with `auto` that has been tried."""
     present, fewest = request.options.kv_bits, min(KV_BITWIDTHS)
     changed = request.with_options(kv_bits=fewest)
-    if isinstance(present, int) and present > fewest and fits(changed):
+    if isinstance(present, int) and present > fewest and _fits(changed):
         yield Remedy(f"keys and values in {fewest} bit (--kv_bits {fewest})", changed)
 
 
-def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _smaller_batch(request: PlanningRequest) -> Iterator[Remedy]:
     """Find the largest batch that fits, not below the micro-batches that were fixed."""
     batch, options = request.workload.global_batch, request.options
     option = "global_bz" if request.job is None else "in_flight"
@@ -221,27 +167,27 @@ def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
         return replace(request, workload=workload).with_options(in_flight=size)
 
     low = max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
-    if low >= batch or not fits(of(low)):
+    if low >= batch or not _fits(of(low)):
         return
     high = batch
     while low + 1 < high:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(of(middle)) else (low, middle)
+        low, high = (middle, high) if _fits(of(middle)) else (low, middle)
     yield Remedy(f"--{option} {low} instead of {batch}", of(low))
 
 
-def _fewer_bits(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _fewer_bits(request: PlanningRequest) -> Iterator[Remedy]:
     """Find the highest bitwidth below those allowed that makes it fit."""
     present = request.options.bits
     for bits in reversed([each for each in BITWIDTHS if each < min(present)]):
         changed = request.with_options(bits=(bits, *present))
-        if fits(changed):
+        if _fits(changed):
             listed = " ".join(map(str, changed.options.bits))
             yield Remedy(f"{bits} bit allowed (--bits {listed})", changed)
             return
 
 
-def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+def _more_devices(request: PlanningRequest) -> Iterator[Remedy]:
     """Find the kind of device of which the fewest more are needed."""
     kinds = kinds_of_devices(request.cluster)
     nodes_of_type: dict[str, set[str]] = {}
@@ -252,7 +198,7 @@ def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     for kind in kinds:
         for count in range(1, most + 1):
             changed = replace(request, cluster=grown(request.cluster, kind, count))
-            if fits(changed):
+            if _fits(changed):
                 name, most = kind.accelerator.name, count - 1
                 where = f" on {kind.node}" if len(nodes_of_type[name]) > 1 else ""
                 best = Remedy(f"{count} more {name}{where}", changed)
@@ -261,7 +207,7 @@ def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
         yield best
 
 
-_KINDS: tuple[Callable[[PlanningRequest, Fits], Iterator[Remedy]], ...] = (
+_KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
     _other_method,
     _free_sizes,
     _fewer_devices,

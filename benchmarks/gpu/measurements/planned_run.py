@@ -36,8 +36,8 @@ from planner.optimiser.assignment import Assignment, evaluate
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, build_plan
 from planner.plan.spec import PlanSpec, Prediction
-from planner.search.costs import planning_costs
-from planner.search.search import find_plan
+from planner.search.find import find_plan
+from planner.search.request import planning_costs
 from planner.workload import Workload
 from quant.devices import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS

@@ -21,13 +21,11 @@ import numpy as np
 
 from benchmarks.lab import header, processor_name, show, table_row
 from benchmarks.planning.planner import GAP, PAPER, paper_costs, sampled
-from planner.optimiser.bit_assignment import assign_bits
-from planner.optimiser.milp.programme import Restriction, build_model
-from planner.optimiser.milp.solvers.solver import SolverLimits
-from planner.optimiser.milp.solvers.table import solve_model
-from planner.optimiser.milp.windows import Window
+from planner.optimiser.assignment import assign_bits
+from planner.optimiser.milp import build_model
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.solve import solve
+from planner.optimiser.solvers import solve_model
 from planner.options import PlanOptions
 from planner.search.candidates import Candidates
 
@@ -99,9 +97,9 @@ def _timed(problem: AssignmentProblem, limit_s: float) -> tuple[float, float, fl
 
 def _staircase(problem: AssignmentProblem, limit_s: float) -> tuple[float, bool]:
     """The objective that HiGHS finds with boundaries anywhere, and whether time was up."""
-    anywhere = tuple(Window(1, problem.layers - 1) for _ in range(problem.stages - 1))
-    model = build_model(problem, Restriction(anywhere, 0.0), np.ones(problem.stages))
-    outcome = solve_model(model.programme, "highs", SolverLimits(TIGHT_GAP, limit_s))
+    anywhere = [(1, problem.layers - 1)] * (problem.stages - 1)
+    model = build_model(problem, anywhere, 0.0, None, np.ones(problem.stages))
+    outcome = solve_model(model.programme, "highs", TIGHT_GAP, limit_s)
     if not outcome.has_point:
         return math.inf, True
     found = assign_bits(problem, model.counts_found())

@@ -21,7 +21,7 @@ from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
 

@@ -23,7 +23,7 @@ from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import AUTO, PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Job, Workload
 
 MIXED, MIXED_MODELS, JOB_PROMPTS = "mixed_24.yaml", ("opt-30b", "opt-66b"), 5000

@@ -23,7 +23,7 @@ from benchmarks.planning.scale.fleets import grown_cluster
 from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Job
 
 ONE, MANY = (4, 8, 16, 24, 32), (8, 16, 24, 32, 64, 100, 200, 500, 1000)

@@ -26,7 +26,7 @@ from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, shape_from_config
 from planner.options import PlanOptions
-from planner.search.costs import planning_costs
+from planner.search.request import planning_costs
 from planner.workload import Workload
 
 WIDEST = 8.0

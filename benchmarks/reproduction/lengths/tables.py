@@ -33,7 +33,7 @@ from benchmarks.reproduction.orca.pipelines import (
 from benchmarks.reproduction.orca.traces import Lengths
 from planner.lengths import Lengths as JobLengths
 from planner.options import PlanOptions
-from planner.search.search import find_priced_plan
+from planner.search.find import find_priced_plan
 from planner.workload import Job
 
 GPU = "A100-SXM4-80GB"

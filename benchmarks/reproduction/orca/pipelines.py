@@ -12,7 +12,7 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
-from planner.search.search import PricedPlan, find_priced_plan
+from planner.search.find import PricedPlan, find_priced_plan
 from planner.simulation.simulation import assignment_timing, occupied_stages
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError

@@ -13,7 +13,7 @@ from llmpq.report.rendering import render
 from planner.cluster.device import Device
 from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.options import kv_bits_of
-from planner.search.remedies import PlanningRequest
+from planner.search.request import PlanningRequest
 from quant.common.errors import BoundNotMetError, InfeasibleError
 
 

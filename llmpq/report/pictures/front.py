@@ -14,7 +14,7 @@ from llmpq.report.pictures.writing import write_picture
 from llmpq.report.rendering import render
 from planner.explanation.explain import Explanation
 from planner.plan.spec import PlanSpec
-from planner.search.tradeoffs.front import FrontPoint, front_json
+from planner.search.find import FrontPoint, front_json
 from quant.common.errors import SpecError
 
 WIDTH, HEIGHT = 560, 340

@@ -27,7 +27,7 @@ from actors.stage.stage import Stage, make_cache, run_decoder
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges

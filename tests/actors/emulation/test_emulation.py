@@ -29,7 +29,7 @@ from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.plan.parking import host_copies
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import Pass, static_schedule
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.simulation.simulation import PassSeconds, simulate
 from planner.workload import Workload
 from quant.common.errors import DeviceError, SpecError

@@ -14,7 +14,7 @@ from planner.costs.preemption import COPY_LAUNCH_S
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 
 ONE, ZERO = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)

@@ -21,7 +21,7 @@ from planner.options import PlanOptions
 from planner.plan.parking import parking
 from planner.plan.spec import PlanSpec
 from planner.scheduling import POLICY_NAMES, PolicyOptions, RequestSchedule
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.planner.bounded import bounded

@@ -15,7 +15,7 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 from tests.actors.models import CONFIGS, save_tiny
 

@@ -16,7 +16,7 @@ from llmpq import Plan
 from llmpq.cli import plan as plan_cli
 from llmpq.report import write_curve, write_front, write_report
 from planner.explanation.what_if import WhatIfOptions
-from planner.search.tradeoffs.front import FrontPoint
+from planner.search.find import FrontPoint
 from tests.llmpq.jobs_of_prompts import job_plan
 from tests.llmpq.report.browser import CONTRASTS, FOCUSED, WIDTHS, browser, page_of
 from tests.llmpq.report.test_same_figures import demo_job, two_types

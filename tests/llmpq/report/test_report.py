@@ -27,7 +27,7 @@ from planner.quality.sensitivity import (
     default_sensitivity,
     save_omega,
 )
-from planner.search.tradeoffs.front import FrontPoint
+from planner.search.find import FrontPoint
 from quant.common.errors import SpecError
 from tests.llmpq.report.pages import Page
 

@@ -17,7 +17,7 @@ from llmpq.tables import comparison_table, front_table, plan_table
 from planner.explanation.explain import StageLimits
 from planner.micro_batches import MicroBatches
 from planner.plan.spec import Baseline, PlanSpec, StagePlan
-from planner.search.tradeoffs.front import FrontPoint
+from planner.search.find import FrontPoint
 from tests.llmpq.jobs_of_prompts import BALANCED, job_plan, small_plan
 from tests.paths import ROOT
 

@@ -16,7 +16,7 @@ from planner.cluster.accelerators import (
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.units import GIB

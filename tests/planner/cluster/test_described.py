@@ -16,7 +16,7 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.units import GIB

@@ -19,8 +19,7 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
-from planner.search.tradeoffs.front import trace_front
+from planner.search.find import find_plan, trace_front
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
 

@@ -18,8 +18,7 @@ from planner.model.finding import ModelShape, model_shape
 from planner.optimiser.assignment import Assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
-from planner.search.remedies import PlanningRequest
-from planner.search.search import costs_of
+from planner.search.request import PlanningRequest, costs_of
 
 TWO_BITS = PlanOptions(bits=(4, 16), head="last", memory_margin=0.0)
 THREE_LAYERS = replace(model_shape("opt-1.3b"), layers=3, name="three layers of opt-1.3b")

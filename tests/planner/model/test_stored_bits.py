@@ -20,7 +20,7 @@ from planner.model.shape import ModelShape
 from planner.model.weight_check import end_tensors, layer_tensors
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.stored_bits import with_stored_bits
 from planner.workload import Workload
 from quant.backends.selection import backend_name

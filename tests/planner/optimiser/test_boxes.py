@@ -8,18 +8,15 @@ import pytest
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.planning.published import solve_published
-from planner.optimiser.assignment import evaluate
-from planner.optimiser.automatic import solve_automatically
-from planner.optimiser.boxes import method as box_method
-from planner.optimiser.boxes.method import solve_by_boxes
+from planner.optimiser import boxes as box_method
+from planner.optimiser.assignment import SolveOptions, evaluate
+from planner.optimiser.boxes import solve_by_boxes
 from planner.optimiser.names import Objective
+from planner.optimiser.prices import PricedProblem, Prices, stage_kinds
 from planner.optimiser.problem import AssignmentProblem
-from planner.optimiser.relaxation.prices import PricedProblem, Prices
-from planner.optimiser.relaxation.relax import relax
-from planner.optimiser.relaxation.stage_kinds import stage_kinds
+from planner.optimiser.relaxation import relax
 from planner.optimiser.sensitivity_tables import SensitivityTables, lattice_size, rank_of_counts
-from planner.optimiser.solve import solve
-from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.solve import solve, solve_automatically
 from tests.planner.problems import (
     PRECISION,
     Shape,
@@ -126,7 +123,7 @@ def test_transfer_improves_what_a_time_limit_left() -> None:
     ticks, others = ticking(), ticking()
     hasty = SolveOptions(time_limit_s=4.0, relative_gap=1e-9, clock=lambda: next(ticks))
     left = solve_by_boxes(problem, replace(hasty, time_limit_s=3.2, clock=lambda: next(others)))
-    found = solve_automatically(problem, hasty)
+    found = solve_automatically(problem, hasty, SensitivityTables(problem.sensitivity))
     assert found.objective <= left.objective
     assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from planner.optimiser.relaxation.linear_model import LinearModel
+from planner.optimiser.relaxation import LinearModel
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-from planner.optimiser.milp.solvers.table import SOLVERS
 from planner.optimiser.names import (
     BASELINE_METHODS,
     BATCH_OBJECTIVES,
@@ -16,6 +15,7 @@ from planner.optimiser.names import (
     Objective,
 )
 from planner.optimiser.solve import METHODS
+from planner.optimiser.solvers import SOLVERS
 
 
 def test_names_and_tables_agree() -> None:

@@ -9,16 +9,12 @@ import pulp
 import pytest
 
 from planner.optimiser import solve as solving
-from planner.optimiser.assignment import evaluate
-from planner.optimiser.bit_assignment import assign_bits, smallest_candidate
+from planner.optimiser.assignment import SolveOptions, assign_bits, evaluate, smallest_assignment
 from planner.optimiser.capacity import fullest_bytes
-from planner.optimiser.milp.method import solve_exactly
-from planner.optimiser.milp.solvers.solver import SolverLimits
-from planner.optimiser.milp.solvers.table import SOLVERS
-from planner.optimiser.milp.windows import BoundaryRelaxation
+from planner.optimiser.milp import BoundaryRelaxation, solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER, Objective
-from planner.optimiser.relaxation.relax import lower_bound
-from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.relaxation import lower_bound
+from planner.optimiser.solvers import SOLVERS
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import (
     PRECISION,
@@ -33,7 +29,7 @@ OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper", "job")
 INSTALLED = [
     name
     for name, solver in SOLVERS.items()
-    if name != DEFAULT_SOLVER and solver.create(SolverLimits(0.0, None)).available()
+    if name != DEFAULT_SOLVER and solver.create(0.0, None).available()
 ]
 solve = partial(solving.solve, method="ilp")
 
@@ -48,7 +44,7 @@ def test_the_ilp_agrees_with_trying_everything(objective: Objective) -> None:
         assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
         assert found.bound == pytest.approx(least, rel=PRECISION), problem
         assert lower_bound(problem) <= least * (1 + PRECISION)
-        assert least <= smallest_candidate(problem).objective * (1 + PRECISION) < np.inf
+        assert least <= smallest_assignment(problem).objective * (1 + PRECISION) < np.inf
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -80,7 +76,7 @@ def test_windows_keep_every_plan_as_good_as_the_cutoff() -> None:
         windows = relaxation.windows_within(best.objective * factor)
         assert windows is not None
         inner = best.first_layer[1:-1]
-        assert all(w.least <= cut <= w.most for w, cut in zip(windows, inner, strict=True))
+        assert all(low <= cut <= high for (low, high), cut in zip(windows, inner, strict=True))
     assert relaxation.windows_within(lower_bound(problem) * 0.99) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from planner.optimiser.assignment import evaluate, stage_times
 from planner.optimiser.capacity import explain_infeasible, fullest_bytes, is_feasible
-from planner.optimiser.heuristics.uniform import even_sizes
+from planner.optimiser.one_bitwidth import even_sizes
 from planner.optimiser.problem import AssignmentProblem, JobPasses
 from planner.optimiser.solve import solve
 from quant.common.errors import InfeasibleError, SpecError

@@ -20,7 +20,7 @@ from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Job, Workload
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError

@@ -24,9 +24,9 @@ from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.quality.sensitivity import default_sensitivity
 from planner.schedule.static import static_schedule
-from planner.search.baselines.comparison import baselines
-from planner.search.costs import planning_costs
-from planner.search.search import find_plan
+from planner.search.baselines import baselines
+from planner.search.find import find_plan
+from planner.search.request import planning_costs
 from planner.simulation.simulation import OccupiedStages, assignment_timing
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError

@@ -20,7 +20,7 @@ from planner.plan.parking import (
     parking,
 )
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 
 NODE = "name: one\nnodes: [{name: a, accelerators: {T4: 2}%s}]\n"

@@ -22,8 +22,8 @@ from planner.profiles.links import (
     write_links,
 )
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.costs import cost_model
-from planner.search.search import find_plan
+from planner.search.find import find_plan
+from planner.search.request import cost_model
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 from tests.planner.problems import transfer_s

@@ -13,7 +13,7 @@ from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.profiles.loading import LoadRow, Origin, loading_path, loading_s, read_loading
 from planner.profiles.loading import write_loading as write
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.units import MIB

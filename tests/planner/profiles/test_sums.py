@@ -18,8 +18,8 @@ from planner.profiles.sums import (
     write_sums,
 )
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.costs import cost_model, files_of_costs
-from planner.search.search import find_plan
+from planner.search.find import find_plan
+from planner.search.request import cost_model, files_of_costs
 from planner.workload import Workload
 from quant.common.errors import SpecError
 

@@ -20,7 +20,7 @@ from planner.quality.sensitivity import (
     default_sensitivity,
     save_omega,
 )
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
 

@@ -15,14 +15,12 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches, micro_batch_pairs
 from planner.model.finding import model_shape
-from planner.optimiser.assignment import evaluate, stage_times
-from planner.optimiser.heuristics.adabits import solve_adabits
-from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.assignment import SolveOptions, evaluate, stage_times
+from planner.optimiser.transfer import solve_adabits
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.baselines.comparison import baseline, offloading
-from planner.search.baselines.policies import baseline_orders
-from planner.search.costs import cost_model
+from planner.search.baselines import baseline, baseline_orders, offloading
+from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError

@@ -16,13 +16,13 @@ from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches, pairs_up_to
 from planner.model.finding import model_shape
-from planner.optimiser.heuristics.uniform import even_sizes
+from planner.optimiser.one_bitwidth import even_sizes
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.search.costs import planning_costs
+from planner.search.find import find_plan
 from planner.search.memory_fit import searched_sizes
-from planner.search.remedies import PlanningRequest, remedies_of_memory
-from planner.search.search import REMEDY_PLANNER, find_plan
+from planner.search.remedies import remedies_of_memory
+from planner.search.request import PlanningRequest, planning_costs
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError
 from quant.common.units import MIB
@@ -191,7 +191,7 @@ def test_what_fits_is_planned_and_remedies_are_true(seed: int) -> None:
         return
     with pytest.raises(DoesNotFitError) as caught:
         planned(request)
-    for remedy in remedies_of_memory(request, REMEDY_PLANNER):
+    for remedy in remedies_of_memory(request):
         assert remedy.text in str(caught.value)
         assert fits_brutally(remedy.request)
         planned(remedy.request)

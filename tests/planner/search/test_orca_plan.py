@@ -20,7 +20,7 @@ from planner.plan.simulate import simulate_plan
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, PolicyOptions
-from planner.search.search import PricedPlan, find_priced_plan
+from planner.search.find import PricedPlan, find_priced_plan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of

@@ -11,15 +11,15 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
-from planner.optimiser.relaxation.prices import PricedProblem
-from planner.optimiser.relaxation.relax import relax
+from planner.optimiser.prices import PricedProblem
+from planner.optimiser.relaxation import relax
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.costs import cost_model
-from planner.search.orders import bounds as order_bounds
-from planner.search.orders.end_groups import OrdersByEnds, SharedPrices, SizedOrders
-from planner.search.orders.enumeration import canonical_devices, order_tree
+from planner.search import order_bounds
+from planner.search.candidates import OrdersByEnds, SharedPrices, SizedOrders
+from planner.search.orders import canonical_devices, order_tree
+from planner.search.request import cost_model
 from planner.workload import Workload
 
 SIZES = MicroBatches(2, 4)
@@ -46,7 +46,7 @@ def every_end(costs: CostModel) -> list[OrdersByEnds]:
     devices = canonical_devices(costs.cluster.devices)
     tree = order_tree(devices, costs.options.all_orders)
     sized = SizedOrders(costs, SIZES, devices, tree, SharedPrices())
-    return [OrdersByEnds(sized, part, kinds) for kinds, part in tree.by_ends().items()]
+    return [OrdersByEnds(sized, part, kinds) for kinds, part in tree.by_ends.items()]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_each_order_comes_once_with_the_bound_of_its_own_shortest_path(
     for ends in every_end(costs):
         rough = ends.bound
         ends.refine()
-        prices = relax(ends.problem).optimum.prices
+        prices = relax(ends.problem).prices
         bounds, seen = [], set()
         while ends.bound < np.inf:
             before = ends.bound
@@ -77,7 +77,7 @@ def test_each_order_comes_once_with_the_bound_of_its_own_shortest_path(
             assert before <= bound * (1 + 1e-9)
             bounds.append(bound)
             seen.add(devices)
-        assert len(seen) == len(bounds) == ends.tree.count()
+        assert len(seen) == len(bounds) == ends.tree.count
         assert rough <= min(bounds) * (1 + 1e-6)
         if states:
             assert bounds == pytest.approx(sorted(bounds)), "the most promising first"

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from planner.search.orders import enumeration
-from planner.search.orders.enumeration import OrderTree
+from planner.search import orders as device_orders
+from planner.search.orders import OrderTree
 
 Device = tuple[str, str]  # node and type
 
 
 def tree(devices: list[Device], all_orders: bool = False) -> OrderTree:
-    return OrderTree(devices, lambda device: device[1], lambda device: device[0], all_orders)
+    return OrderTree.of(devices, lambda device: device[1], lambda device: device[0], all_orders)
 
 
 def orders(devices: list[Device], all_orders: bool = False) -> list[tuple[int, ...]]:
@@ -102,12 +102,12 @@ def test_orders_are_counted_and_parted_by_their_ends(
 ) -> None:
     whole = tree(devices, all_orders)
     found = [looks(devices, order) for order in whole.orders()]
-    assert whole.count() == len(found)
-    parts = whole.by_ends()
+    assert whole.count == len(found)
+    parts = whole.by_ends
     kinds = whole.kind_of_device
     for (first, last), part in parts.items():
         members = list(part.orders())
-        assert part.count() == len(members) > 0
+        assert part.count == len(members) > 0
         assert {(kinds[order[0]], kinds[order[-1]]) for order in members} == {(first, last)}
     parted = [looks(devices, order) for part in parts.values() for order in part.orders()]
     assert Counter(parted) == Counter(found)
@@ -119,26 +119,26 @@ def test_where_orders_are_not_gone_through_they_are_at_least_as_many(
     devices: list[Device], all_orders: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = tree(devices, all_orders)
-    monkeypatch.setattr(enumeration, "MOST_COUNTED", 0)
+    monkeypatch.setattr(device_orders, "MOST_COUNTED", 0)
     bounded = tree(devices, all_orders)
-    assert bounded.count() >= exact.count()
-    for ends, part in exact.by_ends().items():
-        assert bounded.by_ends()[ends].count() >= part.count()
-    assert sum(part.count() for part in bounded.by_ends().values()) == bounded.count()
+    assert bounded.count >= exact.count
+    for ends, part in exact.by_ends.items():
+        assert bounded.by_ends[ends].count >= part.count
+    assert sum(part.count for part in bounded.by_ends.values()) == bounded.count
 
 
 @pytest.mark.parametrize("nodes", [11, 200])
 def test_many_nodes_that_mix_kinds_are_as_quick_as_few(nodes: int) -> None:
     """None of their orders is made but the one that is asked for."""
     devices = [(f"node{index}", kind) for index in range(nodes) for kind in ("T4", "V100")]
-    parts = tree(devices, all_orders=True).by_ends()
+    parts = tree(devices, all_orders=True).by_ends
     assert len(parts) == 4
-    assert sum(part.count() for part in parts.values()) == tree(devices, all_orders=True).count()
-    assert parts[0, 1].example() == tuple(range(2 * nodes)), "a node's devices are side by side"
+    assert sum(part.count for part in parts.values()) == tree(devices, all_orders=True).count
+    assert parts[0, 1].example == tuple(range(2 * nodes)), "a node's devices are side by side"
 
 
 def test_more_orders_than_can_be_listed_are_counted() -> None:
     devices = [(f"node{index}", f"type{index % 4}") for index in range(12)]
-    assert tree(devices).count() == math.factorial(12) // math.factorial(3) ** 4
-    parts = tree(devices).by_ends().values()
-    assert sum(part.count() for part in parts) == tree(devices).count()
+    assert tree(devices).count == math.factorial(12) // math.factorial(3) ** 4
+    parts = tree(devices).by_ends.values()
+    assert sum(part.count for part in parts) == tree(devices).count

@@ -18,7 +18,7 @@ from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.prediction import PREDICTOR_FILE
 from planner.scheduling import PolicyOptions
-from planner.search.search import PricedPlan, find_plan, find_priced_plan
+from planner.search.find import PricedPlan, find_plan, find_priced_plan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of

@@ -13,27 +13,25 @@ import numpy as np
 import pulp
 import pytest
 
+from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
-from planner.optimiser.assignment import stage_times
-from planner.optimiser.bit_assignment import Candidate
-from planner.optimiser.heuristics.pipeedge import pipeedge_candidate
-from planner.optimiser.heuristics.uniform import uniform_candidate
+from planner.optimiser.assignment import Assignment, stage_times
+from planner.optimiser.one_bitwidth import pipeedge_assignment, uniform_assignment
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.baselines.comparison import baselines
+from planner.search.baselines import baselines
 from planner.search.candidate_search import CandidateSearch
 from planner.search.candidate_search import search as whole_search
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.costs import cost_model
-from planner.search.orders.enumeration import distinct_orders
-from planner.search.search import find_plan
-from planner.search.tradeoffs.front import front_json, trace_front
+from planner.search.find import find_plan, front_json, trace_front
+from planner.search.orders import canonical_devices, order_tree
+from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
@@ -41,6 +39,11 @@ from quant.common.errors import InfeasibleError
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
 WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
 GROUP = 4  # layers decided together, so that all candidates are solved in little time
+
+
+def all_device_orders(costs: CostModel, all_orders: bool) -> list[tuple[Device, ...]]:
+    devices = canonical_devices(costs.cluster.devices)
+    return [tuple(devices[i] for i in order) for order in order_tree(devices, all_orders).orders()]
 
 
 def costs_of(options: PlanOptions, cluster: ClusterSpec = CLUSTER) -> CostModel:
@@ -81,7 +84,7 @@ def test_candidates_are_all_orders_sizes_and_heads_the_most_promising_first() ->
     found = list(candidates)
     bounds = [candidate.bound for candidate in found]
     assert bounds == pytest.approx(sorted(bounds))
-    orders = list(distinct_orders(costs.cluster.devices, all_orders=True))
+    orders = all_device_orders(costs, all_orders=True)
     sizes = {candidate.sizes for candidate in found}
     named = {(c.devices, c.sizes, c.head_on_first) for c in found}
     assert len(named) == len(found) == count == 2 * len(orders) * len(sizes)
@@ -195,7 +198,7 @@ def test_an_infeasible_model_is_explained_with_what_would_fit() -> None:
         find_plan(small, model_shape("opt-30b"), "opt-30b", WORKLOAD, PlanOptions(theta=1.0))
 
 
-def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Candidate) -> float:
+def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Assignment) -> float:
     run = simulate_assignment(
         costs, candidate.devices, candidate.sizes, plan.first_layer, plan.bitwidth
     )
@@ -209,16 +212,16 @@ def test_baselines_are_those_of_the_paper() -> None:
     assert list(named) == ["uniform", "pipeedge", "adabits", "flexgen", "flexgen-int8"]
     uniform_s = []
     for candidate in (c for c in found if not c.head_on_first):
-        plan = uniform_candidate(candidate.problem)
+        plan = uniform_assignment(candidate.problem)
         times = stage_times(candidate.problem, plan.first_layer, plan.bitwidth)
         uniform_s.append((times.latency_s, simulated_s(costs, candidate, plan)))
     assert named["uniform"].latency_s == pytest.approx(min(uniform_s)[1])
     latencies = []
     share = MicroBatches(3, 3)
-    for devices in distinct_orders(costs.cluster.devices, all_orders=False):
+    for devices in all_device_orders(costs, all_orders=False):
         problem = costs.problem(devices, share)
         candidate = SearchCandidate(WORKLOAD, devices, share, problem, 0.0)
-        latencies.append(simulated_s(costs, candidate, pipeedge_candidate(candidate.problem)))
+        latencies.append(simulated_s(costs, candidate, pipeedge_assignment(candidate.problem)))
     assert named["pipeedge"].latency_s in [pytest.approx(latency) for latency in latencies]
     assert named["flexgen-int8"].bitwidth == 8
 

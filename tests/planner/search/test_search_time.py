@@ -13,10 +13,10 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.candidate_search import LEAST_SOLVE_S, CandidateSearch, SearchTime
-from planner.search.costs import cost_model
-from planner.search.search import find_plan
-from planner.search.tradeoffs.bounded import within_bounds
-from planner.search.tradeoffs.qualities import chosen_by_quality
+from planner.search.find import find_plan
+from planner.search.pareto import within_bounds
+from planner.search.qualities import chosen_by_quality
+from planner.search.request import cost_model
 from planner.workload import Job, Workload
 
 LIMIT_S = 8.0

@@ -20,13 +20,12 @@ from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.baselines.comparison import baseline
-from planner.search.baselines.planned import baseline_solution
+from planner.search.baselines import baseline, baseline_solution
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.costs import cost_model
-from planner.search.job.in_flight import plan_solver
-from planner.search.search import find_plan
-from planner.search.tradeoffs.qualities import chosen_by_quality
+from planner.search.find import find_plan
+from planner.search.in_flight import plan_solver
+from planner.search.qualities import chosen_by_quality
+from planner.search.request import cost_model
 from planner.simulation.forecast import forecast_assignment
 from planner.workload import Job
 from quant.common.errors import DoesNotFitError, SpecError

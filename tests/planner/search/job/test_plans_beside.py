@@ -13,7 +13,7 @@ from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanChoice, PlanSpec
-from planner.search.search import find_plan
+from planner.search.find import find_plan
 from planner.workload import Job, Workload
 
 SHAPE = replace(model_shape("opt-125m"), layers=4)

@@ -11,9 +11,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.search.search import find_plan
-from planner.search.tradeoffs.front import trace_front
-from planner.search.tradeoffs.pareto import Point, finest_within
+from planner.search.find import find_plan, trace_front
+from planner.search.pareto import Point, finest_within
 from planner.workload import Workload
 from quant.common.errors import BoundNotMetError
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.search.tradeoffs.pareto import Point, fastest_within, finest_within, front
+from planner.search.pareto import Point, fastest_within, finest_within, front
 from quant.common.errors import InfeasibleError
 
 Pairs = list[tuple[float, float]]

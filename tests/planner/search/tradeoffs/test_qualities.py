@@ -17,15 +17,15 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.costs import cost_model
-from planner.search.search import find_plan
-from planner.search.tradeoffs.pareto import Point
-from planner.search.tradeoffs.qualities import (
+from planner.search.find import find_plan
+from planner.search.pareto import Point
+from planner.search.qualities import (
     SLOWER,
     Qualities,
     best_by_rules,
     chosen_by_quality,
 )
+from planner.search.request import cost_model
 from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import NEAR_FULL_BITS

@@ -1,0 +1,429 @@
+"""Exact search to a proven gap, over how slow the slowest stage may be, prefill by decode.
+
+1. The relaxation bounds the objective and prices what couples the stages.
+2. Under a limit a little above that bound few ways of filling a stage are left; they are listed.
+3. Once the slowest prefill and decode are held within a box, the stages of an assignment are
+   coupled by their boundaries only, and the best one is a shortest path over boundaries through the
+   options of each stage. Boxes are split until none can hold anything better than the best path
+   found by more than the gap.
+4. If nothing lies below the limit it is raised, up to any known plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.optimiser.assignment import (
+    Assignment,
+    SolveOptions,
+    assign_bits,
+    conclude,
+    smallest_assignment,
+)
+from planner.optimiser.capacity import require_feasible
+from planner.optimiser.milp import solve_exactly
+from planner.optimiser.prices import Prices
+from planner.optimiser.problem import AssignmentProblem, FloatArray
+from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
+from planner.optimiser.sensitivity_tables import SensitivityTables
+from planner.optimiser.stage_options import StageLister, StageOptions
+
+GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
+MOST_ENTRIES = 60_000_000  # options looked at for one limit: about 2 GB and 10 s; else the ILP
+LEAST_GAP = 1e-9  # relative; above the rounding of sums
+TRIP_STEPS = 4
+
+
+def solve_by_boxes(
+    problem: AssignmentProblem,
+    options: SolveOptions,
+    tables: SensitivityTables | None = None,
+) -> Assignment:
+    """The best assignment to within the gap, or the best found within the time limit.
+
+    `tables` of the problem's sensitivity may be handed in. Raises InfeasibleError where nothing
+    fits.
+    """
+    require_feasible(problem)
+    start_s = options.clock()
+    tables = tables or SensitivityTables(problem.sensitivity)
+    return _BoxMethod(relax(problem), tables, options, start_s).result()
+
+
+class _BoxMethod:
+    """One solve: its best assignment and the bound proven so far."""
+
+    def __init__(
+        self,
+        relaxed: RelaxedProblem,
+        tables: SensitivityTables,
+        options: SolveOptions,
+        start_s: float,
+    ) -> None:
+        self._relaxed, self._problem = relaxed, relaxed.priced.problem
+        self._tables, self._options, self._start_s = tables, options, start_s
+        self._found: Assignment | None = None
+        self._bound = relaxed.bound
+
+    def result(self) -> Assignment:
+        """Raise the limit until the best plan lies below it, or nothing of interest does."""
+        options = self._options
+        for limit in self._limits():
+            if limit <= self._bound:
+                continue
+            if not self._search(limit):
+                limit_s = options.time_limit_s
+                if limit_s is not None:
+                    limit_s = max(limit_s - (options.clock() - self._start_s), limit_s / 10)
+                return solve_exactly(self._problem, replace(options, time_limit_s=limit_s))
+            if self._out_of_time():
+                break
+        best, rounding = self._found, 2 * ROUNDING
+        if best is None and self._bound < options.target * (1 - rounding):
+            best = self._best
+        return conclude(best, self._bound, options, self._start_s, rounding)
+
+    def _limits(self) -> Iterator[float]:
+        """Yield objectives to stay below, one after the other, as long as they are needed."""
+        for growth in (*GROWTH, math.inf):
+            raised = growth * self._relaxed.bound if math.isfinite(growth) else growth
+            yield min(self._target(), raised)
+            if self._bound >= self._target() * (1 - ROUNDING):
+                return
+
+    def _target(self) -> float:
+        """Seconds below which an assignment is still of interest."""
+        gap = max(self._options.relative_gap, ROUNDING)
+        if self._found is None and math.isfinite(self._options.target):
+            return self._options.target
+        return min(self._options.target, self._best.objective * (1 - gap))
+
+    @property
+    def _best(self) -> Assignment:
+        """The best assignment so far; the smallest layers where none has been looked for."""
+        if self._found is None:
+            self._found = smallest_assignment(self._problem)
+        return self._found
+
+    def _search(self, limit: float) -> bool:
+        """Search everything below `limit`; False if that is too much to list."""
+        relaxed = self._relaxed
+        slowest = relaxed.programme.slowest_stages(limit)
+        if slowest is None:
+            self._bound = max(self._bound, limit)
+            return True
+        lister = StageLister(relaxed, self._tables, limit, slowest)
+        if lister.entries() > MOST_ENTRIES:
+            return False
+        kinds = [lister.options(kind) for kind in range(relaxed.priced.kinds.count.size)]
+        stages = tuple(kinds[kind] for kind in relaxed.priced.kinds.of_stage)
+        form = relaxed.priced.form
+        box = Box(form.prefill_floor_s, form.decode_floor_s, stages)
+        search = BoxSearch(relaxed, self._options.relative_gap, limit, self._out_of_time)
+        bound = search.run(box, self._bound)
+        if search.best is not None:
+            found_s = math.inf if self._found is None else self._found.objective
+            found = self._assignment(search.best) if search.best.objective < found_s else None
+            if found is not None and found.objective < found_s:
+                self._found = found
+        self._bound = max(self._bound, bound)
+        return True
+
+    def _assignment(self, path: BoxPath) -> Assignment:
+        width = self._problem.layers + 1
+        rows = [self._tables.counts(run % width - run // width)[row] for run, row in path.picks]
+        return assign_bits(self._problem, np.stack(rows))
+
+    def _out_of_time(self) -> bool:
+        limit_s = self._options.time_limit_s
+        return limit_s is not None and self._options.clock() - self._start_s > limit_s
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """Limits in seconds on the slowest prefill and decode, and what each stage may hold [N]."""
+
+    prefill_least: float
+    decode_least: float
+    options: tuple[StageOptions, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BoxPath:
+    """One option for each stage: (run, counts row), decode seconds [N], slowest, objective."""
+
+    picks: tuple[tuple[int, int], ...]
+    decode_s: FloatArray
+    slowest_prefill_s: float
+    slowest_decode_s: float
+    objective: float
+
+
+@dataclass(frozen=True, eq=False)
+class BoxBound:
+    """A bound on a box in seconds, the path that attains it, and each option's cost by stage.
+
+    `tables` [N] of [L+1, L+1] are the least costs of each stage's runs, and `before` [N+1, L+1]
+    that of the stages before each boundary, to which `constant` comes. `other` is the path at a
+    neighbouring trip price, where one lies between two.
+    """
+
+    bound: float
+    path: BoxPath
+    trip: float
+    costs: list[FloatArray]
+    tables: list[FloatArray]
+    before: FloatArray
+    constant: float
+    other: BoxPath | None = None
+
+
+class BoxSearch:
+    """Branch and bound over boxes for one problem.
+
+    Only assignments below `limit` seconds are sought; `best` is the best path seen, below or not.
+    """
+
+    def __init__(
+        self,
+        relaxed: RelaxedProblem,
+        relative_gap: float,
+        limit: float,
+        out_of_time: Callable[[], bool],
+    ) -> None:
+        self._priced, self._prices = relaxed.priced, relaxed.prices
+        self._form = relaxed.priced.form
+        none = np.zeros_like(relaxed.prices.prefill)
+        self._unpriced = replace(relaxed.prices, prefill=none, decode=none, trip=0.0)
+        self._gap = max(relative_gap, LEAST_GAP)
+        self._limit, self._out_of_time = limit, out_of_time
+        self.best: BoxPath | None = None
+
+    @property
+    def target(self) -> float:
+        """Seconds below which an assignment is still of interest."""
+        found = math.inf if self.best is None else self.best.objective
+        return min(self._limit, found * (1 - self._gap))
+
+    def run(self, box: Box, bound: float) -> float:
+        """Search `box` until nothing is left or time is up; return the bound proven, in seconds."""
+        order = itertools.count()
+        heap = [(bound, next(order), box)]
+        while heap and heap[0][0] < self.target:
+            if self._out_of_time():
+                return heap[0][0]
+            bound, _, box = heapq.heappop(heap)
+            for part_bound, part in self._parts(box, bound):
+                heapq.heappush(heap, (part_bound, next(order), part))
+        return self.target
+
+    def _parts(self, box: Box, bound: float) -> Iterator[tuple[float, Box]]:
+        """Yield the parts of a box that may hold something better, with the bound on each."""
+        while True:
+            plain = self._plain(box)
+            if plain is None or plain.bound >= self.target:
+                return
+            box = self._filtered(box, plain)
+            tighter = self._tightened(box, plain)
+            if tighter is None:
+                break
+            box = tighter
+        priced = self._relaxed(box, self._prices)
+        if priced is None or priced.bound >= self.target:
+            return
+        box = self._filtered(box, priced)
+        bound = max(bound, plain.bound, priced.bound)
+        for part in self._halves(box, plain):
+            yield bound, part
+
+    def _plain(self, box: Box) -> BoxBound | None:
+        """The relaxation without prices on the slowest stages, at the best trip price."""
+        low = self._relaxed(box, self._unpriced)
+        if low is None or self._trip_excess(box, low.path) <= 0:
+            return low
+        high = self._relaxed(box, replace(self._unpriced, trip=1.0))
+        if high is None or self._trip_excess(box, high.path) >= 0:
+            return high
+        best = max(low, high, key=lambda found: found.bound)
+        for _ in range(TRIP_STEPS):
+            rise, fall = (self._trip_excess(box, found.path) for found in (low, high))
+            start, stop = low.bound - rise * low.trip, high.bound - fall * high.trip
+            trip = (stop - start) / (rise - fall)
+            middle = self._relaxed(box, replace(self._unpriced, trip=trip))
+            if middle is None:
+                return None
+            best = max(best, middle, key=lambda found: found.bound)
+            if middle.bound >= (start + rise * trip) * (1 - LEAST_GAP):
+                break
+            if self._trip_excess(box, middle.path) > 0:
+                low = middle
+            else:
+                high = middle
+        return replace(best, path=low.path, other=high.path)
+
+    def _trip_excess(self, box: Box, path: BoxPath) -> float:
+        """Seconds by which a path's trips exceed the least decode rounds of the box."""
+        trips_s = float(self._form.trips_s(float(path.decode_s.sum())))
+        return trips_s - self._form.decode_max * box.decode_least
+
+    def _relaxed(self, box: Box, prices: Prices) -> BoxBound | None:
+        """The best path at these prices; None where it is not below the target."""
+        constant = self._priced.constant(prices, box.prefill_least, box.decode_least)
+        costs, tables = self._costs(box, prices)
+        before = _before(tables)
+        bound = constant + float(before[-1, -1])
+        if bound >= self.target or math.isinf(bound):
+            return None
+        path = self._path(box, tables, costs, before)
+        if self.best is None or path.objective < self.best.objective:
+            self.best = path
+        return BoxBound(bound, path, prices.trip, costs, tables, before, constant)
+
+    def _costs(self, box: Box, prices: Prices) -> tuple[list[FloatArray], list[FloatArray]]:
+        """Price each stage's options, [M], and find the least price of each run, [L+1, L+1]."""
+        width = self._priced.problem.layers + 1
+        prefill, decode = self._priced.prefill_price(prices), self._priced.decode_price(prices)
+        found: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
+        kinds = self._priced.kinds.of_stage.tolist()
+        keys = [(id(options), kind) for options, kind in zip(box.options, kinds, strict=True)]
+        for key, options in zip(keys, box.options, strict=True):
+            if key in found:
+                continue
+            kind = key[1]
+            cost = options.loss_s + prefill[kind] * options.prefill_s
+            cost += decode[kind] * options.decode_s
+            table = np.full(width * width, np.inf)
+            if cost.size:
+                table[options.runs] = np.minimum.reduceat(cost, options.first)
+            found[key] = cost, table.reshape(width, width)
+        return [found[key][0] for key in keys], [found[key][1] for key in keys]
+
+    def _path(
+        self,
+        box: Box,
+        tables: list[FloatArray],
+        costs: list[FloatArray],
+        before: FloatArray,
+    ) -> BoxPath:
+        """The path behind a shortest distance, and its true objective."""
+        stop = self._priced.problem.layers
+        width = stop + 1
+        picks, sums = [], []
+        for stage in range(len(tables) - 1, -1, -1):
+            start = int((before[stage] + tables[stage][:, stop]).argmin())
+            options, run = box.options[stage], start * width + stop
+            place = int((options.runs == run).argmax())
+            first, end = options.first[place], options.end[place]
+            option = int(first + costs[stage][first:end].argmin())
+            picks.append((run, int(options.row[option])))
+            sums.append(
+                (options.prefill_s[option], options.decode_s[option], options.loss_s[option])
+            )
+            stop = start
+        prefill, decode, loss = np.array(sums[::-1]).T
+        slowest = float(prefill.max()), float(decode.max())
+        objective = self._form.of_stages(prefill, decode) + float(loss.sum())
+        return BoxPath(tuple(picks[::-1]), decode, *slowest, objective)
+
+    def _filtered(self, box: Box, found: BoxBound) -> Box:
+        """The box without the options that no path below the target uses."""
+        after, width = _after(found.tables), len(found.tables[0])
+        stages: dict[int, list[int]] = {}
+        for stage, options in enumerate(box.options):
+            stages.setdefault(id(options), []).append(stage)
+        kept: dict[int, StageOptions] = {}
+        for same in stages.values():
+            options, alike = box.options[same[0]], np.array(same)[:, np.newaxis]
+            starts, stops = options.runs // width, options.runs % width
+            around = (found.before[alike, starts] + after[alike + 1, stops]).min(axis=0)
+            most = np.repeat(self.target - found.constant - around, options.end - options.first)
+            kept[id(options)] = options.where(found.costs[same[0]] < most)
+        return replace(box, options=tuple(kept[id(options)] for options in box.options))
+
+    def _tightened(self, box: Box, found: BoxBound) -> Box | None:
+        """The box without options that are too slow for the target; None if the path stays."""
+        form, slack, path = self._form, self.target - found.bound, found.path
+        prefill_most = _ratio(slack, form.prefill_max) + box.prefill_least
+        decode_most = _ratio(slack, (1 - found.trip) * form.decode_max) + box.decode_least
+        if path.slowest_prefill_s < prefill_most and path.slowest_decode_s < decode_most:
+            return None
+        return _below(box, prefill_most, decode_most)
+
+    def _halves(self, box: Box, found: BoxBound) -> tuple[Box, ...]:
+        """Split the box in two, so that the path's cost above the bound is in neither or halved."""
+        form, path, other = self._form, found.path, found.other
+        prefill_gap = form.prefill_max * (path.slowest_prefill_s - box.prefill_least)
+        decode_gap = form.decode_max * (path.slowest_decode_s - box.decode_least)
+        if other is not None and self._trip_excess(box, path) > max(prefill_gap, decode_gap):
+            return _split_stage(box, path.decode_s, other.decode_s)
+        if prefill_gap >= decode_gap:
+            middle = (box.prefill_least + path.slowest_prefill_s) / 2
+            least = _least_above(middle, (each.prefill_s for each in _distinct(box.options)))
+            below = _below(box, middle, math.inf)
+            return (below,) if least is None else (below, replace(box, prefill_least=least))
+        middle = (box.decode_least + path.slowest_decode_s) / 2
+        least = _least_above(middle, (each.decode_s for each in _distinct(box.options)))
+        below = _below(box, math.inf, middle)
+        return (below,) if least is None else (below, replace(box, decode_least=least))
+
+
+def _before(tables: Sequence[FloatArray]) -> FloatArray:
+    """Least price of the stages before each boundary [N+1, L+1]."""
+    before = np.full((len(tables) + 1, len(tables[0])), np.inf)
+    before[0, 0] = 0.0
+    for stage, table in enumerate(tables):
+        (before[stage][:, np.newaxis] + table).min(axis=0, out=before[stage + 1])
+    return before
+
+
+def _after(tables: Sequence[FloatArray]) -> FloatArray:
+    """Least price of the stages after each boundary [N+1, L+1]."""
+    after = np.full((len(tables) + 1, len(tables[0])), np.inf)
+    after[-1, -1] = 0.0
+    for stage in range(len(tables) - 1, -1, -1):
+        (tables[stage] + after[stage + 1]).min(axis=1, out=after[stage])
+    return after
+
+
+def _least_above(middle: float, seconds: Iterable[FloatArray]) -> float | None:
+    """The least seconds above `middle`; None if the path's slow options are filtered away."""
+    above = [values[values > middle] for values in seconds]
+    return min((float(values.min()) for values in above if values.size), default=None)
+
+
+def _below(box: Box, prefill_most: float, decode_most: float) -> Box:
+    """The box without options above these seconds."""
+    kept = {
+        id(options): options.where(
+            (options.prefill_s <= prefill_most) & (options.decode_s <= decode_most)
+        )
+        for options in _distinct(box.options)
+    }
+    return replace(box, options=tuple(kept[id(options)] for options in box.options))
+
+
+def _split_stage(box: Box, decode_s: FloatArray, other_s: FloatArray) -> tuple[Box, ...]:
+    """Split the stage where two paths' decode seconds differ most, at the middle of both."""
+    stage = int(np.abs(decode_s - other_s).argmax())
+    middle = float(decode_s[stage] + other_s[stage]) / 2
+    own, options = box.options[stage], box.options
+    return tuple(
+        replace(box, options=(*options[:stage], own.where(mask), *options[stage + 1 :]))
+        for mask in (own.decode_s <= middle, own.decode_s > middle)
+    )
+
+
+def _distinct(options: Sequence[StageOptions]) -> list[StageOptions]:
+    """The lists of options, each shared one once."""
+    return list({id(each): each for each in options}.values())
+
+
+def _ratio(slack: float, weight: float) -> float:
+    """Divide a slack by a weight; infinite for a weight of zero."""
+    return slack / weight if weight > 0 else math.inf

@@ -1,1 +1,0 @@
-"""Heuristics and baselines of LLM-PQ: adabits, bitwidth transfer, uniform, PipeEdge."""

@@ -1,1 +1,0 @@
-"""Solvers of integer programmes: one file and one entry in `table` each."""

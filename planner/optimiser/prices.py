@@ -1,0 +1,228 @@
+"""Prices of the constraints that couple stages, and the bound that they prove.
+
+Lagrangian relaxation of LLM-PQ eq. 4-16: each stage's share in the slowest prefill and decode
+(eq. 5-6) and its memory (eq. 12-13) get a price. A layer then takes the bitwidth that is cheapest
+on its stage, and the best boundaries are a shortest path, which keeps eq. 15-16 exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.optimiser.problem import (
+    AssignmentProblem,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    latency_form,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StageKinds:
+    """Stages of one kind cost the same; the first and the last, which need a layer, stand alone.
+
+    `of_stage` [N] is each stage's kind, `example` [Q] a stage of each kind, `count` [Q] how many.
+    Kinds are in an order that does not depend on that of the stages between the ends.
+    """
+
+    of_stage: IntArray
+    example: IntArray
+    count: IntArray
+
+
+def stage_kinds(problem: AssignmentProblem) -> StageKinds:
+    """Group the stages between the ends by their rows of the problem's arrays."""
+    last = problem.stages - 1
+    # Transfers enter through constants only.
+    columns = (
+        problem.prefill_s,
+        problem.decode_s,
+        problem.layer_bytes,
+        problem.available,
+        problem.fixed_prefill_s[:, np.newaxis],
+        problem.fixed_decode_s[:, np.newaxis],
+        problem.memory_bytes[:, np.newaxis],
+    )
+    rows = [row.tobytes() for row in np.concatenate(columns, axis=1)]
+    ends = 1 if last == 0 else 2
+    place = {row: ends + index for index, row in enumerate(sorted(set(rows[1:last])))}
+    of_stage = np.array([place.get(row, 0) for row in rows], dtype=np.int64)
+    of_stage[0], of_stage[last] = 0, ends - 1
+    _, example, count = np.unique(of_stage, return_index=True, return_counts=True)
+    return StageKinds(of_stage, example, count)
+
+
+def each_stage_alone(problem: AssignmentProblem) -> StageKinds:
+    """Make every stage a kind of its own, in stage order."""
+    stages = np.arange(problem.stages)
+    return StageKinds(stages, stages, np.ones_like(stages))
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Seconds of objective per second of a stage's prefill and decode, and per byte; by kind [Q].
+
+    They come on top of what a stage's own seconds count; `trip`, from 0 to 1, is the part of the
+    decode rounds that is priced by the trip round all stages.
+    """
+
+    prefill: FloatArray
+    decode: FloatArray
+    memory: FloatArray
+    trip: float
+
+
+@dataclass(frozen=True, eq=False)
+class PathBound:
+    """A bound in seconds, and the least price of the stages before and after each boundary.
+
+    `before` [N+1, L+1] are stages 0 to j-1 with the layers up to a boundary, `after` the others.
+    """
+
+    bound: float
+    constant: float
+    before: FloatArray
+    after: FloatArray
+
+
+class PricedProblem:
+    """A problem's costs by kind of stage [Q], as pricing needs them.
+
+    `bytes` are infinite where a device lacks a bitwidth; `loss_s` [L, K] is theta * omega. Equal
+    stages are of one kind unless other `kinds` are given.
+    """
+
+    def __init__(self, problem: AssignmentProblem, kinds: StageKinds | None = None) -> None:
+        self.problem = problem
+        self.form = latency_form(problem)
+        self.kinds = stage_kinds(problem) if kinds is None else kinds
+        example = self.kinds.example
+        self.prefill_s = problem.prefill_s[example]
+        self.decode_s = problem.decode_s[example]
+        self.bytes = np.where(problem.available[example], problem.layer_bytes[example], np.inf)
+        self.fixed_prefill_s = problem.fixed_prefill_s[example]
+        self.fixed_decode_s = problem.fixed_decode_s[example]
+        self.memory_bytes = problem.memory_bytes[example]
+        self.loss_s = problem.theta * problem.sensitivity
+
+    def prefill_price(self, prices: Prices) -> FloatArray:
+        """Seconds of objective that a second of prefill on a stage of each kind costs [Q]."""
+        total: FloatArray = self.form.prefill_each + prices.prefill
+        return total
+
+    def decode_price(self, prices: Prices) -> FloatArray:
+        """Seconds of objective that a second of decode on a stage of each kind costs [Q]."""
+        form = self.form
+        total: FloatArray = form.decode_each + prices.decode + prices.trip * form.round_trips
+        return total
+
+    def constant(self, prices: Prices, prefill_least: float, decode_least: float) -> float:
+        """The bound without layers, if the slowest stages take at least so many seconds."""
+        form, count = self.form, self.kinds.count
+        prefill = form.prefill_max - float(count @ prices.prefill)
+        decode = (1 - prices.trip) * form.decode_max - float(count @ prices.decode)
+        trips = prices.trip * form.round_trips * form.trip_s
+        return form.constant_s + prefill * prefill_least + decode * decode_least + trips
+
+    def transfer_price(
+        self, prices: Prices, prefill_s: FloatArray, decode_s: FloatArray
+    ) -> FloatArray:
+        """The price of transfers of so many seconds per micro-batch, as part of the sum of all.
+
+        Their price as the slowest of all is left out, as a bound may.
+        """
+        trips = prices.trip * self.form.round_trips
+        price: FloatArray = self.form.transfer_each * prefill_s + trips * decode_s
+        return price
+
+    def path_bound(self, prices: Prices) -> PathBound:
+        """The bound of these prices by a shortest path over boundaries."""
+        stages = self.priced_stages(prices)
+        constant = self.constant(prices, self.form.prefill_floor_s, self.form.decode_floor_s)
+        kinds, layers = self.kinds.of_stage.tolist(), self.problem.layers
+        before, after = [boundary(layers, 0)], [boundary(layers, layers)]
+        last = len(kinds) - 1
+        for stage, kind in enumerate(kinds):
+            before.append(stages.onward(before[-1], kind, stage in (0, last)))
+        for stage, kind in reversed(list(enumerate(kinds))):
+            after.append(stages.back(after[-1], kind, stage in (0, last)))
+        bound = constant + float(before[-1][-1])
+        return PathBound(bound, constant, np.array(before), np.array(after[::-1]))
+
+    def priced_stages(self, prices: Prices) -> PricedStages:
+        """The cost of a stage of each kind at these prices, by where its layers begin and end."""
+        prefill, decode = self.prefill_price(prices), self.decode_price(prices)
+        usable = np.isfinite(self.bytes)
+        held = prices.memory[:, np.newaxis] * np.where(usable, self.bytes, 0.0)
+        place = prefill[:, np.newaxis] * self.prefill_s + decode[:, np.newaxis] * self.decode_s
+        place = np.where(usable, place + held, np.inf)
+        each = (place[:, np.newaxis, :] + self.loss_s).min(axis=2)
+        able = np.asarray(usable.any(axis=1))
+        each[~able] = 0.0
+        running = np.concatenate([np.zeros((len(each), 1)), each.cumsum(axis=1)], axis=1)
+        fixed = prefill * self.fixed_prefill_s + decode * self.fixed_decode_s
+        return PricedStages(running, fixed - prices.memory * self.memory_bytes, able)
+
+
+@dataclass(frozen=True, eq=False)
+class PricedStages:
+    """The price of a stage of each kind, in seconds.
+
+    `running` [Q, L+1] adds up the layers before each boundary, `fixed` [Q] is the price of all
+    else on the stage, and `able` [Q] says whether it can hold layers at all.
+    """
+
+    running: FloatArray
+    fixed: FloatArray
+    able: BoolArray
+
+    def onward(self, before: FloatArray, kind: int, is_end: bool) -> FloatArray:
+        """The least price [L+1] with one more stage, from that of the stages before it.
+
+        The first and the last stage, `is_end`, hold a layer at least.
+        """
+        running, lowest = self.running[kind], before
+        if self.able[kind]:
+            lowest = np.minimum.accumulate(before - running)
+            if is_end:
+                lowest = np.concatenate([[np.inf], lowest[:-1]])
+            lowest = lowest + running
+        elif is_end:
+            lowest = np.full_like(before, np.inf)
+        found: FloatArray = lowest + self.fixed[kind]
+        return found
+
+    def back(self, after: FloatArray, kind: int, is_end: bool) -> FloatArray:
+        """The least price [L+1] with one more stage, from that of the stages after it."""
+        running, lowest = self.running[kind], after
+        if self.able[kind]:
+            lowest = np.minimum.accumulate((after + running)[::-1])[::-1]
+            if is_end:
+                lowest = np.concatenate([lowest[1:], [np.inf]])
+            lowest = lowest - running
+        elif is_end:
+            lowest = np.full_like(after, np.inf)
+        found: FloatArray = lowest + self.fixed[kind]
+        return found
+
+
+def boundary(layers: int, place: int) -> FloatArray:
+    """Prices [L+1] of zero at one boundary and infinity at all others."""
+    prices = np.full(layers + 1, np.inf)
+    prices[place] = 0.0
+    return prices
+
+
+def onto_simplex(values: FloatArray, count: IntArray, total: float) -> FloatArray:
+    """Project `values` [Q] on the non-negative ones whose sum, each `count` times, is `total`."""
+    if total <= 0:
+        return np.zeros_like(values)
+    order = np.argsort(-values)
+    sums = np.cumsum(count[order] * values[order]) - total
+    level = sums / np.cumsum(count[order])
+    last = int(np.flatnonzero(values[order] > level)[-1])
+    nearest: FloatArray = np.maximum(values - level[last], 0.0)
+    return nearest

@@ -1,0 +1,290 @@
+"""Bitwidth transfer (LLM-PQ Alg. 2): from adabits, relieve the slowest stage step by step.
+
+Rounds of steps are judged by p-norms over stages that come ever nearer to the maximum; the best
+plan of all rounds counts, so that the result is never worse than the start. Where several stages
+are equally slow no single step relieves the slowest, which is why there are norms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.optimiser.assignment import (
+    Assignment,
+    SolveOptions,
+    assign_bits,
+    compute_seconds,
+    evaluate,
+    layer_counts,
+    smallest_assignment,
+    stage_times,
+)
+from planner.optimiser.boxes import solve_by_boxes
+from planner.optimiser.capacity import require_feasible
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
+from planner.optimiser.relaxation import relax
+from planner.optimiser.sensitivity_tables import SensitivityTables, rank_of_counts
+
+QUALITY_WEIGHT = 1e4  # of adabits: quality counts so many times the latency
+NORMS = (8.0, 32.0, math.inf)
+LEAST_GAIN = 1e-9  # relative; below it a step is rounding
+
+
+class StepSize(NamedTuple):
+    """Limits of a step: layers moved, and bitwidths changed by giver and taker."""
+
+    moved: tuple[int, ...]
+    giver_swaps: int
+    taker_swaps: int
+
+
+# Larger steps are tried only where smaller ones find nothing. A 16-bit layer's room takes up to
+# three others to go from 8 to 4 bits.
+STEP_SIZES = (StepSize((0, 1), 1, 2), StepSize((0, 1, 2), 1, 3))
+
+Step = tuple[IntArray, float]
+"""Layer counts [N, K] after a step, and their merit in seconds: less is better."""
+
+PhaseSeconds = tuple[FloatArray, FloatArray]
+"""Prefill and decode seconds per micro-batch, of some stages or of the ways to change one."""
+
+
+def solve_adabits(
+    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
+) -> Assignment:
+    """The plan of least summed sensitivity, within the gap; status "adabits".
+
+    It is the ILP of eq. 4 without its latency terms (section 6.9), a baseline and the start of
+    bitwidth transfer (Alg. 2, line 1). Among plans of equal quality the fastest is taken. Objective
+    and bound are those of `problem` itself. Raises InfeasibleError where nothing fits.
+    """
+    require_feasible(problem)
+    start_s = options.clock()
+    found = solve_by_boxes(_quality_first(problem), replace(options, upper_bound=np.inf), tables)
+    objective = evaluate(problem, found.first_layer, found.bitwidth)
+    bound = min(objective, relax(problem).bound)
+    seconds = options.clock() - start_s
+    return replace(found, objective=objective, bound=bound, status="adabits", seconds=seconds)
+
+
+def _quality_first(problem: AssignmentProblem) -> AssignmentProblem:
+    """The problem with a theta at which the latency only decides between equal qualities.
+
+    The weight is on the quality that a step between bitwidths is worth on average.
+    """
+    losses = problem.sensitivity
+    spread = float(losses.max(axis=1).sum() - losses.min(axis=1).sum())
+    if spread <= 0:
+        return problem
+    some = smallest_assignment(problem)
+    latency_s = stage_times(problem, some.first_layer, some.bitwidth).latency_s
+    return replace(problem, theta=QUALITY_WEIGHT * max(latency_s, 1e-12) / spread)
+
+
+def solve_by_transfer(
+    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
+) -> Assignment:
+    """The transferred plan, status "transfer", with the linear relaxation's bound.
+
+    Stops early when the time limit is over. Raises InfeasibleError where nothing fits.
+    """
+    start_s = options.clock()
+    tables = tables or SensitivityTables(problem.sensitivity)
+    half = None if options.time_limit_s is None else options.time_limit_s / 2
+    halved = replace(options, time_limit_s=half)
+    best = improve_by_transfer(problem, solve_adabits(problem, halved, tables), halved, tables)
+    bound = min(best.objective, relax(problem).bound)
+    return replace(best, bound=bound, status="transfer", seconds=options.clock() - start_s)
+
+
+def improve_by_transfer(
+    problem: AssignmentProblem, begin: Assignment, options: SolveOptions, tables: SensitivityTables
+) -> Assignment:
+    """Improve `begin` by Alg. 2, lines 4 to 23; the result is never worse."""
+    started_s, limit_s = options.clock(), options.time_limit_s
+    counts = layer_counts(problem, begin.first_layer, begin.bitwidth)
+    best = begin
+    for norm in NORMS:
+        steps = TransferSteps(problem, tables, norm)
+        merit = steps.merit(counts)
+        while limit_s is None or options.clock() - started_s < limit_s:
+            step = steps.best(counts, merit * (1 - LEAST_GAIN))
+            if step is None:
+                break
+            counts, merit = step
+        best = min(best, assign_bits(problem, counts), key=lambda plan: plan.objective)
+    return best
+
+
+class _Changes(NamedTuple):
+    """Ways to change a stage: its counts [C, K], its seconds [C] and its quality [C] in seconds."""
+
+    counts: IntArray
+    seconds: PhaseSeconds
+    loss_s: FloatArray
+
+
+class TransferSteps:
+    """Finds the best step from a plan's counts; `norm` is p, infinite for the true maximum.
+
+    A step (Alg. 2, lines 5 to 16) takes up to two layers from a stage, which may change the
+    bitwidth of one it keeps, and gives them to another, which may change some of its own to make
+    room: the paper's rules (b_st, b_pi, nums). All variants of a step are looked at together.
+    """
+
+    def __init__(self, problem: AssignmentProblem, tables: SensitivityTables, norm: float) -> None:
+        self._problem, self._tables, self._norm = problem, tables, norm
+        self._form = latency_form(problem)
+        self._swaps = _swaps(len(problem.bitwidths))
+        self._losses: dict[tuple[bytes, int], float] = {}
+        self._known: dict[tuple[bytes, int, int, int, int], _Changes | None] = {}
+
+    def merit(self, counts: IntArray) -> float:
+        """Seconds of a plan that fits; its objective if the norm is infinite."""
+        stages = zip(*compute_seconds(self._problem, counts), strict=True)
+        seconds = [(np.array([prefill]), np.array([decode])) for prefill, decode in stages]
+        first = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
+        runs = zip(counts, first[:-1], strict=True)
+        losses = sum(self._run_loss(row, int(at)) for row, at in runs)
+        return float(self._latency(seconds, (np.zeros(0), np.zeros(0)))[0]) + losses
+
+    def best(self, counts: IntArray, below: float) -> Step | None:
+        """The best step to a merit below `below`; the slowest stages give first, then others."""
+        prefill, decode = compute_seconds(self._problem, counts)
+        slowest = list(dict.fromkeys([int(decode.argmax()), int(prefill.argmax())]))
+        others = [stage for stage in range(len(counts)) if stage not in slowest]
+        for size in STEP_SIZES:
+            for givers in (slowest, others):
+                steps = list(self._steps(counts, givers, size))
+                step = min(steps, key=lambda each: each[1], default=None)
+                if step is not None and step[1] < below:
+                    return step
+        return None
+
+    def _steps(self, counts: IntArray, givers: Sequence[int], size: StepSize) -> Iterator[Step]:
+        """Yield the best step for each giver, number of moved layers and taker."""
+        ends = (0, len(counts) - 1)
+        for giver, moved in itertools.product(givers, size.moved):
+            if counts[giver].sum() - moved < (1 if giver in ends else 0):
+                continue
+            takers = [stage for stage in range(len(counts)) if stage != giver]
+            for taker in takers if moved or takers else [giver]:
+                step = self._step(counts, (giver, taker), moved, size)
+                if step is not None:
+                    yield step
+
+    def _step(
+        self, counts: IntArray, pair: tuple[int, int], moved: int, size: StepSize
+    ) -> Step | None:
+        """The best way to move layers from a giver to a taker; a lone stage is both."""
+        giver, taker = pair
+        sizes = counts.sum(axis=1)
+        sizes[giver] -= moved
+        sizes[taker] += moved
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        give = self._changes(counts[giver], giver, -moved, int(first[giver]), size.giver_swaps)
+        take = self._changes(counts[taker], taker, moved, int(first[taker]), size.taker_swaps)
+        if give is None or take is None:
+            return None
+        others = [stage for stage in range(len(counts)) if stage not in pair]
+        fixed = sum(self._run_loss(counts[j], int(first[j])) for j in others)
+        prefill, decode = compute_seconds(self._problem, counts)
+        unchanged = prefill[others], decode[others]
+        changed = counts.copy()
+        if giver == taker:
+            merit = self._latency([give.seconds], unchanged) + give.loss_s + fixed
+            best = int(merit.argmin())
+            changed[giver] = give.counts[best]
+            return changed, float(merit[best])
+        rows = give.seconds[0][:, np.newaxis], give.seconds[1][:, np.newaxis]
+        loss = give.loss_s[:, np.newaxis] + take.loss_s
+        merit = self._latency([rows, take.seconds], unchanged) + loss + fixed
+        row, column = np.unravel_index(int(merit.argmin()), merit.shape)
+        changed[giver], changed[taker] = give.counts[row], take.counts[column]
+        return changed, float(merit[row, column])
+
+    def _latency(self, changing: Sequence[PhaseSeconds], others: PhaseSeconds) -> FloatArray:
+        """Seconds by the norm, for arrays of what changing stages take beside all others."""
+        prefill_s, decode_s = zip(*changing, strict=True)
+        return self._form.seconds(
+            self._largest(prefill_s, others[0], self._form.prefill_floor_s),
+            self._largest(decode_s, others[1], self._form.decode_floor_s),
+            np.asarray(sum(prefill_s) + others[0].sum()),
+            np.asarray(sum(decode_s) + others[1].sum()),
+        )
+
+    def _largest(
+        self, changing: Sequence[FloatArray], others: FloatArray, floor: float
+    ) -> FloatArray:
+        """The p-norm of the stages' seconds, at least the floor."""
+        most = np.full(1, others.max(initial=floor))
+        for values in changing:
+            most = np.maximum(most, values)
+        if math.isinf(self._norm):
+            return most
+        unit = np.where(most > 0, most, 1.0)
+        powers = [(values / unit) ** self._norm for values in changing]
+        powers += [(value / unit) ** self._norm for value in others]
+        total = np.asarray(sum(powers))
+        return np.maximum(unit * total ** (1 / self._norm), floor)
+
+    def _changes(
+        self, counts: IntArray, stage: int, moved: int, first: int, swaps: int
+    ) -> _Changes | None:
+        """All counts of a stage after `moved` layers came (or went) and some changed bitwidth."""
+        key = (counts.tobytes(), stage, moved, first, swaps)
+        if key not in self._known:
+            self._known[key] = self._find_changes(counts, stage, moved, first, swaps)
+        return self._known[key]
+
+    def _find_changes(
+        self, counts: IntArray, stage: int, moved: int, first: int, swaps: int
+    ) -> _Changes | None:
+        problem, choices = self._problem, counts.size
+        ways = itertools.combinations_with_replacement(range(choices), abs(moved))
+        moving = [np.bincount(np.array(way, dtype=np.int64), minlength=choices) for way in ways]
+        grown = counts + (1 if moved > 0 else -1) * np.array(moving)
+        every = (grown[:, np.newaxis, :] + self._swaps[swaps]).reshape(-1, choices)
+        every = np.unique(every[(every >= 0).all(axis=1)], axis=0)
+        fits = (every * problem.layer_bytes[stage]).sum(axis=1) <= problem.memory_bytes[stage]
+        every = every[fits & ~every[:, ~problem.available[stage]].any(axis=1)]
+        if not len(every):
+            return None
+        seconds = (
+            every @ problem.prefill_s[stage] + problem.fixed_prefill_s[stage],
+            every @ problem.decode_s[stage] + problem.fixed_decode_s[stage],
+        )
+        return _Changes(every, seconds, self._loss(every, first))
+
+    def _run_loss(self, counts: IntArray, first: int) -> float:
+        """The quality term theta * omega of one stage's counts [K]."""
+        key = (counts.tobytes(), first)
+        if key not in self._losses:
+            self._losses[key] = float(self._loss(counts[np.newaxis], first)[0])
+        return self._losses[key]
+
+    def _loss(self, counts: IntArray, first: int) -> FloatArray:
+        """The quality terms [C] of counts [C, K] of equal sums, for the layers from `first` on."""
+        length = int(counts[0].sum())
+        table = self._tables.least(length, np.array([first]))[0]
+        loss: FloatArray = self._problem.theta * table[rank_of_counts(counts, length)]
+        return loss
+
+
+def _swaps(choices: int) -> tuple[IntArray, ...]:
+    """Changes of counts, each [S, K], when none, up to one, two or three layers change bitwidth."""
+    unit = np.eye(choices, dtype=np.int64)
+    pairs = itertools.permutations(range(choices), 2)
+    none = np.zeros((1, choices), dtype=np.int64)
+    one = np.concatenate([none, *(unit[[target]] - unit[[source]] for source, target in pairs)])
+    found = [none, one]
+    for _ in range(max(size.taker_swaps for size in STEP_SIZES) - 1):
+        more = (found[-1][:, np.newaxis, :] + one).reshape(-1, choices)
+        found.append(np.unique(more, axis=0))
+    return tuple(found)

@@ -1,0 +1,306 @@
+"""The baselines of LLM-PQ section 6.1: how each decides, as the plan itself and beside a plan.
+
+The LM head is on the last stage and layers are decided one by one, as the systems were published.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from planner.cluster.device import Device
+from planner.costs.model import CostModel
+from planner.micro_batches import MicroBatches
+from planner.optimiser.assignment import Assignment, AssignmentCosts, SolveOptions, stage_times
+from planner.optimiser.capacity import is_feasible
+from planner.optimiser.one_bitwidth import (
+    OffloadingEstimate,
+    estimate_offloading,
+    pipeedge_assignment,
+    uniform_assignment,
+)
+from planner.optimiser.problem import AssignmentProblem, latency_form
+from planner.optimiser.sensitivity_tables import SensitivityTables
+from planner.optimiser.solve import solve_by
+from planner.optimiser.transfer import solve_adabits
+from planner.options import AUTO
+from planner.plan.builder import Solution
+from planner.plan.spec import Baseline
+from planner.search.candidates import Candidates
+from planner.search.memory_fit import (
+    Fits,
+    SizedProblem,
+    end_choices,
+    equal_problems,
+    fitting_problems,
+    problems_near_share,
+    smaller_equal_problems,
+    smallest_sizes,
+)
+from planner.simulation.forecast import Forecast, forecast_assignment
+from planner.workload import MAX_REQUESTS, Job
+from quant.common.errors import DoesNotFitError, InfeasibleError
+
+ADABITS = SolveOptions(time_limit_s=10.0)
+OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
+
+NEARER = (2**0.5, 2**0.25, 2**0.125)
+"""Ratios to the best number in flight so far, of those that are tried after it."""
+
+
+@dataclass(frozen=True, eq=False)
+class BaselineChoice:
+    """A baseline's assignment for one device order and pair of sizes, and the costs it used."""
+
+    costs: CostModel
+    sized: SizedProblem
+    assignment: Assignment
+
+    @property
+    def times(self) -> AssignmentCosts:
+        return stage_times(
+            self.sized.problem, self.assignment.first_layer, self.assignment.bitwidth
+        )
+
+    @property
+    def slowest_prefill_s(self) -> float:
+        """Seconds of the prefill's slowest stage or transfer."""
+        floor_s = latency_form(self.sized.problem).prefill_floor_s
+        return float(max(self.times.prefill_s.max(), floor_s))
+
+    def forecast(self) -> Forecast:
+        placed = self.costs, self.sized.devices, self.sized.sizes
+        return forecast_assignment(*placed, self.assignment.first_layer, self.assignment.bitwidth)
+
+
+@dataclass(frozen=True)
+class BaselinePolicy:
+    """The decisions of a baseline: the sizes it tries, its partition, what it looks for.
+
+    Of the orders of `baseline_orders` and all sizes it takes the least by the first of `least`, of
+    equal ones the least by the next. With `one_bitwidth` that is the highest at which anything
+    fits. The second of `sized` counts where nothing fits by the first, at any bitwidth.
+    """
+
+    sized: tuple[
+        Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedProblem]], ...
+    ]
+    fits: Fits
+    solve: Callable[[AssignmentProblem, SensitivityTables], Assignment]
+    least: tuple[Callable[[BaselineChoice], float], ...]
+    one_bitwidth: bool = True
+
+    def allowed(self, costs: CostModel) -> Iterator[CostModel]:
+        """Yield the costs of its plans; with one bitwidth the costs of each, highest first."""
+        if not self.one_bitwidth:
+            yield costs
+            return
+        for bits in reversed(costs.options.bits):
+            yield with_one_bitwidth(costs, bits)
+
+
+def as_published(costs: CostModel) -> CostModel:
+    """The costs with the LM head on the last stage, and layers decided one by one."""
+    return replace(costs, head_on_first=False, options=replace(costs.options, group=1))
+
+
+def with_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
+    """The costs where no other bitwidth is used, and no memory is kept for others' kernels."""
+    choice = costs.options.bits.index(bits)
+    options = replace(costs.options, bits=(bits,))
+    return replace(costs, options=options, sensitivity=costs.sensitivity[:, [choice]])
+
+
+def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:
+    """The device orders that a baseline tries: one for each pair of kinds at the ends, on which
+    memory depends, and the most promising one by the bounds of the search. The stages between the
+    ends change little: layers cost the same there wherever a device stands.
+    """
+    together = replace(costs, options=replace(costs.options, all_orders=False))
+    orders = list(end_choices(together))
+    with suppress(DoesNotFitError):
+        orders.append(Candidates(together).pop().devices)
+    return list(dict.fromkeys(orders))
+
+
+def choose(
+    costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
+) -> BaselineChoice:
+    """The baseline's choice; DoesNotFitError where nothing fits. `orders` are those of
+    `baseline_orders` where they are known.
+    """
+    policy = POLICIES[name]
+    orders = orders or baseline_orders(costs)
+    for sized in policy.sized:
+        for allowed in policy.allowed(costs):
+            tables = SensitivityTables(allowed.sensitivity)
+            found = [
+                BaselineChoice(allowed, each, policy.solve(each.problem, tables))
+                for each in sized(allowed, orders, policy.fits)
+            ]
+            if found:
+                return _least(found, policy.least)
+    raise DoesNotFitError(
+        f"{name} has no plan: no one bitwidth of {list(costs.options.bits)} fits in any order of "
+        "the devices, at any micro-batch sizes allowed"
+    )
+
+
+def _least(
+    found: list[BaselineChoice], figures: Sequence[Callable[[BaselineChoice], float]]
+) -> BaselineChoice:
+    """The least by the first figure; by the next among those within the solver's gap of it."""
+    *first, last = figures
+    for figure in first:
+        limit = min(map(figure, found)) * (1 + ADABITS.relative_gap)
+        found = [each for each in found if figure(each) <= limit]
+    return min(found, key=last)
+
+
+def _of_each_order(
+    problems: Callable[[CostModel, Sequence[Device], Fits], list[SizedProblem]],
+) -> Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedProblem]]:
+    return lambda costs, orders, fits: (
+        each for devices in orders for each in problems(costs, devices, fits)
+    )
+
+
+def _fits_evenly(problem: AssignmentProblem) -> bool:
+    """Whether some bitwidth fits where layers are spread evenly."""
+    try:
+        uniform_assignment(problem)
+    except InfeasibleError:
+        return False
+    return True
+
+
+POLICIES = {
+    "uniform": BaselinePolicy(
+        (_of_each_order(problems_near_share), _of_each_order(fitting_problems)),
+        _fits_evenly,
+        lambda problem, _: uniform_assignment(problem),
+        (lambda found: found.times.latency_s,),
+    ),
+    "pipeedge": BaselinePolicy(
+        (equal_problems, smaller_equal_problems),
+        is_feasible,
+        lambda problem, _: pipeedge_assignment(problem),
+        (lambda found: found.slowest_prefill_s,),
+    ),
+    "adabits": BaselinePolicy(
+        (equal_problems, smaller_equal_problems),
+        is_feasible,
+        lambda problem, tables: solve_adabits(problem, ADABITS, tables),
+        (lambda found: found.times.quality, lambda found: found.times.latency_s),
+        one_bitwidth=False,
+    ),
+}
+"""Section 6.1, adabits section 6.9; Uniform spreads layers evenly, PipeEdge by prefill alone."""
+
+
+def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
+    """The plan of the baseline that `costs.options.method` names (`--method uniform` and
+    `pipeedge`), to be run like any other.
+
+    Of a job whose number in flight is not fixed it is the one with the best number. It has one
+    bitwidth; the costs changed so are returned with it. The lower bound is that of the baseline's
+    own order and sizes. Raises DoesNotFitError where it does not fit.
+    """
+    name, costs = costs.options.method, as_published(costs)
+    if costs.job is not None and costs.options.in_flight == AUTO:
+        found = _at_best_number(costs, costs.job)
+    else:
+        found = choose(costs, name)
+    costs, sized = found.costs, found.sized
+    assignment = solve_by(name, costs.problem(sized.devices, sized.sizes), SolveOptions())
+    placed = costs.workload, sized.devices, sized.sizes
+    return costs, Solution(*placed, assignment, assignment.bound, 1, 1, 0.0)
+
+
+def _at_best_number(costs: CostModel, job: Job) -> BaselineChoice:
+    """The baseline's choice for the number in flight with which the job is simulated to end first:
+    of numbers ever twice as many, and then ever nearer to the best. DoesNotFitError where the
+    fewest that are allowed do not fit.
+    """
+    least, tried = costs.workload.global_batch, dict[int, tuple[float, BaselineChoice]]()
+
+    def fits(number: int) -> bool:
+        here = replace(costs, workload=costs.in_flight(job, number))
+        try:
+            found = choose(here, costs.options.method)
+        except DoesNotFitError:
+            if number == least:
+                raise
+            return False
+        tried[number] = found.forecast().seconds, found
+        return True
+
+    number = least
+    while number <= min(job.prompts, MAX_REQUESTS) and fits(number):
+        number *= 2
+    for ratio in NEARER:
+        best = min(tried, key=lambda each: tried[each][0])
+        for near in {round(best / ratio), min(job.prompts, round(best * ratio))} - {*tried}:
+            if near >= least:
+                fits(near)
+    _, found = min(tried.values(), key=lambda each: each[0])
+    return found
+
+
+def baseline_fits(costs: CostModel) -> bool:
+    """Whether `baseline_solution` has a plan: at the smallest micro-batches, if at any."""
+    costs = as_published(costs)
+    policy, sizes = POLICIES[costs.options.method], smallest_sizes(costs.options)
+    return any(
+        policy.fits(each.problem(devices, sizes))
+        for each in policy.allowed(costs)
+        for devices in baseline_orders(costs)
+    )
+
+
+def baselines(costs: CostModel) -> tuple[Baseline, ...]:
+    """Uniform, PipeEdge, adabits, and the offloading estimates whose bitwidths are allowed."""
+    offloaded = [name for name, bits in OFFLOADED.items() if bits in costs.options.bits]
+    orders = baseline_orders(as_published(costs))
+    return tuple(baseline(costs, name, orders) for name in (*POLICIES, *offloaded))
+
+
+def baseline(
+    costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
+) -> Baseline:
+    """The baseline of that name, with these `orders` if they are known; without figures where it
+    does not fit.
+
+    All but the offloading estimates are simulated like the plan; the LM head is on the last stage.
+    """
+    try:
+        if name in OFFLOADED:
+            estimate, bits = offloading(costs, name), OFFLOADED[name]
+            omega = float(costs.sensitivity[:, costs.options.bits.index(bits)].sum())
+            rate = costs.generated_tokens / estimate.latency_s
+            return Baseline(name, bits, estimate.latency_s, rate, omega)
+        found = choose(as_published(costs), name, orders)
+        run = found.forecast()
+    except InfeasibleError:
+        return Baseline(name, None, None, None, None)
+    used = {found.costs.options.bits[choice] for choice in found.assignment.bitwidth}
+    bits_used = used.pop() if len(used) == 1 else None
+    return Baseline(name, bits_used, run.seconds, run.tokens_per_s, found.times.quality)
+
+
+def offloading(costs: CostModel, name: str) -> OffloadingEstimate:
+    """FlexGen in the cluster's own order; hosts that state no memory are not limited.
+
+    Raises InfeasibleError where the hosts' memory is short.
+    """
+    bits = OFFLOADED[name]
+    costs = as_published(with_one_bitwidth(costs, bits))
+    devices = costs.cluster.devices
+    share = -(-costs.workload.global_batch // len(devices))
+    on_node = {node: sum(d.node == node for d in devices) for node in costs.cluster.nodes}
+    host = [(d.host_memory_bytes or math.inf) / on_node[d.node] for d in devices]
+    links = [device.host_link_bytes_per_s for device in devices]
+    problem = costs.problem(devices, MicroBatches(share, share))
+    return estimate_offloading(problem, bits, links, host)

@@ -1,0 +1,192 @@
+"""Finding a plan, or the front of plans: costs, search or baseline, and remedies in refusals."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from planner.cluster.spec import ClusterSpec
+from planner.costs.model import CostModel
+from planner.model.finding import ModelShape
+from planner.optimiser.names import BASELINE_METHODS
+from planner.options import AUTO, PlanOptions, quality_of
+from planner.plan.builder import build_plan
+from planner.plan.origin import origin_of
+from planner.plan.spec import PlanSpec
+from planner.quality.perplexity_fit import perplexity_forecast
+from planner.quality.sensitivity import planned_importance
+from planner.search.alternatives import plans_beside
+from planner.search.baselines import baseline_solution, baselines
+from planner.search.candidate_search import SearchTime
+from planner.search.in_flight import with_best_batch_size
+from planner.search.pareto import front, theta_solver, within_bounds
+from planner.search.qualities import Chosen, chosen_by_quality
+from planner.search.remedies import naming_remedies
+from planner.search.request import (
+    PlanningRequest,
+    check_stored,
+    costs_of,
+    files_of_costs,
+    with_fitting_cache,
+)
+from planner.workload import Job, Workload
+from quant.common.errors import BoundNotMetError, SpecError
+
+
+@dataclass(frozen=True, eq=False)
+class PricedPlan:
+    """A plan and the cost model that it was found with, which explains and simulates it."""
+
+    plan: PlanSpec
+    costs: CostModel
+
+
+def find_plan(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    source: str,
+    workload: Workload | Job,
+    options: PlanOptions,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PlanSpec:
+    """The best plan for `shape` (found at `source`) on `cluster`.
+
+    Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
+    """
+    return find_priced_plan(cluster, shape, source, workload, options, clock).plan
+
+
+def find_priced_plan(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    source: str,
+    workload: Workload | Job,
+    options: PlanOptions,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PricedPlan:
+    """Find the best plan as `find_plan` does, and return its cost model with it."""
+    check_stored(shape, options)
+    request = PlanningRequest.of(cluster, shape, workload, options)
+    with naming_remedies(request):
+        found = _find(request, source, clock)
+    origin = origin_of(cluster, options, files_of_costs(options))
+    importance = None
+    if found.plan.needs_importance(shape.stored is not None):
+        importance = planned_importance(options, shape)
+    return replace(found, plan=replace(found.plan, origin=origin, importance=importance))
+
+
+def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
+    """Find the plan, without its origin; refusals name no remedies."""
+    options = request.options
+    if options.kv_bits == AUTO:
+        return with_fitting_cache(
+            options, lambda chosen: _find(replace(request, options=chosen), source, clock)
+        )
+    costs, omega = costs_of(request)
+    began, time_left = clock(), SearchTime(options.search_time_limit, clock)
+    chosen = _chosen(costs, options, clock)
+    solution = with_best_batch_size(chosen.costs, chosen.solution)
+    solution = replace(solution, seconds=clock() - began)
+    found = solution.costs(chosen.costs)
+    # A baseline's own costs have one bitwidth only; others beside it choose among all.
+    priced = replace(solution.costs(costs), theta=found.theta)
+    plan = build_plan(found, source, solution, omega.source, baselines(priced))
+    plan = replace(plan, beside=plans_beside(chosen, plan.predicted, time_left, clock))
+    forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
+    return PricedPlan(replace(plan, perplexity=forecast), priced)
+
+
+def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) -> Chosen:
+    """The plan that is wanted: of a quality, by theta, within a bound, or a baseline's own."""
+    options = costs.options
+    if options.method in BASELINE_METHODS:
+        if options.max_omega is not None or options.max_latency_s is not None:
+            raise SpecError(
+                f"method {options.method} makes one plan, without regard to max_omega, "
+                "max_ppl_delta or max_latency_s; leave them out"
+            )
+        return Chosen(*baseline_solution(costs))
+    quality = quality_of(asked)
+    if quality is not None:
+        return chosen_by_quality(costs, quality, clock)
+    try:
+        return Chosen(*within_bounds(costs, clock))
+    except BoundNotMetError as error:
+        if asked.max_ppl_delta is None:
+            raise
+        text = (
+            f"{error} (max_ppl_delta {asked.max_ppl_delta:g} allows a summed sensitivity of "
+            f"{options.max_omega:g})"
+        )
+        raise BoundNotMetError(text, error.option, error.reachable) from error
+
+
+@dataclass(frozen=True, repr=False)
+class FrontPoint:
+    """One plan of the front, of a batch or a whole job; plan with its `theta` to get it again.
+
+    `objective_latency_s` is the closed form that was optimised, `latency_s` the simulation's,
+    `bits` the mean bitwidth of a layer.
+    """
+
+    theta: float
+    latency_s: float
+    objective_latency_s: float
+    tokens_per_s: float
+    in_flight: int
+    omega: float
+    bits: float
+
+    def __repr__(self) -> str:
+        return (
+            f"FrontPoint(theta={self.theta:.4g}: {self.latency_s:.4g} s, {self.tokens_per_s:.4g} "
+            f"tokens/s, omega {self.omega:.4g}, {self.bits:.3g} bits a layer)"
+        )
+
+
+def trace_front(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    workload: Workload | Job,
+    options: PlanOptions,
+    most_points: int = 12,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[FrontPoint, ...]:
+    """Points from the fastest plan to the one of the best quality; errors as `find_plan`."""
+    request = PlanningRequest.of(cluster, shape, workload, options)
+    with naming_remedies(request):
+        return _trace(request, most_points, clock)
+
+
+def _trace(
+    request: PlanningRequest, most_points: int, clock: Callable[[], float]
+) -> tuple[FrontPoint, ...]:
+    options = request.options
+    if options.kv_bits == AUTO:
+        return with_fitting_cache(
+            options, lambda chosen: _trace(replace(request, options=chosen), most_points, clock)
+        )
+    costs, _ = costs_of(request)
+    points = []
+    for point in front(theta_solver(costs, clock), most_points):
+        bits = [costs.options.bits[choice] for choice in point.plan.assignment.bitwidth]
+        points.append(
+            FrontPoint(
+                theta=point.theta,
+                latency_s=point.predicted_s,
+                objective_latency_s=point.latency_s,
+                tokens_per_s=costs.generated_tokens / point.predicted_s,
+                in_flight=point.plan.workload.global_batch,
+                omega=point.omega,
+                bits=sum(bits) / len(bits),
+            )
+        )
+    return tuple(points)
+
+
+def front_json(points: Sequence[FrontPoint]) -> str:
+    """The points as a JSON list."""
+    return json.dumps([asdict(point) for point in points], indent=1) + "\n"

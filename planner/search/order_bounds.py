@@ -1,0 +1,194 @@
+"""Lower bounds on all device orders that start with the same stages, to try orders best first.
+
+Any prices for what couples the stages (`planner.optimiser.prices`) prove a bound on every order.
+The least cost of the stages still to be placed is found backwards from the last stage, once for
+each set of devices that may be left: so the most promising order is found without going through the
+others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.optimiser.prices import PricedStages, boundary
+from planner.optimiser.problem import FloatArray
+from planner.search.orders import NextStages, OrderTree, PartialOrder, complete_orders
+
+MOST_STATES = 2_000
+"""Most sets of devices that may be left (nodes that look alike counted once) for which the cost of
+the following stages is computed exactly; a thousand take a tenth of a second."""
+
+
+@dataclass(frozen=True, eq=False)
+class PricedOrders:
+    """The orders of `tree`, whose `ends` are of two kinds of device, at some prices.
+
+    `first`, `last` and by kind of device `between` are rows of `stages`. `hop_s` [K, K, 2] are the
+    transfers' prices in seconds by the kinds of sender and receiver and whether they share a node;
+    `return_s` [2] is the price of the way back from the last stage to the first.
+    """
+
+    tree: OrderTree
+    ends: tuple[int, int]
+    stages: PricedStages
+    first: int
+    last: int
+    between: dict[int, int]
+    hop_s: FloatArray
+    return_s: FloatArray
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the model."""
+        return int(self.stages.running.shape[1]) - 1
+
+    def rows(self, stages: NextStages, begins: bool, ends: bool) -> list[tuple[int, bool]]:
+        """The row of each of some stages, and whether it is the first or the last of all."""
+        if begins and ends and stages.count == 1:
+            return [(self.first, True)]
+        at_start = [(self.first, True)] if begins else []
+        at_end = [(self.last, True)] if ends else []
+        inner = stages.count - len(at_start) - len(at_end)
+        return at_start + [(self.between[stages.kind], False) for _ in range(inner)] + at_end
+
+    def transfers_s(self, latest: int | None, stages: NextStages) -> float:
+        """The price of the transfers to some stages."""
+        within = (stages.count - 1) * float(self.hop_s[stages.kind, stages.kind, 1])
+        if latest is None:
+            return within
+        return within + float(self.hop_s[latest, stages.kind, int(stages.joined)])
+
+    def rough_after(self, partial: PartialOrder) -> FloatArray:
+        """A bound on the price [L+1] of the stages after a partial order, without making any order.
+
+        Each layer is on the kind where it is cheapest, wherever that lies, as in the linear
+        programme; each transfer is the cheapest one from its stage.
+        """
+        each = np.diff(self.stages.running[self.stages.able], axis=1).min(axis=0)
+        layers: FloatArray = np.append(each[::-1].cumsum()[::-1], 0.0)
+        rows = list(self._rows_after(partial))
+        return layers + float(self.stages.fixed[rows].sum()) + self._least_transfers_s(partial)
+
+    def _rows_after(self, partial: PartialOrder) -> Iterator[int]:
+        """Yield the rows of the stages that are still to come."""
+        kinds = partial.kinds_left()
+        if not partial.placed:
+            yield self.first
+            kinds[self.ends[0]] -= 1
+        if kinds.total():
+            yield self.last
+            kinds[self.ends[1]] -= 1
+        for kind, count in kinds.items():
+            yield from itertools.repeat(self.between[kind], count) if count else ()
+
+    def _least_transfers_s(self, partial: PartialOrder) -> float:
+        senders = partial.kinds_left()
+        senders[self.ends[1]] -= 1
+        if (latest := partial.latest_kind) is not None:
+            senders[latest] += 1
+        cheapest = self.hop_s.min(axis=(1, 2))
+        onward_s = sum(count * float(cheapest[kind]) for kind, count in senders.items())
+        return onward_s + float(self.return_s.min())
+
+
+class _PricedPartial(NamedTuple):
+    """Partial orders that look the same, and the least price [L+1] of their stages by boundary."""
+
+    partials: tuple[PartialOrder, ...]
+    before: FloatArray
+
+
+class OrderQueue:
+    """The orders of a tree, the most promising first."""
+
+    def __init__(self, orders: PricedOrders) -> None:
+        self._orders = orders
+        self._after: dict[Hashable, FloatArray] = {}
+        if orders.tree.most_states <= MOST_STATES:
+            self._find_all_after()
+        self._serial = itertools.count()
+        self._heap: list[tuple[float, int, _PricedPartial]] = []
+        root = _PricedPartial((orders.tree.root,), boundary(orders.layers, 0))
+        self._heap.append((self._bound(root), next(self._serial), root))
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no order still to come is below; infinite when none is left."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> tuple[float, tuple[int, ...]]:
+        """Take the best order that is left, as its bound and the indices of its devices.
+
+        Where the tree is too large for exact costs, a better one may still follow.
+        """
+        bound, _, priced = heapq.heappop(self._heap)
+        while not priced.partials[0].is_complete:
+            following = sorted(
+                (self._bound(each), next(self._serial), each) for each in self._following(priced)
+            )
+            bound, _, priced = following[0]
+            for entry in following[1:]:
+                heapq.heappush(self._heap, entry)
+        return bound, self._orders.tree.indices(priced.partials[0])
+
+    def _following(self, priced: _PricedPartial) -> Iterator[_PricedPartial]:
+        """Yield every continuation; complete orders singly, as their ways back may differ."""
+        orders, latest = self._orders, priced.partials[0].latest_kind
+        for stages, partials in orders.tree.next_stages(priced.partials).items():
+            is_complete = partials[0].is_complete
+            before = priced.before + orders.transfers_s(latest, stages)
+            for row, is_end in orders.rows(stages, latest is None, is_complete):
+                before = orders.stages.onward(before, row, is_end)
+            if is_complete:
+                yield from (_PricedPartial((whole,), before) for whole in complete_orders(partials))
+            else:
+                yield _PricedPartial(partials, before)
+
+    def _bound(self, priced: _PricedPartial) -> float:
+        return min(
+            float((priced.before + self._least_after(partial)).min()) for partial in priced.partials
+        )
+
+    def _least_after(self, partial: PartialOrder) -> FloatArray:
+        """The least price [L+1] of the stages after a partial order, by its last boundary; infinite
+        where nothing can follow.
+        """
+        if partial.look not in self._after:
+            if partial.is_complete:
+                return self._return_s(partial.returns_within_node)
+            self._after[partial.look] = self._orders.rough_after(partial)
+        return self._after[partial.look]
+
+    def _return_s(self, within_node: bool) -> FloatArray:
+        layers = self._orders.layers
+        return boundary(layers, layers) + float(self._orders.return_s[int(within_node)])
+
+    def _find_all_after(self) -> None:
+        """Find the prices after all states, each of which comes after those that may follow it."""
+        orders, after = self._orders, list[FloatArray]()
+        states = orders.tree.states
+        with_stages: dict[tuple[int, int, int, bool], FloatArray] = {}
+        for state in states:
+            found = np.full(orders.layers + 1, np.inf)
+            if state.returns_within_node is not None:
+                found = self._return_s(state.returns_within_node)
+            begins = state.latest_kind is None
+            for stages, following in state.steps:
+                key = following, stages.kind, stages.count, begins
+                if key not in with_stages:
+                    ends = states[following].returns_within_node is not None
+                    before = after[following]
+                    for row, is_end in reversed(orders.rows(stages, begins, ends)):
+                        before = orders.stages.back(before, row, is_end)
+                    with_stages[key] = before
+                transfers_s = orders.transfers_s(state.latest_kind, stages)
+                found = np.minimum(found, with_stages[key] + transfers_s)
+            after.append(found)
+            self._after[state.look] = found

@@ -1,0 +1,217 @@
+"""What is asked of the planner, and the cost model that it asks for: from files or estimates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from planner.assumed_predictor import LONGEST, AssumedPredictor
+from planner.cluster.spec import ClusterSpec
+from planner.costs.eight_bit_kv import EightBitCacheLatency
+from planner.costs.group_latency import GroupLatency
+from planner.costs.latency_model import LatencyModel, RememberedLatency
+from planner.costs.model import CostModel
+from planner.costs.roofline import RooflineLatency
+from planner.costs.slowed_latency import SlowedLatency
+from planner.model.finding import ModelShape
+from planner.optimiser.problem import FloatArray
+from planner.options import AUTO, PlanOptions, kv_bits_of
+from planner.profiles.fit import FittedLatency, ProfiledLatency
+from planner.profiles.links import links_beside, links_path
+from planner.profiles.row_selection import refuse_estimates
+from planner.profiles.rows import LayerTerms, read_profiles
+from planner.profiles.sums import sums_beside, sums_path
+from planner.quality.perplexity_fit import omega_bound
+from planner.quality.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
+from planner.scheduling import PREDICTING
+from planner.stored_bits import with_stored_bits
+from planner.workload import Job, Workload, check_length
+from quant.common.errors import InfeasibleError, SpecError
+from quant.scheme import FULL_BITS, KV_BITWIDTHS
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True)
+class PlanningRequest:
+    """The inputs of a plan: of a `job`, `workload` has the fewest requests in flight that are
+    allowed.
+    """
+
+    cluster: ClusterSpec
+    shape: ModelShape
+    workload: Workload
+    options: PlanOptions
+    job: Job | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cluster: ClusterSpec,
+        shape: ModelShape,
+        workload: Workload | Job,
+        options: PlanOptions,
+    ) -> PlanningRequest:
+        """The request for a batch or a job; SpecError for options that belong to the other one."""
+        if isinstance(workload, Job):
+            if options.objective != PlanOptions().objective:
+                raise SpecError(
+                    f"objective {options.objective} is of one batch, not of a job; fix the batch "
+                    "(--global_bz), or leave it out"
+                )
+            least = _least_in_flight(workload, options)
+            workload = with_predictor(workload, options)
+            return cls(cluster, shape, workload.in_flight(least, options.policy), options, workload)
+        if options.in_flight != AUTO:
+            raise SpecError(
+                f"in_flight is {options.in_flight} beside a batch of {workload.global_batch}, all "
+                "of which is in flight; give a job (--input or --prompts), or leave it out"
+            )
+        if options.predictor is not None:
+            raise SpecError(
+                f"predictor is {options.predictor} beside a batch of {workload.global_batch}, all "
+                "of whose answers are of one length; give a job (--input or --prompts), or leave "
+                "it out"
+            )
+        return cls(cluster, shape, workload, options)
+
+    def with_options(self, **changed: Any) -> PlanningRequest:
+        """The request with other options."""
+        return replace(self, options=replace(self.options, **changed))
+
+
+def with_predictor(job: Job, options: PlanOptions) -> Job:
+    """The job with the predictor that the options name; one that it has already, as a job that was
+    planned before, is kept, as its folder may be gone or trained again.
+    """
+    if options.policy != PREDICTING or job.predictor is not None:
+        return job
+    named = options.predictor or LONGEST
+    return replace(job, predictor=AssumedPredictor.named(named, job.lengths))
+
+
+def _least_in_flight(job: Job, options: PlanOptions) -> int:
+    """The fewest requests of a job in flight that are allowed: what the user fixed, but never more
+    than there are, or those of the micro-batches that the user fixed; SpecError where these are
+    more than the job has.
+    """
+    for name in ("prefill_micro_batch", "decode_micro_batch"):
+        fixed = getattr(options, name)
+        if fixed is not None and fixed > job.prompts:
+            raise SpecError(f"{name} is {fixed}, more than the {job.prompts} prompts; lower it")
+    if options.in_flight != AUTO:
+        return min(int(options.in_flight), job.prompts)
+    return max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
+
+
+def check_stored(shape: ModelShape, options: PlanOptions) -> None:
+    """Refuse options of rounding where the checkpoint was rounded before."""
+    if shape.stored is None:
+        return
+    for name, is_usual in (
+        ("rounding", options.rounding == PlanOptions.rounding),
+        ("importance", options.importance is None or options.kv_bits != FULL_BITS),
+    ):
+        if not is_usual:
+            raise SpecError(
+                f"{name} has no effect: {shape.name} is quantized already; leave it out, or plan "
+                "for the original 16-bit checkpoint"
+            )
+
+
+def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Found]) -> _Found:
+    """Call `find` with the most bits of keys and values for which it succeeds."""
+    fewest, *more = KV_BITWIDTHS
+    for bits in reversed(more):
+        with suppress(InfeasibleError):
+            return find(replace(options, kv_bits=bits))
+    return find(replace(options, kv_bits=fewest))
+
+
+def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
+    """The cost model of a request, and the sensitivities it was made with."""
+    return planning_costs(
+        request.cluster, request.shape, request.workload, request.options, request.job
+    )
+
+
+def planning_costs(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    workload: Workload,
+    options: PlanOptions,
+    job: Job | None = None,
+) -> tuple[CostModel, Omega]:
+    """The cost model that the options ask for, and the sensitivities it was made with.
+
+    A bound of perplexity has become one of summed sensitivity. The costs are of `job`, where one
+    is given.
+    """
+    options = with_stored_bits(options, shape)
+    omega = omega_of(shape, options)
+    if options.max_ppl_delta is not None:
+        bound = omega_bound(omega, options.max_ppl_delta)
+        options = replace(options, max_ppl_delta=None, max_omega=bound)
+    costs = cost_model(cluster, shape, workload, options, omega.matrix)
+    return replace(costs, job=job), omega
+
+
+def cost_model(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    workload: Workload,
+    options: PlanOptions,
+    sensitivity: FloatArray,
+) -> CostModel:
+    """The cost model of given sensitivities; SpecError for requests beyond the model's context."""
+    check_length(shape, workload)
+    if options.profiles is not None:
+        own = cluster.own_accelerators
+        cluster = replace(
+            cluster,
+            measured_links=links_beside(options.profiles, own),
+            measured_sums=sums_beside(options.profiles, own),
+        )
+    single = latency_model_of(cluster, shape, options)
+    grouped = GroupLatency(single, kv_bits_of(options), cluster.measured_sums)
+    latency = RememberedLatency(SlowedLatency(grouped))
+    theta = options.theta or 0.0
+    return CostModel(cluster, shape, workload, options, latency, sensitivity, theta)
+
+
+def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> LatencyModel:
+    """Layer times from the profiles that the options name, else from datasheets.
+
+    SpecError where the options are strict and the profiles lack a layer's time that they could
+    hold.
+    """
+    kv_bits = kv_bits_of(options)
+    if options.profiles is None:
+        return RooflineLatency(shape, kv_bits)
+    rows = read_profiles(options.profiles, own=cluster.own_accelerators)
+    if options.strict_profiles:
+        kinds = {device.time_kind: device for device in reversed(cluster.devices)}
+        typed = [(each, each.compute_dtype(options.dtype)) for each in reversed(kinds.values())]
+        layer = LayerTerms.of(shape)
+        refuse_estimates(rows, layer, typed, options.bits, str(options.profiles))
+    fitted = FittedLatency(rows, RooflineLatency(shape))
+    latency = ProfiledLatency(fitted) if options.profile_use == "measured" else fitted
+    return latency if kv_bits == FULL_BITS else EightBitCacheLatency(latency, kv_bits)
+
+
+def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
+    """Sensitivities from the omega file that the options name, else from the layers' sizes."""
+    if options.omega_file is None:
+        return Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
+    return load_omega(options.omega_file, shape, options.bits)
+
+
+def files_of_costs(options: PlanOptions) -> tuple[Path, ...]:
+    """The files that costs are read from, where they exist."""
+    times = options.profiles
+    profiles = [] if times is None else [times, links_path(times), sums_path(times)]
+    omega = [] if options.omega_file is None else [options.omega_file]
+    return tuple(Path(path) for path in (*profiles, *omega))

@@ -1,1 +1,0 @@
-"""Speed against quality: fronts, bounds on either, and the three qualities."""
