@@ -47,6 +47,19 @@ _BEFORE_PASCAL = re.compile(
 _OTHER_MAKERS = re.compile(r"(Intel|Apple|Qualcomm)\b", re.IGNORECASE)
 
 
+FIGURES = {
+    "nominal_memory_bytes": ("memory_gib", GIB),
+    "usable_memory_bytes": ("usable_memory_gib", GIB),
+    "memory_bytes_per_s": ("memory_gbyte_per_s", 1e9),
+    "fp32_flops": ("fp32_tflops", 1e12),
+    "fp16_flops": ("fp16_tflops", 1e12),
+    "int8_ops": ("int8_tops", 1e12),
+    "link_bytes_per_s": ("link_gbyte_per_s", 1e9),
+    "host_link_bytes_per_s": ("host_link_gbyte_per_s", 1e9),
+}
+"""Keys and units of `accelerators.toml`, by the fields of an accelerator."""
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """A type of device; sizes in bytes, rates per second, links in one direction.
@@ -249,26 +262,22 @@ def accelerator_of(entry: Mapping[str, Any]) -> Accelerator:
     """The accelerator of an entry with the keys that `accelerators.toml` explains."""
     share = _USABLE_SHARE_INLINE_ECC if entry.get("inline_ecc", False) else _USABLE_SHARE
     capability, architecture = _capability(entry), entry.get("rocm_architecture")
-    int8_tops = entry.get("int8_tops")
     newer = architecture is not None or capability is None or capability >= _BF16_CAPABILITY
-    usable_gib = entry.get("usable_memory_gib", entry["memory_gib"] * share)
+    values = {"usable_memory_gib": entry["memory_gib"] * share, "int8_tops": None} | dict(entry)
+    figures: dict[str, Any] = {}
+    for field, (key, unit) in FIGURES.items():
+        amount = values[key]
+        figures[field] = round(amount * unit) if unit == GIB else amount and amount * unit
     return Accelerator(
         name=entry["name"],
         aliases=tuple(entry.get("aliases", ())),
         ray_type=entry.get("ray_type"),
         compute_capability=capability,
-        nominal_memory_bytes=round(entry["memory_gib"] * GIB),
-        usable_memory_bytes=round(usable_gib * GIB),
-        fp32_flops=entry["fp32_tflops"] * 1e12,
-        fp16_flops=entry["fp16_tflops"] * 1e12,
-        int8_ops=None if int8_tops is None else int8_tops * 1e12,
         bf16=entry.get("bf16", newer),
-        memory_bytes_per_s=entry["memory_gbyte_per_s"] * 1e9,
-        link_bytes_per_s=entry["link_gbyte_per_s"] * 1e9,
-        host_link_bytes_per_s=entry["host_link_gbyte_per_s"] * 1e9,
         rocm_architecture=architecture,
         reported_as=tuple(entry.get("reported_as", ())),
         source=entry.get("source", ""),
+        **figures,
     )
 
 

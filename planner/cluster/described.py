@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 
 from planner.cluster.accelerators import (
+    FIGURES,
     LEAST_CAPABILITY,
     TOO_OLD,
     Accelerator,
@@ -17,7 +18,6 @@ from planner.cluster.accelerators import (
     name_key,
 )
 from quant.common.errors import SpecError
-from quant.common.units import GIB
 
 LEAST, MOST = 1e-6, 1e6
 """Range of sizes in GiB and of rates: from a kilobyte, as tests have it, to a petabyte."""
@@ -185,19 +185,13 @@ def _with_links(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values_of(accelerator: Accelerator) -> dict[str, Any]:
-    capability, int8_ops = accelerator.compute_capability, accelerator.int8_ops
+    capability = accelerator.compute_capability
+    amounts = ((key, unit, getattr(accelerator, field)) for field, (key, unit) in FIGURES.items())
     values = {
-        "memory_gib": _short(accelerator.nominal_memory_bytes, GIB),
-        "usable_memory_gib": _short(accelerator.usable_memory_bytes, GIB),
-        "memory_gbyte_per_s": _short(accelerator.memory_bytes_per_s, 1e9),
-        "fp32_tflops": _short(accelerator.fp32_flops, 1e12),
-        "fp16_tflops": _short(accelerator.fp16_flops, 1e12),
-        "int8_tops": None if int8_ops is None else _short(int8_ops, 1e12),
+        **{key: None if amount is None else _short(amount, unit) for key, unit, amount in amounts},
         "bf16": accelerator.bf16,
         "compute_capability": None if capability is None else "{}.{}".format(*capability),
         "rocm_architecture": accelerator.rocm_architecture,
-        "link_gbyte_per_s": _short(accelerator.link_bytes_per_s, 1e9),
-        "host_link_gbyte_per_s": _short(accelerator.host_link_bytes_per_s, 1e9),
         "ray_type": accelerator.ray_type,
         "reported_as": list(accelerator.reported_as) or None,
         "source": accelerator.source or None,

@@ -173,9 +173,9 @@ class NetworkEntry(_Strict):
     internode_gbit_per_s: Positive
 
 
-class EmulateEntry(_Strict):
-    """Emulation of the devices by CPU actors that take `time_scale` times the modelled time; a
-    small model `stand_in` may compute in place of the planned one.
+class Emulation(_Strict):
+    """Emulation of the devices by CPU actors that take `time_scale` times the modelled time (0:
+    none); `stand_in` is the path of a small model that computes in place of the planned one.
     """
 
     time_scale: TimeScale = 1.0
@@ -189,7 +189,7 @@ class ClusterEntry(_Strict):
     accelerators: Annotated[dict[str, AcceleratorEntry], Field(max_length=MOST_DESCRIBED)] = {}
     nodes: Annotated[list[NodeEntry], Field(min_length=1)]
     network: NetworkEntry | None = None
-    emulate: EmulateEntry | None = None
+    emulate: Emulation | None = None
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ def _keys_at(parent: Sequence[str | int]) -> list[str]:
         "accelerators": AcceleratorEntry,
         "nodes": NodeEntry,
         "network": NetworkEntry,
-        "emulate": EmulateEntry,
+        "emulate": Emulation,
     }
     model = tables[str(parent[0])] if parent else ClusterEntry
     return list(model.model_fields)

@@ -18,6 +18,7 @@ from planner.cluster.described import entry_of
 from planner.cluster.device import Device, MeasuredLink, MeasuredSum
 from planner.cluster.file import (
     ClusterFile,
+    Emulation,
     NodeEntry,
     Source,
     local_cpus,
@@ -35,17 +36,6 @@ DEFAULT_INTERNODE_GBIT_PER_S = 100.0  # the slower of the two networks of LLM-PQ
 # between machines one network round trip is added.
 LINK_LATENCY_S = 7e-5
 INTERNODE_LATENCY_S = 1.2e-4
-
-
-@dataclass(frozen=True)
-class Emulation:
-    """Emulation of devices by CPU actors that take `time_scale` times the modelled time (0: none).
-
-    `stand_in` is the path of a small model that computes in place of the planned one.
-    """
-
-    time_scale: float = 1.0
-    stand_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -221,9 +211,7 @@ class ClusterSpec:
             "network": {"internode_gbit_per_s": _plain(self.internode_bytes_per_s * 8 / 1e9)},
         }
         if self.emulate is not None:
-            values["emulate"] = {"time_scale": self.emulate.time_scale}
-            if self.emulate.stand_in is not None:
-                values["emulate"]["stand_in"] = self.emulate.stand_in
+            values["emulate"] = self.emulate.model_dump(exclude_none=True)
         return yaml.safe_dump(values, sort_keys=False)
 
 
@@ -259,27 +247,23 @@ def _from_values(values: object, source: Source) -> ClusterSpec:
         if name in seen:
             raise source.error(["nodes", index, "name"], f"a second node {name!r}; names differ")
         seen.add(name)
-    emulate = None
-    if entry.emulate is not None:
-        emulate = Emulation(entry.emulate.time_scale, entry.emulate.stand_in)
     return ClusterSpec(
         name=entry.name,
         devices=tuple(
             device
             for name, node in zip(names, entry.nodes, strict=True)
-            for device in _node_devices(name, node, file, emulate)
+            for device in _node_devices(name, node, file)
         ),
         internode_bytes_per_s=float(round(gbit * 1e9 / 8)),
-        emulate=emulate,
+        emulate=entry.emulate,
         notes=file.assumptions(),
         described=file.own,
     )
 
 
-def _node_devices(
-    name: str, node: NodeEntry, file: ClusterFile, emulate: Emulation | None
-) -> Iterator[Device]:
+def _node_devices(name: str, node: NodeEntry, file: ClusterFile) -> Iterator[Device]:
     """The devices of one node; Ray names only the first GPU type of a node that mixes several."""
+    emulate = file.entry.emulate
     kinds = [(file.find(kind), count) for kind, count in node.accelerators.items()]
     mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
     host = None if node.host_memory_gib is None else round(node.host_memory_gib * GIB)

@@ -16,7 +16,7 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.explanation.planned_assignment import PlannedAssignment
 from planner.micro_batches import MicroBatches
-from planner.optimiser.assignment import Assignment, evaluate, stage_times
+from planner.optimiser.assignment import Assignment, evaluate
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import lower_bound
 from planner.optimiser.solve import solve
@@ -125,48 +125,26 @@ def _questions(planned: PlannedAssignment, options: WhatIfOptions) -> Iterator[Q
             yield Question("theta", theta)
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """An assignment of groups of layers for `problem`."""
-
-    problem: AssignmentProblem
-    sizes: MicroBatches
-    first_layer: tuple[int, ...]
-    bitwidth: tuple[int, ...]
-    proven: bool
-
-    @property
-    def objective_s(self) -> float:
-        return evaluate(self.problem, self.first_layer, self.bitwidth)
-
-
 def _answer(
     planned: PlannedAssignment, question: Question, options: WhatIfOptions, deadline: float
 ) -> WhatIfAnswer:
     costs, devices = _changed(planned, question)
     problem = grouped(costs.problem(devices, planned.sizes), planned.group)
-    present = _Found(problem, planned.sizes, planned.first_layer, planned.bitwidth, True)
-    found = _search(costs, devices, present, options, deadline)
-    before = stage_times(present.problem, present.first_layer, present.bitwidth)
-    after = stage_times(found.problem, found.first_layer, found.bitwidth)
+    present = replace(planned, costs=costs, devices=devices, problem=problem)
+    found, proven = _search(present, options, deadline)
+    before, after = present.times, found.times
     return WhatIfAnswer(
         question=question,
         theta=costs.theta,
         sizes=found.sizes,
         latency_s=after.latency_s,
-        predicted_s=_on(costs, devices, found).forecast().seconds,
+        predicted_s=found.forecast().seconds,
         sensitivity=after.quality,
         latency_change_s=after.latency_s - planned.times.latency_s,
         quality_change_s=problem.theta * (after.quality - before.quality),
         layers_with_other_bits=planned.group * _differences(found.bitwidth, planned.bitwidth),
         layers_moved=planned.group * _differences(_stages_of(found), _stages_of(present)),
-        proven=found.proven,
-    )
-
-
-def _on(costs: CostModel, devices: tuple[Device, ...], found: _Found) -> PlannedAssignment:
-    return PlannedAssignment(
-        costs, devices, found.sizes, found.problem, found.first_layer, found.bitwidth
+        proven=proven,
     )
 
 
@@ -196,20 +174,18 @@ def _changed(
 
 
 def _search(
-    costs: CostModel,
-    devices: tuple[Device, ...],
-    present: _Found,
-    options: WhatIfOptions,
-    deadline: float,
-) -> _Found:
-    """The best plan over all micro-batch sizes, most promising first; at worst `present`."""
-    best, proven = present, True
+    present: PlannedAssignment, options: WhatIfOptions, deadline: float
+) -> tuple[PlannedAssignment, bool]:
+    """The best plan over all micro-batch sizes, most promising first, at worst `present`; and
+    whether all of them were solved to the gap.
+    """
+    best, proven, costs = present, True, present.costs
     problems = [
         (lower_bound(each.problem), each.sizes, each.problem)
-        for each in fitting_problems(costs, devices)
+        for each in fitting_problems(costs, present.devices)
     ]
     for bound, sizes, problem in sorted(problems, key=lambda entry: entry[0]):
-        target = best.objective_s
+        target = evaluate(best.problem, best.first_layer, best.bitwidth)
         if bound >= target * (1 - costs.options.relative_gap):
             break
         left_s = min(options.solve_s, max(deadline - options.clock(), SHORTEST_SOLVE_S))
@@ -218,8 +194,14 @@ def _search(
             continue
         proven = proven and found.status in ("optimal", "cutoff")
         if math.isfinite(found.objective) and found.objective < target:
-            best = _Found(problem, sizes, found.first_layer, found.bitwidth, True)
-    return replace(best, proven=proven)
+            best = replace(
+                best,
+                problem=problem,
+                sizes=sizes,
+                first_layer=found.first_layer,
+                bitwidth=found.bitwidth,
+            )
+    return best, proven
 
 
 def _solve(
@@ -239,7 +221,7 @@ def _solve(
         return None
 
 
-def _stages_of(found: _Found) -> list[int]:
+def _stages_of(found: PlannedAssignment) -> list[int]:
     bounds = found.first_layer
     return [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
 

@@ -103,7 +103,7 @@ def test_links(tmp_path: Path) -> None:
 def test_emulated_devices_compute_on_the_host(tmp_path: Path) -> None:
     emulated = load(tmp_path, FILE + "emulate: {time_scale: 0}\n")
     real = load(tmp_path)
-    assert emulated.emulate == Emulation(0.0)
+    assert emulated.emulate == Emulation(time_scale=0.0)
     for device, twin in zip(emulated.devices, real.devices, strict=True):
         assert (device.processor.is_cpu, device.runtime_bytes) == (True, 0)
         assert (device.default_dtype, device.custom_resource) == ("bfloat16", None)
@@ -118,7 +118,7 @@ def test_emulated_devices_compute_on_the_host(tmp_path: Path) -> None:
 def test_where_a_stand_in_computes_the_planned_bytes_are_the_accelerators(tmp_path: Path) -> None:
     played = load(tmp_path, FILE + "emulate: {time_scale: 0.1, stand_in: small}\n")
     real = load(tmp_path)
-    assert played.emulate == Emulation(0.1, "small")
+    assert played.emulate == Emulation(time_scale=0.1, stand_in="small")
     for device, twin in zip(played.devices, real.devices, strict=True):
         assert device.emulated
         assert device.custom_resource is None
