@@ -102,7 +102,8 @@ def print_goals(rows: Sequence[Row]) -> None:
 def print_choices(rows: Sequence[Row]) -> None:
     """The bits that were chosen, first layer first."""
     letters = {3: "3", 4: "4", 8: "8", 16: "F"}
-    print("\nBits of each layer (F: 16):\n\n| share | by | bits |\n|---|---|---|")
+    print("\nBits of each layer (F: 16):\n")
+    print(header("share | by | bits"))
     for row in rows:
         by_bits: dict[Bits, list[str]] = {}
         for name, result in row.chosen.items():

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from actors.messages import Request, Sampling
 from actors.stage_group import GroupOptions, StageGroup
-from benchmarks.lab import processor_name
+from benchmarks.lab import header, processor_name
 from benchmarks.reproduction.paper_report import LLM_PQ, LLMPQ, PIPEEDGE, UNIFORM, Case
 from benchmarks.reproduction.paper_tables import DATA, ROOT, cases
 from benchmarks.reproduction.profiles_2023 import profile_rows
@@ -173,8 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = json.loads((options.data / "paper_tables.json").read_text(encoding="utf-8"))
     print(f"{processor_name()}, torch {torch.__version__}, time scale {options.time_scale:g}\n")
     print(
-        "| cluster | method | stages | micro-batches | new tokens | simulated s | measured s "
-        "| difference |\n|---|---|---|---|---|---|---|---|"
+        header(
+            "cluster | method | stages | micro-batches | new tokens | simulated s | measured s "
+            "| difference"
+        )
     )
     with tempfile.TemporaryDirectory() as folder, ray_session("local"):
         stand_in, profiles = Path(folder) / "stand_in", Path(folder) / "profiles_2023.csv"

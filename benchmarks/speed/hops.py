@@ -15,7 +15,7 @@ import torch
 
 from actors.processes.placement import Placement
 from actors.profiling.links import MeasuredHop, measure_hops
-from benchmarks.lab import processor_name
+from benchmarks.lab import header, processor_name
 from llmpq.remote.session import ray_session
 from planner.profiles.links import LinkRow, fit_links
 
@@ -29,9 +29,7 @@ def main() -> None:
     with ray_session("local"):
         hops = measure_hops([here, here], "node", options.turns)
     print(f"{processor_name()}, torch {torch.__version__}, Ray {ray.__version__}\n")
-    print(
-        "| payload | way | median, ms | interquartile range |  fitted, ms |\n|---|---|---|---|---|"
-    )
+    print(header("payload | way | median, ms | interquartile range | fitted, ms"))
     for way in ("gloo", "ray"):
         rows = [_row(hop) for hop in hops if hop.way == way]
         for link in fit_links(rows):

@@ -27,7 +27,7 @@ from statistics import geometric_mean, median
 import torch
 from torch.nn import functional
 
-from benchmarks.lab import EVICTING_BYTES, processor_name, seconds_of, table_row
+from benchmarks.lab import EVICTING_BYTES, header, processor_name, seconds_of, table_row
 from planner.model.finding import model_shape
 from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, self_test
@@ -245,8 +245,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 def result_table(results: Sequence[Result], copy_rate: float) -> list[str]:
     """Markdown: every measurement."""
     lines = [
-        "| out x in | rows | backend | bits | time | ratio | error | of own | GB/s | of copy |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        header("out x in | rows | backend | bits | time | ratio | error | of own | GB/s | of copy")
     ]
     for each in results:
         own = f"{each.error / each.own_error:.3f}" if each.own_error else "-"
@@ -270,10 +269,7 @@ def summary_table(results: Sequence[Result]) -> list[str]:
     """Markdown: each backend over all shapes, least and mean ratio per number of rows."""
     rows = sorted({each.rows for each in results})
     heads = " | ".join(f"{count} rows" if count > 1 else "1 row" for count in rows)
-    lines = [
-        f"| backend | bits | {heads} | error | of own, at most |",
-        f"|---|---|{'---|' * len(rows)}---|---|",
-    ]
+    lines = [header(f"backend | bits | {heads} | error | of own, at most")]
     for backend in dict.fromkeys(each.backend for each in results if each.backend != PLAIN):
         own = [each for each in results if each.backend == backend]
         cells = [backend, str(own[0].bits)]

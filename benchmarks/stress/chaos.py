@@ -32,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lab import processor_name
+from benchmarks.lab import header, processor_name
 from benchmarks.stress.chaos_job import DEVICES, STUCK_S, ChaosError, Disk, DistJob, Nodes
 from llmpq import Cluster, Workload
 
@@ -235,7 +235,7 @@ def write_prompts(path: Path, count: int) -> None:
 
 def table(lost: Lost) -> str:
     """Markdown."""
-    lines = ["| fault | alone | on top | median s | worst s |", "|---|---|---|---|---|"]
+    lines = [header("fault | alone | on top | median s | worst s")]
     for kind in sorted({*lost.seconds, *lost.on_top}):
         seconds = lost.seconds.get(kind, [])
         figures = f"{statistics.median(seconds):.1f} | {max(seconds):.1f}" if seconds else "| "

@@ -30,6 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab import header
+
 SHARES = {
     "result line": 14, "text lines": 8, "quantize_config.json": 10, "job manifest": 7,
     "config.json": 10, "generation_config.json": 4, "model folder": 13, "profile CSV": 10,
@@ -75,8 +77,7 @@ def main() -> int:
     if options.parser:
         _fuzz(options)
         return 0
-    print("| parser | inputs | inputs/s | accepted | refused | failures | slowest | memory |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    print(header("parser | inputs | inputs/s | accepted | refused | failures | slowest | memory"))
     tallies = []
     for name in SHARES:
         if not options.only or name in options.only:

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 
 import ray
 
+from benchmarks.lab import header
+
 # isort: split
 import psutil  # Ray has just put it on the path
 
@@ -189,7 +191,7 @@ def main() -> int:
     options = parser.parse_args()
     names = [field.name.replace("_", " ") for field in fields(Held)]
     print(f"{processor_name()}, Ray {ray.__version__}\n")
-    print("| | runs |", " | ".join(names), "|\n|---|--:|" + "--:|" * len(names), flush=True)
+    print(header(f"| runs | {' | '.join(names)}"), flush=True)
     failed = _apart(in_one_ray, demo_plan(), options.runs)
     mine = _apart(_runs_of_their_own, options.starts)
     rays = _apart(_bare_starts, options.starts)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import ray  # noqa: F401  (brings psutil)
 
+from benchmarks.lab import header
+
 # isort: split
 import psutil
 
@@ -118,7 +120,7 @@ def of_a_run() -> list[Listening]:
 def main() -> int:
     """Print the table; 1 where something is open to other machines."""
     found = of_a_run()
-    print("| process | listens on | open without token |\n|---|---|---|")
+    print(header("process | listens on | open without token"))
     for socket in found:
         paths = ", ".join(socket.open_paths) or "-"
         print(f"| {socket.process} | {socket.address}:{socket.port} | {paths} |")

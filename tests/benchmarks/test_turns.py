@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import lab
 from benchmarks.lab import Contestant, ContestantError, process_tree
 from tests.paths import ROOT
 
@@ -28,6 +29,11 @@ def run(prompts):
     return sum(map(len, prompts))
 serve(run, "two threads")
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_timers_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "SETTLE_S", 0.02)
 
 
 def contestant(tmp_path: Path, name: str, program: str = SPINS, *arguments: str) -> Contestant:

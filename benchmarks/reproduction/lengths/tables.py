@@ -74,8 +74,8 @@ def run_papers(options: argparse.Namespace) -> None:
     for rows in kinds:
         chosen = contestants(rows, list(predictions_of(rows, options.seed)))
         names = " | ".join(each.name for each in chosen)
-        print(f"\n{rows.name}:\n\n| model, GPUs | the paper's | token slots | {names} |")
-        print("|---" * (len(chosen) + 3) + "|")
+        print(f"\n{rows.name}:\n")
+        print(header(f"model, GPUs | the paper's | token slots | {names}"))
         for setting in SETTINGS:
             if options.models is None or setting.model in options.models:
                 print(line(whole_memory(setting, rows), rows, chosen), flush=True)
@@ -176,7 +176,7 @@ def run_memory(options: argparse.Namespace) -> None:
         pipeline = pipeline_for(setting, rows)
         print(f"\n{setting.model} on {setting.gpus} {setting.gpu}, {rows.name}:\n")
         names = [each.name for each in chosen]
-        print(f"| requests | token slots | {' | '.join(names)} |\n|{'---|' * (len(names) + 2)}")
+        print(header(["requests", "token slots", *names]))
         for requests in MOST_REQUESTS:
             memory = Memory(pipeline, requests * rows.longest)
             speeds = [each.best(memory, rows).tokens_per_s for each in chosen]
@@ -218,7 +218,7 @@ def accuracy_table(rows: Rows, seed: int) -> None:
         f"{oracle:.0f} tokens/s; of that, reserving for the longest {longest / oracle:.2f}, blocks "
         f"on demand {blocks / oracle:.2f}.\n"
     )
-    print("| right | near | preempted a row | far | preempted a row |\n|---|---|---|---|---|")
+    print(header("right | near | preempted a row | far | preempted a row"))
     for accuracy in ACCURACIES:
         cells = [f"{accuracy:.1%}"]
         for near in (1.0, 0.0):

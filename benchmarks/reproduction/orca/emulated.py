@@ -181,8 +181,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print a line for each model and trace, and the curves behind it."""
     print(
-        "| model, A100-40GB | trace | stages | token slots | least ms | at ms | orca(max_bs) "
-        "| req/s | ft(max_bs, mbs) | req/s | ratio | at most req/s | ratio |\n" + "|---" * 13 + "|"
+        header(
+            "model, A100-40GB | trace | stages | token slots | least ms | at ms | orca(max_bs) "
+            "| req/s | ft(max_bs, mbs) | req/s | ratio | at most req/s | ratio"
+        )
     )
     curves: list[str] = []
     for setting in SETTINGS:
