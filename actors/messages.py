@@ -67,15 +67,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A part of the requests of the run of this number; after the `last` part no more come."""
-
-    run: int
-    requests: tuple[Request, ...]
-    last: bool
-
-
-@dataclass(frozen=True)
 class TokenRange:
     """`size` token slots of the KV cache from `begin` on, which one request holds."""
 
@@ -311,10 +302,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class Progress:
-    """The new tokens of a request of a live run since the last one told of it; where it has ended
-    with them, why, and `error` as in `Finished`. `logprobs` are those of the tokens where the
-    request asks for them, else empty. `age_s`: how long ago the stages began with it, where others
-    go on with it now.
+    """The new tokens of a request of a live run since the last one told of it, or all of them where
+    only whole answers are told of; where it has ended with them, why, and `error` as in `Finished`.
+    `logprobs` are those of the tokens where the request asks for them, else empty. `age_s`: how
+    long ago the stages began with it, where others go on with it now.
     """
 
     custom_id: str

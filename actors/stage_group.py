@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -12,7 +12,8 @@ import ray
 
 from actors.emulation.stand_in import check_planned_memory, stand_in_spec
 from actors.emulation.times import emulated_times
-from actors.messages import Finished, Request, Transport
+from actors.live_group import LiveGroup
+from actors.messages import Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.environment import stage_environment
 from actors.processes.handing_over import HANDOVER
@@ -21,12 +22,10 @@ from actors.processes.placement import place
 from actors.processes.ranks.rank_actor import RankActor
 from actors.processes.reservation import Reservation, ReservedPart
 from actors.processes.stage_actor import ProcessOptions, StageActor
-from actors.recovery.generation import Generation
-from actors.recovery.live import LiveGeneration
+from actors.recovery.generation import LiveGeneration
 from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
-from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
 from actors.stage.importance import what_is_seen
@@ -80,7 +79,7 @@ Reserve = Callable[[], Reservation | ReservedPart]
 """Reserves what the stages of a plan need."""
 
 
-class StageGroup:
+class StageGroup(LiveGroup):
     """Context manager over the actors of `plan`; needs an initialised Ray.
 
     `checkpoint` is a folder that every node has under this absolute path, or a hub id. `reserve`
@@ -100,6 +99,7 @@ class StageGroup:
         options: GroupOptions = GroupOptions(),
         reserve: Reserve | None = None,
     ) -> None:
+        super().__init__()
         self._plan = plan
         self._reserve = reserve or self._reserve_own
         self._checkpoint = checkpoint
@@ -127,8 +127,6 @@ class StageGroup:
         )
         self._slots = self._pipeline.sizes.slots
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
-        self._ledger: RequestLedger | None = None
-        self._generation: Generation | None = None
 
     @property
     def plan(self) -> PlanSpec:
@@ -250,56 +248,23 @@ class StageGroup:
         """The queue and micro-batches by now: memory that runs short halves them."""
         return self._pipeline.sizes
 
-    def generate(
-        self, requests: Iterable[Request | None], few: bool = False
-    ) -> Iterator[tuple[Finished, ...]]:
-        """Generate for any number of requests, taken in by chunks as they are needed; yields those
-        that ended, and nothing in return for a None, by which the iterable gets its turn while a
-        chunk fills.
-
-        Two chunks at most are on the first stage or before it, so that the next one is there when
-        one is used up. An iterable that is slower than the pipeline makes the pipeline wait. With
-        `few` the chunks behind the first one are small, as others take requests from there too.
-        """
-        recovery = self._options.recovery
-        self._ledger = RequestLedger(requests, recovery.retries, recovery.restarts)
-        self._generation = Generation(self._repair, self._ledger, few)
-        return self._generation.results()
-
-    def interrupt(self) -> None:
-        """Have the `generate` that another thread waits in raise `RunInterruptedError` soon."""
-        if self._generation is not None:
-            self._generation.interrupt()
-
     def live(self, told_every: int = 1) -> LiveGeneration:
         """Return a generation to which requests are submitted at any time, and whose tokens come as
-        they are sampled, those of `told_every` micro-batches together; its `events` have to be read
-        to their end before anything else is generated.
+        they are sampled, those of `told_every` micro-batches together, or with 0 those of a whole
+        answer; its `events` have to be read to their end before anything else is generated.
         """
         return LiveGeneration(self._repair, told_every)
 
-    def tokens_in_flight(self) -> dict[str, int]:
-        """Return the number of new tokens of each request in a KV slot, a second ago or so."""
-        return {} if self._generation is None else self._generation.tokens_in_flight
-
-    def halt(self) -> tuple[Finished, ...]:
-        """Stop the last `generate`, which must not be asked on; return what had finished and was
-        not given out. `unfinished` has the rest, for another group.
-        """
-        return () if self._generation is None else self._generation.halt()
+    def whole_answers(self, waits: bool = True) -> LiveGeneration:
+        """Return a generation that tells of whole answers alone, as `LiveGroup` says."""
+        return LiveGeneration(self._repair, 0, waits)
 
     def abandon(self) -> None:
-        """Give up what the last `generate` has in flight, which must not be asked on; the stages,
-        loaded as they are, are ready for another one. Raises what `generate` raises.
+        """Give up what is in flight, while nobody waits for it; the stages, loaded as they are, are
+        ready for another run. Raises what `generate` raises.
         """
         self._repair.restore(self._repair.stop_run({}))
-        self._generation = self._ledger = None
-
-    def unfinished(self) -> tuple[Request, ...]:
-        """Return the requests that the last `generate` took from its iterable and did not give out,
-        with the tokens they have, for another group to go on with.
-        """
-        return () if self._ledger is None else self._ledger.unfinished
+        self._whole = None
 
     def stats(self) -> tuple[StageStats, ...]:
         """Return the figures of every stage."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,18 +11,15 @@ from types import TracebackType
 
 import ray
 
-from actors.handover.generation import DividedGeneration
 from actors.handover.ledger import DividedLedger
-from actors.handover.live import DividedLive, Sides
-from actors.handover.observer import DividedObserver
 from actors.handover.pace import PrefillPace
 from actors.handover.routes import find_routes
+from actors.handover.run import DividedLive, Sides
 from actors.handover.transfer import Transfer
-from actors.messages import Finished, Request
+from actors.live_group import JoinedObserver, LiveGroup
 from actors.processes.handle import StageHandle
 from actors.processes.placement import place
 from actors.processes.reservation import Reservation, ReservedPart
-from actors.recovery.faults import RunInterruptedError
 from actors.recovery.policy import EventReporter, RecoveryEvent
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
@@ -44,7 +39,7 @@ ENDED_S = 5.0
 """Seconds that threads get to notice that the stages have been ended."""
 
 
-class DividedGroup:
+class DividedGroup(LiveGroup):
     """Context manager over the actors of `plan`, whose stages only decode, and of its
     `prefill_plan`; needs an initialised Ray. `checkpoint` and `options` are as for `StageGroup`,
     which says more of all methods; the schedule is the plan's.
@@ -61,6 +56,7 @@ class DividedGroup:
         checkpoint: str,
         options: GroupOptions = GroupOptions(),  # noqa: B008  (frozen)
     ) -> None:
+        super().__init__()
         schedule = plan.policy.schedule
         if plan.prefill_plan is None or schedule is None:
             raise SpecError("the plan has no stages that prefill for others; it is run as it is")
@@ -77,8 +73,9 @@ class DividedGroup:
         self._transfer: Transfer | None = None
         self._numbers = count(1)  # of keys: never the same in two runs
         self._live: DividedLive | None = None
-        self._generation: DividedGeneration | None = None
-        self.observer = DividedObserver((self.prefill.observer, self.decode.observer))
+        sides = self.prefill, self.decode
+        observers = [side.observer for side in sides]
+        self.observer = JoinedObserver(lambda _: observers, [len(each.stages) for each in sides])
 
     def _group(self, plan: PlanSpec, policy: PolicyOptions, first: int) -> StageGroup:
         """The stages of one kind, of which the first is number `first` of all."""
@@ -171,11 +168,14 @@ class DividedGroup:
             group.__exit__(None, None, None)
 
     def live(self) -> DividedLive:
-        """Return a generation to which requests are submitted at any time, and whose tokens come as
-        they are sampled; its `events` have to be read to their end before anything else is
+        """Return a run as `StageGroup.live`; it has to be read to its end before anything else is
         generated.
         """
         return self._begin_run(told_every=1)
+
+    def whole_answers(self, waits: bool = True) -> DividedLive:
+        """Return a run that is asked for whole answers; its turns begin with what is there."""
+        return self._begin_run(TOLD_EVERY)
 
     def _begin_run(self, told_every: int) -> DividedLive:
         """A run on stages that are in no other one."""
@@ -187,56 +187,15 @@ class DividedGroup:
         self._live = DividedLive(sides, ledger, self._tell_lost)
         return self._live
 
-    def generate(
-        self, requests: Iterable[Request | None], few: bool = False
-    ) -> Iterator[tuple[Finished, ...]]:
-        """Generate for any number of requests, which are read as turns need them; yields those that
-        ended, and nothing in return for a None.
-        """
-        self._generation = DividedGeneration(self._begin_run(TOLD_EVERY), requests)
-        return self._generation.results()
-
-    def interrupt(self) -> None:
-        """Have the `generate` that another thread waits in raise `RunInterruptedError` soon."""
-        if self._live is not None:
-            self._live.interrupt()
-
-    def halt(self) -> tuple[Finished, ...]:
-        """Stop the last `generate`, which must not be asked on; return what had finished and was
-        not given out. `unfinished` has the rest, for another group.
-        """
-        if self._generation is None:
-            return ()
-        live = self._generation.live
-        live.interrupt()
-        live.join()
-        finished: tuple[Finished, ...] = ()
-        with suppress(RunInterruptedError):
-            while told := live.next_events(wait=False):
-                finished += self._generation.finished(told)
-        return finished
-
     def abandon(self) -> None:
-        """Give up what the last `generate` has in flight, which must not be asked on; the stages,
-        loaded as they are, are ready for another one. Raises what `generate` raises.
-        """
-        live, self._live, self._generation = self._live, None, None
+        """Give up what is in flight, as `StageGroup.abandon`."""
+        live, self._live, self._whole = self._live, None, None
         if live is None:
             return
         live.interrupt()
         live.join()
         for group in (self.prefill, self.decode):
             group.abandon()
-
-    def unfinished(self) -> tuple[Request, ...]:
-        """Return the requests that the last `generate` took and did not give out, with the tokens
-        they have.
-        """
-        return () if self._live is None else self._live.unfinished
-
-    def tokens_in_flight(self) -> dict[str, int]:
-        """Return the number of new tokens of each request that has some, as told by now."""
-        return {} if self._live is None else self._live.tokens_in_flight
 
     def stats(self) -> tuple[StageStats, ...]:
         """Return the figures of every stage."""

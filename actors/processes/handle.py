@@ -11,7 +11,7 @@ from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from actors.messages import Chunk, KvPart, Request
+from actors.messages import KvPart, Request
 from actors.processes.handing_over import Handed
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.ranks.rank_actor import RankActor
@@ -137,17 +137,10 @@ class StageHandle:
         answer: ObjectRef[None] = self.actor.serve.remote()
         return answer
 
-    def generate(self, chunk: Chunk) -> ObjectRefGenerator:
-        """The stream's items are tuples of `Finished`."""
-        stream: ObjectRefGenerator = self.actor.generate.options(num_returns="streaming").remote(
-            chunk
-        )
-        return stream
-
-    def live(self, run: int, told_every: int = 1) -> ObjectRefGenerator:
+    def live(self, run: int, told_every: int = 1, waits: bool = False) -> ObjectRefGenerator:
         """The stream's items are tuples of `Progress`."""
         stream: ObjectRefGenerator = self.actor.live.options(num_returns="streaming").remote(
-            run, told_every
+            run, told_every, waits
         )
         return stream
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from threading import Lock
 
-from actors.messages import Chunk, Finished, Progress
+from actors.messages import Progress
 from actors.processes.health import SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.latencies import LatencyRecord
-from actors.schedule.live import Inbox, LiveRun
+from actors.schedule.live_run import Inbox, LiveRun
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.table import make_scheduler
 from actors.stage_figures import NO_SUPERVISION, QueueDepth, Supervision
@@ -18,7 +18,7 @@ from planner.scheduling import RequestSchedule
 
 
 class Leader:
-    """The first stage's scheduler and driver, which stay between two calls of a run.
+    """The first stage's scheduler and driver in one run after the other.
 
     `earlier`: what leaders before it have done about outgrown reservations. `latencies` are those
     of all leaders.
@@ -73,24 +73,14 @@ class Leader:
             if self._run is not None:
                 self._driver.follow(schedule)
 
-    def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
-        """Run `StageActor.generate`."""
-        if chunk.run != self._run:
-            self._begin(chunk.run)
-        elif self._failed:
-            return
-        self._failed = True  # until this call has come to its end
-        self._scheduler.add(chunk.requests, chunk.last)
-        for finished in self._driver.run():
-            if finished:
-                yield finished
-        self._failed = False
-
-    def live(self, inbox: Inbox, told_every: int = 1) -> Iterator[tuple[Progress, ...]]:
+    def live(
+        self, inbox: Inbox, told_every: int = 1, waits: bool = False
+    ) -> Iterator[tuple[Progress, ...]]:
         """Run `StageActor.live`."""
         self._begin(inbox.run)
         self._failed = True  # until it has come to its end
-        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens, told_every).events()
+        longest = self._sizes.slot_tokens
+        yield from LiveRun(self._driver, inbox, longest, told_every, waits).events()
         self._failed = False
 
     def _begin(self, run: int) -> None:

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from actors.emulation.device import EmulatedDevice
 from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
-from actors.messages import BATCH_KINDS, Chunk, Finished, MicroBatch, Progress, Request, Sampled
+from actors.messages import BATCH_KINDS, MicroBatch, Progress, Request, Sampled
 from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
 from actors.processes.leader import Leader
@@ -23,7 +23,7 @@ from actors.processes.ranks.followers import Followers
 from actors.processes.ranks.rank_actor import RankActor
 from actors.schedule.driver import Pipeline
 from actors.schedule.latencies import LatencyRecord
-from actors.schedule.live import Inbox
+from actors.schedule.live_run import Inbox
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
@@ -211,7 +211,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
-        """Make the pipeline that `generate` drives: over `following` by Ray, or over links.
+        """Make the pipeline that `live` drives: over `following` by Ray, or over links.
 
         For the first stage only.
         """
@@ -225,24 +225,17 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         if self._schedule is not None:
             leader.follow(self._schedule)
 
-    def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
-        """Run until the queue wants more requests than `chunk` has; yields those that ended.
-
-        For the first stage only. Micro-batches stay under way until the next call, which should be
-        waiting by then. The last chunk of a run ends all of its requests. A chunk of another run
-        drops the rest of the run before; after an error, the rest of its run is ignored.
-        """
-        yield from self._leading().generate(chunk)
-
-    def live(self, run: int, told_every: int = 1) -> Iterator[tuple[Progress, ...]]:
+    def live(
+        self, run: int, told_every: int = 1, waits: bool = False
+    ) -> Iterator[tuple[Progress, ...]]:
         """Run what comes by `submit` for the live run of this number until it is closed; yields
-        the tokens of each micro-batch, or of `told_every` of them together.
+        what `LiveRun` tells of.
 
         For the first stage only, to which `submit` has to be called first.
         """
         inbox = self._inbox_of(run)
         if inbox is not None:
-            yield from self._leading().live(inbox, told_every)
+            yield from self._leading().live(inbox, told_every, waits)
 
     @ray.method(concurrency_group=CONTROL)
     def follow(self, schedule: RequestSchedule) -> None:

@@ -1,76 +1,123 @@
-"""Generating on through the faults of stages: what is in flight is replayed, and nothing is given
-out twice.
+"""Live generation: requests come and go at any time, and none is lost or told of twice though
+stages fail.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from threading import RLock
 
 from ray import ObjectRefGenerator
 from ray.exceptions import RayTaskError
 
-from actors.messages import Chunk, Finished, Request
+from actors.messages import Progress, Request
+from actors.processes.health import BatchFailure
 from actors.processes.ray_head import check_head
-from actors.recovery.diagnosis import diagnose, requests_in
-from actors.recovery.faults import RunInterruptedError, StoppedRun, lost_by
+from actors.recovery.faults import Fault, RunInterruptedError, StoppedRun, lost_by
 from actors.recovery.liveness import LivenessCheck
+from actors.recovery.pipeline import StagePipeline
 from actors.recovery.repair import Repair
-from actors.recovery.streams import RunStreams
 from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
-from quant.common.errors import StageLostError
+from quant.common.errors import SpecError, StageLostError
 
-CHUNKS_AHEAD = 2  # one that the first stage works on, and one that waits there
-LEAST_CHUNK_REQUESTS = 64  # a call takes about a millisecond: spread over this many requests
-
-FEW_SHARE = 8
-"""The share of the slots that a chunk has where others take requests from the same source: with two
-chunks ahead a quarter of a fill waits here when there is nothing left for the others."""
+LEAST_TOGETHER = 64  # requests: a call takes about a millisecond, spread over this many
 
 
-class Generation:
-    """Runs the requests of `ledger` through the pipeline of `repair`, again after every fault.
+class LiveGeneration:
+    """Runs requests through the pipeline of `repair` from when they are submitted. After a fault
+    what has not ended is replayed, with the tokens that it had; nothing is told of twice.
 
-    `few`: it takes few requests ahead of its slots, as others take from the same source.
+    One thread reads `events`; any thread may call the other methods meanwhile. While suspects of
+    killing stages run alone, other requests wait. Tokens of `told_every` micro-batches come
+    together, but a request's first ones and its end at once; with 0, all of them come with its end.
+    `waits`: whoever reads the events submits as many requests as are `wanted` between them, until
+    it calls `close`, and micro-batches are as large as planned.
+
+    A request with a `host_key` and tokens goes on from what lies there only while the pipeline is
+    linked as it was then: else all of them are computed.
     """
 
-    def __init__(self, repair: Repair, ledger: RequestLedger, few: bool = False) -> None:
-        self._repair = repair
-        self._pipeline = repair.pipeline
+    def __init__(self, repair: Repair, told_every: int = 1, waits: bool = False) -> None:
+        self._repair, self._pipeline, self._recovery = repair, repair.pipeline, repair.recovery
         self._answers = repair.pipeline.answers
-        self._recovery = repair.recovery
-        self._ledger = ledger
-        self._few = few
+        self._told_every, self._waits = told_every, waits
+        self._slots = repair.pipeline.sizes.slots
+        self._together = self._ahead = max(self._slots, LEAST_TOGETHER)
         self._is_interrupted = False
-        self._streams: deque[ObjectRefGenerator] = deque()
+        self._lock = RLock()  # around all that follows
+        self._queue: dict[str, Request] = {}  # submitted, but not in the ledger yet
+        self._tokens: dict[str, list[int]] = {}  # known, of all that have not ended
+        retries, restarts = self._recovery.retries, self._recovery.restarts
+        self._ledger = RequestLedger(self._arrivals(), retries, restarts)
+        self._closed = False
         self._run = 0
+        self._takes_more = False  # whether the present run does
+        self._stream: ObjectRefGenerator | None = None  # of the present run, while it can be read
         self._check = self._new_check()
-        self._watch = RunStreams[Finished](self._pipeline, self._recovery)
 
-    def results(self) -> Iterator[tuple[Finished, ...]]:
-        """Yield what finished, each request once, and nothing where the source pauses.
+    def submit(self, *requests: Request) -> None:
+        """Have `requests` run as soon as there is room; several come together, none is scheduled
+        before the others. Their custom_ids must be unlike those of all requests under way, and of
+        all that were cancelled.
 
-        Raises `StageLostError` when there is no point in going on, and its `DeviceLostError` when a
-        device is gone.
+        Raises `SpecError` for one that is under way. What else is wrong with it becomes an event
+        with an error.
         """
-        while self._ledger.next_turn():
-            try:
-                for finished in self._turn():
-                    new = self._ledger.finish(finished)
-                    if new or not finished:
-                        yield new
-            except (StageLostError, RayTaskError) as error:
-                if self._ledger.reading or not self._recovery.retries:
-                    raise
-                caught = error
-            else:
-                continue
-            yield from self._recover(caught)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("a live generation takes no requests after close()")
+            for request in requests:
+                if request.custom_id in self._tokens:
+                    raise SpecError(f"custom_id {request.custom_id!r:.80} is in the run twice")
+                self._tokens[request.custom_id] = list(request.generated)
+                self._queue[request.custom_id] = request
+            self._feed()
 
-    def _new_check(self) -> LivenessCheck:
-        hang_s = self._recovery.hang_s
-        return LivenessCheck(self._pipeline.stages, self._answers, hang_s, needs_progress=True)
+    def cancel(self, custom_id: str) -> None:
+        """Give up a request: its memory is free at the next iteration, and no more events tell of
+        it but those that were read. One that has ended is ignored.
+        """
+        with self._lock:
+            if self._tokens.pop(custom_id, None) is None:
+                return
+            if self._queue.pop(custom_id, None) is None:
+                self._ledger.cancel(custom_id)
+                self._pipeline.stages[0].cancel(self._run, (custom_id,))
+
+    def close(self) -> None:
+        """Take no more requests; `events` ends when all have ended."""
+        with self._lock:
+            self._closed = True
+            self._feed()
+
+    def interrupt(self) -> None:
+        """Have `events`, which another thread waits in, raise `RunInterruptedError` within about a
+        second; but what it repairs is repaired first.
+        """
+        self._is_interrupted = True
+
+    @property
+    def under_way(self) -> int:
+        """Number of requests that were submitted and have neither ended nor been cancelled."""
+        return len(self._tokens)
+
+    @property
+    def wanted(self) -> int:
+        """How many requests should be submitted together now, where there are as many: first as
+        many as there are slots, then so many that the next ones are there when they are needed.
+        """
+        return self._together if self.under_way < self._slots + self._ahead else 0
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """The requests that have not ended, with the tokens that are known of them."""
+        with self._lock:
+            self._ledger.progress(self._tokens)
+            return (*self._ledger.unfinished, *self._queue.values())
 
     @property
     def tokens_in_flight(self) -> dict[str, int]:
@@ -80,92 +127,241 @@ class Generation:
             return {}
         return {custom_id: len(tokens) for custom_id, tokens in latest.slots.values()}
 
-    def halt(self) -> tuple[Finished, ...]:
-        """Stop the run for good and note the tokens of what is in flight; return what had finished
-        and was not given out. May be called while `results` waits to be asked on.
-        """
-        stopped = self._repair.stop_run({})
-        finished = self._ledger.finish(self._watch.left_in(self._streams))
-        self._note_progress(stopped)
-        return finished
+    def events(self) -> Generator[tuple[Progress, ...]]:
+        """Yield new tokens as they come, and the ends of requests; nothing where more requests are
+        wanted at once.
 
-    def interrupt(self) -> None:
-        """Have `results`, which another thread waits in, raise `RunInterruptedError` within about a
-        second; but what it repairs is repaired first.
+        Raises `StageLostError` when there is no point in going on, its `DeviceLostError` when a
+        device is gone, and `RunInterruptedError`.
         """
-        self._is_interrupted = True
+        while self._begin_turn():
+            self._check = self._new_check()
+            stream = self._pipeline.stages[0].live(self._run, self._told_every, self._waits)
+            self._stream = stream
+            try:
+                for told in self._items(stream):
+                    if not told:
+                        self._ahead += self._together
+                    new = self._new(told)
+                    if new or not told:
+                        yield new
+            except (StageLostError, RayTaskError) as error:
+                if not self._recovery.retries:
+                    raise
+                caught = error
+            else:
+                continue
+            check_head()  # stages die with it, and nothing starts them again
+            yield from self._recover(caught)
+
+    def halt(self) -> tuple[Progress, ...]:
+        """Stop for good, while nobody waits for events; return what had come and was not read.
+        `unfinished` has the rest, with its tokens.
+        """
+        with self._lock:
+            self._closed, self._takes_more = True, False
+        stopped = self._repair.stop_run({})
+        return (*self._new(self._left()), *self._more_tokens(stopped))
+
+    def _new_check(self) -> LivenessCheck:
+        hang_s = self._recovery.hang_s
+        return LivenessCheck(self._pipeline.stages, self._answers, hang_s, needs_progress=True)
 
     def _look(self) -> None:
         if self._is_interrupted:
             raise RunInterruptedError
-        self._check.look()
+        self._check.look(is_idle=not self._tokens)
 
-    def _turn(self) -> Iterator[tuple[Finished, ...]]:
-        self._run = self._pipeline.next_run()
-        self._check = self._new_check()
-        self._streams.clear()
-        for chunk in self._chunks():
-            if chunk is None:
-                yield ()
+    def _arrivals(self) -> Iterator[Request | None]:
+        """Yield what was submitted, and None where no more has come yet."""
+        while self._queue or not self._closed:
+            yield self._queue.pop(next(iter(self._queue))) if self._queue else None
+
+    def _begin_turn(self) -> bool:
+        with self._lock:
+            if not self._ledger.next_turn():
+                return False
+            self._run = self._pipeline.next_run()
+            self._takes_more = True
+            # The first stage must know of the run before it can be told to stop.
+            self._pipeline.stages[0].submit(self._run, ())
+            self._feed()
+            return True
+
+    def _feed(self) -> None:
+        """Hand the run what the ledger has for it; where no more can come, it ends with that."""
+        if not self._takes_more:
+            return
+        first, new = self._pipeline.stages[0], set(self._queue)
+        requests = [self._with_valid_key(each) for each in self._ledger.take(sys.maxsize)]
+        if requests:  # of one that comes again, the first stage knows the age, or nobody
+            aged = [r if r.custom_id in new else replace(r, age_s=None) for r in requests]
+            first.submit(self._run, aged)
+        if not self._ledger.paused:
+            self._takes_more = False
+            first.close_live(self._run)
+
+    def _with_valid_key(self, request: Request) -> Request:
+        """The request, without its key where nothing lies under that any more, nor will."""
+        key = request.host_key
+        if key is None or not request.generated or key.epoch == self._pipeline.epoch:
+            return request
+        return replace(request, host_key=None)
+
+    def _items(self, stream: ObjectRefGenerator) -> Iterator[tuple[Progress, ...]]:
+        """Yield what `stream` has; raises as soon as any stage of the run fails."""
+        while True:
+            awaited = [stream, *self._pipeline.serving]
+            ready = self._answers.ready(awaited, self._check.interval_s, fetch=False)
+            self._look()
+            if not ready:
                 continue
-            self._streams.append(self._pipeline.generate(chunk))
-            if len(self._streams) == CHUNKS_AHEAD:
-                yield from self._finished()
-        while self._streams:
-            yield from self._finished()
+            if stream not in ready:
+                self._raise_failure()
+            try:
+                item: tuple[Progress, ...] = self._answers.get(next(stream))
+            except StopIteration:
+                return
+            except (StageLostError, RayTaskError) as error:
+                self._stream = None  # an item is missing, and later ones may be there
+                if isinstance(error, RayTaskError):
+                    raise
+                self._raise_failure(error)
+            yield item
 
-    def _finished(self) -> Iterator[tuple[Finished, ...]]:
-        """Yield what the oldest stream has."""
-        yield from self._watch.items(self._streams[0], self._look, self._check.interval_s)
-        self._streams.popleft()
+    def _raise_failure(self, *noticed: StageLostError) -> None:
+        """Raise what was noticed: repair finds who is to blame, and where there is none, we do."""
+        if not self._recovery.retries:
+            self._pipeline.raise_failure(*noticed)
+        raise noticed[0] if noticed else StageLostError("a stage left the run")
 
-    def _chunks(self) -> Iterator[Chunk | None]:
-        """Yield chunks, the first of which fills all slots; None where the source pauses."""
-        sizes = self._pipeline.sizes
-        size = sizes.slots if self._few else max(sizes.slots, LEAST_CHUNK_REQUESTS)
-        taken: tuple[Request, ...] = ()
-        last = False
-        while not last:
-            taken += self._ledger.take(size - len(taken))
-            if self._ledger.paused:
-                yield None
+    def _left(self) -> list[Progress]:
+        """Return what a stopped run gave out that was not read; raises a mistake of the user's."""
+        left: list[Progress] = []
+        stream, self._stream = self._stream, None
+        try:
+            for reference in () if stream is None else self._answers.streamed(stream):
+                left += self._answers.get(reference)
+        except (StageLostError, RayTaskError):
+            pass
+        for served in self._pipeline.serving:
+            try:
+                self._answers.get(served)
+            except (StageLostError, RayTaskError):
                 continue
-            last = len(taken) < size
-            yield Chunk(self._run, taken, last)
-            taken = ()
-            if self._few:
-                size = few_requests(sizes)
+        return left
 
-    def _recover(self, error: Exception) -> Iterator[tuple[Finished, ...]]:
+    def _new(self, told: Sequence[Progress]) -> tuple[Progress, ...]:
+        """Note what was told; return that of requests which were not given up."""
+        new: list[Progress] = []
+        with self._lock:
+            for each in told:
+                known = self._tokens.get(each.custom_id)
+                if known is None:
+                    continue
+                if not self._told_every:  # of those that it came with, too
+                    each = replace(each, token_ids=each.token_ids[len(known) :])
+                known += each.token_ids
+                if each.finish_reason is not None:
+                    del self._tokens[each.custom_id]
+                    self._ledger.finish(each.custom_id)
+                new.append(each)
+        return tuple(new)
+
+    def _more_tokens(self, stopped: StoppedRun) -> tuple[Progress, ...]:
+        """Note and return tokens of requests in slots that were not told of, where only whole
+        answers are: what is replayed goes on from them.
+        """
+        more: list[Progress] = []
+        latest = stopped.tokens or self._check.tokens
+        with self._lock:
+            if not self._told_every and latest is not None and latest.run == self._run:
+                for name, tokens in latest.slots.values():
+                    known = self._tokens.get(name)
+                    if known is not None and len(tokens) > len(known):
+                        more.append(Progress(name, tuple(tokens[len(known) :].tolist())))
+                        known += more[-1].token_ids
+            self._ledger.progress(self._tokens)
+        return tuple(more)
+
+    def _recover(self, error: Exception) -> Iterator[tuple[Progress, ...]]:
         """Stop the run, find what happened, and repair the pipeline."""
-        check_head()  # stages die with it, and nothing starts them again
-        began_s = self._answers.now_s()
+        events, began_s = self._repair.events, self._answers.now_s()
+        with self._lock:
+            self._takes_more = False
         stopped = self._repair.stop_run(lost_by(error))
-        new = self._ledger.finish(self._watch.left_in(self._streams))
-        if new:
-            yield new
-        in_flight = self._note_progress(stopped)
-        fault = diagnose(self._pipeline, stopped, error, in_flight)
-        given_up = () if fault.has_remedy else self._ledger.fault(fault)
+        if told := (*self._new(self._left()), *self._more_tokens(stopped)):
+            yield told
+        in_flight = _requests_in(stopped, self._run)
+        fault = _diagnose(self._pipeline, stopped, error, in_flight)
+        with self._lock:
+            given_up = () if fault.has_remedy else self._ledger.fault(fault)
+            for each in given_up:
+                del self._tokens[each.custom_id]
         for each in given_up:
-            text = f"{each.custom_id!r:.80}: {each.error}"
-            self._repair.events.tell("given up", fault.stage, 0.0, text)
+            events.tell("given up", fault.stage, 0.0, f"{each.custom_id!r:.80}: {each.error}")
         if given_up:
-            yield given_up
+            yield tuple(Progress(each.custom_id, (), "error", each.error) for each in given_up)
         self._repair.restore(stopped)
         lost_s = self._answers.now_s() - began_s
         replayed = len(self._ledger.unfinished if in_flight is None else in_flight)
         text = f"{fault.text}; going on after {lost_s:.1f} s, {replayed} requests are replayed"
-        self._repair.events.tell(fault.kind, fault.stage, lost_s, text)
-
-    def _note_progress(self, stopped: StoppedRun) -> dict[int, str] | None:
-        """Note the tokens so far; return the request in each slot (None: stage 0 is lost)."""
-        latest = stopped.tokens or self._check.tokens
-        if latest is not None and latest.run == self._run:
-            self._ledger.progress({i: tokens.tolist() for i, tokens in latest.slots.values()})
-        return requests_in(stopped, self._run)
+        events.tell(fault.kind, fault.stage, lost_s, text)
 
 
-def few_requests(sizes: QueueSizes) -> int:
-    """Requests of a chunk behind the first one, where few are to be taken ahead."""
-    return max(sizes.prefill_micro_batch, -(-sizes.slots // FEW_SHARE))
+def _requests_in(stopped: StoppedRun, run: int) -> dict[int, str] | None:
+    """Return the request in each slot when `run` was stopped; None: the first stage is lost."""
+    if stopped.tokens is None:
+        return None
+    if stopped.tokens.run != run:
+        return {}
+    return {slot: custom_id for slot, (custom_id, _) in stopped.tokens.slots.items()}
+
+
+def _diagnose(
+    pipeline: StagePipeline, stopped: StoppedRun, error: Exception, in_flight: dict[int, str] | None
+) -> Fault:
+    """Return the fault that `error` told of; where memory was short, the micro-batches of
+    `pipeline` are halved.
+    """
+    everyone = None if in_flight is None else frozenset(in_flight.values())
+    for stage, loss in stopped.lost.items():
+        return Fault(loss.kind, stage, f"{pipeline.stages[stage].name} {loss.text}", everyone)
+    for stage, failure in stopped.failures.items():
+        return _diagnose_failure(pipeline, stage, failure, in_flight or {})
+    return Fault("broken", None, str(error), everyone)
+
+
+def _diagnose_failure(
+    pipeline: StagePipeline, stage: int, failure: BatchFailure, in_flight: dict[int, str]
+) -> Fault:
+    name, size = pipeline.stages[stage].name, len(failure.slots)
+    ids = frozenset(in_flight[slot] for slot in failure.slots if slot in in_flight) or None
+    if failure.kind != "memory":
+        text = f"{name} failed at a {failure.batch_kind} of {size} requests: {failure.text}"
+        return Fault("failed", stage, text, ids)
+    text = (
+        f"{name} ran out of memory at a {failure.batch_kind} of {size} requests: it held "
+        f"{failure.held_bytes} bytes and asked for {failure.asked_bytes or 'more'}"
+    )
+    if size == 1:
+        return Fault("memory", stage, text, ids)
+    pipeline.sizes = halved(pipeline.sizes, failure)
+    text += f"; its micro-batches are halved to {size // 2}"
+    warnings.warn(text, stacklevel=2)
+    return Fault("memory", stage, text, ids, has_remedy=True)
+
+
+def halved(sizes: QueueSizes, failure: BatchFailure) -> QueueSizes:
+    """Return `sizes` with half of the failed micro-batch for the phases that it had."""
+    half = max(1, len(failure.slots) // 2)
+    prefill, decode = sizes.prefill_micro_batch, sizes.decode_micro_batch
+    if sizes.max_batch_size:
+        return replace(sizes, max_batch_size=min(half, sizes.max_batch_size))
+    if failure.batch_kind == "mixed":  # its share of each is not known
+        return replace(
+            sizes, prefill_micro_batch=max(1, prefill // 2), decode_micro_batch=max(1, decode // 2)
+        )
+    if failure.batch_kind == "prefill":
+        return replace(sizes, prefill_micro_batch=min(half, prefill))
+    return replace(sizes, decode_micro_batch=min(half, decode))

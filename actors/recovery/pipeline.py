@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
-from ray import ObjectRef, ObjectRefGenerator
+from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
-from actors.messages import Chunk, Transport
+from actors.messages import Transport
 from actors.processes.answers import StageAnswers, StageDiedError
 from actors.processes.handle import StageHandle
 from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
@@ -63,10 +63,6 @@ class StagePipeline:
         """Return a number that no run had before."""
         self._runs += 1
         return self._runs
-
-    def generate(self, chunk: Chunk) -> ObjectRefGenerator:
-        """Hand `chunk` to the first stage; what finishes comes in the stream."""
-        return self.stages[0].generate(chunk)
 
     def follow(self, schedule: RequestSchedule) -> None:
         """Have the first stage go by another schedule, in the present run too, and after faults.

@@ -4,20 +4,33 @@ all are linked anew.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
+from itertools import count
+from typing import TypeVar
 
 from ray import ObjectRef
+from ray.exceptions import RayTaskError
 
 from actors.processes.answers import StageAnswers
-from actors.recovery.faults import Loss, StoppedRun, lost_by
+from actors.recovery.faults import HangError, Loss, StoppedRun, lost_by
 from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
 from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import EventReporter, OnEvent, Recovery
-from actors.recovery.restarting import StageRestart
-from actors.recovery.stopping import RunStopper
 from actors.stage.importance import as_tuple
 from quant.common.errors import DeviceError, DeviceLostError, StageLostError
 from quant.importance.statistics import LayerImportance
+
+T = TypeVar("T")
+
+LEAVE_S = 20.0  # at least: Ray takes 5 s to kill a stopped process, for which neighbours wait
+
+STARTS = 2
+"""Starts of a process that does not come up although its device is there, until the device is given
+up."""
+
+_REPORT_S = 60.0  # between two reports of a device that is waited for
+_LOAD_S = 3600.0  # for loading a shard that was loaded before
 
 
 class Repair:
@@ -92,7 +105,7 @@ class Repair:
         stages, retries = self.pipeline.stages, self.recovery.retries
         stopper = RunStopper(self.pipeline, self.recovery.hang_s, may_start=True)
         loading = {stage.index: stage.load() for stage in stages}
-        look = partial(stopper.kill_silent, loading) if retries else _ignore
+        look = partial(stopper.kill_silent, loading) if retries else lambda: None
         try:
             for stage, reference in wait_for(
                 self._answers, loading, limit_s, look, stopper.interval_s
@@ -141,5 +154,171 @@ class Repair:
             raise StageLostError(f"stages could not be linked again: {error}") from error
 
 
-def _ignore() -> None:
-    """Look at nothing."""
+class RunStopper:
+    """Brings the stages of `pipeline` out of a run; one that gives no sign of life for `hang_s` is
+    killed. `stopped` tells what is known of the run, as far as that has come.
+    """
+
+    def __init__(self, pipeline: StagePipeline, hang_s: float, may_start: bool = False) -> None:
+        self.stopped = StoppedRun()
+        self._pipeline = pipeline
+        self._hang_s = hang_s
+        self._check = LivenessCheck(pipeline.stages, pipeline.answers, hang_s, may_start=may_start)
+        self.interval_s = self._check.interval_s
+
+    def stop(self, hung: dict[int, Loss]) -> StoppedRun:
+        """Kill the `hung` stages, and have all others leave the run or kill them."""
+        for stage, loss in hung.items():
+            self._kill(stage, loss)
+        stopped = {stage.index: stage.stop() for stage in self._pipeline.stages}
+        reports = {stage.index: stage.leave_run() for stage in self._pipeline.stages}
+        for _ in self._answers(stopped):
+            pass
+        for stage, report in self._answers(reports):
+            if stage == 0:
+                self.stopped.tokens = report.tokens
+            if report.failure is not None:
+                self.stopped.failures[stage] = report.failure
+                if report.failure.kind == "device":
+                    self._kill(stage, Loss.unusable_device(report.failure))
+        return self.stopped
+
+    def _answers(self, asked: dict[int, ObjectRef[T]]) -> Iterator[tuple[int, T]]:
+        """Yield the answers that come. Stages that do not answer are killed: first the others, for
+        which the first stage may be waiting.
+        """
+        answers = self._pipeline.answers
+        limit_s = max(LEAVE_S, self._hang_s)
+        look = partial(self.kill_silent, asked)
+        while asked:
+            try:
+                for stage, reference in wait_for(answers, asked, limit_s, look, self.interval_s):
+                    try:
+                        answer = answers.get(reference)
+                    except StageLostError:
+                        self.stopped.lost.setdefault(stage, Loss.death())
+                    else:
+                        yield stage, answer
+            except OverdueError:
+                loss = Loss.hang(f"it did not come to rest within {limit_s:g} s")
+                for stage in [stage for stage in asked if stage] or list(asked):
+                    self._kill(stage, loss)
+                    del asked[stage]
+
+    def kill_silent(self, asked: dict[int, ObjectRef[T]]) -> None:
+        """Kill a stage of `asked` that gives no sign of life, and take it out."""
+        try:
+            self._check.look(only=asked)
+        except HangError as error:
+            if error.stage is not None:
+                self._kill(error.stage, error.loss)
+        except StageLostError:  # its answer in `asked` will fail too
+            pass
+        for stage in [stage for stage in asked if stage in self.stopped.lost]:
+            del asked[stage]
+
+    def _kill(self, stage: int, loss: Loss) -> None:
+        self._pipeline.stages[stage].kill()
+        self.stopped.lost[stage] = loss
+
+
+class StageRestart:
+    """Starts the `lost` stages of `pipeline` again and loads them, as `recovery` says."""
+
+    def __init__(
+        self,
+        pipeline: StagePipeline,
+        lost: Collection[int],
+        recovery: Recovery,
+        events: EventReporter,
+    ) -> None:
+        self._pipeline = pipeline
+        self._lost = sorted(lost)
+        self._recovery = recovery
+        self._events = events
+        self._began_s = self._reported_s = pipeline.answers.now_s()
+
+    def run(self) -> None:
+        """Return when all are loaded.
+
+        Raises `DeviceLostError` where a device stays away, `StageLostError` when a stage dies or
+        hangs meanwhile.
+        """
+        missing = self._start(self._lost)
+        for starts in count(1):
+            self._wait_for_devices(missing)
+            if not missing:
+                break
+            if starts >= STARTS and self._recovery.on_device_loss != "wait":
+                raise self._device_lost(missing)
+            missing = self._start(missing)  # where the device is there, its process hangs
+        self._load()
+
+    def _start(self, stages: Iterable[int]) -> dict[int, ObjectRef[None]]:
+        """Start `stages`; the answers tell that they have devices and processes."""
+        handles = [self._pipeline.stages[stage] for stage in stages]
+        for handle in handles:
+            handle.start()
+        return {handle.index: handle.ready() for handle in handles}
+
+    def _wait_for_devices(self, missing: dict[int, ObjectRef[None]]) -> None:
+        """Take out of `missing` what comes within `replace_s`."""
+        answers = self._pipeline.answers
+
+        def look() -> None:
+            if self._recovery.on_device_loss == "fail":
+                self._check_devices(missing)
+            self._report(missing)
+
+        try:
+            for _, reference in wait_for(answers, missing, self._recovery.replace_s, look):
+                answers.get(reference)
+        except OverdueError:
+            if self._recovery.on_device_loss != "wait":
+                self._check_devices(missing)
+
+    def _check_devices(self, stages: Iterable[int]) -> None:
+        gone = [stage for stage in stages if not self._pipeline.stages[stage].has_device()]
+        if gone:
+            raise self._device_lost(gone)
+
+    def _report(self, missing: Iterable[int]) -> None:
+        now_s = self._pipeline.answers.now_s()
+        if now_s - self._reported_s <= _REPORT_S:
+            return
+        self._reported_s = now_s
+        for stage in missing:
+            name = self._pipeline.stages[stage].name
+            text = f"{name} has waited {now_s - self._began_s:.0f} s for its device"
+            self._events.tell("waiting", stage, 0.0, text)
+
+    def _load(self) -> None:
+        """Load shards that were loaded before: what fails now is the device."""
+        answers, stages = self._pipeline.answers, self._pipeline.stages
+        check = LivenessCheck(stages, answers, self._recovery.hang_s)
+        loading = {stage: stages[stage].load() for stage in self._lost}
+        try:
+            for stage, reference in wait_for(
+                answers, loading, _LOAD_S, check.look, check.interval_s
+            ):
+                try:
+                    answers.get(reference)
+                except (DeviceError, RayTaskError) as error:
+                    text = f"{stages[stage].name} cannot be used any more: {error}"
+                    raise DeviceLostError(text, (stage,), stages[stage].devices) from error
+        except OverdueError:
+            stage = min(loading)
+            raise HangError(
+                f"stage {stage} was not loaded again within {_LOAD_S:g} s", stage
+            ) from None
+
+    def _device_lost(self, gone: Iterable[int]) -> DeviceLostError:
+        lost = tuple(sorted(gone))
+        handles = [self._pipeline.stages[stage] for stage in lost]
+        waited_s = self._pipeline.answers.now_s() - self._began_s
+        return DeviceLostError(
+            f"{', '.join(handle.name for handle in handles)}: no node has had a free one for "
+            f"{waited_s:.0f} s; plan again for those left",
+            lost,
+            tuple(device for handle in handles for device in handle.devices),
+        )

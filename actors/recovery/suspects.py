@@ -19,8 +19,7 @@ class RequestLedger:
     """Takes requests from `source` as they are wanted and keeps those that are not finished. It
     says what to run next, and takes in what finished and what went wrong.
 
-    The source may pause, with a None in the place of a request: whoever reads it has something else
-    to hand out first. While it is read, `reading` is set: an error is not the stages' then.
+    The source may pause, with a None in the place of a request: no more has come yet.
 
     They are run in turns. A turn that has no fault finishes all there is. After a fault the next
     turn begins with what the last one left. Requests that were computed at `retries` faults are
@@ -33,7 +32,7 @@ class RequestLedger:
     def __init__(self, source: Iterable[Request | None], retries: int, restarts: int) -> None:
         self._source: Iterator[Request | None] = iter(source)
         self._retries, self._restarts = retries, restarts
-        self.reading = self.paused = False
+        self.paused = False
         self._exhausted = False
         self._unfinished: dict[str, Request] = {}
         self._turn: deque[str] = deque()
@@ -77,22 +76,20 @@ class RequestLedger:
         """Read requests from the source; fewer where it pauses or ends."""
         new: list[Request] = []
         self.paused = False
-        self.reading = True
         for request in islice(self._source, count):
             if request is None:
                 self.paused = True
                 break
             new.append(request)
-        self.reading = False
         self._exhausted |= len(new) < count and not self.paused
         return new
 
-    def finish(self, finished: Sequence[Finished]) -> tuple[Finished, ...]:
-        """Take in what has `finished`; return what had not before."""
-        new = tuple(f for f in finished if self._unfinished.pop(f.custom_id, None) is not None)
-        if new:
-            self._in_vain = self._given_up = 0
-        return new
+    def finish(self, custom_id: str) -> bool:
+        """Take in that a request has finished; tell whether it had not before."""
+        if self._unfinished.pop(custom_id, None) is None:
+            return False
+        self._in_vain = self._given_up = 0
+        return True
 
     def cancel(self, custom_id: str) -> None:
         """Forget a request that is no longer wanted."""

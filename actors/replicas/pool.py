@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
-from actors.messages import Finished, Request
+from actors.live_group import JoinedObserver, LiveGroup, Observed
 from actors.recovery.policy import EventReporter, OnEvent, RecoveryEvent, ignore_event
-from actors.replicas.group import Group
-from actors.replicas.observer import PoolObserver
-from actors.replicas.replica import Board, Replica
-from actors.replicas.restarts import Restarts
-from actors.replicas.shared_rows import SharedRows
+from actors.replicas.replica import Board, Replica, Restarts
+from actors.replicas.run import SharedRun
 from planner.plan.spec import PlanSpec
 from quant.common.errors import StageLostError
 
@@ -26,19 +23,21 @@ ends; then their stages are ended, whatever they do."""
 ENDED_S = 5.0
 """Seconds that a replica gets to notice this."""
 
-MakeGroup = Callable[[PlanSpec, OnEvent], Group]
+MakeGroup = Callable[[PlanSpec, OnEvent], LiveGroup]
 """Makes the stages of a plan, which tell of their events so."""
 
 
-class ReplicaPool:
-    """Context manager over replicas of `plans`, with the face of one `StageGroup`; `plan` has the
+class ReplicaPool(LiveGroup):
+    """Context manager over replicas of `plans`, which share the requests of a run; `plan` has the
     stages of all of them.
 
-    Requests go to whichever has a free slot. The pool is ready when its first replica is, and the
+    The pool is ready when its first replica is, and the
     others join it. A replica that cannot go on gives its requests to the others and is started
     again in the background as `restarts` say; `on_event` is told of that, and of the faults of
-    each. When all are given up, `generate` raises `StageLostError`.
+    each. When all are given up, a run raises `StageLostError`.
     """
+
+    can_follow = False
 
     def __init__(
         self,
@@ -48,6 +47,7 @@ class ReplicaPool:
         on_event: OnEvent = ignore_event,
         restarts: Restarts = Restarts(),  # noqa: B008  (frozen)
     ) -> None:
+        super().__init__()
         self._plan = plan
         self._on_event = on_event
         self._telling = threading.Lock()
@@ -59,12 +59,24 @@ class ReplicaPool:
             make_own = partial(make, each, told)
             self.replicas += (Replica(index, each, make_own, self._board),)
             first += len(each.stages)
-        self.observer = PoolObserver(self.replicas)
+        self.observer = JoinedObserver(self._observers, [len(each.stages) for each in plans])
 
     @property
     def plan(self) -> PlanSpec:
         """One plan with the stages of all replicas."""
         return self._plan
+
+    @property
+    def ready_plans(self) -> Sequence[PlanSpec]:
+        """The plans of the replicas that take requests now."""
+        return [each.plan for each in self.replicas if each.status == "ready"]
+
+    def _observers(self, load_too: bool) -> Sequence[Observed | None]:
+        """What looks at the stages of each replica that is loaded, or may still load."""
+        return [
+            each.group.observer if each.group and (load_too or each.status == "ready") else None
+            for each in self.replicas
+        ]
 
     def __enter__(self) -> ReplicaPool:
         """Begin to load all replicas, and wait for the first that is ready.
@@ -115,68 +127,46 @@ class ReplicaPool:
             f"all {len(self.replicas)} replicas are lost, at last {last.name}: {last.error}"
         ) from last.error
 
-    def generate(
-        self, requests: Iterable[Request | None], few: bool = False
-    ) -> Iterator[tuple[Finished, ...]]:
-        """Generate for any number of requests, which are read when a replica has a free slot for
-        them; yields those that ended, and nothing in return for a None.
-
-        Replicas that were given up before get another chance.
+    def live(self) -> SharedRun:
+        """Return a run whose tokens come as they are sampled. Replicas that were given up before
+        get another chance.
         """
-        slots = [each.plan.workload.global_batch for each in self.replicas]
-        rows, earlier = SharedRows(iter(requests), slots, self._board.changed), self._board.rows
-        if earlier is not None:
-            earlier.stop()
-        with self._board.changed:
-            self._board.rows, self._board.error = rows, None
-            self._board.changed.notify_all()
+        return self._begin_run(whole=False)
+
+    def whole_answers(self, waits: bool = True) -> SharedRun:
+        """Return a run for whole answers, as `live`; no replica waits for full micro-batches."""
+        return self._begin_run(whole=True)
+
+    def _begin_run(self, whole: bool) -> SharedRun:
+        plans, board = [each.plan for each in self.replicas], self._board
+        if board.run is not None:
+            board.run.interrupt()
+        with board.changed:
+            run = board.run = SharedRun(plans, whole, board.changed, self._check)
+            board.error = None
+            board.changed.notify_all()
         for replica in self.replicas:
             replica.start()
-        return rows.results(self._check)
-
-    def interrupt(self) -> None:
-        """Have every replica leave what it generates."""
-        if self._board.rows is not None:
-            self._board.rows.stop()
-        for replica in self.replicas:
-            if replica.group is not None and replica.is_generating:
-                replica.group.interrupt()
-
-    def halt(self) -> tuple[Finished, ...]:
-        """Stop the last `generate`, which must not be asked on; return what had finished and was
-        not given out. `unfinished` has the rest.
-        """
-        self.abandon()
-        return () if self._board.rows is None else self._board.rows.left_over()
+        return run
 
     def abandon(self) -> None:
-        """Give up what the last `generate` has in flight, which must not be asked on; the replicas,
-        loaded as they are, are ready for another one.
+        """Give up what is in flight, while nobody waits for it; the replicas, loaded as they are,
+        are ready for another run.
         """
-        self.interrupt()
+        if self._board.run is not None:
+            self._board.run.interrupt()
         with self._board.changed:
             self._board.changed.wait_for(
                 lambda: not any(replica.is_generating for replica in self.replicas)
             )
-
-    def unfinished(self) -> tuple[Request, ...]:
-        """Return the requests that the last `generate` took and did not give out."""
-        return () if self._board.rows is None else self._board.rows.unfinished
-
-    def tokens_in_flight(self) -> dict[str, int]:
-        """Return the number of new tokens of each request in a KV slot, a second ago or so."""
-        tokens: dict[str, int] = {}
-        for replica in self.replicas:
-            if replica.group is not None and replica.status == "ready":
-                tokens |= replica.group.tokens_in_flight()
-        return tokens
 
     def _close(self) -> None:
         """End all replicas; one that loads is ended with its stages."""
         with self._board.changed:
             self._board.is_closing = True
             self._board.changed.notify_all()
-        self.interrupt()
+        if self._board.run is not None:
+            self._board.run.interrupt()
         for replica in self.replicas:
             if replica.status != "ready":
                 replica.release()

@@ -1,23 +1,23 @@
-"""One replica: a thread that loads its stages, generates, and starts lost ones again."""
+"""One replica: a thread that loads its stages, generates, and starts lost ones again, as often as
+that is worth it.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from threading import Condition, Thread
 from typing import Literal
 
 from ray.exceptions import RayError
 
-from actors.messages import Request
+from actors.live_group import LiveGroup
 from actors.processes.ray_head import check_head
 from actors.recovery.faults import RunInterruptedError
-from actors.recovery.policy import EventReporter
-from actors.replicas.group import Group
-from actors.replicas.restarts import LoadingTurns, Restarts
-from actors.replicas.shared_rows import SharedRows
+from actors.recovery.policy import EventReporter, OnDeviceLoss, Recovery
+from actors.replicas.run import SharedRun
 from planner.fleet.fleet_spec import make_up_text
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceError, DeviceLostError, HeadLostError, StageLostError
@@ -29,17 +29,67 @@ LOSSES = (StageLostError, DeviceError, RayError)
 """Errors that a replica is lost by alone; by all others the run ends."""
 
 
+MOST_PAUSE_S = 600.0
+"""The longest pause: devices that come back are used within ten minutes."""
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """The `attempts` in a row at starting a lost replica again, the first after `pause_s` seconds,
+    each following one after twice as many.
+
+    `on_device_loss` as in `Recovery`: with "wait" attempts have no end, with "fail" a replica whose
+    device is gone is not started again. No replica is planned again.
+    """
+
+    attempts: int = 5
+    pause_s: float = 10.0
+    on_device_loss: OnDeviceLoss = Recovery.on_device_loss
+
+    def pause_before(self, attempt: int, error: Exception) -> float | None:
+        """Seconds until this attempt, counted from 1, after `error`; None for no more."""
+        is_device = isinstance(error, DeviceLostError)
+        if self.on_device_loss == "fail" and is_device:
+            return None
+        if attempt > self.attempts and not (self.on_device_loss == "wait" and is_device):
+            return None
+        return min(MOST_PAUSE_S, self.pause_s * 2.0 ** min(attempt - 1, 30))
+
+
+class LoadingTurns:
+    """Lets replicas load at the same time on nodes of their own, and one after another on a node:
+    so its memory and disk have one at a time to serve, and the later ones find packed layers.
+    """
+
+    def __init__(self, changed: Condition) -> None:
+        self._changed = changed
+        self._busy: set[str] = set()
+
+    @contextmanager
+    def on(self, nodes: Collection[str]) -> Iterator[None]:
+        """Have `nodes` alone for the body of the `with` statement."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy.isdisjoint(nodes))
+            self._busy.update(nodes)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.difference_update(nodes)
+                self._changed.notify_all()
+
+
 @dataclass(eq=False)
 class Board:
     """What a pool and the threads of its replicas tell each other; `changed` guards all of it.
 
-    `rows` are those of the present run. `error` ends it, whatever the other replicas do.
+    `run` is the present one. `error` ends it, whatever the other replicas do.
     """
 
     events: EventReporter
     restarts: Restarts
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    rows: SharedRows | None = None
+    changed: Condition = field(default_factory=Condition)
+    run: SharedRun | None = None
     error: Exception | None = None
     is_closing: bool = False
 
@@ -51,19 +101,21 @@ class Board:
 class Replica:
     """Replica `index` of a pool, whose stages `make` makes; `error` is what it was lost by last."""
 
-    def __init__(self, index: int, plan: PlanSpec, make: Callable[[], Group], board: Board) -> None:
+    def __init__(
+        self, index: int, plan: PlanSpec, make: Callable[[], LiveGroup], board: Board
+    ) -> None:
         self.index, self.plan = index, plan
         self.name = f"replica {index} ({make_up_text(plan)})"
         self.status: Status = "loading"
         self.is_generating = False
-        self.group: Group | None = None
+        self.group: LiveGroup | None = None
         self.error: Exception | None = None
         self.failed_s = 0.0  # of the monotonic clock
         self._make, self._board = make, board
-        self._rows: SharedRows | None = None
         self._attempts = 0  # in a row, after which no row finished
+        self._given_back = 0  # requests that it had when it was lost
         self._lost_s: float | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def start(self) -> None:
         """Load in the background, unless that is going on or done; also after it was given up."""
@@ -73,7 +125,7 @@ class Replica:
             self._thread.join()  # it has told so, and ends
         self.status, self._attempts = "loading", 0
         name = f"llmpq-replica-{self.index}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def wait_ended(self, limit_s: float) -> bool:
@@ -128,39 +180,36 @@ class Replica:
 
     def _serve(self) -> None:
         """Generate for one run after the other until the board is closing."""
-        while (rows := self._next_rows()) is not None:
+        while (run := self._next_run()) is not None:
             assert self.group is not None, "it is loaded"
-            self._rows = rows
             try:
-                for finished in self.group.generate(rows.requests(self.index), few=True):
-                    if rows.finish(self.index, finished):
+                live = self.group.whole_answers(False) if run.is_whole else self.group.live()
+                run.join(self.index, live)
+                for told in live.events():
+                    if run.take(self.index, told):
                         self._attempts = 0
             except RunInterruptedError:
                 if not self._board.is_closing:
                     self.group.abandon()
             finally:
-                self._note_idle()
+                with self._board.changed:
+                    self.is_generating = False
+                    self._given_back = run.leave(self.index)
 
-    def _note_idle(self) -> None:
-        with self._board.changed:
-            self.is_generating = False
-            self._board.changed.notify_all()
-
-    def _next_rows(self) -> SharedRows | None:
-        """The rows of a run, once there is something to do for it; None when it is closing."""
+    def _next_run(self) -> SharedRun | None:
+        """The present run, once there is something to do for it; None when it is closing."""
         board = self._board
         with board.changed:
             while not board.is_closing:
-                if board.rows is not None and board.rows.has_work():
+                if board.run is not None and not board.run.has_ended:
                     self.is_generating = True
-                    return board.rows
+                    return board.run
                 board.changed.wait()
         return None
 
     def _lose(self, error: Exception) -> bool:
-        """Give back its rows and wait for the next attempt; False where there is none."""
+        """Wait for the next attempt; False where there is none."""
         board = self._board
-        unfinished: tuple[Request, ...] = () if self.group is None else self.group.unfinished()
         self.release()
         self.group = None
         if board.is_closing:
@@ -169,12 +218,9 @@ class Replica:
         self._lost_s = self._lost_s or self.failed_s
         self._attempts += 1
         pause_s = board.restarts.pause_before(self._attempts, error)
-        rows = 0
+        rows, self._given_back = self._given_back, 0
         with board.changed:
             self.status = "gone" if pause_s is None else "away"
-            if self._rows is not None:
-                rows = self._rows.give_back(self.index, unfinished)
-            self._rows = None
             board.changed.notify_all()
         self._tell(self._loss_text(error, rows, pause_s))
         if pause_s is None:

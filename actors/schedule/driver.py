@@ -51,6 +51,11 @@ class PipelineDriver:
         """Number of micro-batches that were submitted and have not come back."""
         return len(self._under_way)
 
+    @property
+    def wants_requests(self) -> bool:
+        """Tell whether requests are missing, as `Scheduler.wants_requests`."""
+        return self._scheduler.wants_requests
+
     def run(self) -> Iterator[tuple[Finished, ...]]:
         """Run until the scheduler wants more requests or all have ended; yields those that end."""
         while not self._scheduler.wants_requests:

@@ -40,7 +40,7 @@ from planner.scheduling import BOUNDED
 from quant.common.errors import DeviceLostError
 
 if TYPE_CHECKING:
-    from actors.replicas.group import Group
+    from actors.live_group import LiveGroup
     from llmpq.remote.local_ray import GiveUp
     from llmpq.run.monitoring.loading import LoadingState
 
@@ -180,7 +180,7 @@ class Run:
         yield from self.rows.bad_results()
         return None
 
-    def _generate_in(self, group: Group, gate: Gate) -> Generator[Result, None, Switch | None]:
+    def _generate_in(self, group: LiveGroup, gate: Gate) -> Generator[Result, None, Switch | None]:
         """Requests of `gate` in one group; returns the switch to another plan for what is left.
 
         Raises `DeviceLostError` when the group cannot go on.
@@ -263,18 +263,12 @@ class Run:
         )
         return DriftControl(self.rows.record, planning)
 
-    def _has_schedule(self, group: Group) -> bool:
+    def _has_schedule(self, group: LiveGroup) -> bool:
         """Whether `group` follows the schedule of its plan, and may follow another."""
-        from actors.replicas.group import FollowsPlan
+        return self._options.scheduling(self.plan).name == BOUNDED and group.can_follow
 
-        follows = self._options.scheduling(self.plan).name == BOUNDED
-        return follows and isinstance(group, FollowsPlan)
-
-    def _follow(self, group: Group, switch: Switch) -> None:
+    def _follow(self, group: LiveGroup, switch: Switch) -> None:
         """Have the stages go on by another schedule."""
-        from actors.replicas.group import FollowsPlan
-
-        assert isinstance(group, FollowsPlan), "only those are asked to"
         group.follow(switch.plan)
         stages = self._shared.stages
         stages.keep_for(switch.plan)
@@ -285,7 +279,7 @@ class Run:
     def _see(self, state: RunState) -> None:
         self._pace.see(state, self.rows.in_flight)
 
-    def _progress(self, group: Group) -> Progress:
+    def _progress(self, group: LiveGroup) -> Progress:
         rows = self.rows
         left = None
         if self._size is not None:

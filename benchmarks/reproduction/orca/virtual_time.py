@@ -20,7 +20,7 @@ from actors.messages import (
     TokenIds,
 )
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.live import Inbox, LiveRun, Mail
+from actors.schedule.live_run import Inbox, LiveRun, Mail
 from actors.schedule.scheduler import Scheduler
 from benchmarks.reproduction.orca.traces import Arrival, Lengths, Trace
 from planner.plan.modelled_times import ModelledTimes

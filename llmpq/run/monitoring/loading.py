@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from actors.stage_figures import LayersLoaded
 
 if TYPE_CHECKING:
-    from actors.replicas.group import Group
+    from actors.live_group import LiveGroup
 
 INTERVAL_S = 1.0
 WAIT_AT_END_S = 10.0  # for a question in progress, which waits 5 s for the stages
@@ -93,7 +93,7 @@ class LoadingWatch:
 
 
 def loading_watch(
-    group: Group, show: Sequence[Callable[[LoadingState], None]]
+    group: LiveGroup, show: Sequence[Callable[[LoadingState], None]]
 ) -> AbstractContextManager[object]:
     """Watch the stages of `group` load, and tell `show` how far they are."""
     if not show:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from actors.replicas.group import Group
+from actors.live_group import LiveGroup
 from actors.stage_figures import StageStats
 from llmpq.run.monitoring.meter import INTERVAL_S, RunMeter, RunState
 from llmpq.run.monitoring.trace import save_trace
@@ -64,7 +64,7 @@ class Monitor:
 
 @contextmanager
 def monitored(
-    group: Group,
+    group: LiveGroup,
     plan: PlanSpec,
     meter: RunMeter,
     show: Sequence[Callable[[RunState], None]],
@@ -96,7 +96,7 @@ def monitored(
 
 
 def _figures_since(
-    earlier: Sequence[StageStats] | None, group: Group
+    earlier: Sequence[StageStats] | None, group: LiveGroup
 ) -> tuple[StageStats, ...] | None:
     """The figures of the stages of `group` without those that they had `earlier`."""
     found = group.observer.figures()

@@ -34,7 +34,7 @@ from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
 
 if TYPE_CHECKING:
-    from actors.replicas.group import Group
+    from actors.live_group import LiveGroup
     from planner.model.finding import ModelShape
     from quant.importance.file import ImportanceStore
 
@@ -164,17 +164,17 @@ class RunResources:
         """The folder of the planned model, where it is here: a stand-in is another one."""
         return None if self._first_plan.stand_in is not None else str(self.folder)
 
-    def _group(self, plan: PlanSpec) -> Group:
+    def _group(self, plan: PlanSpec) -> LiveGroup:
         """The stages of `plan`, or where it stands for a fleet those of all pipelines."""
         if not self._replicas or plan is not self._first_plan:
             return self._stages_of(plan, self._heard)
         from actors.replicas.pool import ReplicaPool
-        from actors.replicas.restarts import Restarts
+        from actors.replicas.replica import Restarts
 
         restarts = Restarts(on_device_loss=self.options.on_device_loss)
         return ReplicaPool(plan, self._replicas, self._replica, self._heard, restarts)
 
-    def _replica(self, plan: PlanSpec, on_event: OnEvent) -> Group:
+    def _replica(self, plan: PlanSpec, on_event: OnEvent) -> LiveGroup:
         """The stages of one pipeline; while a device is waited for, others have its rows."""
         recovery = self.options.recovery
         if recovery.on_device_loss == "wait":
@@ -183,7 +183,7 @@ class RunResources:
 
     def _stages_of(
         self, plan: PlanSpec, on_event: OnEvent, recovery: Recovery | None = None
-    ) -> Group:
+    ) -> LiveGroup:
         from actors.handover.group import group_of
         from actors.stage_group import GroupOptions
         from actors.telemetry.meter import TelemetryOptions

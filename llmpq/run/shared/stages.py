@@ -12,7 +12,7 @@ from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceError, HeadLostError, StageLostError
 
 if TYPE_CHECKING:
-    from actors.replicas.group import Group
+    from actors.live_group import LiveGroup
     from llmpq.remote.local_ray import GiveUp
 
 
@@ -23,10 +23,12 @@ class SharedStages:
     `start_s`: the seconds that the present ones took to start.
     """
 
-    def __init__(self, make: Callable[[PlanSpec], Group], address: str | None, kept: bool) -> None:
+    def __init__(
+        self, make: Callable[[PlanSpec], LiveGroup], address: str | None, kept: bool
+    ) -> None:
         self._make, self._address, self._kept = make, address, kept
         self._ray: ExitStack | None = None
-        self._group: Group | None = None
+        self._group: LiveGroup | None = None
         self._plan: PlanSpec | None = None
         self._is_started = False
         self.start_s = 0.0
@@ -45,7 +47,7 @@ class SharedStages:
             if not self._kept:
                 self.close()
 
-    def of(self, plan: PlanSpec) -> Group:
+    def of(self, plan: PlanSpec) -> LiveGroup:
         """The stages of `plan`, which `lent` starts; those of another plan give way to them."""
         if self._group is None or self._plan is not plan:
             self._release()
@@ -58,7 +60,7 @@ class SharedStages:
 
     @contextmanager
     def lent(
-        self, group: Group, loading: AbstractContextManager[Any] | None = None
+        self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None
     ) -> Iterator[None]:
         """Have `group`, which `of` gave last, loaded for the body of the `with` statement; where it
         has to be loaded first, that is done in the body of `loading`.
@@ -107,7 +109,7 @@ class SharedStages:
                 joining.enter_context(ray_session(self._address, give_up))
                 self._ray = joining.pop_all()
 
-    def _start(self, group: Group, loading: AbstractContextManager[Any] | None = None) -> None:
+    def _start(self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None) -> None:
         if self._is_started:
             return
         began_s = time.perf_counter()
@@ -120,7 +122,7 @@ class SharedStages:
         self._is_started = True
         self.start_s = time.perf_counter() - began_s
 
-    def _clear(self, group: Group) -> None:
+    def _clear(self, group: LiveGroup) -> None:
         """Give up what `group` has in flight; let it go where that is not possible."""
         try:
             group.abandon()

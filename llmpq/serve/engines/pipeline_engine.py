@@ -36,8 +36,8 @@ from quant.checkpoint.model_reference import resolve
 from quant.common.errors import LlmpqError
 
 if TYPE_CHECKING:
-    from actors.handover.live import DividedLive
-    from actors.recovery.live import LiveGeneration
+    from actors.handover.run import DividedLive
+    from actors.recovery.generation import LiveGeneration
     from actors.stage_group import GroupOptions
     from llmpq.run.monitoring.loading import LoadingState
     from quant.importance.file import ImportanceStore

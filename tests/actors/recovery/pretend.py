@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.messages import Chunk, Finished, Request, Sampling
+from actors.live_group import WholeAnswers
+from actors.messages import Finished, Request, Sampling
 from actors.processes.answers import StageDiedError
 from actors.processes.health import BatchFailure, Heartbeat, RunReport
-from actors.recovery.generation import Generation
+from actors.recovery.generation import LiveGeneration
 from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.recovery.repair import Repair
-from actors.recovery.suspects import RequestLedger
-from actors.schedule.live import Inbox
+from actors.schedule.live_run import Inbox
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
-from tests.actors.recovery.pretend_leader import Leader, Stream
-from tests.actors.recovery.pretend_live import LiveStream
+from tests.actors.recovery.pretend_leader import Leader, LiveStream
 
 TICK_S = 0.25  # of the clock
 START_S = 6.0  # of a process
@@ -172,12 +171,6 @@ class Stage:
 
         return self._ask(broken, free=lambda: process.links_broken or self.cluster.is_broken())
 
-    def generate(self, chunk: Chunk) -> Stream:
-        assert self.process.leader is not None
-        stream = Stream(self, self.process.leader, chunk)
-        self.cluster.streams.append(stream)
-        return stream
-
     def submit(self, run: int, requests: Sequence[Request]) -> Reference:
         return self._ask_inbox(run, lambda inbox: inbox.put(requests))
 
@@ -193,10 +186,10 @@ class Stage:
         change(self.process.inbox)
         return self._ask()
 
-    def live(self, run: int, told_every: int = 1) -> LiveStream:
+    def live(self, run: int, told_every: int = 1, waits: bool = False) -> LiveStream:
         assert self.process.leader is not None
         assert self.process.inbox is not None
-        stream = LiveStream(self, self.process.leader, self.process.inbox)
+        stream = LiveStream(self, self.process.leader, self.process.inbox, not told_every, waits)
         self.cluster.streams.append(stream)
         return stream
 
@@ -254,7 +247,7 @@ class Answers:
             self._cluster.tick(TICK_S)
         return reference.get()
 
-    def streamed(self, stream: Stream) -> Iterator[Reference]:
+    def streamed(self, stream: LiveStream) -> Iterator[Reference]:
         while True:
             while not stream.is_ready():
                 self._cluster.tick(TICK_S)
@@ -281,9 +274,9 @@ class Cluster:
         options = LinkOptions(transport, 30.0, recovery.hang_s)  # type: ignore[arg-type]
         self.pipeline = StagePipeline(self.stages, Answers(self), sizes, options)  # type: ignore[arg-type]
         self.repair = Repair(self.pipeline, recovery, self.events.append)
-        self.ledger: RequestLedger
+        self.answers: WholeAnswers
         self._planned: list[tuple[float, Callable[[], None]]] = []
-        self.streams: list[Stream | LiveStream] = []  # computed one after the other
+        self.streams: list[LiveStream] = []  # computed one after the other
 
     def plan_in(self, seconds: float, action: Callable[[], None]) -> None:
         """Have `action` happen in so many seconds."""
@@ -295,12 +288,14 @@ class Cluster:
             stage.start()
         self.repair.load_and_link(limit_s)
 
+    def whole_answers(self, source: Iterable[Request]) -> WholeAnswers:
+        return WholeAnswers(LiveGeneration(self.repair, told_every=0, waits=True), source)
+
     def generate(self, source: Iterable[Request], pause_s: float = 0.0) -> dict[str, Finished]:
         """Run all of `source`; every request must end once. Whoever takes the results pauses."""
-        recovery = self.repair.recovery
-        self.ledger = RequestLedger(source, recovery.retries, recovery.restarts)
+        self.answers = self.whole_answers(source)
         ended: dict[str, Finished] = {}
-        for finished in Generation(self.repair, self.ledger).results():
+        for finished in self.answers.results():
             for each in finished:
                 assert each.custom_id not in ended
                 ended[each.custom_id] = each
@@ -319,7 +314,7 @@ class Cluster:
             if request.custom_id not in but:
                 assert ended[request.custom_id].token_ids == tokens_of(request)
         assert len(ended) == len(source)
-        assert self.ledger.unfinished == ()
+        assert self.answers.unfinished == ()
 
     def kinds(self) -> list[tuple[str, int | None]]:
         return [(event.kind, event.stage) for event in self.events]

@@ -1,16 +1,18 @@
-"""The first stage of a pretend cluster: its queue, and the stream of what finishes."""
+"""The first stage of a pretend cluster: its queue, and the stream of what it tells."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.messages import Chunk, Finished, Request
+from actors.logprobs import TokenLogprobs
+from actors.messages import Finished, Progress, Request
 from actors.processes.answers import StageDiedError
 from actors.processes.health import SlotTokens
+from actors.schedule.live_run import Inbox, Mail
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 
@@ -30,16 +32,16 @@ class Leader:
         self.slots: dict[int, tuple[Request, list[int]]] = {}
         self.no_more = False
 
-    def take(self, chunk: Chunk) -> None:
-        if chunk.run != self.run:
-            self.run, self.waiting, self.slots = chunk.run, deque(), {}
-        self.waiting += chunk.requests
-        self.no_more = chunk.last
+    def take(self, mail: Mail) -> None:
+        gone = set(mail.cancelled)
+        self.waiting += mail.requests
+        self.waiting = deque(r for r in self.waiting if r.custom_id not in gone)
+        self.slots = {i: s for i, s in self.slots.items() if s[0].custom_id not in gone}
+        self.no_more = mail.closed
 
     @property
     def wants_more(self) -> bool:
-        empty = not self.waiting and (not self.slots or not self.no_more)
-        return empty and (self.no_more or len(self.slots) < self.sizes.slots)
+        return not (self.no_more or self.waiting or len(self.slots) == self.sizes.slots)
 
     def tokens(self) -> SlotTokens:
         held = {i: (r.custom_id, np.array(t)) for i, (r, t) in self.slots.items()}
@@ -70,13 +72,19 @@ class Leader:
             self.cluster.compute(batch, tuple(self.slots[slot][0].custom_id for slot in batch))
 
 
-class Stream:
-    """What comes of a chunk; `next` as of Ray's streams, ready when the next item is there."""
+class LiveStream:
+    """What comes of a live run; `next` as of Ray's streams."""
 
-    def __init__(self, stage: Stage, leader: Leader, chunk: Chunk) -> None:
-        self.stage, self.process, self.leader, self.chunk = stage, stage.process, leader, chunk
-        self.begun = self.over = False
-        self.items: deque[tuple[Finished, ...]] = deque()
+    def __init__(
+        self, stage: Stage, leader: Leader, inbox: Inbox, whole: bool, waits: bool
+    ) -> None:
+        self.stage, self.process, self.leader, self.inbox = stage, stage.process, leader, inbox
+        self.whole, self.waits = whole, waits
+        leader.run, leader.slots = inbox.run, {}
+        leader.waiting.clear()
+        self.asking: set[str] = set()
+        self.over = self.has_asked = False
+        self.items: deque[tuple[Any, ...]] = deque()
         self.error: Exception | None = None
         self.next_s = 0.0
 
@@ -91,47 +99,68 @@ class Stream:
         elif self.process.leader is not self.leader or cluster.is_broken():
             self.error = StageLostError("a neighbour cannot be reached")
         elif not cluster.is_waited_for() and cluster.now_s >= self.next_s:
-            self._compute(cluster)
+            self._step()
 
-    def _compute(self, cluster: Cluster) -> None:
-        if not self.begun:
-            self.begun = True
-            self.leader.take(self.chunk)
-        if self.leader.wants_more:
-            self.over = True
+    def _step(self) -> None:
+        leader, cluster = self.leader, self.stage.cluster
+        mail = self.inbox.take(wait=False)
+        leader.take(mail)
+        self.asking |= {r.custom_id for r in mail.requests if r.top_logprobs is not None}
+        if self.waits and leader.wants_more:
+            if mail.requests or not self.has_asked:
+                self.items.append(())
+            self.has_asked = True
+            return
+        self.has_asked = False
+        if not leader.waiting and not leader.slots:
+            self.over = mail.closed
             return
         self.next_s = cluster.now_s + STEP_S
+        steps = cluster.steps
         try:
-            ended = self.leader.step()
+            ended = {each.custom_id: each for each in leader.step()}
         except StageLostError as error:
             self.error = error
             return
-        if ended:
-            self.items.append(ended)
+        if cluster.steps == steps:
+            return
+        if self.whole:
+            whole = [Progress(i, e.token_ids, e.finish_reason) for i, e in ended.items()]
+            self.items += [tuple(whole)] * bool(whole)
+            return
+        told = [Progress(r.custom_id, (tokens[-1],)) for r, tokens in leader.slots.values()]
+        told += [Progress(i, e.token_ids[-1:], e.finish_reason) for i, e in ended.items()]
+        self.items.append(tuple(map(self._with_logprobs, told)))
+
+    def _with_logprobs(self, progress: Progress) -> Progress:
+        """That of token n is -n, where the request asks."""
+        if progress.custom_id not in self.asking:
+            return progress
+        return replace(progress, logprobs=tuple(TokenLogprobs(-n) for n in progress.token_ids))
 
     def is_ready(self) -> bool:
         return bool(self.items) or self.has_ended
 
     def __next__(self) -> Item:
-        if not self.items and self.over:
-            raise StopIteration
         if self.items:
             return Item(self.items.popleft())
+        if self.over:
+            raise StopIteration
         self.over = True
         return Item((), self.error)
 
 
 @dataclass(frozen=True)
 class Item:
-    """An item of a stream, which is there: what finished, or the error that ended the stream."""
+    """An item of a stream, which is there: what it tells, or the error that ended the stream."""
 
-    finished: tuple[Finished, ...]
+    told: tuple[Progress, ...]
     error: Exception | None = None
 
     def is_ready(self) -> bool:
         return True
 
-    def get(self) -> tuple[Finished, ...]:
+    def get(self) -> tuple[Progress, ...]:
         if self.error is not None:
             raise self.error
-        return self.finished
+        return self.told

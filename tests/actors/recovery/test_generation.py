@@ -9,10 +9,8 @@ import pytest
 
 from actors.messages import BatchKind, Finished, Request
 from actors.processes.health import BatchFailure
-from actors.recovery.diagnosis import halved
 from actors.recovery.faults import RunInterruptedError
-from actors.recovery.generation import Generation, few_requests
-from actors.recovery.suspects import RequestLedger
+from actors.recovery.generation import halved
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 from tests.actors.recovery.pretend import Cluster, requests, started, tokens_of
@@ -145,23 +143,22 @@ def test_what_is_halted_goes_on_elsewhere_with_its_tokens(after: int) -> None:
     """Each request ends once, in the first group or in the second."""
     source = requests(COUNT, new_tokens=9)
     first = started()
-    ledger = RequestLedger(source, 2, 5)
-    generation = Generation(first.repair, ledger)
+    answers = first.whole_answers(source)
     ended: list[Finished] = []
-    for finished in generation.results():
+    for finished in answers.results():
         ended += finished
         if len(ended) >= after:
-            in_slots = generation.tokens_in_flight
-            ended += generation.halt()
+            in_slots = answers.live.tokens_in_flight
+            ended += answers.halt()
             break
-    left = ledger.unfinished
+    left = answers.unfinished
     assert set(in_slots) <= {str(i) for i in range(COUNT)}
     assert any(request.generated for request in left), "or tokens are computed again"
     for request in left:
         assert request.generated == tokens_of(request)[: len(request.generated)]
     not_taken = [r for r in source if r.custom_id not in {e.custom_id for e in (*ended, *left)}]
     second = started()
-    for finished in Generation(second.repair, RequestLedger([*left, *not_taken], 2, 5)).results():
+    for finished in second.whole_answers([*left, *not_taken]).results():
         ended += finished
     assert sorted(int(each.custom_id) for each in ended) == list(range(COUNT))
     assert {each.custom_id: each.token_ids for each in ended} == {
@@ -169,32 +166,13 @@ def test_what_is_halted_goes_on_elsewhere_with_its_tokens(after: int) -> None:
     }
 
 
-def test_where_others_take_from_the_same_source_few_are_read_ahead() -> None:
-    """The first chunk fills the slots; those behind it are of a prefill or an eighth of them."""
-    sizes = QueueSizes(32, 3, 8, 64)
-    assert few_requests(sizes) == 4
-    most_ahead: dict[bool, int] = {}
-    for few in (True, False):
-        cluster = started(sizes=sizes)
-        cluster.ledger = RequestLedger(requests(COUNT, new_tokens=9), 2, 5)
-        ended = 0
-        for finished in Generation(cluster.repair, cluster.ledger, few).results():
-            ended += len(finished)
-            ahead = len(cluster.ledger.unfinished) - sizes.slots
-            most_ahead[few] = max(most_ahead.get(few, 0), ahead)
-        assert ended == COUNT
-    assert most_ahead[True] <= 2 * 4 + sizes.slots // 4
-    assert most_ahead[False] > 64
-
-
 def test_a_run_that_is_interrupted_can_be_given_up_and_another_follows() -> None:
     cluster = started()
-    ledger = RequestLedger(requests(COUNT), 2, 5)
-    generation = Generation(cluster.repair, ledger)
-    cluster.plan_in(SOON_S, generation.interrupt)
+    answers = cluster.whole_answers(requests(COUNT))
+    cluster.plan_in(SOON_S, answers.live.interrupt)
     with pytest.raises(RunInterruptedError):
-        list(generation.results())
-    assert ledger.unfinished
+        list(answers.results())
+    assert answers.unfinished
     cluster.repair.restore(cluster.repair.stop_run({}))
     cluster.check_all(requests(COUNT))
     assert [stage.starts for stage in cluster.stages] == [1, 1, 1]

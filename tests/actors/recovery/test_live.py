@@ -10,7 +10,7 @@ import pytest
 
 from actors.messages import HostKey, Request, Sampling
 from actors.recovery.faults import RunInterruptedError
-from actors.recovery.live import LiveGeneration
+from actors.recovery.generation import LiveGeneration
 from actors.recovery.policy import Recovery
 from quant.common.errors import SpecError, StageLostError
 from tests.actors.recovery.pretend import (

@@ -149,7 +149,7 @@ def test_restarts_are_used_up() -> None:
     with pytest.raises(StageLostError, match="stage 1's process died"):
         cluster.check_all(requests(COUNT))
     assert cluster.stages[1].starts == 1 + 1 + 3
-    left = {request.custom_id for request in cluster.ledger.unfinished}
+    left = {request.custom_id for request in cluster.answers.unfinished}
     assert left, "another group can go on with them"
 
 
@@ -192,7 +192,7 @@ def test_a_device_that_is_gone_for_good_ends_the_run(policy: str, after_s: float
         cluster.check_all(requests(COUNT))
     assert (error.value.stages, error.value.devices) == ((2,), ("node/gpu:2",))
     assert after_s <= cluster.now_s - began_s <= after_s + SOON_S + 5.0
-    tokens = {request.custom_id: request.generated for request in cluster.ledger.unfinished}
+    tokens = {request.custom_id: request.generated for request in cluster.answers.unfinished}
     assert any(tokens.values()), "with the tokens they had"
 
 

@@ -43,8 +43,10 @@ class Runner:
                 if self._dies(ids):
                     break
                 ended = [Finished(i, (1, 2), "stop") for i in ids]
-                self.results += self._ledger.finish(ended)
-                assert self._ledger.finish(ended) == ()
+                for each in ended:
+                    if self._ledger.finish(each.custom_id):
+                        self.results.append(each)
+                    assert not self._ledger.finish(each.custom_id)
 
     def _batches(self) -> Iterator[tuple[Request, ...]]:
         taken: tuple[Request, ...] = (None,) * SLOTS  # type: ignore[assignment]
@@ -119,7 +121,7 @@ def test_what_is_unfinished_has_its_tokens_for_another_run() -> None:
     ledger = RequestLedger(requests(9), retries=2, restarts=5)
     ledger.next_turn()
     ledger.take(4)
-    ledger.finish([Finished("1", (5,), "stop")])
+    ledger.finish("1")
     ledger.progress({"2": (7, 8), "1": (5,), "8": (1,)})
     ledger.progress({"2": (7,)})
     assert [(r.custom_id, r.generated) for r in ledger.unfinished] == [
@@ -142,7 +144,8 @@ def test_a_source_that_pauses_is_neither_read_on_nor_taken_for_ended() -> None:
     ledger.next_turn()
     taken = [(ledger.take(2), ledger.paused, len(read)) for _ in range(4)]
     assert taken == [((one,), True, 2), ((), True, 3), ((two, three), False, 5), ((), False, 5)]
-    ledger.finish([Finished(str(i), (), "stop") for i in range(3)])
+    for i in range(3):
+        ledger.finish(str(i))
     assert not ledger.next_turn()
 
 
@@ -160,4 +163,3 @@ def test_two_rows_of_one_id_and_a_broken_source_are_the_users() -> None:
     ledger.next_turn()
     with pytest.raises(StageLostError):
         ledger.take(3)
-    assert ledger.reading

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from threading import Condition
 from types import SimpleNamespace
 from typing import Any
 
-from actors.messages import Finished, Request, Sampling
+from actors.messages import Finished, Progress, Request, Sampling
 from actors.recovery.faults import RunInterruptedError
 from actors.recovery.policy import OnEvent, RecoveryEvent
 from actors.replicas.pool import ReplicaPool
-from actors.replicas.restarts import Restarts
+from actors.replicas.replica import Restarts
 
 WAIT_S = 120.0
 """After so long a wait has failed; nothing that is right takes a thousandth of it."""
@@ -27,18 +26,93 @@ def requests(count: int) -> list[Request]:
 def pretend_plan(slots: int, node: str) -> Any:
     """What a pool looks at of a plan."""
     stage = SimpleNamespace(node=node, accelerator="T4", degree=1)
-    return SimpleNamespace(stages=(stage,), workload=SimpleNamespace(global_batch=slots))
+    workload = SimpleNamespace(global_batch=slots, kv_tokens=10 * slots)
+    sizes = SimpleNamespace(prefill=1)
+    return SimpleNamespace(stages=(stage,), workload=workload, micro_batches=sizes)
+
+
+class PretendLive:
+    """A live run whose requests end in their order, as many as it `may` finish."""
+
+    def __init__(self, group: PretendGroup) -> None:
+        self.group, self.scene = group, group.scene
+        self.held: dict[str, Request] = {}
+        self.cancelled: set[str] = set()
+        self.is_closed = self.is_interrupted = False
+
+    def submit(self, *requests: Request) -> None:
+        with self.scene.changed:
+            self.held |= {each.custom_id: each for each in requests}
+            self.scene.changed.notify_all()
+
+    def cancel(self, custom_id: str) -> None:
+        with self.scene.changed:
+            self.held.pop(custom_id, None)
+            self.cancelled.add(custom_id)
+
+    def close(self) -> None:
+        with self.scene.changed:
+            self.is_closed = True
+            self.scene.changed.notify_all()
+
+    def interrupt(self) -> None:
+        with self.scene.changed:
+            self.is_interrupted = True
+            self.scene.changed.notify_all()
+
+    @property
+    def in_slots(self) -> list[Request]:
+        return list(self.held.values())[: self.group.plan.workload.global_batch]
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """With two tokens of each that has a slot."""
+        slots = len(self.in_slots)
+        return tuple(
+            replace(each, generated=(7, 7)) if i < slots else each
+            for i, each in enumerate(self.held.values())
+        )
+
+    @property
+    def tokens_in_flight(self) -> dict[str, int]:
+        return {request.custom_id: 1 for request in self.in_slots}
+
+    def events(self) -> Iterator[tuple[Progress, ...]]:
+        while (request := self._next()) is not None:
+            self.scene.handled.append((self.group.index, request))
+            tokens = (7,) * (request.max_new_tokens - len(request.generated))
+            yield (Progress(request.custom_id, tokens, "length"),)
+
+    def _next(self) -> Request | None:
+        """The next request that ends, once one may."""
+        with self.scene.changed:
+            assert self.scene.changed.wait_for(self._has_news, WAIT_S)
+            if self.is_interrupted:
+                raise RunInterruptedError
+            if self.group.error is not None:
+                raise self.group.error
+            if not self.held:
+                return None
+            self.scene.may[self.group.index] -= 1
+            return self.held.pop(next(iter(self.held)))
+
+    def _has_news(self) -> bool:
+        if self.is_interrupted or self.group.error is not None:
+            return True
+        if not self.held:
+            return self.is_closed
+        index = self.group.index
+        return self.scene.may[index] > 0 and self.scene.begins[index]()
 
 
 class PretendGroup:
-    """The face of a `StageGroup` whose requests end in their order, as many as it `may` finish."""
+    """The face of a `LiveGroup`."""
 
     def __init__(self, scene: Scene, index: int, plan: Any, on_event: OnEvent) -> None:
         self.scene, self.index, self.plan, self.on_event = scene, index, plan, on_event
         self.observer = self
         self.error: Exception | None = None
-        self.in_slots: deque[Request] = deque()
-        self.is_interrupted = False
+        self.run = PretendLive(self)
         self.abandoned = 0
 
     def __enter__(self) -> PretendGroup:
@@ -51,59 +125,16 @@ class PretendGroup:
     def figures(self) -> None:
         return None
 
-    def generate(
-        self, source: Iterable[Request | None], few: bool = False
-    ) -> Iterator[tuple[Finished, ...]]:
-        assert few
-        self.is_interrupted, self.in_slots = False, deque()
-        wanted, is_read = iter(source), False
-        while True:
-            while not is_read and len(self.in_slots) < self.plan.workload.global_batch:
-                request = next(wanted, None)
-                is_read = request is None
-                if request is not None:
-                    with self.scene.changed:
-                        self.in_slots.append(request)
-                        self.scene.changed.notify_all()
-            if not self.in_slots:
-                return
-            self._wait()
-            request = self.in_slots.popleft()
-            self.scene.handled.append((self.index, request))
-            yield (Finished(request.custom_id, (7,) * request.max_new_tokens, "length"),)
+    def live(self) -> PretendLive:
+        self.run = PretendLive(self)
+        return self.run
 
-    def _wait(self) -> None:
-        """Wait until a request may finish."""
-        with self.scene.changed:
-            assert self.scene.changed.wait_for(self._has_news, WAIT_S)
-            if self.is_interrupted:
-                raise RunInterruptedError
-            if self.error is not None:
-                raise self.error
-            self.scene.may[self.index] -= 1
-
-    def _has_news(self) -> bool:
-        if self.is_interrupted or self.error is not None:
-            return True
-        return self.scene.may[self.index] > 0 and self.scene.begins[self.index]()
-
-    def interrupt(self) -> None:
-        with self.scene.changed:
-            self.is_interrupted = True
-            self.scene.changed.notify_all()
+    def whole_answers(self, waits: bool) -> PretendLive:
+        assert not waits
+        return self.live()
 
     def abandon(self) -> None:
         self.abandoned += 1
-
-    def halt(self) -> tuple[Finished, ...]:
-        raise AssertionError("a pool does not switch plans")
-
-    def tokens_in_flight(self) -> dict[str, int]:
-        return {request.custom_id: 1 for request in self.in_slots}
-
-    def unfinished(self) -> tuple[Request, ...]:
-        """With two tokens of each."""
-        return tuple(replace(request, generated=(7, 7)) for request in self.in_slots)
 
 
 class Scene:
@@ -157,7 +188,7 @@ class Scene:
     def is_full(self, index: int) -> bool:
         """Whether all slots of a replica have requests."""
         group = self.groups[index]
-        return len(group.in_slots) == group.plan.workload.global_batch
+        return len(group.run.in_slots) == group.plan.workload.global_batch
 
     def lose(self, index: int, error: Exception) -> None:
         with self.changed:
@@ -176,12 +207,11 @@ class Scene:
                 lambda: all(each.status == "ready" for each in self.pool.replicas), WAIT_S
             )
 
-    def until_all_want(self) -> None:
-        """Wait until every replica has a free slot and asks for a request."""
+    def until_all_take_part(self) -> None:
         board = self.pool._board
         with board.changed:
             assert board.changed.wait_for(
-                lambda: board.rows is not None and len(board.rows._wanting) == len(self.may), WAIT_S
+                lambda: board.run is not None and all(board.run._lives), WAIT_S
             )
 
     def run(self, source: Iterable[Request | None]) -> list[Finished]:

@@ -11,12 +11,13 @@ from threading import Event
 import pytest
 
 from actors.messages import Request
-from actors.replicas.restarts import LoadingTurns, Restarts
+from actors.replicas.replica import LoadingTurns, Restarts
 from quant.common.errors import CheckpointError, DeviceError, DeviceLostError, SpecError
 from quant.common.errors import StageLostError as Lost
 from tests.actors.replicas.pretend_groups import NO_END, WAIT_S, Scene, requests
 
 COUNT = 60
+AHEAD = 3  # requests that wait at a replica at most
 
 
 def by_replica(scene: Scene) -> Counter[int]:
@@ -38,7 +39,7 @@ ALL = [str(i) for i in range(COUNT)]
 
 
 def test_rows_go_where_slots_are_free_and_no_row_is_read_before() -> None:
-    """One replica finishes nothing until the other has done all but what is in its slots."""
+    """One replica finishes nothing until the other has done all but what it has itself."""
     scene = Scene(3, 5)
     scene.may[1] = 0
     scene.begins[0] = lambda: scene.is_full(1)
@@ -54,14 +55,14 @@ def test_rows_go_where_slots_are_free_and_no_row_is_read_before() -> None:
         scene.until_all_ready()
         results = pool.generate(source())
         ended = []
-        while len(ended) < COUNT - 5:
+        while len(ended) < COUNT - 5 - AHEAD:
             ended += next(results)
-            assert read <= len(scene.handled) + 3 + 5
-        assert by_replica(scene)[0] == COUNT - 5
+            assert read <= len(scene.handled) + 3 + 5 + 2 * AHEAD
+        assert by_replica(scene)[0] >= COUNT - 5 - AHEAD
         scene.let(1)
         ended += [each for finished in results for each in finished]
     assert ids(ended) == ALL
-    assert by_replica(scene) == {0: COUNT - 5, 1: 5}
+    assert 5 <= by_replica(scene)[1] <= 5 + AHEAD
     assert pool.unfinished() == ()
     assert sorted(scene.released)[0] == 0
     assert scene.events == []
@@ -71,19 +72,16 @@ def test_few_rows_are_spread_by_the_slots() -> None:
     scene = Scene(4, 8)
     scene.may = [0, 0]
 
-    def source() -> Iterator[Request | None]:
-        for request in [*requests(6), None]:
-            scene.until_all_want()
-            yield request
-
     with scene.pool as pool:
         scene.until_all_ready()
-        results = pool.generate(source())
-        assert next(results) == (), "the source pauses"
-        assert [len(scene.groups[index].in_slots) for index in (0, 1)] == [2, 4]
-        assert pool.tokens_in_flight().keys() == {str(i) for i in range(6)}
+        run = pool.whole_answers()
+        scene.until_all_take_part()
+        run.submit(*requests(6))
+        assert [len(scene.groups[index].run.held) for index in (0, 1)] == [2, 4]
+        assert run.tokens_in_flight.keys() == {str(i) for i in range(6)}
+        run.close()
         scene.let(0), scene.let(1)
-        assert len([each for finished in results for each in finished]) == 6
+        assert len([each for told in run.events() for each in told]) == 6
 
 
 def test_the_rows_of_one_that_is_lost_go_to_the_others_with_their_tokens() -> None:
@@ -103,7 +101,8 @@ def test_the_rows_of_one_that_is_lost_go_to_the_others_with_their_tokens() -> No
         while len(ended) < COUNT // 2:
             ended += next(results)
         assert len(scene.events) == 1
-        assert "replica 0 (1 T4) is lost: its node has burnt down; its 3 rows" in scene.texts()[0]
+        lost = r"replica 0 \(1 T4\) is lost: its node has burnt down; its [345] rows go"
+        assert re.match(lost, scene.texts()[0])
         assert by_replica(scene)[0] == 2
         with scene.changed:
             scene.may[1], scene.may[0] = 0, NO_END
@@ -129,14 +128,14 @@ def test_rows_that_come_back_last_wake_those_who_were_done() -> None:
         scene.until_all_ready()
         results = pool.generate(iter(requests(COUNT)))
         ended = [*next(results)]
-        while len(ended) < COUNT - 5:
+        while len(ended) < COUNT - 5 - AHEAD:
             ended += next(results)
         scene.lose(1, DeviceLostError("late", (0,), ("b/T4:0",)))
         ended += [each for finished in results for each in finished]
     assert ids(ended) == ALL
     assert by_replica(scene) == {0: COUNT}
-    assert "late; the pipelines of a fleet are not planned again; its 5 rows" in scene.texts()[0]
-    assert "it is given up" in scene.texts()[0]
+    lost = r".* late; the pipelines of a fleet are not planned again; its \d rows .* is given up"
+    assert re.match(lost, scene.texts()[0])
 
 
 @pytest.mark.parametrize("seed", range(12))

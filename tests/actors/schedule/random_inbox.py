@@ -8,7 +8,7 @@ from random import Random
 
 from actors.messages import MicroBatch, Request, TokenIds
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.live import Inbox, Mail
+from actors.schedule.live_run import Inbox, Mail
 from planner.scheduling import RequestSchedule
 from tests.actors.schedule.token_pipeline import TokenPipeline
 

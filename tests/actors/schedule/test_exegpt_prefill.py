@@ -10,7 +10,7 @@ import pytest
 from actors.messages import Finished, HostKey, Park, Progress, Request
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt_prefill import PrefillScheduler
-from actors.schedule.live import LiveRun
+from actors.schedule.live_run import LiveRun
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
 from planner.scheduling import RequestSchedule

@@ -11,7 +11,9 @@ import pytest
 
 from actors.messages import Progress, Request, Sampling
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.live import Inbox, LiveRun
+from actors.schedule.live_run import Inbox, LiveRun
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
 from actors.schedule.table import make_scheduler
 from tests.actors.schedule.random_inbox import RandomInbox
 from tests.actors.schedule.token_pipeline import NUMBERS, TokenPipeline, request, sizes_of
@@ -115,3 +117,35 @@ def test_an_idle_run_waits_until_something_comes(is_abandoned: bool) -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert told.empty()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_that_waits_has_the_micro_batches_of_all_requests_at_once(seed: int) -> None:
+    """However few come at a time, it asks for more before it submits a smaller one; and tells of
+    whole answers.
+    """
+    random = Random(seed)
+    count, stages = random.randint(1, 40), random.randint(1, 3)
+    slots = random.randint(1, 12)
+    sizes = QueueSizes(slots, random.randint(1, slots), random.randint(1, slots), 20)
+    prompts = [random.randint(1, 9) for _ in range(count)]
+    requests = [request(i, tokens, 20 - tokens) for i, tokens in enumerate(prompts)]
+    outputs = {each.custom_id: random.randint(1, 7) for each in requests}
+
+    def run(at_once: int) -> tuple[list[tuple[str, ...]], dict[str, int]]:
+        pipeline = TokenPipeline(stages, 20 * slots, outputs)
+        pipeline.expect(requests)
+        driver = PipelineDriver(StaticScheduler(sizes, stages), pipeline)
+        coming, inbox, ended = list(requests), Inbox(1), dict[str, int]()
+        for told in LiveRun(driver, inbox, 20, told_every=0, waits=True).events():
+            ended |= {each.custom_id: len(each.token_ids) for each in told}
+            if not told:
+                inbox.put(coming[:at_once])
+                del coming[:at_once]
+                if not coming:
+                    inbox.close()
+        return pipeline.names, ended
+
+    names, ended = run(count)
+    assert ended == outputs
+    assert run(random.randint(1, 5)) == (names, ended)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actors.processes.health import BatchFailure
-from actors.recovery.diagnosis import halved
+from actors.recovery.generation import halved
 from actors.schedule.exegpt import RraScheduler
 from actors.schedule.orca import OrcaScheduler
 from actors.schedule.s3 import S3Scheduler

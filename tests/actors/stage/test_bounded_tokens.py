@@ -17,7 +17,7 @@ import pytest
 from actors.messages import Request, Sampling
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
-from actors.schedule.live import Inbox, LiveRun, Mail
+from actors.schedule.live_run import Inbox, LiveRun, Mail
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
 from planner.schedule.policy_sizes import TurnSizes

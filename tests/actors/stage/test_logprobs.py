@@ -18,7 +18,7 @@ import torch
 from actors.logprobs import NO_TOKEN, TokenLogprobs
 from actors.messages import Admission, Request, Sampling
 from actors.schedule.driver import Pipeline, PipelineDriver
-from actors.schedule.live import Inbox, LiveRun
+from actors.schedule.live_run import Inbox, LiveRun
 from actors.schedule.table import make_scheduler
 from actors.stage.logprobs import logprob_rows
 from actors.stage.sampler import Sampler

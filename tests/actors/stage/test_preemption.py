@@ -30,7 +30,7 @@ from actors.messages import (
     TokenRange,
 )
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.live import Inbox, LiveRun, Mail
+from actors.schedule.live_run import Inbox, LiveRun, Mail
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage

@@ -14,7 +14,7 @@ import ray
 from actors.messages import Request, Sampling
 from actors.recovery.policy import OnEvent, Recovery, RecoveryEvent
 from actors.replicas.pool import ReplicaPool
-from actors.replicas.restarts import Restarts
+from actors.replicas.replica import Restarts
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Fleet, Plan
 from llmpq.cli.run import main

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from actors.handover.ledger import DividedLedger
 from actors.handover.transfer import Moving, Transfer
 from actors.messages import Progress, Request
 from actors.recovery.faults import RunInterruptedError
-from actors.recovery.live import LiveGeneration
+from actors.recovery.generation import LiveGeneration
 
 OnLost = Callable[[int], None]
 """Told of requests whose keys and values were lost on their way."""
@@ -54,12 +54,13 @@ class DividedLive:
             )
         ]
 
-    def submit(self, request: Request) -> None:
-        """Have `request` run as soon as there is room, as `LiveGeneration.submit`."""
+    def submit(self, *requests: Request) -> None:
+        """Have `requests` run as soon as there is room, as `LiveGeneration.submit`."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("a live generation takes no requests after close()")
-            self._ledger.add(request)
+            for request in requests:
+                self._ledger.add(request)
             self._go_on()
 
     def cancel(self, custom_id: str) -> None:
@@ -118,34 +119,34 @@ class DividedLive:
             if thread.ident is not None:
                 thread.join(limit_s)
 
-    def events(self) -> Iterator[tuple[Progress, ...]]:
+    def events(self) -> Generator[tuple[Progress, ...]]:
         """Yield new tokens as they come, and the ends of requests, as `LiveGeneration.events`."""
-        self.start()
+        for thread in self._threads:
+            thread.start()
         try:
-            while (told := self.next_events()) is not None:
+            while (told := self._next_events()) is not None:
                 if told:
                     yield told
             self.join()
         finally:
-            self.stop()
+            if not self.has_ended:
+                self.interrupt()
 
-    def start(self) -> None:
-        """Begin to run what is submitted."""
-        for thread in self._threads:
-            thread.start()
+    def halt(self) -> tuple[Progress, ...]:
+        """Stop for good, as `LiveGeneration.halt`."""
+        self.interrupt()
+        self.join()
+        with self._changed:
+            told, self._told = tuple(self._told), []
+        return told
 
-    def stop(self) -> None:
-        """Leave what is under way, unless all has ended."""
-        if not self.has_ended:
-            self.interrupt()
-
-    def next_events(self, wait: bool = True) -> tuple[Progress, ...] | None:
-        """What is new, with `wait` as soon as something is; None at the end of the run.
+    def _next_events(self) -> tuple[Progress, ...] | None:
+        """What is new, as soon as something is; None at the end of the run.
 
         Raises what a side raises that cannot go on, and `RunInterruptedError`.
         """
         with self._changed:
-            while wait and not (self._told or self._must_leave or self._is_done):
+            while not (self._told or self._must_leave or self._is_done):
                 self._changed.wait()
             told, self._told = tuple(self._told), []
             if told:
@@ -154,8 +155,8 @@ class DividedLive:
                 raise RunInterruptedError
             if self._error is not None:
                 raise self._error
-            self.has_ended = self._is_done
-            return None if self.has_ended else ()
+            self.has_ended = True
+            return None
 
     @property
     def _must_leave(self) -> bool:
@@ -173,9 +174,9 @@ class DividedLive:
             if not turn.prefill and not turn.decode:
                 break
             if turn.prefill:
-                self._prefill.submit_all(turn.prefill)
+                self._prefill.submit(*turn.prefill)
             if turn.decode:
-                self._decode.submit_all(turn.decode)
+                self._decode.submit(*turn.decode)
         if self._closed and not self._ledger.has_any("waiting"):
             self._prefill.close()
             if not self._ledger.has_any("prefilling", "moving"):
@@ -203,7 +204,7 @@ class DividedLive:
             with self._changed:
                 requests = self._ledger.moved(names, arrived, moving.epoch)
                 if requests:
-                    self._decode.submit_all(requests)
+                    self._decode.submit(*requests)
                 self._go_on()
             wanted = {request.host_key.number for request in requests if request.host_key}
             self._transfer.forget_arrived([each for each in arrived if each not in wanted])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from threading import Condition
 
 from actors.logprobs import check_top_logprobs
-from actors.messages import MicroBatch, Progress, Request, Sampled
+from actors.messages import Finished, MicroBatch, Progress, Request, Sampled
 from actors.schedule.driver import PipelineDriver
 from quant.common.errors import SpecError
 
@@ -123,15 +123,25 @@ class LiveRun:
     """Drives the scheduler of `driver` by what comes into `inbox`, until that is closed.
 
     A request may have at most `longest` tokens. The tokens of `told_every` micro-batches are told
-    of together, but what begins and what ends is told of at once.
+    of together, but what begins and what ends is told of at once; with 0, nothing is told of a
+    request before its end, and then all of its tokens, those that it came with among them. A run
+    that `waits` has micro-batches as large as planned: as long as the scheduler wants requests and
+    more may come, none is submitted; whoever sends them is asked for more by an empty event.
     """
 
     def __init__(
-        self, driver: PipelineDriver, inbox: Inbox, longest: int, told_every: int = 1
+        self,
+        driver: PipelineDriver,
+        inbox: Inbox,
+        longest: int,
+        told_every: int = 1,
+        waits: bool = False,
     ) -> None:
         self._driver = driver
         self._inbox = inbox
         self._longest = longest
+        self._waits = waits
+        self._tells_whole = not told_every
         self._names: dict[int, str] = {}  # by slot; none of requests that were given up
         self._untold = UntoldTokens(told_every)
 
@@ -146,12 +156,18 @@ class LiveRun:
             if mail.abandoned:
                 return
             told = self._take_in(mail)
+            if self._waits and not mail.closed and self._driver.wants_requests:
+                idle = True
+                yield told
+                if told:
+                    yield ()
+                continue
             idle = False
             batch = self._driver.submit_next()
             if batch is not None:
                 self._names |= {each.slot: each.custom_id for each in batch.admitted}
             elif self._driver.under_way:
-                told += self._untold.take(self._told_of(*self._driver.take_back()[:2]))
+                told += self._told_of(*self._driver.take_back())
             else:
                 idle = True
             if told:
@@ -184,7 +200,18 @@ class LiveRun:
                 f"must be at least 1, and their sum at most {self._longest}"
             )
 
-    def _told_of(self, batch: MicroBatch, sampled: Sampled) -> tuple[Progress, ...]:
+    def _told_of(
+        self, batch: MicroBatch, sampled: Sampled, finished: Sequence[Finished]
+    ) -> tuple[Progress, ...]:
+        """What is told of now that `batch` has come back, with which some have `finished`."""
+        if not self._tells_whole:
+            return self._untold.take(self._tokens_of(batch, sampled))
+        return tuple(
+            Progress(each.custom_id, each.token_ids, each.finish_reason, each.error)
+            for each in finished
+        )
+
+    def _tokens_of(self, batch: MicroBatch, sampled: Sampled) -> tuple[Progress, ...]:
         """The tokens of `batch`; one that has no meaning is left out."""
         told: list[Progress] = []
         logprobs = {} if sampled.logprobs is None else sampled.logprobs.by_row()

@@ -1,0 +1,271 @@
+"""Stages that generate, in one pipeline or in several: what all of them offer, and whole answers by
+a live run of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from types import TracebackType
+from typing import Protocol, Self
+
+from actors.messages import Finished, Progress, Request
+from actors.stage_figures import LayersLoaded, QueueDepth, StageStats
+from actors.telemetry.observer import StageTrace
+from planner.plan.spec import PlanSpec
+
+
+class Live(Protocol):
+    """A live run, as `LiveGeneration`, whose words say more."""
+
+    @property
+    def under_way(self) -> int:
+        """Number of requests that were submitted and have neither ended nor been cancelled."""
+
+    @property
+    def wanted(self) -> int:
+        """How many requests should be submitted together now, where there are as many."""
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """The requests under way, with the tokens that are known of them."""
+
+    @property
+    def tokens_in_flight(self) -> dict[str, int]:
+        """The number of new tokens of each request in a slot, a second ago or so."""
+
+    def submit(self, *requests: Request) -> None:
+        """Have `requests` run as soon as there is room."""
+
+    def cancel(self, custom_id: str) -> None:
+        """Give up a request, of which nothing is told any more."""
+
+    def close(self) -> None:
+        """Take no more requests; `events` ends when all have ended."""
+
+    def interrupt(self) -> None:
+        """Have whoever waits for `events` get `RunInterruptedError` soon."""
+
+    def events(self) -> Generator[tuple[Progress, ...]]:
+        """Yield what is new, and nothing where more requests are wanted at once."""
+
+    def halt(self) -> tuple[Progress, ...]:
+        """Stop for good, while nobody waits for events; return what was not read."""
+
+
+class Observed(Protocol):
+    """Looks at stages in the plan's order without ever harming them, as `Observer`."""
+
+    def figures(self) -> tuple[StageStats, ...] | None:
+        """Return the figures of every stage; None where they do not answer."""
+
+    def loading(self) -> Sequence[LayersLoaded | None]:
+        """Return how far each stage is with loading."""
+
+    def align(self) -> None:
+        """Estimate how the stages' clocks differ from this process's."""
+
+    def traces(self) -> tuple[StageTrace | None, ...]:
+        """Return every stage's micro-batches."""
+
+
+class JoinedObserver:
+    """Asks the stages of several pipelines, which have so many `stages` each, as those of one.
+
+    `observers` gives that of each, those of pipelines that still load on demand; None where nobody
+    answers now: then its last figures are told, with an empty queue. The first stage of each has a
+    queue, by which its figures begin.
+    """
+
+    def __init__(
+        self, observers: Callable[[bool], Sequence[Observed | None]], stages: Sequence[int]
+    ) -> None:
+        self._observers, self._stages = observers, tuple(stages)
+        idle = StageStats(0.0, 0, 0, 0, 0, 0)
+        self._latest = [(with_queue(idle), *(idle,) * (count - 1)) for count in stages]
+
+    def figures(self) -> tuple[StageStats, ...] | None:
+        """Return the figures of every stage of every pipeline."""
+        for index, observer in enumerate(self._observers(False)):
+            found = observer.figures() if observer else None
+            first, *others = found or self._latest[index]
+            if not found or first.queue is None:
+                first = with_queue(first)
+            self._latest[index] = (first, *others)
+        return tuple(stats for each in self._latest for stats in each)
+
+    def loading(self) -> Sequence[LayersLoaded | None]:
+        """Return how far each stage is with loading; None where its pipeline has not begun."""
+        asked = zip(self._observers(True), self._stages, strict=True)
+        return [each for one, n in asked for each in (one.loading() if one else (None,) * n)]
+
+    def align(self) -> None:
+        """Estimate how the stages' clocks differ from this process's."""
+        for observer in self._observers(False):
+            if observer is not None:
+                observer.align()
+
+    def traces(self) -> tuple[StageTrace | None, ...]:
+        """Return every stage's micro-batches; None for those that nobody can ask."""
+        asked = zip(self._observers(False), self._stages, strict=True)
+        return tuple(each for one, n in asked for each in (one.traces() if one else (None,) * n))
+
+
+def with_queue(stats: StageStats) -> StageStats:
+    """The figures of a first stage that has not led a run yet."""
+    return replace(stats, queue=QueueDepth(0, 0, 0, 0))
+
+
+class LiveGroup(ABC):
+    """A context manager over loaded stages, whose `observer` looks at them. One live run at a time
+    goes through them, and is read to its end or given up by `abandon`.
+    """
+
+    observer: Observed
+    can_follow = True
+    """Whether another plan may be put in force for the same stages while they generate."""
+
+    def __init__(self) -> None:
+        self._whole: WholeAnswers | None = None
+
+    @property
+    @abstractmethod
+    def plan(self) -> PlanSpec:
+        """The plan of the stages, one with those of all pipelines."""
+
+    @property
+    def ready_plans(self) -> Sequence[PlanSpec]:
+        """The plans of the pipelines that take requests now, once they are loaded."""
+        return (self.plan,)
+
+    @abstractmethod
+    def __enter__(self) -> Self:
+        """Place and load all stages; on any error nothing stays behind."""
+
+    @abstractmethod
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Free actors and placement groups."""
+
+    def follow(self, plan: PlanSpec) -> None:
+        """Go on by `plan`, of which nothing but the schedule differs, where the group can."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def live(self) -> Live:
+        """Return a run to which requests are submitted at any time, and whose tokens come as they
+        are sampled.
+        """
+
+    @abstractmethod
+    def whole_answers(self, waits: bool = True) -> Live:
+        """Return a run for whole answers to many requests, which may tell of tokens late. With
+        `waits` the stages wait for requests that are `wanted`, so that micro-batches are as large
+        as planned; where they come from elsewhere, they do not.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give up what is in flight, while nobody waits for it; the stages, loaded as they are, are
+        ready for another run. Raises what `generate` raises.
+        """
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[Finished, ...]]:
+        """Generate for any number of requests, taken in as they are needed; yields those that
+        ended, and nothing in return for a None, by which the iterable gets its turn.
+
+        An iterable that is slower than the pipeline makes the pipeline wait.
+        """
+        self._whole = WholeAnswers(self.whole_answers(), requests)
+        return self._whole.results()
+
+    def interrupt(self) -> None:
+        """Have the `generate` that another thread waits in raise `RunInterruptedError` soon."""
+        if self._whole is not None:
+            self._whole.live.interrupt()
+
+    def halt(self) -> tuple[Finished, ...]:
+        """Stop the last `generate`, which must not be asked on; return what had finished and was
+        not given out. `unfinished` has the rest, for another group.
+        """
+        return () if self._whole is None else self._whole.halt()
+
+    def unfinished(self) -> tuple[Request, ...]:
+        """Return the requests that the last `generate` took from its iterable and did not give out,
+        with the tokens they have, for another group to go on with.
+        """
+        return () if self._whole is None else self._whole.unfinished
+
+    def tokens_in_flight(self) -> dict[str, int]:
+        """Return the number of new tokens of each request in a KV slot, a second ago or so."""
+        return {} if self._whole is None else self._whole.live.tokens_in_flight
+
+
+class WholeAnswers:
+    """Runs the requests of a source through `live`, which nobody else reads."""
+
+    def __init__(self, live: Live, source: Iterable[Request | None]) -> None:
+        self.live = live
+        self._source = iter(source)
+        self._is_read = False
+        self._taken: list[Request] = []  # and not submitted yet
+        self._tokens: dict[str, list[int]] = {}
+
+    def results(self) -> Iterator[tuple[Finished, ...]]:
+        """Yield what finished, each request once, and nothing where the source pauses.
+
+        Raises what `live` and the source raise.
+        """
+        with closing(self.live.events()) as events:
+            while True:
+                while self._take_in():
+                    yield ()
+                told = next(events, None)
+                if told is None:
+                    return
+                if finished := self._finished(told):
+                    yield finished
+
+    def _take_in(self) -> bool:
+        """Submit as many requests as are wanted; returns whether the source has paused."""
+        while not self._is_read and (wanted := self.live.wanted):
+            while len(self._taken) < wanted and not self._is_read:
+                try:
+                    request = next(self._source)
+                except StopIteration:
+                    self._is_read = True
+                    break
+                if request is None:
+                    return True
+                self._taken.append(request)
+            taken, self._taken = self._taken, []
+            self.live.submit(*taken)
+            self._tokens |= {each.custom_id: list(each.generated) for each in taken}
+            if self._is_read:
+                self.live.close()
+        return False
+
+    def _finished(self, told: Sequence[Progress]) -> tuple[Finished, ...]:
+        """Take in new tokens; returns the requests that ended with them."""
+        ended: list[Finished] = []
+        for each in told:
+            self._tokens[each.custom_id] += each.token_ids
+            if each.finish_reason is not None:
+                tokens = tuple(self._tokens.pop(each.custom_id))
+                ended.append(Finished(each.custom_id, tokens, each.finish_reason, each.error))
+        return tuple(ended)
+
+    def halt(self) -> tuple[Finished, ...]:
+        """Stop for good, while nobody asks for results; return those that were not given out."""
+        return self._finished(self.live.halt())
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """The requests that were read and not given out, with the tokens that are known of them."""
+        return (*self.live.unfinished, *self._taken)
