@@ -270,6 +270,8 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         """The inbox of the live run of this number; None where a later one has begun."""
         with self._inbox_lock:
             if self._inbox is None or self._inbox.run < run:
+                if self._inbox is not None:
+                    self._inbox.abandon()  # nobody reads its run any more
                 self._inbox = Inbox(run)
             return self._inbox if self._inbox.run == run else None
 

@@ -13,7 +13,6 @@ import pytest
 import ray
 
 from actors.messages import Request, Sampling
-from actors.recovery.generation import CHUNKS_AHEAD
 from actors.recovery.policy import Recovery
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
@@ -21,14 +20,14 @@ from quant.common.errors import StageLostError
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
 
-CHUNK_REQUESTS = 16
-"""In place of `LEAST_CHUNK_REQUESTS`, and more than the slots of the plan."""
-COUNT = 3 * CHUNK_REQUESTS + 5
+TOGETHER = 16
+"""In place of `LEAST_TOGETHER`, and more than the slots of the plan."""
+COUNT = 3 * TOGETHER + 5
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.recovery.generation.LEAST_CHUNK_REQUESTS", CHUNK_REQUESTS)
+    monkeypatch.setattr("actors.recovery.generation.LEAST_TOGETHER", TOGETHER)
 
 
 class Source:
@@ -62,8 +61,7 @@ def test_a_long_queue_is_taken_in_as_needed_and_each_request_ends_once(
         for each in finished:
             assert each.custom_id not in ended
             ended[each.custom_id] = each.token_ids
-        chunks_used = len(ended) // CHUNK_REQUESTS
-        assert source.taken <= (chunks_used + 1 + CHUNKS_AHEAD) * CHUNK_REQUESTS
+        assert source.taken <= len(ended) + group.sizes.slots + 2 * TOGETHER
         assert len(group.stats()) == 3, "answered while the stages compute"
     left = group.generate(Source(prompts))
     next(left)
