@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
@@ -30,53 +29,36 @@ class LayerSeconds:
         return self.attention_s + self.rest_s
 
 
-class LatencyModel(Protocol):
+class LatencyModel(ABC):
     """Times of the parts of a model; micro-batches are in requests, lengths in tokens.
 
-    `dtype` is a concrete compute type. A 16-bit layer stands for that type, whatever its width.
+    `shape` is the model that they are of. `dtype` is a concrete compute type; a 16-bit layer stands
+    for that type, whatever its width.
     """
 
-    @property
-    def shape(self) -> ModelShape:
-        """The model whose parts are timed."""
-
-    def layer_prefill_s(
-        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
-    ) -> float:
-        """Seconds of one decoder layer over the prompts of a micro-batch."""
-
-    def layer_decode_s(
-        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
-    ) -> float:
-        """Seconds of one decoder layer for a new token a request after `context_length` others."""
-
-    def layer_seconds(
-        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
-    ) -> LayerSeconds:
-        """Seconds of attention and of the rest of one decoder layer, which add up to those above;
-        `length` is that of each prompt, or of each context.
-        """
-
-    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """Seconds of looking up `tokens` tokens on the first stage."""
-
-    def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """Seconds of final norm, LM head and sampling of `rows` tokens on the last stage."""
-
-    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """A text on where this device's times of these bitwidths come from; it starts with
-        `estimated` if none is measured.
-        """
-
-
-class TimedInParts(ABC):
-    """Whole layers of a latency model that says the seconds of their parts."""
+    shape: ModelShape
 
     @abstractmethod
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
-        """Seconds of attention and of the rest of one decoder layer."""
+        """Seconds of attention and of the rest of one decoder layer; `length` is that of each
+        prompt, or of each context before the new token.
+        """
+
+    @abstractmethod
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        """Seconds of looking up `tokens` tokens on the first stage."""
+
+    @abstractmethod
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        """Seconds of final norm, LM head and sampling of `rows` tokens on the last stage."""
+
+    @abstractmethod
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """A text on where this device's times of these bitwidths come from; it starts with
+        `estimated` if none is measured.
+        """
 
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
@@ -93,39 +75,50 @@ class TimedInParts(ABC):
         return parts.whole_s
 
 
-class RememberedLatency(TimedInParts):
-    """A latency model that keeps the answers of `model`, as searches ask the same many times."""
+class DerivedLatency(LatencyModel):
+    """The times of `model`, of which subclasses change some."""
 
     def __init__(self, model: LatencyModel) -> None:
-        self._model = model
-        self._known: dict[tuple[Hashable, ...], float] = {}
-        self._layers: dict[tuple[Hashable, ...], LayerSeconds] = {}
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model whose parts are timed."""
-        return self._model.shape
+        self.model = model
+        self.shape = model.shape
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
-        """Seconds of attention and of the rest of one decoder layer."""
+        return self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
+
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        return self.model.embedding_s(device, tokens, dtype)
+
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        return self.model.final_s(device, rows, dtype)
+
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        return self.model.provenance(device, dtype, bits)
+
+
+class RememberedLatency(DerivedLatency):
+    """A latency model that keeps the answers of `model`, as searches ask the same many times."""
+
+    def __init__(self, model: LatencyModel) -> None:
+        super().__init__(model)
+        self._known: dict[tuple[Hashable, ...], float] = {}
+        self._layers: dict[tuple[Hashable, ...], LayerSeconds] = {}
+
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
         key = device.time_kind, bits, phase, micro_batch, length, dtype
         if key not in self._layers:
             workload = bits, phase, micro_batch, length, dtype
-            self._layers[key] = self._model.layer_seconds(device, *workload)
+            self._layers[key] = self.model.layer_seconds(device, *workload)
         return self._layers[key]
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """Seconds of looking up `tokens` tokens on the first stage."""
-        return self._once(self._model.embedding_s, device, tokens, dtype)
+        return self._once(self.model.embedding_s, device, tokens, dtype)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """Seconds of final norm, LM head and sampling of `rows` tokens on the last stage."""
-        return self._once(self._model.final_s, device, rows, dtype)
-
-    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        return self._model.provenance(device, dtype, bits)
+        return self._once(self.model.final_s, device, rows, dtype)
 
     def _once(self, seconds: Callable[..., float], device: Device, *workload: Hashable) -> float:
         key = seconds.__name__, device.time_kind, *workload

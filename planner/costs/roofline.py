@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
-from planner.costs.latency_model import LayerSeconds, TimedInParts
+from planner.costs.latency_model import LatencyModel, LayerSeconds
 from planner.costs.memory import kv_token_bytes
 from planner.model.finding import ModelShape
 from planner.phases import Phase
@@ -82,8 +82,8 @@ _CPU_CODE_BYTES = 1.8
 
 
 @dataclass(frozen=True)
-class RooflineLatency(TimedInParts):
-    """A `LatencyModel` without measurements, for `shape` with keys and values of `kv_bits`."""
+class RooflineLatency(LatencyModel):
+    """A latency model without measurements, for `shape` with keys and values of `kv_bits`."""
 
     shape: ModelShape
     kv_bits: int = FULL_BITS

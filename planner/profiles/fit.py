@@ -8,32 +8,21 @@ For a layer that was itself measured, the fit is corrected.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
-from planner.costs.latency_model import LatencyModel, LayerSeconds, TimedInParts
-from planner.model.finding import ModelShape
+from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
 from planner.phases import Phase
 from planner.profiles.fitting.layer_fit import FitTask, LayerFit, medians, parts_of, row_length
 from planner.profiles.fitting.terms import Workload
 from planner.profiles.row_selection import TimeQuery, describe_selections, select_all, select_rows
-from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-
-__all__ = [
-    "FittedLatency",
-    "ProfileRow",
-    "ProfiledLatency",
-    "read_profiles",
-    "write_profiles",
-]
+from planner.profiles.rows import LayerTerms, ProfileRow
 
 Precision = tuple[Device, int, str, Phase]
 
 
-@dataclass(frozen=True)
-class FittedLatency(TimedInParts):
+class FittedLatency(DerivedLatency):
     """Layer times fitted to `profiles` by device, bitwidth and phase; else those of `fallback`.
 
     The fit is non-negative least squares of relative errors over terms that count a layer's sizes,
@@ -42,28 +31,18 @@ class FittedLatency(TimedInParts):
     proportions of `fallback`, scaled to the rows.
     """
 
-    profiles: tuple[ProfileRow, ...]
-    fallback: LatencyModel
-    _fits: dict[Precision, LayerFit | None] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.fallback.shape
+    def __init__(self, profiles: tuple[ProfileRow, ...], fallback: LatencyModel) -> None:
+        super().__init__(fallback)
+        self.profiles = profiles
+        self._fits: dict[Precision, LayerFit | None] = {}
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
-        """Seconds of attention and of the rest of one decoder layer."""
         fit = self._fit(device, bits, dtype, phase)
         if fit is None:
-            return self.fallback.layer_seconds(device, bits, phase, micro_batch, length, dtype)
+            return self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
         return fit.seconds(self._layer, micro_batch, length)
-
-    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        return self.fallback.embedding_s(device, tokens, dtype)
-
-    def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        return self.fallback.final_s(device, rows, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """Says which bitwidths and phases were fitted to how many rows, and why others were not."""
@@ -72,7 +51,7 @@ class FittedLatency(TimedInParts):
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """The provenance, with `verb` in place of "fitted to"."""
         found = select_all(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
-        return describe_selections(verb, found, self.fallback.provenance(device, dtype, bits))
+        return describe_selections(verb, found, self.model.provenance(device, dtype, bits))
 
     @cached_property
     def _layer(self) -> LayerTerms:
@@ -89,7 +68,7 @@ class FittedLatency(TimedInParts):
                     rows=used.rows,
                     phase=phase,
                     layer=layer,
-                    estimate=lambda batch, length: self.fallback.layer_seconds(
+                    estimate=lambda batch, length: self.model.layer_seconds(
                         device, bits, phase, batch, length, dtype
                     ),
                     is_same=not used.problem,
@@ -98,29 +77,21 @@ class FittedLatency(TimedInParts):
         return self._fits[key]
 
 
-@dataclass(frozen=True)
-class ProfiledLatency(TimedInParts):
+class ProfiledLatency(DerivedLatency):
     """The median of the times measured for this very layer and workload, else the fit.
 
     Where attention was not measured apart, it has the fit's share of the measured time.
     """
 
-    fitted: FittedLatency
-    _times: dict[Precision, dict[Workload, float]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    _shares: dict[Precision, dict[Workload, float]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.fitted.shape
+    def __init__(self, fitted: FittedLatency) -> None:
+        super().__init__(fitted)
+        self._fitted = fitted
+        self._times: dict[Precision, dict[Workload, float]] = {}
+        self._shares: dict[Precision, dict[Workload, float]] = {}
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
-        """Seconds of attention and of the rest of one decoder layer."""
         key, workload = (device, bits, dtype, phase), (micro_batch, length)
         if key not in self._times:
             self._read(key)
@@ -128,27 +99,21 @@ class ProfiledLatency(TimedInParts):
         share = self._shares[key].get(workload)
         if measured_s is not None and share is not None:
             return LayerSeconds(share * measured_s, (1 - share) * measured_s)
-        fitted = self.fitted.layer_seconds(device, bits, phase, micro_batch, length, dtype)
+        fitted = self._fitted.layer_seconds(device, bits, phase, micro_batch, length, dtype)
         if measured_s is None:
             return fitted
         attention_s = measured_s * (fitted.attention_s / fitted.whole_s)
         return LayerSeconds(attention_s, measured_s - attention_s)
 
-    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        return self.fitted.embedding_s(device, tokens, dtype)
-
-    def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        return self.fitted.final_s(device, rows, dtype)
-
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """Says which bitwidths and phases were measured, and why others were not."""
-        return self.fitted.described("measured in", device, dtype, bits)
+        return self._fitted.described("measured in", device, dtype, bits)
 
     def _read(self, key: Precision) -> None:
         """Find the measured seconds of this layer, and attention's share of them, by workload."""
         device, bits, dtype, phase = key
         wanted = TimeQuery(device, dtype, LayerTerms.of(self.shape), bits, phase)
-        used = select_rows(self.fitted.profiles, wanted)
+        used = select_rows(self._fitted.profiles, wanted)
         rows = [] if used.problem else [((r.batch_size, row_length(r)), r) for r in used.rows]
         self._times[key] = medians((workload, row.seconds) for workload, row in rows)
         self._shares[key] = medians(

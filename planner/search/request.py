@@ -10,12 +10,10 @@ from typing import Any, TypeVar
 
 from planner.assumed_predictor import LONGEST, AssumedPredictor
 from planner.cluster.spec import ClusterSpec
-from planner.costs.eight_bit_kv import EightBitCacheLatency
-from planner.costs.group_latency import GroupLatency
+from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
-from planner.costs.slowed_latency import SlowedLatency
 from planner.model.finding import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import AUTO, PlanOptions, kv_bits_of

@@ -8,8 +8,8 @@ import pytest
 
 from planner.cluster.device import Device, MeasuredSum
 from planner.cluster.spec import ClusterSpec, group_of, grouped_cluster
+from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.collectives import Collectives
-from planner.costs.group_latency import GroupLatency
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import largest_rank_shape
@@ -64,7 +64,9 @@ def test_layer_is_the_part_of_a_rank_and_two_sums(degree: int) -> None:
 
 def test_measured_sums_come_before_the_datasheet() -> None:
     measured = MeasuredSum("V100-32GB", 2, 1e-3, 0.0, "sums.csv")
-    latency = replace(LATENCY, sums=(replace(measured, accelerator=group(2).accelerator.name),))
+    latency = GroupLatency(
+        RooflineLatency(SHAPE), sums=(replace(measured, accelerator=group(2).accelerator.name),)
+    )
     plain = LATENCY.layer_decode_s(group(2), 8, 4, 100, "float16")
     sum_s = Collectives.of(group(2)).sum_s(4 * SHAPE.hidden_size * 2)
     with_measured = latency.layer_decode_s(group(2), 8, 4, 100, "float16")

@@ -8,9 +8,9 @@ import pytest
 
 from planner.cluster.device import Slowdown
 from planner.cluster.spec import ClusterSpec
+from planner.costs.adjusted_latency import SlowedLatency
 from planner.costs.latency_model import RememberedLatency
 from planner.costs.roofline import RooflineLatency
-from planner.costs.slowed_latency import SlowedLatency
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.origin import PlanOrigin

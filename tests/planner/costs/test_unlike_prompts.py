@@ -12,11 +12,9 @@ import pytest
 
 from planner.cluster.device import Device, Slowdown
 from planner.cluster.spec import ClusterSpec, group_of
-from planner.costs.eight_bit_kv import EightBitCacheLatency
-from planner.costs.group_latency import GroupLatency
+from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.roofline import RooflineLatency, roofline_efficiency
-from planner.costs.slowed_latency import SlowedLatency
 from planner.costs.unlike_prompts import PartsOf, unlike_prompts_s
 from planner.length_distribution import LengthDistribution
 from planner.model.finding import model_shape

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.cluster.spec import ClusterSpec, group_of
-from planner.costs.group_latency import GroupLatency
+from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.latency_model import LayerSeconds
 from planner.costs.roofline import RooflineLatency
 from planner.costs.unlike_prompts import unlike_prompts_s
@@ -120,7 +120,7 @@ def test_measured_parts_win_where_measured() -> None:
     others = tuple(each for each in rows(apart=False) if each.batch_size != 3)
     model = ProfiledLatency(FittedLatency((*others, odd), ROOFLINE))
     assert parts_of(model, "decode", 3, 200) == LayerSeconds(0.75, 0.25)
-    divided, fitted = (parts_of(each, "decode", 8, 200) for each in (model, model.fitted))
+    divided, fitted = (parts_of(each, "decode", 8, 200) for each in (model, model.model))
     assert divided.whole_s == pytest.approx(law("decode", 8, 200).whole_s)
     assert divided.attention_s / divided.whole_s == pytest.approx(
         fitted.attention_s / fitted.whole_s

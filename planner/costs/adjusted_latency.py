@@ -1,0 +1,150 @@
+"""Times that follow from others by what the roofline, or a run, says of a difference: of
+tensor-parallel groups, of layers with 8-bit keys and values, of devices found slower than modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.cluster.device import AS_MODELLED, Device, MeasuredSum
+from planner.costs.collectives import Collectives
+from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
+from planner.costs.roofline import RooflineLatency
+from planner.model.tensor_parallel import largest_rank_shape
+from planner.phases import Phase
+from quant.scheme import DTYPE_BYTES, FULL_BITS
+
+_SUMS_PER_LAYER = 2  # after attention's output, and after the MLP's
+_LOGIT_BYTES = 4
+
+
+class GroupLatency(DerivedLatency):
+    """The times of `single` for devices, and for groups those of a rank's part with its sums.
+
+    Attention of a rank's heads, and its part of the rest, take the time of the whole on one device
+    as the roofline's time changes with the division; what is measured of the whole so carries over.
+    `sums`, which are measured ones, belong to the rest.
+    """
+
+    def __init__(
+        self, single: LatencyModel, kv_bits: int = FULL_BITS, sums: Sequence[MeasuredSum] = ()
+    ) -> None:
+        super().__init__(single)
+        self._kv_bits = kv_bits
+        self._sums = sums
+
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        one = replace(device, ranks=()) if device.ranks else device
+        workload = (one, bits, phase, micro_batch, length, dtype)
+        single = self.model.layer_seconds(*workload)
+        if not device.ranks:
+            return single
+        whole, part = (each.layer_seconds(*workload) for each in self._estimates(device))
+        tokens = micro_batch * length if phase == "prefill" else micro_batch
+        summed = tokens * self.shape.hidden_size * DTYPE_BYTES[dtype]
+        rest_s = single.rest_s * (part.rest_s / whole.rest_s)
+        return LayerSeconds(
+            single.attention_s * (part.attention_s / whole.attention_s),
+            rest_s + _SUMS_PER_LAYER * Collectives.of(device, self._sums).sum_s(summed),
+        )
+
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        """Seconds of looking up `tokens` tokens, each of which one rank knows, and their sum."""
+        seconds = self.model.embedding_s(replace(device, ranks=()), tokens, dtype)
+        if not device.ranks:
+            return seconds
+        summed = tokens * self.shape.word_embedding_size * DTYPE_BYTES[dtype]
+        return seconds + Collectives.of(device, self._sums).sum_s(summed)
+
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        """Seconds of final norm, LM head and sampling of `rows` tokens on the last stage.
+
+        Every rank has a part of the vocabulary; the first one gathers the logits and samples.
+        """
+        one = replace(device, ranks=())
+        seconds = self.model.final_s(one, rows, dtype)
+        if not device.ranks:
+            return seconds
+        whole, part = self._estimates(device)
+        sampling_s = whole.sampling_s(one, rows, dtype)
+        products = part.final_s(one, rows, dtype) - part.sampling_s(one, rows, dtype)
+        factor = (products + sampling_s) / whole.final_s(one, rows, dtype)
+        gathered = rows * self.shape.vocab_size * _LOGIT_BYTES
+        return seconds * factor + Collectives.of(device, self._sums).gather_s(gathered)
+
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """Where the times come from; of a group where its sums come from too."""
+        text = self.model.provenance(replace(device, ranks=()), dtype, bits)
+        if not device.ranks:
+            return text
+        measured = Collectives.of(device, self._sums).measured
+        sums = f"measured ({measured.source})" if measured else "estimated by its links"
+        return f"{text}; divided by {device.degree} ranks, whose sums are {sums}"
+
+    def _estimates(self, device: Device) -> tuple[RooflineLatency, RooflineLatency]:
+        """The roofline of the whole model, and of a rank's part."""
+        part = largest_rank_shape(self.shape, device.degree)
+        return RooflineLatency(self.shape, self._kv_bits), RooflineLatency(part, self._kv_bits)
+
+
+class EightBitCacheLatency(DerivedLatency):
+    """Times of `measured`, their attention scaled as the roofline's changes with `kv_bits`.
+
+    Profiles are of layers whose keys and values are in the compute type.
+    """
+
+    def __init__(self, measured: LatencyModel, kv_bits: int) -> None:
+        super().__init__(measured)
+        self._kv_bits = kv_bits
+
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        workload = (device, bits, phase, micro_batch, length, dtype)
+        full, coded = (
+            RooflineLatency(self.shape, kv_bits).layer_seconds(*workload).attention_s
+            for kv_bits in (FULL_BITS, self._kv_bits)
+        )
+        measured = self.model.layer_seconds(*workload)
+        return LayerSeconds(measured.attention_s * (coded / full), measured.rest_s)
+
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        text = self.model.provenance(device, dtype, bits)
+        return f"{text}; change by {self._kv_bits}-bit keys and values estimated"
+
+
+class SlowedLatency(DerivedLatency):
+    """The times of `model`, multiplied by the `slowdown` of each device.
+
+    Layers of prefill and of decode have a factor each. Embedding and head, whose phase a latency
+    model does not know, have that of decode, where they weigh most.
+    """
+
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        modelled = self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
+        if device.slowdown == AS_MODELLED:
+            return modelled
+        slowdown = device.slowdown
+        factor = slowdown.prefill if phase == "prefill" else slowdown.decode
+        return LayerSeconds(factor * modelled.attention_s, factor * modelled.rest_s)
+
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        return device.slowdown.decode * self.model.embedding_s(device, tokens, dtype)
+
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        return device.slowdown.decode * self.model.final_s(device, rows, dtype)
+
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        text = self.model.provenance(device, dtype, bits)
+        slowdown = device.slowdown
+        if slowdown == AS_MODELLED:
+            return text
+        return (
+            f"{text}; times {slowdown.prefill:.3g} in prefill and {slowdown.decode:.3g} in decode, "
+            "as a run of an earlier plan measured"
+        )
