@@ -91,7 +91,7 @@ SCHEDULES = st.builds(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     stages=st.integers(1, 4),
     schedule=SCHEDULES,
@@ -151,7 +151,7 @@ class Changing(RandomServer):
             assert self.pipeline.n_rsrv[-1] <= self.n_slots
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     stages=st.integers(1, 3),
     schedule=SCHEDULES,
@@ -200,20 +200,20 @@ def test_groups_take_the_size_of_another_schedule() -> None:
         assert turns.least <= min(first, second) <= max(first, second) <= turns.most
 
 
-def test_nothing_is_lost_over_ten_thousand_requests() -> None:
+def test_nothing_is_lost_over_thousands_of_requests() -> None:
     rng = np.random.default_rng(3)
-    lengths = zip(*rng.integers(1, 12, (2, 10_000)).tolist(), strict=True)
+    lengths = zip(*rng.integers(1, 12, (2, 3_000)).tolist(), strict=True)
     requests = [request(i, p, n) for i, (p, n) in enumerate(lengths)]
     schedule = RequestSchedule("rra", 12, 40, 3, 3, 4, 6.0)
     sizes = queue_sizes_of(TurnSizes.of(schedule, 480), 490)
     server = RandomServer.of(3, sizes, requests, 4, cancels=0.03)
     server.run()
-    assert len(server.cancelled) > 300
-    assert server.pipeline.moved > 1000
+    assert len(server.cancelled) > 80
+    assert server.pipeline.moved > 300
     server.check_end(requests)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     stages=st.integers(1, 3),
     schedule=SCHEDULES,

@@ -130,7 +130,7 @@ def _check(outcomes: list[Outcome]) -> None:
 
 
 def test_random_cases_come_out_as_by_exhaustive_search() -> None:
-    _check([outcome_of(case) for case in random_cases(40, seed=1)])
+    _check([outcome_of(case) for case in random_cases(20, seed=1)])
 
 
 @pytest.mark.rare

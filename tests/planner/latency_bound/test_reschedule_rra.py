@@ -26,6 +26,7 @@ SHAPE = model_shape("opt-1.3b")
 OPTIONS = PlanOptions(bits=(8,), keep_all_devices=True)
 PROMPTS = LengthDistribution.truncated_normal(128, 60, 256)
 BOUND_S = 2.0
+QUANTILE = 0.9
 
 
 def lengths(mean: float) -> RequestLengths:
@@ -38,7 +39,7 @@ PLANNED, LONGER, SHORTER = lengths(24), lengths(48), lengths(10)
 
 @pytest.fixture(scope="module")
 def plan() -> PlanSpec:
-    request = BoundRequest(PLANNED, BOUND_S, kinds=("rra",))
+    request = BoundRequest(PLANNED, BOUND_S, QUANTILE, kinds=("rra",))
     return find_bounded_plan(CLUSTER, SHAPE, "opt-1.3b", request, OPTIONS)
 
 
@@ -61,16 +62,16 @@ def observed(
     first_layer = [0, *(stage.layers.stop for stage in plan.stages)]
     costs = replace(costs, head_on_first=plan.head_on_first)
     times = PipelineTimes(costs, devices, first_layer, [0] * SHAPE.layers)
-    watch = Watch(3 * schedule.decode_requests, 6000)
+    watch = Watch(3 * schedule.decode_requests, 2000)
     return simulate_rra(times, measured, schedule, watch, np.random.default_rng(7))
 
 
 def test_longer_outputs_have_a_schedule_that_keeps_the_bound(plan: PlanSpec) -> None:
     """The old one would not; both by events, with other requests than the search drew."""
     found = again(plan, LONGER)
-    assert observed(plan, schedule_of(plan), LONGER).latency_s(0.99) > 1.2 * BOUND_S
+    assert observed(plan, schedule_of(plan), LONGER).latency_s(QUANTILE) > 1.2 * BOUND_S
     seen = observed(plan, schedule_of(found), LONGER)
-    assert seen.latency_s(0.99) <= 1.03 * BOUND_S
+    assert seen.latency_s(QUANTILE) <= 1.03 * BOUND_S
     assert found.latency is not None
     assert found.latency.latency_s <= BOUND_S
     assert found.latency.lengths == LONGER
@@ -81,7 +82,7 @@ def test_shorter_outputs_have_a_schedule_of_more_throughput(plan: PlanSpec) -> N
     found = schedule_of(again(plan, SHORTER))
     before, now = (observed(plan, each, SHORTER) for each in (schedule_of(plan), found))
     assert now.requests_per_s > 1.02 * before.requests_per_s
-    assert now.latency_s(0.99) <= 1.03 * BOUND_S
+    assert now.latency_s(QUANTILE) <= 1.03 * BOUND_S
 
 
 def test_the_bound_is_kept_where_timelines_are_far_below_what_events_show(

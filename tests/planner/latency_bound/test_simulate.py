@@ -48,7 +48,7 @@ def random_lengths(rng: np.random.Generator, longest: int) -> LengthDistribution
     return LengthDistribution(tuple(lengths), (1 / len(lengths),) * len(lengths))
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(6))
 def test_events_prefill_what_the_runtime_prefills(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def test_events_prefill_what_the_runtime_prefills(
     driver = PipelineDriver(RraScheduler(sizes, stages), pipeline)
     driver.add(asked, last=True)
     for _ in driver.run():
-        if len(pipeline.batches) > 3000:
+        if sum(batch.kind == "prefill" for batch in pipeline.batches) >= len(noted.passes):
             break
     ran = [
         ("prefill", len(batch.slots), int(batch.counts.sum()))

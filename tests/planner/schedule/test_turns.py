@@ -62,7 +62,7 @@ def test_over_all_turns_groups_share_the_newcomers(prefill: int, groups: int, tu
     assert all(abs(count - Fraction(turns * prefill, groups)) < 1 for count in had)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     prefill=st.integers(1, 12),
     decode=st.integers(1, 30),
