@@ -77,7 +77,8 @@ def test_a_search_without_time_has_a_plan_that_keeps_the_bound(
     place = RraPlanner.placed
     monkeypatch.setattr(RraPlanner, "placed", counted)
     minutes = itertools.count()
-    cluster, request = small_cluster([15.0, 31.0]), BoundRequest(LENGTHS, 1.0, QUANTILE, kinds=("rra",))
+    cluster = small_cluster([15.0, 31.0])
+    request = BoundRequest(LENGTHS, 1.0, QUANTILE, kinds=("rra",))
     found, searched = [], []
     for clock in (lambda: 60.0 * next(minutes), lambda: 0.0):
         placed.clear()
