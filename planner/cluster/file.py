@@ -40,9 +40,9 @@ def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
         raise SpecError(f"{label} has {len(text)} characters; a cluster takes at most {MOST_BYTES}")
     try:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_more_nodes(document, label)
-        _refuse_repeated_keys(document, label)
-        return _values_of(document), document
+        _check_nodes(document, label)
+        values = document and yaml.SafeLoader("").construct_document(document)
+        return values, document
     except (yaml.YAMLError, *_IMPOSSIBLE) as error:
         raise SpecError(f"{label} is not valid YAML: {error}") from error
     except RecursionError as error:
@@ -51,13 +51,10 @@ def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
         ) from error
 
 
-def _values_of(document: yaml.Node | None) -> object:
-    """Build the values of nodes, without reading the text once more."""
-    return None if document is None else yaml.SafeLoader("").construct_document(document)
-
-
-def _refuse_more_nodes(document: yaml.Node | None, label: str) -> None:
-    """Count keys and values with all aliases written out, visiting each node once."""
+def _check_nodes(document: yaml.Node | None, label: str) -> None:
+    """Count keys and values with all aliases written out, and refuse repeated keys, visiting each
+    node once.
+    """
     if document is None:
         return
     sizes: dict[int, int] = {}
@@ -71,6 +68,8 @@ def _refuse_more_nodes(document: yaml.Node | None, label: str) -> None:
             waiting += missing
             continue
         waiting.pop()
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeats_of(node, label)
         # A node that is still open here contains itself: its expansion ends there.
         sizes[id(node)] = 1 + sum(sizes.get(id(child), 1) for child in _children(node))
         if sizes[id(node)] > MOST_NODES:
@@ -89,19 +88,6 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
         for key, value in node.value:
             yield key
             yield value
-
-
-def _refuse_repeated_keys(document: yaml.Node | None, label: str) -> None:
-    """Check every node once, however often aliases name it."""
-    waiting, met = [] if document is None else [document], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in met:
-            continue
-        met.add(id(node))
-        waiting += _children(node)
-        if isinstance(node, yaml.MappingNode):
-            _refuse_repeats_of(node, label)
 
 
 def _refuse_repeats_of(node: yaml.MappingNode, label: str) -> None:

@@ -47,7 +47,8 @@ def planned(
     cluster: ClusterSpec, model: str | ModelShape, workload: Workload, **options: object
 ) -> tuple[PlanSpec, ModelShape]:
     shape = model_shape(model) if isinstance(model, str) else model
-    chosen = PlanOptions.of({"theta": 1.0, **options})
+    quick = {} if "method" in options else QUICK  # the baselines decide without a gap
+    chosen = PlanOptions.of({**quick, "theta": 1.0, **options})
     return find_plan(cluster, shape, shape.name, workload, chosen), shape
 
 
