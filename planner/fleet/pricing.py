@@ -136,7 +136,15 @@ class Pricing:
 
 
 def ceiling_tokens_per_s(costs: CostModel, job: Job, devices: Sequence[Device]) -> float:
-    """Tokens per second that no division of `devices` into pipelines exceeds."""
+    """Tokens per second that no division of `devices` into pipelines exceeds.
+
+    Every layer of every token is computed somewhere. A device that computes the share f of a
+    pipeline's layers, in T seconds a token for all of them, lets at most 1 / (f T) tokens pass. So
+    a pipeline generates at most the sum of 1 / T over its devices, and a cluster the sum over all:
+    with the fastest bitwidth, the largest micro-batch that fits beside one layer, and hops,
+    embedding and head for nothing. A group of k ranks computes no more than k devices alone, as its
+    sums only add.
+    """
     kinds: dict[object, float] = {}
     total = 0.0
     for device in devices:

@@ -177,7 +177,9 @@ def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim:
 
 
 def rope_entries(config: ConfigFile) -> Entries:
-    """Find the entries about rotary positions; SpecError where they are no object."""
+    """Find the entries about rotary positions as transformers 5 does: in `rope_parameters`, or, in
+    older files, in `rope_scaling`, which is used where both are there. SpecError for no object.
+    """
     for key in ("rope_scaling", "rope_parameters"):
         value = config.values.get(key)
         if value is not None and not isinstance(value, Mapping):

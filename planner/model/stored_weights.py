@@ -113,6 +113,8 @@ _BLOCK_BYTES = 1 << 24
 def has_own_head(folder: Path, model_type: str) -> bool:
     """Whether `folder` has an LM head that differs from its embedding; False where it is unknown.
 
+    As in transformers 5 such a head is used, whatever `tie_word_embeddings` says.
+
     Both are read until they differ. CheckpointError for damaged files.
     """
     names = FAMILIES[model_type].architecture

@@ -110,7 +110,9 @@ def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[in
             f"omega file {path} names {len(content)} layers; 0 to {layers - 1} are needed"
         )
     first = content["0"]
-    if not isinstance(first, Mapping) or not all(map(_is_bitwidth, first)):
+    if not isinstance(first, Mapping) or not all(
+        key.isdecimal() and len(key) <= _MOST_DIGITS for key in first
+    ):
         raise SpecError(f"omega file {path}: layer 0 is no mapping of bitwidths to numbers")
     rows = []
     for layer in wanted:
@@ -119,10 +121,6 @@ def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[in
             raise SpecError(f"omega file {path}: layer {layer} has other bitwidths than layer 0")
         rows.append([row[key] for key in first])
     return [int(key) for key in first], as_matrix(rows, path)
-
-
-def _is_bitwidth(key: str) -> bool:
-    return key.isdecimal() and len(key) <= _MOST_DIGITS
 
 
 def as_matrix(rows: object, path: Path) -> Matrix:
@@ -249,8 +247,10 @@ def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
     """Read measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
 
-    `planner.quality.sensitivity` has the forms of file that are read. SpecError for a pickle,
-    another model's file, a wrong shape, a bitwidth that is missing, and entries that are negative,
+    Three forms are read: `{"bits": [...], "model_fingerprint": "...", "matrix": [L][K]}`, with what
+    `llmpq indicator` adds to it; a bare array [L][K], as JSON or `.npy`; `{layer: {bits: value}}`.
+    SpecError for a pickle (the published prototype's: it runs code when it is read), another
+    model's file, a wrong shape, a bitwidth that is missing, and entries that are negative,
     not finite or rise with the bitwidth.
     """
     path = Path(path)
