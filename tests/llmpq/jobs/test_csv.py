@@ -146,14 +146,14 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".csv.gz", ".csv.zst"])
 def test_a_compressed_file_that_is_cut_off_is_refused(suffix: str, tmp_path: Path) -> None:
-    text = "prompt\n" + "".join(f"prompt {i * 7919}\n" for i in range(5000))
+    text = "prompt\n" + "".join(f"prompt {i * 7919}\n" for i in range(1000))
     if "jsonl" in suffix:
-        text = "".join(f'{{"prompt": "{i * 7919}"}}\n' for i in range(5000))
+        text = "".join(f'{{"prompt": "{i * 7919}"}}\n' for i in range(1000))
     whole = gzipped(text.encode()) if suffix.endswith(".gz") else zstd(text.encode())
     for data in (whole[:-9], whole[: len(whole) // 2], whole[:12]):
         with pytest.raises(InputError, match=rf"cannot read input .*in\{suffix}"):
             rows_of(written(tmp_path / f"in{suffix}", data))
-    assert len(rows_of(written(tmp_path / f"in{suffix}", whole))) == 5000
+    assert len(rows_of(written(tmp_path / f"in{suffix}", whole))) == 1000
 
 
 def test_frames_and_members_one_after_the_other_are_one_file(tmp_path: Path) -> None:

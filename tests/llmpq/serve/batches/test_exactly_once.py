@@ -131,8 +131,8 @@ def test_a_server_that_is_killed_goes_on(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         batch_id = ""
-        for attempt in range(3):
-            process, port = await asyncio.to_thread(started, 8 if attempt < 2 else LINES)
+        for attempt in range(2):
+            process, port = await asyncio.to_thread(started, 8 if attempt < 1 else LINES)
             try:
                 client = openai.AsyncOpenAI(
                     base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0
@@ -151,9 +151,9 @@ def test_a_server_that_is_killed_goes_on(tmp_path: Path) -> None:
                     batch = await client.batches.retrieve(batch_id)
                     shards = committed(tmp_path / "folder" / "batches")
                     done = batch.request_counts.completed
-                    if attempt < 2 and len(shards) > attempt and done >= before + 4:
+                    if attempt < 1 and shards and done >= before + 4:
                         break
-                if attempt < 2:
+                if attempt < 1:
                     assert batch.status == "in_progress"
                     process.send_signal(signal.SIGKILL)
                     continue
