@@ -17,7 +17,6 @@ _DIGEST_BYTES = 16
 
 
 def new_digest() -> Any:
-    """An empty digest of a whole file."""
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
@@ -31,7 +30,6 @@ class Disk:
     """Calls of the operating system."""
 
     def open_new(self, path: Path) -> int:
-        """Descriptor of a new, empty file."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: Any) -> int:
@@ -51,11 +49,9 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it; one that exists stays."""
         path.mkdir(parents=True, exist_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
-        """Bring the names in a folder to the disk."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.fsync(descriptor)

@@ -50,13 +50,10 @@ def kind_of(error: str) -> str:
 
 
 class ErrorCounts:
-    """Counts rows by their kind of error."""
-
     def __init__(self) -> None:
         self.kinds: dict[str, ErrorKind] = {}
 
     def add(self, custom_id: str, error: str) -> ErrorKind:
-        """Count a row; returns its kind as it stands now."""
         what = kind_of(error)
         if what not in self.kinds and len(self.kinds) >= MOST_KINDS:
             what = OTHERS
@@ -71,7 +68,6 @@ class ErrorCounts:
         return more
 
     def most_first(self) -> tuple[ErrorKind, ...]:
-        """All kinds, those with the most rows first."""
         return tuple(sorted(self.kinds.values(), key=lambda kind: (-kind.count, kind.what)))
 
 

@@ -153,7 +153,6 @@ class OpenJob:
             raise self._changed()
 
     def write(self, result: Result) -> bool:
-        """Write a result; False if its row has one already."""
         is_new = self._output.write(result, result.custom_id in self._chats)
         self._chats.discard(result.custom_id)
         self._written += is_new

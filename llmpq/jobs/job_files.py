@@ -52,7 +52,6 @@ class Shard:
 
 
 def shards_in(folder: Path) -> list[Shard]:
-    """All shards of a folder, of every generation."""
     found = []
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)

@@ -142,10 +142,10 @@ class JobOutput:
         self._manifest = found
         try:
             shards = shards_in(self.folder)
-            self.exists = found is not None or bool(shards) or self._has_finished_file()
+            exists = found is not None or bool(shards) or self._has_finished_file()
         except OSError as error:
             raise self._unwritable(error) from error
-        if self._options.resume and not self.exists:
+        if self._options.resume and not exists:
             raise InputError(f"there is nothing to resume at output {self.path}")
         self.output_format = self._settled_format(found)
         newest = max((shard.generation for shard in shards), default=1)
@@ -342,14 +342,12 @@ class JobOutput:
 
     @property
     def journal(self) -> JournalPlace:
-        """Where the journal of the job is, and what lies beside it now."""
         newest = max(shards_in(self.folder), default=None)
         after = None if newest is None else (newest.generation, newest.number)
         return JournalPlace(self._store.journal, self._options.overwrite, after)
 
     @property
     def committed(self) -> int:
-        """Rows of this run that are on disk."""
         return self._writer.committed if self._writer is not None else 0
 
     def resume_hint(self) -> str:

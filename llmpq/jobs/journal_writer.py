@@ -60,7 +60,6 @@ class JournalWriter:
         self._entries.append(entry)
 
     def close(self) -> None:
-        """Write what is left, and end."""
         self._closed.set()
         self._thread.join(CLOSE_S)
 
@@ -145,7 +144,6 @@ def point_cadence(began_s: float) -> Cadence:
 
 
 def work_cadence(began_s: float) -> Cadence:
-    """What the stages have done: only the latest is of use."""
     return Cadence(5.0, 7200.0, 1 / 10, began_s)
 
 

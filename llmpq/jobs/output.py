@@ -51,7 +51,6 @@ class ResultStream:
         pass
 
     def write(self, result: Result, is_chat: bool = False) -> bool:
-        """Write one line at once; False if the row has a result already."""
         done = Done("", result.error is not None, 0, 0)
         if not self._database.record(result.custom_id, done):
             return False

@@ -94,7 +94,6 @@ def _from_items(
 
 
 def is_table(items: object) -> TypeGuard[Table]:
-    """Whether `items` is a table rather than an iterable of rows."""
     is_batch = hasattr(items, "__arrow_c_array__") and hasattr(items, "schema")
     known = isinstance(items, Table) or hasattr(items, "collect_schema") or is_batch
     return known and not is_column(items)
@@ -107,7 +106,6 @@ def is_column(items: object) -> bool:
 
 
 def prompts_of_column(column: Any) -> Iterator[Any]:
-    """The values of a column as Python has them."""
     listed = getattr(column, "to_pylist", getattr(column, "to_list", None))
     values = column if listed is None else listed()
     return (value.tolist() if hasattr(value, "tolist") else value for value in values)
@@ -197,7 +195,6 @@ def _table(rows: Iterable[Mapping[str, Any]], own: ColumnKinds) -> Any:
 
 
 def _again(table: Any, own: ColumnKinds) -> Any:
-    """The rows of a block in a table of other columns."""
     return _table(with_json_values(table.to_pylist(), table.schema), own)
 
 

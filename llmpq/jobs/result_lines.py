@@ -62,7 +62,6 @@ class ResultIdentity:
 
     @property
     def model(self) -> str:
-        """Digest of the model that made it."""
         return self.fingerprint.partition("-")[0]
 
 

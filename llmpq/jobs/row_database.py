@@ -212,12 +212,10 @@ class RowDatabase:
         return None
 
     def wanted(self, custom_id: str) -> str | None:
-        """Fingerprint of a row of the input."""
         found = self._one("SELECT fingerprint FROM wanted WHERE id = ?", _key(custom_id))
         return None if found is None else str(found[0])
 
     def tally(self) -> Tally:
-        """Numbers of rows and tokens that are done and left."""
         rows, tokens = self._database.execute(f"SELECT {_SUMS} FROM wanted w").fetchone()
         done, done_tokens, failed = self._database.execute(
             f"SELECT {_SUMS}, COALESCE(SUM(d.failed), 0) FROM {_BOTH} "
@@ -240,7 +238,6 @@ class RowDatabase:
             yield bytes.fromhex("".join(digits for (digits,) in batch))
 
     def rows_digest(self) -> str:
-        """Digest of these records."""
         seen = new_digest()
         for block in self.row_blocks():
             seen.update(block)
@@ -263,7 +260,6 @@ class RowDatabase:
         return InputChanges(new, gone, another, new_places, places)
 
     def _places(self, rows: str) -> tuple[int, tuple[int, ...]]:
-        """Number of some rows, and the places of the first of them."""
         (count,) = self._database.execute(f"SELECT COUNT(*) {rows}").fetchone()
         first = self._database.execute(f"SELECT place {rows} ORDER BY place LIMIT {NAMED}")
         return count, tuple(place for (place,) in first)
@@ -280,7 +276,6 @@ class RowDatabase:
         return True
 
     def record_all(self, results: Iterable[tuple[str, Done]]) -> None:
-        """Note many results, as `record` does one."""
         keyed: Iterator[tuple[Any, ...]]
         keyed = ((_key(custom_id), *done) for custom_id, done in results)
         while batch := list(islice(keyed, BATCH_ROWS)):
@@ -336,7 +331,6 @@ class RowDatabase:
         return self._insert_all(query, (values,))
 
     def _insert_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> int:
-        """Insert rows; returns how many were new."""
         try:
             return self._database.executemany(query, rows).rowcount
         except sqlite3.OperationalError as error:

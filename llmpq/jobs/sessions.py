@@ -88,7 +88,6 @@ class JobSession:
     end: SessionEnd | None = None
 
     def add(self, entry: Entry) -> None:
-        """Take in the next entry."""
         self.last_at = max(self.last_at, entry.at)
         if isinstance(entry, SessionStart | PlanChange):
             self.plans.append(PlanChange(entry.at, entry.plan))
@@ -110,7 +109,6 @@ class JobSession:
 
     @property
     def rows(self) -> int:
-        """Rows that it has finished."""
         return self.points[-1].rows if self.points else 0
 
     @property
@@ -120,7 +118,6 @@ class JobSession:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it has generated."""
         return self.points[-1].tokens if self.points else 0
 
     @property
@@ -135,7 +132,6 @@ class JobSession:
 
     @property
     def seconds(self) -> float:
-        """Seconds from start to end."""
         return max(0.0, self.last_at - self.start.at)
 
     @property
@@ -145,7 +141,6 @@ class JobSession:
 
     @property
     def generated_s(self) -> float:
-        """Seconds in which it generated."""
         return 0.0 if self.loaded_s is None else max(0.0, self.seconds - self.loaded_s)
 
     @property
@@ -155,7 +150,6 @@ class JobSession:
 
     @property
     def text(self) -> str:
-        """What there is to say of its end."""
         return "" if self.end is None else self.end.text
 
     @property
@@ -176,7 +170,6 @@ class JobSession:
         )
 
     def figures(self) -> dict[str, object]:
-        """Its figures as JSON has them."""
         found = {name: getattr(self, name) for name in _FIGURES}
         return found | {
             "ended_at": self.start.at + self.seconds,

@@ -100,7 +100,6 @@ class ShardWriter:
             self._commit()
 
     def stop(self) -> None:
-        """End the commits by time."""
         self._closed.set()
 
     def _commit(self) -> None:

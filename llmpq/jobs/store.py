@@ -90,7 +90,6 @@ class Manifest:
 
     @classmethod
     def of(cls, identity: JobIdentity, generation: int, replaces: bool) -> Manifest:
-        """The manifest of a job that begins."""
         settings = {**asdict(identity.sampling), **identity.prompting}
         sampling = json.loads(json.dumps(settings))
         return cls(identity.model, identity.model_name, sampling, generation, replaces)
@@ -181,16 +180,13 @@ class JobStore:
 
     @property
     def journal(self) -> Path:
-        """Path of the journal, which stays when the job is done."""
         return self.path / JOURNAL
 
     @property
     def joined(self) -> Path:
-        """Path of the finished file before it gets its name."""
         return self.path / _JOINED
 
     def manifest(self) -> Manifest | None:
-        """The manifest, read as `Manifest.read` does."""
         return Manifest.read(self.path / MANIFEST)
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -199,7 +195,6 @@ class JobStore:
         commit_file(self.disk, target, aside, lambda sink: sink.write(data))
 
     def shards(self, generation: int) -> list[Shard]:
-        """The shards of `generation`, which are those that count."""
         return [shard for shard in shards_in(self.path) if shard.generation == generation]
 
     def begin(self, manifest: Manifest, rows: Iterable[bytes]) -> None:

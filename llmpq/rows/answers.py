@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from llmpq.rows.results import REASONING
 from quant.common.text import INCOMPLETE
@@ -48,8 +47,6 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of the prompts and of all answers."""
-
     prompt_tokens: int
     completion_tokens: int
 
@@ -67,7 +64,6 @@ class Head:
     model: str
 
     def content(self, kind: str, choices: Sequence[Json]) -> dict[str, object]:
-        """The JSON object of this kind, with these choices."""
         return {
             "id": self.id,
             "object": kind,
@@ -75,24 +71,6 @@ class Head:
             "model": self.model,
             "choices": list(choices),
         }
-
-
-class Form(Protocol):
-    prefix: str
-    whole_kind: str
-    chunk_kind: str
-
-    def whole(self, parts: Sequence[TextPiece]) -> Json:
-        """A choice, of all its pieces."""
-
-    def opening(self, index: int) -> Json | None:
-        """The first chunk's choice, before there is text; None if there is no such chunk."""
-
-    def part(self, piece: TextPiece) -> Json:
-        """The choice of a chunk with the text of `piece`."""
-
-    def closing(self, piece: TextPiece) -> Json:
-        """The choice of the last chunk, which has no text and says why the answer ends."""
 
 
 class CompletionForm:
@@ -201,6 +179,12 @@ def _with_bytes(text: str, logprob: float | None) -> dict[str, object]:
     return {"token": text, "logprob": logprob, "bytes": known}
 
 
+Form = CompletionForm | ChatForm
+"""Choices of one kind of answer: `whole` makes one of all its pieces; of a stream `opening` makes
+the first chunk, before any text, `part` one with text, and `closing` the last, with the reason.
+"""
+
+
 def models_content(names: Sequence[str], created_s: int) -> Json:
     return {"object": "list", "data": [model_content(name, created_s) for name in names]}
 
@@ -226,5 +210,4 @@ def answer_line(
 
 
 def written_line(line: Json) -> str:
-    """The text of a line, without its end."""
     return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

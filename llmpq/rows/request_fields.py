@@ -24,8 +24,6 @@ _OF_TEXT = ("add_special_tokens", "tool_choice")  # the others are for messages
 
 
 class Given(NamedTuple):
-    """A value, and the name under which it was given."""
-
     name: str
     value: Any
 
@@ -54,7 +52,6 @@ def fields_by_name(given: Mapping[str, Any]) -> dict[str, Given]:
 
 
 def _entries(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Each field as it is shown, its name and its value."""
     for name, value in given.items():
         if name not in OBJECTS or plain_value(value) is None:
             yield str(name), str(name), value
@@ -118,7 +115,6 @@ def _take_arguments_out(given: dict[str, Given]) -> None:
 
 
 def _checked(name: str, given: Given) -> Given:
-    """An option with its value as JSON has it."""
     value, wanted = given.value, "true or false"
     fits = isinstance(value, bool)
     if name == "chat_template_kwargs":

@@ -35,7 +35,6 @@ class Result:
     prompt_tokens: int | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, and after them the row's own columns."""
         return {name: getattr(self, name) for name in RESULT_FIELDS} | dict(self.columns)
 
     def __repr__(self) -> str:

@@ -163,7 +163,6 @@ def _beside(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _custom_id(content: Mapping[str, Any]) -> str:
-    """The id of a row, empty where it has none."""
     custom_id = plain_value(content.get("custom_id"))
     if custom_id is None:
         return ""

@@ -120,29 +120,22 @@ def job_sampling(
         ) from error
     left_out = _left_out(config, workload, default_new_tokens or workload.new_tokens)
     if isinstance(given, Sampling):
-        found = JobSampling(given, {}, left_out)
-        return _limited(found, workload, default_new_tokens)
-    explicit = given or {}
-    taken = {
-        name: value
-        for name, value in vars(recommended).items()
-        if name not in explicit and value != getattr(GREEDY, name)
-    }
-    found = JobSampling(merge_sampling(recommended, explicit), taken, left_out)
-    return _limited(found, workload, default_new_tokens)
-
-
-def _limited(found: JobSampling, workload: Workload, limit: int | None) -> JobSampling:
-    """What was `found`, with the planned `limit` where none is set."""
-    if limit is None or found.sampling.max_new_tokens is not None:
-        return found
-    sampling = replace(found.sampling, max_new_tokens=limit)
-    named = limit if limit != workload.new_tokens else None
-    return replace(found, sampling=sampling, planned_limit=named)
+        sampling, taken = given, {}
+    else:
+        sampling = merge_sampling(recommended, given or {})
+        taken = {
+            name: value
+            for name, value in vars(recommended).items()
+            if name not in (given or {}) and value != getattr(GREEDY, name)
+        }
+    limit = None
+    if default_new_tokens is not None and sampling.max_new_tokens is None:
+        sampling = replace(sampling, max_new_tokens=default_new_tokens)
+        limit = default_new_tokens if default_new_tokens != workload.new_tokens else None
+    return JobSampling(sampling, taken, left_out, limit)
 
 
 def _recommended(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Fields of `Sampling` that `config` sets."""
     fields = {name: config[name] for name in _FOLLOWED if name in config}
     if config.get("do_sample") is True:
         fields["temperature"] = config.get("temperature", 1.0)  # as transformers and vLLM

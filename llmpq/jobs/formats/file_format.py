@@ -57,14 +57,11 @@ _COLUMNS = {"prompt", "messages", "custom_id"}
 
 @dataclass(frozen=True)
 class FileFormat:
-    """The format of the rows of a file, and its compression."""
-
     rows: RowFormat
     compression: Compression = ""
 
     @property
     def name(self) -> str:
-        """The format in a message."""
         if self.compression:
             return "gzip" if self.compression == ".gz" else "Zstandard"
         return {"jsonl": "JSON lines", "csv": "CSV", "parquet": "Parquet"}[self.rows]
@@ -135,7 +132,6 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def opened(path: Path, compression: Compression) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed as it is read."""
     if compression == ".gz":
         with gzip.open(path, "rb") as unpacked:
             yield cast(BinaryIO, unpacked)

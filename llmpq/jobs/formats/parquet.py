@@ -56,7 +56,6 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def plain_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of columns as a JSONL line would hold it."""
     given = {name: value for name, value in row.items() if value is not None}
     for name in STRUCTURED & given.keys():
         value = _plain(given[name])
@@ -65,7 +64,6 @@ def plain_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_results(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file of results, `columns` of them; `InputError` for a file that is no Parquet."""
     return _read(path, columns)
 
 
@@ -186,7 +184,6 @@ class ColumnKinds:
                     self._kinds[name] = kind if kind == JSON else joined(kind, kind_of(value))
 
     def add(self, other: ColumnKinds) -> None:
-        """Note the columns that `other` has noted."""
         for name, kind in other._kinds.items():
             self._kinds[name] = joined(self._kinds.get(name, EMPTY), kind)
 

@@ -61,12 +61,10 @@ class JobOverview:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all sessions."""
         return sum(session.seconds for session in self.sessions)
 
     @property
     def generated_s(self) -> float:
-        """Seconds of all sessions in which stages generated."""
         return sum(session.generated_s for session in self.sessions)
 
     @property
@@ -77,8 +75,6 @@ class JobOverview:
 
 @dataclass(frozen=True)
 class _Records:
-    """All that is read of a job."""
-
     place: JobPlace
     journal: Journal
     manifest: Manifest | None
@@ -91,7 +87,6 @@ class _Records:
 
     @property
     def is_done(self) -> bool:
-        """Whether all rows are done and no one is at work."""
         return not self.runs and self.manifest is not None and self.manifest.complete
 
     @property
@@ -292,7 +287,6 @@ def _left_s(records: _Records, counts: _RowCounts, generated_s: float, now: floa
 
 
 def _last_at(records: _Records) -> float | None:
-    """When something was written last."""
     times = [records.journal.beat_at or 0.0]
     for path in (records.place.manifest, *(shard.path for shard in records.shards[-1:])):
         try:

@@ -38,7 +38,6 @@ class JobPlace:
 
     @property
     def in_folder(self) -> bool:
-        """Whether the output is a folder of shards."""
         return self.output == self.folder
 
     @property

@@ -22,15 +22,11 @@ MOST_POINTS = 240
 
 
 class RatePoint(NamedTuple):
-    """Mean tokens per second around a second of the job."""
-
     at_s: float
     tokens_per_s: float
 
 
 class RowPoint(NamedTuple):
-    """Rows that are done at a second of the job."""
-
     at_s: float
     rows: int
 

@@ -94,7 +94,6 @@ class RunRecorder:
         note(_start(session, plan, now))
 
     def count(self, result: Result) -> None:
-        """Count a row that has its result."""
         self._rows += 1
         if result.error is not None:
             self._errors.add(_cut(result.custom_id, _ID), _cut(result.error))
@@ -124,7 +123,6 @@ class RunRecorder:
         self._note(PlanChange(now, plan_note(plan)))
 
     def tell(self, event: RecoveryEvent) -> None:
-        """Note a fault, or what was done about it."""
         self._events += 1
         if self._events > MOST_EVENTS:
             self._note(MoreEvents(event.time_s, self._events - MOST_EVENTS))
@@ -211,7 +209,6 @@ def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
 
 
 def plan_note(plan: PlanSpec) -> PlanNote:
-    """What the journal keeps of a plan."""
     is_followed = planned_tokens_per_s(plan) is not None
     job, latency = plan.job, planned_latency(plan)
     return PlanNote(

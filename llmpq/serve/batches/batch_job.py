@@ -155,13 +155,11 @@ class BatchJob:
                 yield BatchLine(number, (row.text or "").encode("utf-8", "surrogateescape"))
 
     def write(self, line: BatchLine, answer: LineAnswer) -> None:
-        """Keep the result of a line; of two the first stays."""
         if self._job.write(Result(str(line.number), answer.text, (), None, answer.error)):
             self._completed += answer.error is None
             self._failed += answer.error is not None
 
     def finish(self) -> None:
-        """Put the results of all lines together."""
         self._job.finish()
 
     def close(self) -> None:

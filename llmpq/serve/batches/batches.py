@@ -74,7 +74,6 @@ class Batches:
         self._runner = Runner(store, service)
 
     def start(self) -> None:
-        """Go on with the batches that are not finished."""
         self._runner.start()
 
     async def close(self) -> None:
@@ -115,7 +114,6 @@ class Batches:
         return path
 
     async def delete_file(self, file_id: str) -> Json:
-        """Delete a file that no batch needs."""
 
         def delete() -> None:
             self.file(file_id)

@@ -36,8 +36,6 @@ CANCELLED = "batch_cancelled"
 
 
 class _Envelope(BaseModel):
-    """A line's fields around the body of its request."""
-
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     custom_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
@@ -181,11 +179,9 @@ class Answering:
             await self._engine.pause()
 
     def ended(self, line: BatchLine, code: str, message: str) -> LineAnswer:
-        """The answer to a line that does not run any more."""
         return self._problem(line) or failed(custom_id_of(line.content), code, message)
 
     def _problem(self, line: BatchLine) -> LineAnswer | None:
-        """The answer to a line that is not looked into."""
         most = self._service.options.body_limit_bytes
         problem = line.problem
         if problem is None and len(line.content) > most:

@@ -137,7 +137,6 @@ class Batch:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing changes any more."""
         return self.status in FINISHED
 
     @property
@@ -209,7 +208,6 @@ class Index(Generic[RecordT]):
         return max((each.number for each in self._records.values()), default=0) + 1
 
     def put(self, record: RecordT) -> None:
-        """Keep a record in place of the one of its id."""
         data = json.dumps(asdict(record)).encode()
         path = self.path(record.id)
         try:

@@ -61,7 +61,6 @@ class Runner:
         self._opened: set[BatchJob] = set()
 
     def start(self) -> None:
-        """Go on with the batches that are not finished."""
         self._begin(self._look())
         for batch in self._store.unfinished():
             self.follow(batch.id)
@@ -271,7 +270,6 @@ def _end_rest(job: BatchJob, answering: Answering, is_cancelled: bool) -> None:
 
 @asynccontextmanager
 async def _one_error() -> AsyncGenerator[None, None]:
-    """The first error of a group of tasks, as itself."""
     try:
         yield
     except BaseExceptionGroup as group:

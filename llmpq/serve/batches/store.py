@@ -156,7 +156,6 @@ class BatchStore:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all files, also of those that arrive."""
         return sum(each.bytes for each in self.files) + self.arriving_bytes
 
     def path(self, file_id: str) -> Path:
