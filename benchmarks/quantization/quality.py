@@ -58,10 +58,10 @@ from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
     Matrix,
-    VarianceForm,
     VarianceStatistics,
     random_indicator,
 )
+from quant.sensitivity.variance_form import VarianceForm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODEL = EXAMPLES / "demo_model"

@@ -36,7 +36,7 @@ from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file
 from quant.importance.header import SUFFIX
-from quant.sensitivity.indicators import VarianceForm
+from quant.sensitivity.variance_form import VarianceForm
 
 if TYPE_CHECKING:
     from llmpq.quality.effort import Effort

@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.model.finding import ModelShape
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS
-from quant.sensitivity.indicators import VarianceForm
+from quant.sensitivity.variance_form import VarianceForm
 
 SEQUENCE_LENGTH = 512
 """Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""

@@ -16,8 +16,8 @@ from llmpq.quality.options import (
 from planner.option_rules import Rule
 from quant.importance.header import SUFFIX
 from quant.scheme import BITWIDTHS, ROUNDINGS
-from quant.sensitivity.indicators import ROUNDINGS as FORM_ROUNDINGS
-from quant.sensitivity.indicators import SCALES, SCHEMES
+from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
+from quant.sensitivity.variance_form import SCALES, SCHEMES
 
 _RULES = (
     *CALIBRATION_RULES,

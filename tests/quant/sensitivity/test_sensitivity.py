@@ -14,13 +14,13 @@ from quant.sensitivity.indicators import (
     Gram,
     HessianStatistics,
     RunningMoments,
-    VarianceForm,
     VarianceStatistics,
     random_indicator,
     squared_rounding_error,
     top_eigenvalue,
     weight_noises,
 )
+from quant.sensitivity.variance_form import VarianceForm
 
 BITS = (3, 4, 8, 16)
 CPU = torch.device("cpu")

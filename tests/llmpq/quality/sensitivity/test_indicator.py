@@ -33,10 +33,10 @@ from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.sensitivity.indicators import (
     HessianStatistics,
-    VarianceForm,
     VarianceStatistics,
     squared_rounding_error,
 )
+from quant.sensitivity.variance_form import VarianceForm
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 from tests.llmpq.commands import exit_code
 
