@@ -31,7 +31,7 @@ from planner.latency_bound.waa import WaaPlanner
 from planner.options import Quality, quality_of
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime
-from planner.search.pareto import Point, fastest_within
+from planner.search.pareto import ThetaPoint, fastest_within
 from planner.search.qualities import (
     TIE_BREAK,
     best_by_rules,
@@ -276,8 +276,8 @@ class BoundedSearch:
             return self._of_quality(quality, bound_s)
         if options.max_omega is None:
             return self.at(self._costs.theta, bound_s)
-        choice = fastest_within(lambda theta: self._point(theta, bound_s), options.max_omega)
-        return choice.point.plan
+        point, _ = fastest_within(lambda theta: self._point(theta, bound_s), options.max_omega)
+        return point.plan
 
     def at(
         self, theta: float, bound_s: float, usable_bits: tuple[int, ...] | None = None
@@ -310,9 +310,9 @@ class BoundedSearch:
 
     def _point(
         self, theta: float, bound_s: float, usable_bits: tuple[int, ...] | None = None
-    ) -> Point[Scheduled]:
+    ) -> ThetaPoint[Scheduled]:
         best = self.at(theta, bound_s, usable_bits)
-        return Point(theta, best.seconds, best.placed.omega, 0.0, best, best.seconds)
+        return ThetaPoint(theta, best.seconds, best.placed.omega, 0.0, best, best.seconds)
 
     def _of_quality(self, quality: Quality, bound_s: float) -> Scheduled:
         """The schedule of a quality, by the rules for jobs: a bound that no schedule near 16 bit
@@ -323,7 +323,9 @@ class BoundedSearch:
             return fast.plan
         for bits in bits_by_quality(self._costs.bits):
 
-            def solve(theta: float, bits: tuple[int, ...] = bits, **_: bool) -> Point[Scheduled]:
+            def solve(
+                theta: float, bits: tuple[int, ...] = bits, **_: bool
+            ) -> ThetaPoint[Scheduled]:
                 return self._point(theta, bound_s, bits)
 
             with suppress(NoScheduleError):

@@ -105,15 +105,12 @@ class CandidateSearch:
         """Whether time is up and there is a plan."""
         return self._best is not None and self._seconds_left() <= 0
 
-    def solution(self, searched: Sequence[Candidates]) -> Solution:
-        """The best plan of all that were `searched`; InfeasibleError if there is none.
-
-        Its assignment is "optimal" only if that is proven over all candidates.
-        """
-        return self.solutions(searched)[0]
-
     def solutions(self, searched: Sequence[Candidates]) -> list[Solution]:
-        """The best plan, as `solution`, and then the others within the slack, best first."""
+        """The best plan of all that were `searched`, and then the others within the slack, best
+        first; InfeasibleError if there is none.
+
+        An assignment is "optimal" only if that is proven over all candidates.
+        """
         count = sum(candidates.count for candidates in searched)
         if self._best is None:
             raise InfeasibleError(
@@ -121,7 +118,9 @@ class CandidateSearch:
                 "use method auto"
             )
         bound = min((self._bound, *(candidates.bound for candidates in searched)))
-        proven = bound >= self._target() * (1 - ROUNDING)
+        # A plan is of interest only where it beats the best by the gap.
+        target = self._lowest() * (1 - self._options.relative_gap)
+        proven = bound >= target * (1 - ROUNDING)
         most = self._lowest() * (1 + self._slack)
         kept = [each for each in self._kept if each[1].objective < most]
         others = sorted(kept, key=lambda each: each[1].objective)
@@ -158,10 +157,6 @@ class CandidateSearch:
         # The plans that are kept come to that many with the best one.
         others = sorted(found.objective for _, found in self._kept)
         return min(most, others[max(self._most_kept - 2, 0)])
-
-    def _target(self) -> float:
-        """Seconds below which a plan is still of interest."""
-        return self._lowest() * (1 - self._options.relative_gap)
 
     def _try(self, candidate: SearchCandidate) -> None:
         """Solve one candidate, as far as it can beat the best."""
@@ -229,7 +224,7 @@ def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> 
             pending = untried_sets(costs, runner, tried)
     if not searched:
         raise misfit(costs)
-    return runner.solution(searched)
+    return runner.solutions(searched)[0]
 
 
 def untried_sets(

@@ -4,12 +4,6 @@ More requests in flight share each pass over the weights; but their keys and val
 layers then lack for bits, and a job ends with slots that run empty. From the most that memory
 allows, halves are tried first, then ever nearer neighbours of the best, all by the objective of the
 whole job. No number is solved for further than it can beat the best.
-
-How many requests a micro-batch of both phases has (policies `orca` and `s3`): the best few
-sizes, by simulation.
-
-More than an even share of the requests in flight lets more of them in while they are short; fewer
-make steps shorter, and leave some waiting.
 """
 
 from __future__ import annotations
@@ -18,8 +12,8 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -58,26 +52,9 @@ simulated are the best of numbers that are so far apart."""
 
 FEW_HALVES = 3  # of the number in flight that all devices have, tried with fewer devices
 
-
-@dataclass(frozen=True)
-class _Effort:
-    """How closely numbers in flight are looked at.
-
-    `fine`: ratio of neighbours at last. While weights take the time, throughput grows with the
-    number up to the last that fits, so that is looked for closely. `around`: how many numbers
-    around the best are tried wherever they lie. `turns`: how often at most numbers for one order
-    are tried, and orders for one number. `exploring` and `proving`: how many candidates are solved
-    at most at a time while numbers are tried, and in the end; the gap counts the others.
-    """
-
-    fine: float
-    around: int
-    turns: int
-    exploring: int
-    proving: int
-
-
-_WHOLE, _QUICK = _Effort(1.01, 16, 4, 8, 16), _Effort(1.05, 0, 1, 4, 0)
+BATCH_SHARES = (0.75, 1.0, 1.25, 1.5, 2.0)
+"""Sizes of a micro-batch of both phases that are tried, in even shares of the requests in flight:
+more lets more of them in while they are short; fewer make steps shorter, and leave some waiting."""
 
 
 class PlanSolver(Protocol):
@@ -116,7 +93,7 @@ def _near(costs: CostModel, found: Solution, clock: Callable[[], float]) -> Solu
     problem = grouped(costs.problem(found.devices, found.sizes), costs.options.group)
     same = found.workload, found.devices, found.sizes
     runner.consider(SearchCandidate(*same, problem, 0.0, found.head_on_first), 0.0)
-    return runner.solution([])
+    return runner.solutions([])[0]
 
 
 def _limited(costs: CostModel, limit_s: float | None) -> CostModel:
@@ -124,6 +101,26 @@ def _limited(costs: CostModel, limit_s: float | None) -> CostModel:
     if limit_s is None:
         return costs
     return replace(costs, options=replace(costs.options, search_time_limit=limit_s))
+
+
+class Effort(NamedTuple):
+    """How closely numbers in flight are looked at.
+
+    `fine`: ratio of neighbours at last. While weights take the time, throughput grows with the
+    number up to the last that fits, so that is looked for closely. `around`: how many numbers
+    around the best are tried wherever they lie. `turns`: how often at most numbers for one order
+    are tried, and orders for one number. `exploring` and `proving`: how many candidates are solved
+    at most at a time while numbers are tried, and in the end; the gap counts the others.
+    """
+
+    fine: float
+    around: int
+    turns: int
+    exploring: int
+    proving: int
+
+
+_WHOLE, _QUICK = Effort(1.01, 16, 4, 8, 16), Effort(1.05, 0, 1, 4, 0)
 
 
 class JobSearch:
@@ -134,7 +131,7 @@ class JobSearch:
     ) -> None:
         options = costs.options
         options = replace(options, relative_gap=max(options.relative_gap, JOB_GAP))
-        self._costs, self._job, self._clock = replace(costs, options=options), job, clock
+        self._costs, self._job, self.clock = replace(costs, options=options), job, clock
         self.least = max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
         """The fewest in flight that fill the micro-batches that the user fixed."""
         self._most: dict[Hashable, int] = {}
@@ -161,9 +158,8 @@ class JobSearch:
         if not run.searched:
             raise misfit(one)
         solutions = run.runner.solutions(run.searched)
-        found = self._best_simulated(
-            costs, solutions[:1] if quick else _finalists(costs, solutions)
-        )
+        finalists = solutions[:1] if quick else _finalists(costs, solutions)
+        found = self._best_simulated(costs, finalists)
         self._best.add(found.workload.global_batch)
         self._sets.append(found.devices)
         return found
@@ -190,11 +186,9 @@ class JobSearch:
         are none all but one kind, and each kind alone. Fewer devices have room for fewer requests,
         so leaving them out one by one need not lead there.
         """
-        if self._costs.options.keep_all_devices or self._groups_are_given:
+        options, devices = self._costs.options, self._costs.cluster.devices
+        if self._sets or options.keep_all_devices or options.tensor_parallel not in (1, AUTO):
             return self._sets
-        if self._sets:
-            return self._sets
-        devices = self._costs.cluster.devices
         names = dict.fromkeys(device.accelerator.name for device in devices)
         parts = (
             tuple(device for device in devices if (device.accelerator.name == name) == alone)
@@ -202,10 +196,6 @@ class JobSearch:
             for alone in (True, False)
         )
         return [part for part in parts if part and len(part) < len(devices)]
-
-    @property
-    def _groups_are_given(self) -> bool:
-        return self._costs.options.tensor_parallel not in (1, AUTO)
 
     def at(self, costs: CostModel, devices: tuple[Device, ...], number: int) -> CostModel:
         """The costs of so many requests in flight on these devices."""
@@ -224,29 +214,14 @@ class JobSearch:
             )
         return self._most[key]
 
-    def candidates(
-        self, costs: CostModel, devices: tuple[Device, ...], number: int
-    ) -> Candidates | None:
-        """The candidates of so many in flight; None where they do not fit."""
-        try:
-            return Candidates(self.at(costs, devices, number))
-        except DoesNotFitError:
-            return None
-
-    def clock(self) -> float:
-        """The time in seconds."""
-        return self._clock()
-
 
 class _Run:
     """One search over numbers in flight and sets of devices, at one theta."""
 
-    def __init__(self, job: JobSearch, costs: CostModel, effort: _Effort) -> None:
+    def __init__(self, job: JobSearch, costs: CostModel, effort: Effort) -> None:
         self._job, self._costs, self._effort = job, costs, effort
-        slack: float = SLACK
-        kept: int | None = FINALISTS
-        if costs.options.policy == PREDICTING:
-            slack, kept = WIDE_SLACK, None
+        predicting = costs.options.policy == PREDICTING
+        slack, kept = (WIDE_SLACK, None) if predicting else (SLACK, FINALISTS)
         self.runner = CandidateSearch(costs.options, job.clock, slack, kept)
         self.searched: list[Candidates] = []
         self._tried: set[tuple[Hashable, int]] = set()
@@ -275,23 +250,24 @@ class _Run:
             ratio, found = NEAR, self.runner.best or best
             self._try(devices, found.workload.global_batch)
             self.runner.run(self.searched, EXPLORING_GAP, self._effort.exploring)
-            if _alike(found, self.runner.best):
+            best = self.runner.best
+            if best is None or _order_of(found) == _order_of(best):
                 return
 
     def prove(self, gap: float) -> None:
         """Solve what may still be better by more than `gap`, as far as the effort allows."""
         self.runner.run(self.searched, gap, self._effort.proving)
 
-    def _try(self, devices: tuple[Device, ...], number: int) -> bool:
-        """List the candidates of a number in flight; whether it is new and has any."""
+    def _try(self, devices: tuple[Device, ...], number: int) -> None:
+        """List the candidates of a number in flight, if it is new and fits."""
         key = cost_key(devices), number
         if number < self._job.least or key in self._tried or self.runner.is_over:
-            return False
+            return
         self._tried.add(key)
-        found = self._job.candidates(self._costs, devices, number)
-        if found is not None:
-            self.searched.append(found)
-        return found is not None
+        try:
+            self.searched.append(Candidates(self._job.at(self._costs, devices, number)))
+        except DoesNotFitError:
+            return
 
     def _try_neighbours(self, best: SearchCandidate, most: int, ratio: float) -> None:
         """Try numbers ever nearer to the best one, with its order and prefill sizes near its own;
@@ -311,15 +287,13 @@ class _Run:
                     self.runner.consider(candidate, EXPLORING_GAP)
             if not new and ratio == fine:
                 break
+        if self.runner.is_over:
+            return
         at = (self.runner.best or best).workload.global_batch
         least = max(at / NEAR, min(at, self._job.least))
         around = np.linspace(least, min(most, at * NEAR), self._effort.around).round()
         left = sorted(set(around.astype(int).tolist()) - tried)
-        promising = (
-            []
-            if self.runner.is_over
-            else [each for number in left for each in self._alike(best, number)]
-        )
+        promising = [each for number in left for each in self._alike(best, number)]
         promising.sort(key=lambda each: each.bound)
         for candidate in promising[: self._effort.exploring]:
             self.runner.consider(candidate, EXPLORING_GAP)
@@ -355,13 +329,9 @@ def _finalists(costs: CostModel, solutions: Sequence[Solution]) -> list[Solution
     return found[:FINALISTS]
 
 
-def _alike(one: SearchCandidate, other: SearchCandidate | None) -> bool:
-    """Whether the neighbours of one candidate are those of the other."""
-    return other is None or (one.devices, one.sizes, one.head_on_first) == (
-        other.devices,
-        other.sizes,
-        other.head_on_first,
-    )
+def _order_of(candidate: SearchCandidate) -> Hashable:
+    """A key that is equal for candidates whose neighbours are the same."""
+    return candidate.devices, candidate.sizes, candidate.head_on_first
 
 
 def _greatest(limit: int, fits: Callable[[int], bool]) -> int:
@@ -381,29 +351,26 @@ def _halves(most: int) -> list[int]:
     return numbers
 
 
-SHARES = (0.75, 1.0, 1.25, 1.5, 2.0)
-"""Sizes that are tried, in even shares of the requests in flight."""
-
-
 def with_best_batch_size(costs: CostModel, solution: Solution) -> Solution:
-    """The solution with the size that takes the fewest seconds; unchanged under another policy,
-    and where the user has chosen a size.
+    """The solution with the requests of a micro-batch of both phases (policies `orca` and `s3`)
+    that take the fewest seconds by simulation; unchanged under another policy, and where the user
+    has chosen a size.
     """
     options = costs.options
     if options.policy not in TOKEN_POLICIES or options.max_batch_size is not None:
         return solution
     return min(
-        _fitting(costs, solution),
+        _fitting_batches(costs, solution),
         key=lambda each: forecast_solution(costs, each, RANKING_PASSES).seconds,
     )
 
 
-def _fitting(costs: CostModel, solution: Solution) -> Iterator[Solution]:
+def _fitting_batches(costs: CostModel, solution: Solution) -> Iterator[Solution]:
     """Yield the solution with each size for which its stages have memory."""
-    share = -(-solution.workload.global_batch // len(solution.devices))
-    for size in sorted({solution.sizes.decode, *(max(1, round(share * s)) for s in SHARES)}):
+    share, found = -(-solution.workload.global_batch // len(solution.devices)), solution.assignment
+    sizes = {solution.sizes.decode, *(max(1, round(share * each)) for each in BATCH_SHARES)}
+    for size in sorted(sizes):
         sized = replace(solution, max_batch_size=size)
-        found = solution.assignment
         problem = sized.costs(costs).problem(solution.devices, solution.sizes)
         problem = grouped(problem, costs.options.group)
         stages = stage_times(problem, found.first_layer, found.bitwidth)

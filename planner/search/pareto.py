@@ -4,8 +4,6 @@ Every value of theta gives the point where a line of slope -theta touches the at
 of omega, latency) from below, so the front found here is its lower convex hull (Aneja and Nair,
 "Bicriteria transportation problem", 1979). Between two neighbouring points of the hull better plans
 for a bound may exist; how much better they can be at most is known and reported as the gap.
-
-Plans within a bound on quality or latency: the search at the theta that meets it.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ LATENCY_TIE_BREAK = 1e-3
 
 
 @dataclass(frozen=True)
-class Point(Generic[PlanT]):
+class ThetaPoint(Generic[PlanT]):
     """A plan on the front: `latency_s`, summed sensitivity `omega`, and the theta that gave it.
 
     `bound` is a proven lower bound on latency_s + theta * omega over all plans. Points are ranked
@@ -56,61 +54,106 @@ class Point(Generic[PlanT]):
         return self.latency_s + theta * self.omega
 
 
-Solve = Callable[[float], Point[PlanT]]
+Solve = Callable[[float], ThetaPoint[PlanT]]
+
+BoundedChoice = tuple[ThetaPoint[PlanT], float]
+"""The best plan found within a bound, and the gap: no plan within it is better by more, relative to
+the figure that was minimised."""
 
 
-@dataclass(frozen=True)
-class BoundedChoice(Generic[PlanT]):
-    """The best plan found within a bound; no plan within it is better by more than `gap`.
+class PointSolver(Protocol):
+    """Finds the point of a theta; `quick` as in `planner.search.in_flight.PlanSolver`."""
 
-    `gap` is relative to the figure that was minimised.
+    def __call__(self, theta: float, *, quick: bool = False) -> ThetaPoint[Solution]: ...
+
+
+def theta_solver(
+    costs: CostModel,
+    clock: Callable[[], float] = time.perf_counter,
+    known: Iterable[int] = (),
+    search_time: SearchTime | None = None,
+) -> PointSolver:
+    """A function that searches at any theta, for points of latency and quality; `known` and `quick`
+    as in `planner.search.in_flight`. The searches share `search_time`; without it each has all of
+    `search_time_limit`.
     """
+    solve = plan_solver(costs, clock, known)
 
-    point: Point[PlanT]
-    gap: float
+    def solve_at(theta: float, *, quick: bool = False) -> ThetaPoint[Solution]:
+        limit_s = None if search_time is None else search_time.next_s()
+        solution = solve(theta, quick=quick, limit_s=limit_s)
+        priced = replace(costs, theta=theta)
+        quality = solution_quality(priced, solution)
+        latency_s = solution.assignment.objective - theta * quality
+        predicted_s = forecast_solution(priced, solution).seconds
+        return ThetaPoint(theta, latency_s, quality, solution.lower_bound, solution, predicted_s)
+
+    return solve_at
 
 
-def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[Point[PlanT], ...]:
+def within_bounds(
+    costs: CostModel, clock: Callable[[], float] = time.perf_counter
+) -> tuple[CostModel, Solution]:
+    """The best solution, by theta or within the bound in the options, and its theta's costs."""
+    options = costs.options
+    limit_s = PLAN_TIME * options.search_time_limit
+    if options.max_omega is None and options.max_latency_s is None:
+        return costs, plan_solver(costs, clock)(costs.theta, limit_s=limit_s)
+    solve = theta_solver(costs, clock, search_time=SearchTime(limit_s, clock))
+    if options.max_omega is not None:
+        point, gap = fastest_within(solve, options.max_omega)
+    else:
+        point, gap = finest_within(solve, float(options.max_latency_s or 0.0))
+    assignment = point.plan.assignment
+    if assignment.status == "optimal" and gap > options.relative_gap:
+        assignment = replace(assignment, status="bounded")
+    lower_bound = assignment.objective * (1 - gap)
+    at_theta = replace(costs, theta=point.theta)
+    return at_theta, replace(point.plan, assignment=assignment, lower_bound=lower_bound)
+
+
+def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[ThetaPoint[PlanT], ...]:
     """The hull's points from fastest to best quality, at most `most_points`, widest gaps first.
 
     Points that another one beats, because the solver is not exact, are left out.
     """
-    fastest, finest = extremes(solve)
+    fastest, finest = _extremes(solve)
     points = [fastest] if _same(fastest, finest) else [fastest, finest]
     open_spans = [(fastest, finest)] if len(points) == 2 else []
     solves = 2
     while open_spans and len(points) < most_points and solves < MOST_SOLVES:
         open_spans.sort(key=lambda span: _height(*span))
         left, right = open_spans.pop()
-        found = between(solve, left, right)
+        found = _between(solve, left, right)
         solves += 1
         if found is not None:
             points.append(found)
             open_spans += [(left, found), (found, right)]
-    kept: list[Point[PlanT]] = []
+    kept: list[ThetaPoint[PlanT]] = []
     for point in sorted(points, key=lambda point: (point.latency_s, point.omega)):
         if not kept or point.omega < kept[-1].omega:
             kept.append(point)
     return tuple(kept)
 
 
-def extremes(solve: Solve[PlanT]) -> tuple[Point[PlanT], Point[PlanT]]:
+def _extremes(solve: Solve[PlanT]) -> tuple[ThetaPoint[PlanT], ThetaPoint[PlanT]]:
     """The fastest plan and the one of best quality; ties are broken by the other figure."""
     first = solve(0.0)
     scale = first.latency_s / first.omega if first.omega > 0 else 0.0
-    fastest = solve(QUALITY_TIE_BREAK * scale) if scale else first
-    finest = solve(scale / LATENCY_TIE_BREAK) if scale else first
-    return fastest, finest
+    if not scale:
+        return first, first
+    return solve(QUALITY_TIE_BREAK * scale), solve(scale / LATENCY_TIE_BREAK)
 
 
-def between(solve: Solve[PlanT], left: Point[PlanT], right: Point[PlanT]) -> Point[PlanT] | None:
+def _between(
+    solve: Solve[PlanT], left: ThetaPoint[PlanT], right: ThetaPoint[PlanT]
+) -> ThetaPoint[PlanT] | None:
     """The hull's point farthest below the chord of two points, or None if there is none."""
     if left.omega <= right.omega or right.latency_s <= left.latency_s:
         return None
     theta = (right.latency_s - left.latency_s) / (left.omega - right.omega)
     found = solve(theta)
-    chord = left.cost(theta)
-    return found if found.cost(theta) < chord * (1 - PROGRESS) else None
+    return found if found.cost(theta) < left.cost(theta) * (1 - PROGRESS) else None
 
 
 def fastest_within(solve: Solve[PlanT], max_omega: float) -> BoundedChoice[PlanT]:
@@ -118,21 +161,23 @@ def fastest_within(solve: Solve[PlanT], max_omega: float) -> BoundedChoice[PlanT
 
     Raises `BoundNotMetError` with the best sensitivity that any plan has.
     """
-    fastest, finest = extremes(solve)
-    if finest.omega > max_omega * (1 + PROGRESS):
+
+    def is_inside(point: ThetaPoint[PlanT]) -> bool:
+        return point.omega <= max_omega * (1 + PROGRESS)
+
+    fastest, finest = _extremes(solve)
+    if not is_inside(finest):
         raise BoundNotMetError(
             f"no plan has a summed sensitivity of at most {max_omega:g}; the best found has "
             f"{finest.omega:g}",
             "max_omega",
             finest.omega,
         )
-    tried = _close_in(solve, fastest, finest, lambda p: p.omega <= max_omega * (1 + PROGRESS))
-    chosen = min(
-        (p for p in tried if p.omega <= max_omega * (1 + PROGRESS)), key=lambda p: p.latency_s
-    )
+    tried = _close_in(solve, fastest, finest, is_inside)
+    chosen = min(filter(is_inside, tried), key=lambda point: point.latency_s)
     # Weak duality: within the bound, latency >= min(latency + theta * omega) - theta * bound.
-    proven = max(p.bound - p.theta * max_omega for p in tried)
-    return BoundedChoice(chosen, _gap(chosen.latency_s, proven))
+    proven = max(point.bound - point.theta * max_omega for point in tried)
+    return chosen, _gap(chosen.latency_s, proven)
 
 
 def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[PlanT]:
@@ -155,19 +200,19 @@ def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[Pl
     chosen = min(inside, key=lambda point: (point.omega, point.predicted_s))
     most_s = max(max_latency_s, chosen.latency_s)
     proven = max(((p.bound - most_s) / p.theta for p in tried if p.theta > 0), default=0.0)
-    return BoundedChoice(chosen, _gap(chosen.omega, max(0.0, proven)))
+    return chosen, _gap(chosen.omega, max(0.0, proven))
 
 
-def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[Point[PlanT]]:
+def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[ThetaPoint[PlanT]]:
     """Solve for points around where the prediction crosses the bound.
 
     Where it lies above at both ends though the ranking latency does not, it may fall in between.
     """
 
-    def is_inside(point: Point[PlanT]) -> bool:
+    def is_inside(point: ThetaPoint[PlanT]) -> bool:
         return point.predicted_s <= max_latency_s
 
-    fastest, finest = extremes(solve)
+    fastest, finest = _extremes(solve)
     ends = [fastest, finest]
     if is_inside(finest):
         return ends
@@ -186,10 +231,10 @@ def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[Point[
 
 def _close_in(
     solve: Solve[PlanT],
-    outside: Point[PlanT],
-    inside: Point[PlanT],
-    is_inside: Callable[[Point[PlanT]], bool],
-) -> list[Point[PlanT]]:
+    outside: ThetaPoint[PlanT],
+    inside: ThetaPoint[PlanT],
+    is_inside: Callable[[ThetaPoint[PlanT]], bool],
+) -> list[ThetaPoint[PlanT]]:
     """Solve for points of the hull ever nearer to where it crosses the bound, from both sides.
 
     The last one solved has the slope of the edge that crosses it, whose dual bound is the best.
@@ -207,21 +252,18 @@ def _close_in(
         tried.append(found)
         if found.cost(theta) >= outside.cost(theta) * (1 - PROGRESS):
             break
-        if is_inside(found):
-            inside = found
-        else:
-            outside = found
+        inside, outside = (found, outside) if is_inside(found) else (inside, found)
     return tried
 
 
-def _height(left: Point[PlanT], right: Point[PlanT]) -> float:
+def _height(left: ThetaPoint[PlanT], right: ThetaPoint[PlanT]) -> float:
     """The relative size of a span in both directions, which ranks where to look for a point."""
     latency = (right.latency_s - left.latency_s) / right.latency_s
     quality = (left.omega - right.omega) / left.omega if left.omega else 0.0
     return latency * quality
 
 
-def _same(one: Point[PlanT], other: Point[PlanT]) -> bool:
+def _same(one: ThetaPoint[PlanT], other: ThetaPoint[PlanT]) -> bool:
     return math.isclose(one.latency_s, other.latency_s, rel_tol=PROGRESS) and math.isclose(
         one.omega, other.omega, rel_tol=PROGRESS, abs_tol=1e-12
     )
@@ -229,55 +271,3 @@ def _same(one: Point[PlanT], other: Point[PlanT]) -> bool:
 
 def _gap(found: float, proven: float) -> float:
     return max(0.0, (found - proven) / found) if found > 0 else 0.0
-
-
-class PointSolver(Protocol):
-    """Finds the point of a theta; `quick` as in `planner.search.in_flight.PlanSolver`."""
-
-    def __call__(self, theta: float, *, quick: bool = False) -> Point[Solution]: ...
-
-
-def within_bounds(
-    costs: CostModel, clock: Callable[[], float] = time.perf_counter
-) -> tuple[CostModel, Solution]:
-    """The best solution, by theta or within the bound in the options, and its theta's costs."""
-    options = costs.options
-    limit_s = PLAN_TIME * options.search_time_limit
-    if options.max_omega is None and options.max_latency_s is None:
-        return costs, plan_solver(costs, clock)(costs.theta, limit_s=limit_s)
-    solve = theta_solver(costs, clock, search_time=SearchTime(limit_s, clock))
-    if options.max_omega is not None:
-        choice = fastest_within(solve, options.max_omega)
-    else:
-        choice = finest_within(solve, float(options.max_latency_s or 0.0))
-    point = choice.point
-    at_theta = replace(costs, theta=point.theta)
-    assignment = point.plan.assignment
-    if assignment.status == "optimal" and choice.gap > options.relative_gap:
-        assignment = replace(assignment, status="bounded")
-    lower_bound = assignment.objective * (1 - choice.gap)
-    return at_theta, replace(point.plan, assignment=assignment, lower_bound=lower_bound)
-
-
-def theta_solver(
-    costs: CostModel,
-    clock: Callable[[], float] = time.perf_counter,
-    known: Iterable[int] = (),
-    search_time: SearchTime | None = None,
-) -> PointSolver:
-    """A function that searches at any theta, for points of latency and quality; `known` and `quick`
-    as in `planner.search.in_flight`. The searches share `search_time`; without it each has all
-    of `search_time_limit`.
-    """
-    solve = plan_solver(costs, clock, known)
-
-    def solve_at(theta: float, *, quick: bool = False) -> Point[Solution]:
-        limit_s = None if search_time is None else search_time.next_s()
-        solution = solve(theta, quick=quick, limit_s=limit_s)
-        priced = replace(costs, theta=theta)
-        quality = solution_quality(priced, solution)
-        latency_s = solution.assignment.objective - theta * quality
-        predicted_s = forecast_solution(priced, solution).seconds
-        return Point(theta, latency_s, quality, solution.lower_bound, solution, predicted_s)
-
-    return solve_at

@@ -25,7 +25,7 @@ from planner.options import PLAN_TIME, Quality
 from planner.plan.builder import Solution
 from planner.search.candidate_search import SearchTime
 from planner.search.memory_fit import searched_sizes
-from planner.search.pareto import PlanT, Point, PointSolver, theta_solver
+from planner.search.pareto import PlanT, PointSolver, ThetaPoint, theta_solver
 from quant.common.errors import InfeasibleError
 from quant.scheme import NEAR_FULL_BITS
 
@@ -39,7 +39,7 @@ MOST_STEPS, STEP = 4, 4.0
 """Thetas that are tried for `high`: each this many times the one before, then between the two that
 enclose the limit."""
 
-Qualities = Mapping[Quality, Point[Solution]]
+Qualities = Mapping[Quality, ThetaPoint[Solution]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Chosen:
     solution: Solution
     quality: Quality | None = None
     qualities: Qualities = field(default_factory=dict)
-    finest: Point[Solution] | None = None
+    finest: ThetaPoint[Solution] | None = None
 
 
 def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], float]) -> Chosen:
@@ -97,7 +97,9 @@ def has_only(bits: Sequence[int], costs: CostModel, solution: Solution) -> bool:
     return {costs.options.bits[each] for each in solution.assignment.bitwidth} <= set(bits)
 
 
-def _finest(costs: CostModel, solve: PointSolver, fast: Point[Solution]) -> Point[Solution] | None:
+def _finest(
+    costs: CostModel, solve: PointSolver, fast: ThetaPoint[Solution]
+) -> ThetaPoint[Solution] | None:
     """The fastest plan with the most bits only, by a solver of these; None where none fits. Its
     theta is one at which no other plan is better.
     """
@@ -115,9 +117,9 @@ def _finest(costs: CostModel, solve: PointSolver, fast: Point[Solution]) -> Poin
 def _by_quality(
     solve: PointSolver,
     looks: int,
-    fast: Point[Solution],
-    known: Sequence[Point[Solution]],
-    finest: Point[Solution] | None,
+    fast: ThetaPoint[Solution],
+    known: Sequence[ThetaPoint[Solution]],
+    finest: ThetaPoint[Solution] | None,
 ) -> Qualities:
     """The plans of the qualities: those `known` and those of `solve` have bits for all of them. So
     many `looks` at a job's numbers in flight are needed where none of these bits was known.
@@ -131,19 +133,19 @@ def _by_quality(
     return best_by_rules(fast, found)
 
 
-def theta_of_tenth(point: Point[PlanT]) -> float:
+def theta_of_tenth(point: ThetaPoint[PlanT]) -> float:
     """The theta at which all the sensitivity of a plan counts as a tenth of its time."""
     return SLOWER * point.predicted_s / point.omega
 
 
-def slowest_high_s(found: Sequence[Point[PlanT]]) -> float:
+def slowest_high_s(found: Sequence[ThetaPoint[PlanT]]) -> float:
     """Seconds that the plan of quality `high` takes at most, by those of its bits."""
     return min(point.predicted_s for point in found) / (1 - SLOWER)
 
 
 def best_by_rules(
-    fast: Point[PlanT], found: Sequence[Point[PlanT]]
-) -> Mapping[Quality, Point[PlanT]]:
+    fast: ThetaPoint[PlanT], found: Sequence[ThetaPoint[PlanT]]
+) -> Mapping[Quality, ThetaPoint[PlanT]]:
     """The best by each rule: of all `fast`, of those `found` with bits for every quality the
     others. Searches rank by a closed form, so that by the prediction one may be beaten by what
     another found.
@@ -151,7 +153,7 @@ def best_by_rules(
     fast = min((fast, *found), key=lambda point: (point.predicted_s, point.omega))
     limit_s = slowest_high_s(found)
 
-    def loss(point: Point[PlanT]) -> float:
+    def loss(point: ThetaPoint[PlanT]) -> float:
         sensitivity = point.omega / fast.omega if fast.omega > 0 else 0.0
         return point.predicted_s / fast.predicted_s + SLOWER * sensitivity
 
@@ -166,8 +168,8 @@ def best_by_rules(
 
 
 def towards_high(
-    solve: Callable[..., Point[PlanT]], balanced: Point[PlanT], limit_s: float
-) -> Iterator[Point[PlanT]]:
+    solve: Callable[..., ThetaPoint[PlanT]], balanced: ThetaPoint[PlanT], limit_s: float
+) -> Iterator[ThetaPoint[PlanT]]:
     """Yield plans of ever less sensitivity than `balanced` has, about as slow as the limit."""
     low, high = max(balanced.theta, theta_of_tenth(balanced) / STEP), math.inf
     for _ in range(MOST_STEPS):

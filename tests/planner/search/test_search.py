@@ -58,7 +58,7 @@ def search(costs: CostModel) -> Solution:
     candidates = Candidates(costs)
     runner = CandidateSearch(costs.options, time.perf_counter)
     runner.run([candidates], costs.options.relative_gap)
-    return runner.solution([candidates])
+    return runner.solutions([candidates])[0]
 
 
 @pytest.mark.parametrize("objective", ["pipeline", "paper"])

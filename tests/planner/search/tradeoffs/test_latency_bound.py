@@ -12,7 +12,7 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan, trace_front
-from planner.search.pareto import Point, finest_within
+from planner.search.pareto import ThetaPoint, finest_within
 from planner.workload import Workload
 from quant.common.errors import BoundNotMetError
 
@@ -83,11 +83,11 @@ class Guessed:
         self.plans = np.stack([latency, omega], axis=1)
         self.predicted_s = latency * generator.uniform(1, 1 + stray, 40)
 
-    def __call__(self, theta: float) -> Point[int]:
+    def __call__(self, theta: float) -> ThetaPoint[int]:
         costs = self.plans @ np.array([1.0, theta])
         best = int(costs.argmin())
         latency, omega = self.plans[best].tolist()
-        return Point(theta, latency, omega, costs[best], best, float(self.predicted_s[best]))
+        return ThetaPoint(theta, latency, omega, costs[best], best, float(self.predicted_s[best]))
 
 
 @pytest.mark.parametrize("stray", [0.0, 0.02, 1.5])
@@ -100,10 +100,10 @@ def test_the_choice_keeps_the_bound_and_its_gap_is_true(seed: int, stray: float)
     for bound_s in np.quantile(guessed.predicted_s, (0.3, 0.6, 1.0)):
         if bound_s < least_s:
             continue
-        choice = finest_within(guessed, float(bound_s))
-        assert choice.point.predicted_s <= bound_s
+        point, gap = finest_within(guessed, float(bound_s))
+        assert point.predicted_s <= bound_s
         within = guessed.predicted_s <= bound_s
-        assert omega[within].min() >= choice.point.omega * (1 - choice.gap) - 1e-9
+        assert omega[within].min() >= point.omega * (1 - gap) - 1e-9
     with pytest.raises(BoundNotMetError, match="no plan was found") as caught:
         finest_within(guessed, guessed.predicted_s.min() / 2)
     assert guessed.predicted_s.min() <= caught.value.reachable <= least_s

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.search.pareto import Point, fastest_within, finest_within, front
+from planner.search.pareto import ThetaPoint, fastest_within, finest_within, front
 from quant.common.errors import InfeasibleError
 
 Pairs = list[tuple[float, float]]
@@ -23,12 +23,12 @@ class Attainable:
         self.pairs: Pairs = list(zip(latency.tolist(), omega.tolist(), strict=True))
         self.solves = 0
 
-    def __call__(self, theta: float) -> Point[int]:
+    def __call__(self, theta: float) -> ThetaPoint[int]:
         self.solves += 1
         costs = [latency + theta * omega for latency, omega in self.pairs]
         best = int(np.argmin(costs))
         latency, omega = self.pairs[best]
-        return Point(theta, latency, omega, costs[best], best, latency)
+        return ThetaPoint(theta, latency, omega, costs[best], best, latency)
 
 
 def hull(pairs: Pairs) -> set[tuple[float, float]]:
@@ -67,15 +67,15 @@ def test_bounds_are_kept_and_gaps_are_true(seed: int) -> None:
     for share in (0.1, 0.4, 0.8):
         omegas = sorted(omega for _, omega in attainable.pairs)
         most = omegas[int(share * len(omegas))]
-        chosen = fastest_within(attainable, most)
+        point, gap = fastest_within(attainable, most)
         best = min(latency for latency, omega in attainable.pairs if omega <= most)
-        assert chosen.point.omega <= most * (1 + 1e-6)
-        assert chosen.point.latency_s * (1 - chosen.gap) <= best + 1e-9
+        assert point.omega <= most * (1 + 1e-6)
+        assert point.latency_s * (1 - gap) <= best + 1e-9
         limit = sorted(latency for latency, _ in attainable.pairs)[int(share * len(omegas))]
-        kept = finest_within(attainable, limit)
+        point, gap = finest_within(attainable, limit)
         finest = min(omega for latency, omega in attainable.pairs if latency <= limit)
-        assert kept.point.latency_s <= limit
-        assert kept.point.omega * (1 - kept.gap) <= finest + 1e-9
+        assert point.latency_s <= limit
+        assert point.omega * (1 - gap) <= finest + 1e-9
 
 
 def test_bounds_that_nothing_meets() -> None:
@@ -90,18 +90,18 @@ def test_a_best_quality_that_is_the_fastest_too() -> None:
     """Within its gap a solver may give the better plan of two for the greater theta alone."""
     thetas = []
 
-    def solve(theta: float) -> Point[str]:
+    def solve(theta: float) -> ThetaPoint[str]:
         thetas.append(theta)
         if theta < 1:
-            return Point(theta, 1.0 + 5e-5, 2.0, 1.0, "fastest", 1.0 + 5e-5)
-        return Point(theta, 1.0, 1.5, 1.0, "finest", 1.0)
+            return ThetaPoint(theta, 1.0 + 5e-5, 2.0, 1.0, "fastest", 1.0 + 5e-5)
+        return ThetaPoint(theta, 1.0, 1.5, 1.0, "finest", 1.0)
 
     assert [point.plan for point in front(solve)] == ["finest"]
     assert min(thetas) >= 0
 
 
 def test_one_plan_only() -> None:
-    single = Point(0.0, 2.0, 0.0, 2.0, "only", 2.0)
+    single = ThetaPoint(0.0, 2.0, 0.0, 2.0, "only", 2.0)
     assert front(lambda _: single) == (single,)
-    assert fastest_within(lambda _: single, 0.0).point == single
-    assert finest_within(lambda _: single, 2.0).point == single
+    assert fastest_within(lambda _: single, 0.0)[0] == single
+    assert finest_within(lambda _: single, 2.0)[0] == single

@@ -18,7 +18,7 @@ from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.find import find_plan
-from planner.search.pareto import Point
+from planner.search.pareto import ThetaPoint
 from planner.search.qualities import (
     SLOWER,
     Qualities,
@@ -99,7 +99,9 @@ def test_quality_is_refused_beside_what_decides(other: dict[str, object]) -> Non
 
 def test_no_quality_is_beaten_by_the_plan_of_another() -> None:
     """The search near known plans finds by chance what the prediction ranks above all others."""
-    fast, chance = (Point(1.0, 1.0, omega, 1.0, None, s) for s, omega in ((6.0, 1.0), (5.0, 0.1)))
+    fast, chance = (
+        ThetaPoint(1.0, 1.0, omega, 1.0, None, s) for s, omega in ((6.0, 1.0), (5.0, 0.1))
+    )
     for found in ([fast, chance], [chance]):
         assert set(best_by_rules(fast, found).values()) == {chance}
 
