@@ -147,7 +147,7 @@ def test_feasibility_in_closed_form_agrees_with_trying_everything() -> None:
         assert (explain_infeasible(problem, ["d"] * problem.stages) == "") == fits
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_fullest_stage_agrees_with_trying_all_counts(seed: int) -> None:
     problem = small_problem(seed, "pipeline")
     for stage in range(problem.stages):

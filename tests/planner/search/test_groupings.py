@@ -62,10 +62,8 @@ def test_best_grouping_is_that_of_brute_force() -> None:
     each_s = []
     for devices in groupings(costs(MIXED)):
         cluster = grouped_cluster(MIXED, tuple(device.member_names for device in devices))
-        one = find_plan(
-            cluster, SHAPE, "m", WORK, replace(OPTIONS, tensor_parallel=1, keep_all_devices=True)
-        )
-        each_s.append(one.solver.objective)
+        alone = replace(OPTIONS, tensor_parallel=1, keep_all_devices=True)
+        each_s.append(search(costs(cluster, alone)).assignment.objective)
     plan = find_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, keep_all_devices=True))
     assert plan.solver.status == "optimal"
     assert plan.solver.objective == pytest.approx(min(each_s), rel=1e-4)

@@ -96,7 +96,7 @@ def test_no_plan_has_both_more_tokens_per_s_and_less_sensitivity() -> None:
     point = chosen.qualities["balanced"]
     theta, seen = point.theta, 0
     for one in all_candidates(costs, job):
-        for factor in (0.0, 0.1, 1.0, 10.0, 1e6):
+        for factor in (0.1, 10.0, 1e6):
             here = replace(costs, workload=one.workload, head_on_first=one.head_on_first)
             problem = replace(one.problem, theta=factor * theta)
             found = solve(problem, relative_gap=0)

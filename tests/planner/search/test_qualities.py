@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -176,5 +177,5 @@ def test_a_fleet_keeps_the_same_rule() -> None:
     cluster = ClusterSpec.from_counts(["T4-16GB"], [4])
     job, shape = Job.of(200, 512, 100), model_shape("qwen2.5-14b")
     options = PlanOptions(search_time_limit=2.0, group=8, quality="high")
-    fleet = find_fleet(FleetRequest(cluster, shape, "qwen2.5-14b", job, options))
+    fleet = find_fleet(FleetRequest(cluster, shape, "qwen2.5-14b", job, options), time.process_time)
     assert min(map(least_bits, fleet.replicas)) >= NEAR_FULL_BITS
