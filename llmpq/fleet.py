@@ -16,10 +16,10 @@ from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.report.formatting import per_second, plural, seconds
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
+from llmpq.run.fleets import check_fleet
 from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
 from llmpq.run.session import Session
-from llmpq.run.shared.replicas import check_fleet
 from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.file import is_fleet, read
 from planner.plan.spec import PlannedModel
@@ -123,8 +123,8 @@ class Fleet:
     def _results(
         self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None
     ) -> Results:
+        from llmpq.run.engine import RunResources
         from llmpq.run.run import Run
-        from llmpq.run.shared.resources import RunResources
 
         chosen = self._calibrated(options)
         return Results(Run(RunResources(self.spec, chosen, self._source), on_event=on_event), rows)

@@ -255,8 +255,8 @@ class Plan:
     def _results(
         self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None
     ) -> Results:
+        from llmpq.run.engine import RunResources
         from llmpq.run.run import Run
-        from llmpq.run.shared.resources import RunResources
 
         chosen = with_calibrated(self.spec, options)
         return Results(Run(RunResources(self.spec, chosen, self._source), on_event=on_event), rows)

@@ -36,7 +36,7 @@ from llmpq.serve.engine import (
     QueueState,
     TokenEvent,
 )
-from llmpq.serve.engines.tokenizer import ModelTokenizer
+from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service

@@ -24,9 +24,9 @@ from llmpq.fleet import load_plan
 from llmpq.jobs.signals import stop_signals
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.run.checkpoint import check_run
+from llmpq.run.fleets import plans_of
 from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
-from llmpq.run.shared.replicas import plans_of
 from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.divided import all_stages
 from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
@@ -53,8 +53,8 @@ def _serve(options: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise SpecError(_EXTRA) from error
-    from llmpq.serve.engines.replica_count import parse_replicas
     from llmpq.serve.options import ServeOptions, find_api_key
+    from llmpq.serve.replica_count import parse_replicas
 
     file = options.api_key_file if "api_key_file" in options else None
     names = options.served_model_name if "served_model_name" in options else ()
@@ -89,9 +89,8 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
 
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches
-    from llmpq.serve.engines.pipeline_engine import PipelineEngine
-    from llmpq.serve.engines.replica_count import count_replicas
-    from llmpq.serve.engines.replicas import ReplicatedEngine
+    from llmpq.serve.pipeline_engine import PipelineEngine
+    from llmpq.serve.replica_count import count_replicas
     from llmpq.serve.server import Server
     from llmpq.serve.service import Service
     from llmpq.serve.telemetry.metrics import ServeMetrics
@@ -100,19 +99,14 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
         run_options = with_calibrated(plans[0], given, progress=progress.report)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
-        first = PipelineEngine(plans[0], run_options, source)
-        if first.end_note:
-            console(stderr=True).print(first.end_note, soft_wrap=True)
+        engine = PipelineEngine(spec, run_options, source)
+        if engine.end_note:
+            console(stderr=True).print(engine.end_note, soft_wrap=True)
         stack.enter_context(ray_session(options.address if "address" in options else None))
-        if not is_fleet:
-            plans *= count_replicas(all_stages(plans[0]), wanted)
-        others = [PipelineEngine(each, run_options, source, first) for each in plans[1:]]
-        engine: PipelineEngine | ReplicatedEngine = first
-        if others:
-            engine = ReplicatedEngine((first, *others))
+        copies = 1 if is_fleet else count_replicas(all_stages(plans[0]), wanted)
         stack.enter_context(closing(engine))
-        first.on_loading.append(_say_now_and_then())
-        engine.start()
+        engine.on_loading.append(_say_now_and_then())
+        engine.start(copies)
         service = Service(engine, serving, metrics=ServeMetrics(engine.model_name))
         server = Server(service, None if store is None else Batches(store, service))
         server.on_listening = lambda port: console(stderr=True).print(

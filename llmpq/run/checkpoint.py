@@ -15,9 +15,9 @@ from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape
 from llmpq.remote.session import joins_ray
 from llmpq.rows.sampling import JobSampling, job_sampling
+from llmpq.run.fleets import Runnable, check_fleet, named_plans, plans_of, shown_plan
 from llmpq.run.importance import importance_file
 from llmpq.run.options import RunOptions
-from llmpq.run.shared.replicas import Runnable, check_fleet, named_plans, plans_of, shown_plan
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.model.finding import ModelShape, shape_at_hand
 from planner.plan.check import check_plan

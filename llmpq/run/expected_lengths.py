@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ AHEAD = 7
 GATHERING_S = 0.2
 """Seconds after which a batch is begun that is not full: rows may take long to be tokenized."""
 
+WAIT_S = 2.0
+"""Seconds that a single request waits for its prediction."""
 
 NO_PREDICTOR = "s3 without a predictor (--predictor): room is reserved for the longest answers"
 
@@ -38,7 +41,8 @@ class _Batch:
 class ExpectedLengths:
     """Asks `source` for the lengths of requests; `texts` makes texts of their token ids.
 
-    `say` is told once where the source is given up, and what it has done in the end.
+    `say` is told once where the source is given up and `what` goes on, and what it has done in the
+    end.
     """
 
     def __init__(
@@ -46,11 +50,17 @@ class ExpectedLengths:
         source: LengthSource,
         texts: Callable[[Sequence[tuple[int, ...]]], list[str]],
         say: Callable[[str], None],
+        what: str = "the run",
     ) -> None:
         self.source = source
         self.say = say
-        self._texts = texts
+        self._texts, self._what = texts, what
         self._has_said = False
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it needs the texts of prompts."""
+        return self.source.reads_text and self.source.failure is None
 
     def attach(self, items: Iterable[Request | BadRow]) -> Iterator[Request | BadRow]:
         """The `items` in their order, requests with `expected_tokens`."""
@@ -69,6 +79,18 @@ class ExpectedLengths:
             ahead.append(self._begun(gathered))
         while ahead:
             yield from self._ended(ahead.popleft())
+
+    async def expect(self, prompt: Prompt) -> int:
+        """The new tokens that are expected of a request that comes by itself; as many as it may
+        have where that takes too long.
+        """
+        asked = asyncio.wrap_future(self.source.submit([prompt]))
+        try:
+            expected = (await asyncio.wait_for(asyncio.shield(asked), WAIT_S))[0]
+        except TimeoutError:
+            expected = prompt.limit
+        self._look()
+        return expected
 
     def end(self, target: str | Path | None) -> None:
         """Say what the source has done, and have it write what it learnt to `target`."""
@@ -97,7 +119,7 @@ class ExpectedLengths:
     def _begun(self, items: Sequence[Request | BadRow]) -> _Batch:
         requests = [item for item in items if isinstance(item, Request)]
         texts = [""] * len(requests)
-        if self.source.reads_text and self.source.failure is None:
+        if self.reads_text:
             texts = self._texts([request.prompt_ids for request in requests])
         prompts = [
             Prompt(request.custom_id, request.max_new_tokens, request.prompt_ids, text)
@@ -120,8 +142,8 @@ class ExpectedLengths:
         if failure is not None and not self._has_said:
             self._has_said = True
             self.say(
-                f"the predictor of lengths is given up: {failure}; the run goes on, and reserves "
-                "for the longest answers"
+                f"the predictor of lengths is given up: {failure}; {self._what} goes on, and "
+                "reserves for the longest answers"
             )
 
 

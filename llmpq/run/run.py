@@ -18,6 +18,7 @@ from llmpq.rows.sampling import JobSampling
 from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch
 from llmpq.run.drift.rate import planned_latency
+from llmpq.run.engine import RunResources
 from llmpq.run.expected_lengths import NO_PREDICTOR
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.random_order import in_random_order
@@ -31,7 +32,6 @@ from llmpq.run.replan import (
 )
 from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
-from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
 from planner.length_distribution import RequestLengths
 from planner.plan.divided import undivided

@@ -12,11 +12,11 @@ from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import SamplingKeywords, lists_options
 from llmpq.report.formatting import plural
 from llmpq.rows.sampling import SamplingInput
+from llmpq.run.engine import RunResources
+from llmpq.run.fleets import Runnable
 from llmpq.run.options import RunOptions, one_sampling
 from llmpq.run.results import Results
 from llmpq.run.run import Run
-from llmpq.run.shared.replicas import Runnable
-from llmpq.run.shared.resources import RunResources
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 

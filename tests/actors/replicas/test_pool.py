@@ -6,15 +6,19 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from threading import Event
+from threading import Condition, Event
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from actors.messages import Request
+from actors.messages import Request, Sampling
 from actors.replicas.replica import LoadingTurns, Restarts
+from actors.replicas.run import SharedRun
 from quant.common.errors import CheckpointError, DeviceError, DeviceLostError, SpecError
 from quant.common.errors import StageLostError as Lost
-from tests.actors.replicas.pretend_groups import NO_END, WAIT_S, Scene, requests
+from tests.actors.replicas.pretend_groups import NO_END, WAIT_S, Scene, pretend_plan, requests
 
 COUNT = 60
 AHEAD = 3  # requests that wait at a replica at most
@@ -256,3 +260,42 @@ def test_on_one_node_they_load_one_after_another() -> None:
         may_load.set()
         scene.until_all_ready()
     assert isinstance(scene.pool._board.turns, LoadingTurns)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=20))
+def test_each_request_goes_where_the_fewest_tokens_are_reserved(
+    sizes: list[tuple[int, int]],
+) -> None:
+    """Against bins that are filled one by one, the emptier by its size first."""
+    small, large = pretend_plan(1, "a"), pretend_plan(3, "b")
+    run = SharedRun((small, large), False, Condition(), lambda: None)
+    held: list[set[str]] = [set(), set()]
+    for index in (0, 1):
+        adds = lambda *given, own=held[index]: own.update(r.custom_id for r in given)  # noqa: E731
+        run.join(index, SimpleNamespace(submit=adds))  # type: ignore[arg-type]
+    filled = [0, 0]
+    for number, (prompt, new) in enumerate(sizes):
+        run.submit(Request(str(number), (3,) * prompt, new, Sampling()))
+        wanted = 0 if filled[0] * 3 <= filled[1] else 1
+        filled[wanted] += prompt + new
+        assert str(number) in held[wanted]
+
+
+def test_tokens_come_as_they_are_sampled_and_one_that_is_given_up_makes_room() -> None:
+    scene = Scene(2, 2)
+    scene.may = [0, 0]
+    with scene.pool as pool:
+        run = pool.live()
+        scene.until_all_take_part()
+        run.submit(*requests(6))
+        run.cancel("0"), run.cancel("5"), run.cancel("none of that name")
+        assert [len(scene.groups[index].run.held) for index in (0, 1)] == [2, 2]
+        with pytest.raises(SpecError, match="'1' is in the run twice"):
+            run.submit(requests(2)[1])
+        run.submit(*requests(1))
+        assert run.under_way == 5
+        scene.let(0), scene.let(1)
+        run.close()
+        told = [each for some in run.events() for each in some]
+        assert ids(told) == ["0", "1", "2", "3", "4"]
+        assert run.under_way == 0

@@ -15,7 +15,7 @@ from llmpq.cli import evaluate, quantize, serve
 from llmpq.cli import run as run_cli
 from llmpq.cli.submit import entrypoint
 from llmpq.errors import SpecError
-from llmpq.run.shared.replicas import shown_plan
+from llmpq.run.fleets import shown_plan
 from tests.llmpq.conftest import EMULATED
 from tests.llmpq.fake_jobs import write_prompts
 

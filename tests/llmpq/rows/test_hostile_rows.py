@@ -96,7 +96,7 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started")
 
-    monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
+    monkeypatch.setattr("llmpq.run.engine.ray_session", no_ray)
     write_prompts(tmp_path / "in.jsonl", *rows, {"custom_id": "more", "prompt": MANY_X})
     assert run_cli.main([*arguments, "--extend"]) == 3
     assert len(results_in(tmp_path / "out.jsonl")) == len(rows) + 1
@@ -121,7 +121,7 @@ def test_a_run_that_is_refused_leaves_no_process(
     def refused(_: Path) -> None:
         raise SpecError("no such architecture")
 
-    monkeypatch.setattr("llmpq.run.shared.resources.start_tokenizer", started)
+    monkeypatch.setattr("llmpq.run.engine.start_tokenizer", started)
     monkeypatch.setattr("actors.stage.transformers_config.check_transformers_builds", refused)
     with pytest.raises(SpecError, match="no such architecture") as caught:
         one_stage.run(["hello"], model=str(model))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +20,9 @@ from llmpq.lengths.predictor import Known, Prompt
 from llmpq.lengths.process.predictor_process import PredictionFigures, PredictorProcess
 from llmpq.lengths.sources import Direct, open_source, wait_loaded
 from llmpq.rows.row import BadRow
+from llmpq.run.engine import RunResources
 from llmpq.run.expected_lengths import AHEAD, TOGETHER, ExpectedLengths, figures_text
 from llmpq.run.options import RunOptions
-from llmpq.run.shared.resources import RunResources
 from planner.scheduling import PolicyOptions
 from quant.common.errors import InputError, SpecError
 from tests.llmpq.lengths.learnable import by_prompt_length, expected_by_hand, saved
@@ -209,3 +211,32 @@ def test_what_is_wrong_with_a_predictor_is_said_before_anything_starts(
     ):
         with pytest.raises(SpecError, match=named):
             RunResources(plan.spec, RunOptions(policy="s3", predictor=predictor))
+
+
+async def expected_alone(lengths: ExpectedLengths, made: Sequence[Request]) -> list[int]:
+    asked = (Prompt(each.custom_id, each.max_new_tokens, each.prompt_ids) for each in made)
+    return list(await asyncio.gather(*map(lengths.expect, asked)))
+
+
+def test_requests_that_come_by_themselves_get_their_lengths_at_once(
+    process: PredictorProcess,
+) -> None:
+    """Until the predictor dies, which is said once."""
+    said: list[str] = []
+    lengths = ExpectedLengths(process, no_texts, said.append, "the server")
+    made = [request(n) for n in range(40)]
+    assert asyncio.run(expected_alone(lengths, made)) == [by_hand(each) for each in made]
+    os.kill(process.pid, signal.SIGKILL)
+    longest = [each.max_new_tokens for each in made[:9]]
+    assert asyncio.run(expected_alone(lengths, made[:9])) == longest
+    (text,) = said
+    assert "exit code -9" in text
+    assert "the server goes on" in text
+
+
+def test_no_request_waits_long_for_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmpq.run.expected_lengths.WAIT_S", 0.01)
+    source = Direct(Known({}))
+    monkeypatch.setattr(source, "submit", lambda prompts: Future())
+    lengths = ExpectedLengths(source, no_texts, print)
+    assert asyncio.run(expected_alone(lengths, [request(1), request(2)])) == [16, 17]

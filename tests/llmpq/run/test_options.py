@@ -10,8 +10,8 @@ from actors.messages import Sampling
 from llmpq import Fleet, Plan
 from llmpq.cli.options.run import run_options, run_parser
 from llmpq.errors import SpecError
+from llmpq.run.fleets import check_fleet
 from llmpq.run.options import RunOptions
-from llmpq.run.shared.replicas import check_fleet
 
 COMMAND = ["--plan", "plan.json", "--input", "in.jsonl", "--output", "out.jsonl"]
 NAMES = [field.name for field in dataclasses.fields(RunOptions) if field.name != "sampling"]

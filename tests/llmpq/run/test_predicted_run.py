@@ -15,9 +15,9 @@ from actors.recovery.policy import RecoveryEvent
 from llmpq import Plan
 from llmpq.lengths.folder import save_predictor, tokenizer_digest
 from llmpq.lengths.process.predictor_process import PredictorProcess
+from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
-from llmpq.run.shared.resources import RunResources
 from planner.prediction import predictor_file
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH

@@ -17,9 +17,9 @@ from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift.control import DriftControl
 from llmpq.run.drift.decision import Switch
+from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
-from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunSize
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError
@@ -85,7 +85,7 @@ class PretendedStages(RunResources):
         self.groups: list[Group] = []
         self._loses_device_at = loses_device_at
 
-    def _group(self, plan: PlanSpec) -> Any:
+    def group(self, plan: PlanSpec, copies: int = 1) -> Any:
         self.groups.append(Group(plan, None if self.groups else self._loses_device_at))
         return self.groups[-1]
 
@@ -106,7 +106,7 @@ def other(plan: Plan) -> PlanSpec:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr("llmpq.run.shared.stages.ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr("llmpq.run.engine.ray_session", lambda *_: nullcontext())
     monkeypatch.setattr("llmpq.run.run.replan_after_loss", lambda *_: plan.spec)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import httpx2
@@ -11,10 +10,10 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.stage_figures import StageStats
 from llmpq import Cluster, Fleet, Workload
 from llmpq.cli.serve import main
-from llmpq.serve.engine import GenerationRequest, TokenEvent
-from llmpq.serve.engines import pipeline_engine
+from llmpq.serve import pipeline_engine
 from llmpq.serve.server import Server
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
@@ -47,27 +46,27 @@ def fleet_file(tmp_path: Path) -> str:
     return str(tmp_path / "fleet.json")
 
 
-class CountedEngine(pipeline_engine.PipelineEngine):
-    """Counts the generations of each engine that is made."""
+class KeptEngine(pipeline_engine.PipelineEngine):
+    """Is there for the test, and keeps its figures when it is closed."""
 
-    made: list[CountedEngine]
+    made: list[KeptEngine]
+    figures: tuple[StageStats, ...] | None = None
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)  # type: ignore[arg-type]
-        self.generations = 0
         self.made.append(self)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        self.generations += 1
-        return super().generate(request)
+    def close(self) -> None:
+        self.figures = None if self.group is None else self.group.observer.figures()
+        super().close()
 
 
-@pytest.mark.rare  # pretended engines and tests/llmpq/run/test_fleet.py have the parts
+@pytest.mark.rare  # test_pipeline_engine.py serves copies
 @pytest.mark.usefixtures("local_ray")
 def test_the_command_serves_a_fleet_from_all_its_pipelines(
     fleet_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    CountedEngine.made = []
+    KeptEngine.made = []
     texts: list[str] = []
 
     async def ask(client: httpx2.AsyncClient, prompt: str) -> str:
@@ -77,19 +76,22 @@ def test_the_command_serves_a_fleet_from_all_its_pipelines(
 
     async def ask_all(server: Server) -> None:
         running = asyncio.create_task(server.serve())
-        for engine in CountedEngine.made:
-            await asyncio.to_thread(engine.wait_loaded)
+        (engine,) = KeptEngine.made
+        while engine.group is None or len(engine.group.ready_plans) < 2:
+            await asyncio.sleep(0.05)
         address = f"http://127.0.0.1:{server.bound_port}"
         async with httpx2.AsyncClient(base_url=address, timeout=60) as client:
             texts.extend(await asyncio.gather(*(ask(client, prompt) for prompt in PROMPTS)))
         server.should_exit = True
         await running
 
-    monkeypatch.setattr(pipeline_engine, "PipelineEngine", CountedEngine)
+    monkeypatch.setattr(pipeline_engine, "PipelineEngine", KeptEngine)
     monkeypatch.setattr(Server, "run", lambda server: asyncio.run(ask_all(server)))
     assert main(["--plan", fleet_file, "--port", "0", "--batch_dir", "none"]) == 0
     assert texts == generated()
-    assert [engine.generations > 0 for engine in CountedEngine.made] == [True, True]
+    (engine,) = KeptEngine.made
+    assert engine.figures is not None
+    assert all(each.prefill_tokens + each.decode_tokens > 0 for each in engine.figures)
 
 
 def generated() -> list[str]:

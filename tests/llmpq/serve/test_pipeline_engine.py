@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -10,9 +11,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.replicas.replica import Restarts
 from llmpq import Cluster, Plan, Workload
 from llmpq.rows.row import Row
 from llmpq.run.options import RunOptions
@@ -23,8 +26,8 @@ from llmpq.serve.engine import (
     TokenEvent,
     TokenLogprob,
 )
-from llmpq.serve.engines.pipeline_engine import PipelineEngine
 from llmpq.serve.options import ServeOptions
+from llmpq.serve.pipeline_engine import PipelineEngine
 from llmpq.serve.service import Service
 from tests.llmpq.divided_plans import SCHEDULE, divided_plan
 from tests.llmpq.serve.asking import COMPLETIONS, client_of
@@ -197,3 +200,48 @@ def test_a_generation_that_nobody_reads_any_more_leaves_its_room(plan: Plan) -> 
             await anext(engine.generate(generation(engine, "late", ids)))
 
     with_engine(plan, use)
+
+
+def test_a_copy_that_is_lost_costs_no_answer_and_comes_back(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pipeline does not recover by itself here; its requests go on at the other copy."""
+    monkeypatch.setattr(Restarts, "pause_before", lambda *_: 0.1)
+    engine = PipelineEngine(plan.spec, RunOptions(policy="orca", retries=0))
+    deaths = 0
+
+    async def answer(number: int, text: str) -> None:
+        nonlocal deaths
+        ids = await engine.encode(Row("p", text=text))
+        asked = generation(engine, f"{deaths}-{number}", ids)
+        tokens: list[int] = []
+        async for event in engine.generate(asked):
+            tokens.append(event.token_id)
+            if not deaths and number == 5 and len(tokens) == 3:
+                deaths += 1
+                ray.kill(pool.replicas[1].group.stages[1].actor)
+        assert tokens == expected(text)[1]
+
+    async def until_all_ready() -> None:
+        while len(pool.ready_plans) < 2:
+            await asyncio.sleep(0.05)
+
+    async def whole() -> None:
+        await until_all_ready()
+        await asyncio.gather(*(answer(i, text) for i, text in enumerate(PROMPTS)))
+        while pool.replicas[1].error is None:  # perhaps all had ended when it was killed
+            await asyncio.sleep(0.05)
+        assert engine.status == "ready"
+        await until_all_ready()
+        await asyncio.gather(*(answer(i, text) for i, text in enumerate(PROMPTS)))
+
+    engine.start(copies=2)
+    try:
+        while engine.group is None:
+            time.sleep(0.05)
+        pool: Any = engine.group
+        asyncio.run(whole())
+        assert deaths == 1
+        assert engine.queue.slots == 8
+    finally:
+        engine.close()

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from llmpq.errors import SpecError
 from llmpq.rows.row import Row
 from llmpq.serve.engine import GenerationError, PromptTooLongError
-from llmpq.serve.engines.tokenizer import ModelTokenizer
+from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.serve.text import Detokenizer
 from llmpq.tokenizing.tokenizer_process import Limits
 from tests.llmpq.small_tokenizers import ids_of, piece_tokenizer, strip_decoder

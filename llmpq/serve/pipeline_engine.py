@@ -1,5 +1,5 @@
-"""The engine over the stages of a plan: a live run in a thread of its own, and the model's
-tokenizer.
+"""The engine over the stages of a plan, or of several pipelines: a live run in a thread of its own,
+and the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING
 
 from actors.logprobs import MOST_TOP_LOGPROBS, TokenLogprobs
 from actors.messages import Progress, Request, Sampling
+from llmpq.lengths.predictor import Prompt
+from llmpq.lengths.sources import wait_loaded
 from llmpq.rows.row import Row
-from llmpq.run.checkpoint import checkpoint_reference, end_note, sampling_for_run, shape_for_run
+from llmpq.run.engine import PlannedModel
+from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
+from llmpq.run.fleets import Runnable
 from llmpq.run.options import RunOptions
 from llmpq.serve.engine import (
     EngineLimits,
@@ -27,20 +31,15 @@ from llmpq.serve.engine import (
     TokenEvent,
     TokenLogprob,
 )
-from llmpq.serve.engines.expected_length import OnlineLengths
-from llmpq.serve.engines.tokenizer import ModelTokenizer
+from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import Limits
 from planner.plan.spec import PlanSpec
-from quant.checkpoint.model_reference import resolve
 from quant.common.errors import LlmpqError
 
 if TYPE_CHECKING:
-    from actors.handover.run import DividedLive
-    from actors.recovery.generation import LiveGeneration
-    from actors.stage_group import GroupOptions
+    from actors.live_group import Live, LiveGroup
     from llmpq.run.monitoring.loading import LoadingState
-    from quant.importance.file import ImportanceStore
 
 LOADING_S = 2.0
 """Seconds that stages which still load get to be there, when the engine is closed."""
@@ -49,82 +48,65 @@ _LOG = logging.getLogger(__name__)
 
 
 class PipelineEngine:
-    """An engine whose stages run `plan`; needs an initialised Ray and one event loop.
+    """An engine whose stages run a plan, several copies of it, or the pipelines of a fleet; needs
+    an initialised Ray and one event loop.
 
-    Everything that can be checked without the stages is checked here: raises what
-    `llmpq.run.run.Run` raises for a plan, a model and options that do not go together. `start`
-    loads the stages meanwhile, `close` ends them. `shared` may be another engine of the same plan
-    or fleet, whose tokenizer and predictor are used; it has to be closed later than this one.
+    What can be checked without the stages is checked here: raises what `llmpq.run.run.Run` raises
+    for a plan, a model and options that do not go together. `start` loads the stages meanwhile,
+    `close` ends them. Of several pipelines the first that is loaded makes the engine ready, and
+    requests of one that is lost go on at the others, until it is back.
     """
 
-    def __init__(
-        self,
-        plan: PlanSpec,
-        options: RunOptions,
-        source: str = "the plan",
-        shared: PipelineEngine | None = None,
-    ) -> None:
-        from llmpq.run.importance import importance_store
-
-        self._plan, self._options = plan, options
-        self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
-        folder = resolve(self._checkpoint, weights=False)
-        found = sampling_for_run(plan, options, folder)
-        shape = shape_for_run(plan, found.sampling, folder, source)
-        room = plan.workload
-        self._sampling = found.sampling
-        self.end_note: str | None = shared.end_note if shared else end_note(found.sampling, folder)
-        self._importance: ImportanceStore = (
-            shared._importance
-            if shared
-            else importance_store(
-                plan, options.importance, options.cache, (folder, self._checkpoint), shape
-            )
-        )
+    def __init__(self, spec: Runnable, options: RunOptions, source: str = "the plan") -> None:
+        model = self._model = PlannedModel(spec, options, source)
+        model.listener = lambda event: _LOG.warning("%s: %s", event.kind, event.text)
+        self.end_note = model.end_note
+        model.load_importance()
+        room, found = model.plan.workload, model.sampling.sampling
         self._limits = EngineLimits(
             prompt_tokens=room.prompt_length,
             new_tokens=room.new_tokens,
             slot_tokens=room.total_length,
-            default_new_tokens=found.sampling.max_new_tokens or room.new_tokens,
-            vocab_size=shape.vocab_size,
+            default_new_tokens=found.max_new_tokens or room.new_tokens,
+            vocab_size=model.vocab_size,
             top_logprobs=MOST_TOP_LOGPROBS,
         )
         limits = Limits(options.row_s, most_tokens=room.prompt_length)
-        self._owns_processes = shared is None
-        self.tokenizer: ModelTokenizer = (
-            shared.tokenizer if shared else ModelTokenizer(folder, limits, options.prompting)
-        )
-        self.lengths: OnlineLengths | None = shared.lengths if shared else None
-        if shared is None and options.scheduling(plan).name == "s3":
-            try:
-                self.lengths = OnlineLengths(options, folder, shape.vocab_size, self.tokenizer)
-            except LlmpqError:
-                self.tokenizer.close()
-                raise
+        self.tokenizer = ModelTokenizer(model.folder, limits, options.prompting)
+        try:
+            self.lengths = self._expected_lengths() if model.predicts else None
+        except LlmpqError:
+            self.tokenizer.close()
+            raise
         self.on_loading: list[Callable[[LoadingState], None]] = []
         self._status: EngineStatus = "loading"
         self._created_s = int(time.time())
+        self._copies = 1
         self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
         self._reserved: dict[str, int] = {}
         self._running: set[str] = set()
-        self._live: LiveGeneration | DividedLive | None = None
+        self.group: LiveGroup | None = None
+        self._live: Live | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Event()
-        self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmpq-engine", daemon=True)
 
-    def start(self) -> None:
-        """Begin to load the stages; `status` tells when they are ready."""
-        self._thread.start()
+    def _expected_lengths(self) -> ExpectedLengths:
+        """What expects lengths, loaded; its failure fails no request."""
+        source = self._model.length_source()
+        wait_loaded(source, has_tokenizer=True)
+        if self._model.options.predictor is None:
+            _LOG.warning(NO_PREDICTOR)
+        return ExpectedLengths(source, _no_texts, _LOG.warning, "the server")
 
-    def wait_loaded(self) -> None:
-        """Wait until the stages are ready or have failed, or the engine is closed."""
-        self._loaded.wait()
+    def start(self, copies: int = 1) -> None:
+        """Begin to load the stages, of a plan so many times; `status` tells when some are ready."""
+        self._copies = copies
+        self._thread.start()
 
     def close(self) -> None:
         """End the stages, and the generations that there are."""
         self._closing.set()
-        self._loaded.set()
         live = self._live
         if live is not None:
             for custom_id in list(self._answers):
@@ -132,15 +114,15 @@ class PipelineEngine:
             live.close()
         if self._thread.is_alive():  # loading cannot be ended but by the end of Ray
             self._thread.join(None if live is not None else LOADING_S)
-        if self._owns_processes:
-            if self.lengths is not None:
-                self.lengths.close()
-            self.tokenizer.close()
+        if self.lengths is not None:
+            self.lengths.end(self._model.options.save_predictor)
+            self.lengths.source.close()
+        self.tokenizer.close()
 
     @property
     def model_name(self) -> str:
         """Name of the planned model."""
-        return self._plan.model.name
+        return self._model.plan.model.name
 
     @property
     def created_s(self) -> int:
@@ -155,7 +137,7 @@ class PipelineEngine:
     @property
     def sampling(self) -> Sampling:
         """Sampling by options, the model and the plan."""
-        return self._sampling
+        return self._model.sampling.sampling
 
     @property
     def markers(self) -> Markers | None:
@@ -164,19 +146,23 @@ class PipelineEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """Whether requests are taken."""
-        return self._status
+        """Whether requests are taken: not while all pipelines are lost and start again."""
+        return "loading" if self._status == "ready" and not self._ready_plans else self._status
+
+    @property
+    def _ready_plans(self) -> Sequence[PlanSpec]:
+        return () if self.group is None else self.group.ready_plans
 
     @property
     def queue(self) -> QueueState:
         """The present load: requests without a token yet wait."""
-        room = self._plan.workload
+        rooms = [plan.workload for plan in self._ready_plans or (self._model.plan,)]
         return QueueState(
             waiting=len(self._answers) - len(self._running),
             running=len(self._running),
-            slots=room.global_batch,
+            slots=sum(room.global_batch for room in rooms),
             kv_tokens_used=sum(self._reserved[each] for each in self._running),
-            kv_tokens=room.kv_tokens,
+            kv_tokens=sum(room.kv_tokens for room in rooms),
         )
 
     async def encode(self, row: Row) -> tuple[int, ...]:
@@ -190,7 +176,7 @@ class PipelineEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer, as `Engine.generate`."""
         live = self._live
-        if self._status != "ready" or live is None:
+        if self.status != "ready" or live is None:
             raise EngineStoppingError("the engine takes no requests now")
         self._loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Progress | None] = asyncio.Queue()
@@ -208,7 +194,7 @@ class PipelineEngine:
                     tokens += 1
                     yield event
             if self.lengths is not None:
-                self.lengths.note(request.id, tokens)
+                self.lengths.source.finished([(request.id, tokens)])
         finally:
             del self._answers[request.id], self._reserved[request.id]
             self._running.discard(request.id)
@@ -219,18 +205,24 @@ class PipelineEngine:
         """The new tokens that are expected of a request, under a policy that goes by them."""
         if self.lengths is None:
             return None
-        expected = await self.lengths.expect(request)
+        text = ""
+        if self.lengths.reads_text:
+            try:
+                text = await self.tokenizer.decode(request.prompt_ids)
+            except GenerationError:
+                return request.max_new_tokens
+        prompt = Prompt(request.id, request.max_new_tokens, request.prompt_ids, text)
+        expected = await self.lengths.expect(prompt)
         if self._status != "ready":  # it may have ended meanwhile
             raise EngineStoppingError("the engine takes no requests now")
         return expected
 
     def _run(self) -> None:
         """Load the stages, and hand out what comes until the engine is closed or fails."""
-        from actors.handover.group import group_of
         from llmpq.run.monitoring.loading import loading_watch
 
         try:
-            group = group_of(self._plan, self._checkpoint, self._group_options())
+            self.group = group = self._model.group(self._model.plan, self._copies)
             with ExitStack() as loaded:
                 with loading_watch(group, self.on_loading):
                     loaded.enter_context(group)
@@ -238,7 +230,6 @@ class PipelineEngine:
                     return
                 self._live = group.live()
                 self._status = "ready"
-                self._loaded.set()
                 for told in self._live.events():
                     self._call(self._deliver, told)
         except LlmpqError as error:
@@ -247,7 +238,6 @@ class PipelineEngine:
             self._fail(f"{type(error).__name__}: {error}")
         else:
             self._status = "draining"
-        self._loaded.set()
         self._call(self._give_up)
 
     def _fail(self, why: str) -> None:
@@ -257,20 +247,6 @@ class PipelineEngine:
             return
         self._status = "failed"
         _LOG.error("the stages are lost: %s", why)
-
-    def _group_options(self) -> GroupOptions:
-        from actors.stage_group import GroupOptions
-
-        options = self._options
-        return GroupOptions(
-            cache=options.cache,
-            transport=options.transport,
-            recovery=options.recovery,
-            on_event=lambda event: _LOG.warning("%s: %s", event.kind, event.text),
-            policy=options.scheduling(self._plan),
-            importance=self._importance,
-            deterministic=options.deterministic,
-        )
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         """Call a function in the event loop, if there is one that runs."""
@@ -288,6 +264,10 @@ class PipelineEngine:
         """End all generations: their stages are gone."""
         for answers in self._answers.values():
             answers.put_nowait(None)
+
+
+def _no_texts(token_ids: object) -> list[str]:
+    raise AssertionError("texts are asked of the tokenizer for each request")
 
 
 def _request(request: GenerationRequest, expected_tokens: int | None) -> Request:

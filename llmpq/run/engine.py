@@ -1,0 +1,393 @@
+"""The model of a plan or a fleet, ready to be run or served: checked, with what makes its stages;
+and what runs of it share.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from actors.messages import Sampling
+from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent, ignore_event
+from llmpq.lengths.finished_rows import texts_of
+from llmpq.lengths.sources import LengthSource, check_source, open_source, wait_loaded
+from llmpq.remote.session import head_loss_raised, ray_session
+from llmpq.rows.sampling import JobSampling, SamplingInput, merge_sampling
+from llmpq.run.checkpoint import (
+    check_machine,
+    check_sampling,
+    checkpoint_reference,
+    end_note,
+    sampling_for_run,
+    shape_for_run,
+)
+from llmpq.run.expected_lengths import ExpectedLengths
+from llmpq.run.fleets import Runnable, check_fleet, plans_of, shown_plan
+from llmpq.run.importance import importance_file, importance_store
+from llmpq.run.options import RunOptions
+from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from planner.plan.divided import all_stages, undivided
+from planner.plan.run_trace import check_trace_path
+from planner.plan.spec import PlanSpec
+from quant.checkpoint.model_reference import resolve
+from quant.common.errors import DeviceError, HeadLostError, StageLostError
+
+if TYPE_CHECKING:
+    from actors.live_group import LiveGroup
+    from llmpq.remote.local_ray import GiveUp
+    from quant.importance.file import ImportanceStore
+
+
+class PlannedModel:
+    """The checkpoint that a plan or a fleet is run with, checked, and the stages that compute it.
+
+    `source` is the plan's file, for messages; `job` names the stages in Ray's metrics. `sampling`
+    is that of rows without their own where a run has no other; `end_note` tells what ends answers.
+    `listener` is told of every event.
+
+    The constructor checks what can be checked without torch and before Ray is started, and raises
+    what `llmpq.errors` lists under `LlmpqError`.
+    """
+
+    def __init__(
+        self, spec: Runnable, options: RunOptions, source: str = "the plan", job: str = "llmpq"
+    ) -> None:
+        check_fleet(spec, options, source)
+        self.predicts = "s3" in [options.scheduling(each).name for each in plans_of(spec)]
+        self._replicas = () if isinstance(spec, PlanSpec) else spec.replicas
+        plan = self.plan = self._first_plan = shown_plan(spec)
+        self.options, self._job = options, job
+        self.listener: OnEvent = ignore_event
+        self._importance: ImportanceStore | None = None
+        self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
+        self.folder = resolve(self._checkpoint, weights=False)
+        self.sampling = sampling_for_run(plan, options, self.folder)
+        check_machine(spec, options, self.folder)
+        self.end_note = end_note(self.sampling.sampling, self.folder)
+        self._shape = shape_for_run(spec, self.sampling.sampling, self.folder, source)
+        importance_file(plan, options.importance, options.cache, self._shape)
+        if self.predicts:
+            save_to = options.save_predictor
+            check_source(options.predictor, self.folder, self.vocab_size, save_to)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the model's token ids."""
+        return self._shape.vocab_size
+
+    def length_source(self) -> LengthSource:
+        """What expects lengths; it begins to load."""
+        options = self.options
+        return open_source(options.predictor, self.folder, self.vocab_size, options.save_predictor)
+
+    def load_importance(self) -> None:
+        """Find what weights are rounded by, once transformers and torch, which are slow to load,
+        take the model too; stages can be made then.
+        """
+        from actors.stage.transformers_config import check_transformers_builds
+        from quant.checkpoint.reader import Checkpoint
+
+        if str(self.folder) == self._checkpoint:
+            Checkpoint(self.folder).check_files()
+        check_transformers_builds(self.folder)
+        model = (self.folder, self._checkpoint)
+        file, cache = self.options.importance, self.options.cache
+        self._importance = importance_store(self._first_plan, file, cache, model, self._shape)
+
+    def group(self, plan: PlanSpec, copies: int = 1) -> LiveGroup:
+        """The stages of `plan`, so many times, or where it stands for a fleet those of all
+        pipelines.
+        """
+        is_fleet = bool(self._replicas) and plan is self._first_plan
+        if not is_fleet and copies == 1:
+            return self._stages_of(plan, self._heard)
+        from actors.replicas.pool import ReplicaPool
+        from actors.replicas.replica import Restarts
+
+        plans = self._replicas if is_fleet else (plan,) * copies
+        shown = plan if is_fleet else replace(undivided(plan), stages=all_stages(plan) * copies)
+        restarts = Restarts(on_device_loss=self.options.on_device_loss)
+        return ReplicaPool(shown, plans, self._replica, self._heard, restarts)
+
+    def _replica(self, plan: PlanSpec, on_event: OnEvent) -> LiveGroup:
+        """The stages of one pipeline; while a device is waited for, others have its rows."""
+        recovery = self.options.recovery
+        if recovery.on_device_loss == "wait":
+            recovery = replace(recovery, on_device_loss="replan")
+        return self._stages_of(plan, on_event, recovery)
+
+    def _stages_of(
+        self, plan: PlanSpec, on_event: OnEvent, recovery: Recovery | None = None
+    ) -> LiveGroup:
+        from actors.handover.group import group_of
+        from actors.stage_group import GroupOptions
+        from actors.telemetry.meter import TelemetryOptions
+
+        options = self.options
+        group_options = GroupOptions(
+            cache=self.options.cache,
+            transport=options.transport,
+            telemetry=TelemetryOptions(self._job, trace=options.trace is not None),
+            recovery=recovery or options.recovery,
+            on_event=on_event,
+            policy=options.scheduling(plan),
+            importance=self._importance,
+            deterministic=options.deterministic,
+        )
+        return group_of(plan, self._checkpoint, group_options)
+
+    def tell(self, kind: EventKind, lost_s: float, text: str) -> None:
+        """Tell the listener of an event that is no stage's."""
+        self._heard(RecoveryEvent(time.time(), kind, None, lost_s, text))
+
+    def _heard(self, event: RecoveryEvent) -> None:
+        self.listener(event)
+
+
+class RunResources(PlannedModel):
+    """What the runs of a plan or a fleet share: `kept` for many until `close`, else until one has
+    ended. `plan` is that of the next run, of a fleet one with all stages: a run that plans again
+    for good puts another there.
+
+    All is checked that can be before Ray is started. Of what a model's generation config asks for
+    beyond `sampling`, the constructor warns.
+    """
+
+    def __init__(
+        self,
+        spec: Runnable,
+        options: RunOptions,
+        source: str = "the plan",
+        job: str = "llmpq",
+        kept: bool = False,
+    ) -> None:
+        if options.trace_path is not None:
+            check_trace_path(options.trace_path)
+        super().__init__(spec, options, source, job)
+        self.kept = kept
+        if self.sampling.warning:
+            warnings.warn(self.sampling.warning, stacklevel=3)
+        with ExitStack() as undo:
+            self.tokenizer = self._started_tokenizer()  # it loads during the checks below
+            if self.tokenizer is not None:
+                undo.callback(self.tokenizer.close)
+            lengths = None
+            if self.predicts:
+                lengths = self.length_source()
+                undo.callback(lengths.close)
+            self.load_importance()
+            if self.tokenizer is not None:
+                self.tokenizer.wait()
+            self.expected = self._expected_lengths(lengths)
+            undo.pop_all()
+        self.stages = SharedStages(self.group, options.address, kept)
+
+    def _started_tokenizer(self) -> TokenizerProcess | None:
+        plans = (self._first_plan, self._first_plan.long_rows or self._first_plan)
+        most = max(plan.workload.prompt_length for plan in plans)
+        limits = Limits(self.options.row_s, most_tokens=most)
+        tokenizer = start_tokenizer(self.folder, limits, self.options.prompting)
+        if tokenizer is not None:
+            tokenizer.on_failure = self._tokenizer_failed
+        return tokenizer
+
+    def _tokenizer_failed(self, cause: str, lost_s: float) -> None:
+        text = f"a row's chat template or tokens {cause}; it becomes an error row, the others go on"
+        self.tell("tokenizer", lost_s, text)
+
+    def _expected_lengths(self, source: LengthSource | None) -> ExpectedLengths | None:
+        """What expects lengths, loaded; None under a policy that goes by none."""
+        if source is None:
+            return None
+        wait_loaded(source, self.tokenizer is not None)
+        say = partial(self.tell, "predictor", 0.0)
+        return ExpectedLengths(source, lambda ids: texts_of(self.tokenizer, ids), say)
+
+    def sampling_of(self, given: SamplingInput) -> JobSampling:
+        """The sampling of a run that has its own: a `Sampling` settles all, fields come before
+        those of `options`. Raises `SpecError` for what the plan or the model has no room for.
+        """
+        if not given:
+            return self.sampling
+        if not isinstance(given, Sampling):
+            base = self.options.sampling or {}
+            given = merge_sampling(base, given) if isinstance(base, Sampling) else {**base, **given}
+        options = replace(self.options, sampling=given)
+        found = sampling_for_run(self._first_plan, options, self.folder)
+        check_sampling(self._first_plan, found.sampling, self.vocab_size)
+        return found
+
+    def request_maker(self, sampling: Sampling) -> RequestMaker:
+        """What makes requests of rows that have this `sampling` where they have none."""
+        if self.tokenizer is not None and not self.tokenizer.is_alive:  # it failed in a run before
+            self.tokenizer = self._started_tokenizer()
+        plan, long = self._first_plan, self._first_plan.long_rows
+        long_workload = None if long is None else long.workload
+        return RequestMaker(plan.workload, self.vocab_size, sampling, self.tokenizer, long_workload)
+
+    @property
+    def model_folder(self) -> str | None:
+        """The folder of the planned model, where it is here: a stand-in is another one."""
+        return None if self._first_plan.stand_in is not None else str(self.folder)
+
+    def end_predicting(self) -> None:
+        """Say what the predictor has done, and have it write what it learnt where that is asked."""
+        if self.expected is not None:
+            self.expected.end(self.options.save_predictor)
+
+    def begin_run(self, listener: OnEvent) -> None:
+        """Have `listener` told of events from now on, and nothing left of the run before."""
+        self.listener = listener
+        if self.tokenizer is not None:
+            self.tokenizer.forget()
+
+    def end_run(self) -> None:
+        """Free what no other run has a use for: all of it where nothing is `kept`."""
+        if not self.kept:
+            self.close()
+
+    def close(self) -> None:
+        """End the stages, and the processes that tokenize and predict."""
+        try:
+            self.stages.close()
+        finally:
+            if self.tokenizer is not None:
+                self.tokenizer.close()
+            if self.expected is not None:
+                self.expected.source.close()
+
+
+class SharedStages:
+    """The stages of one plan at a time, which `make` makes; Ray is that of `address`.
+
+    `kept`: they stay from one run to the next until `close`, else until the first run has ended.
+    `start_s`: the seconds that the present ones took to start.
+    """
+
+    def __init__(
+        self, make: Callable[[PlanSpec], LiveGroup], address: str | None, kept: bool
+    ) -> None:
+        self._make, self._address, self._kept = make, address, kept
+        self._ray: ExitStack | None = None
+        self._group: LiveGroup | None = None
+        self._plan: PlanSpec | None = None
+        self._is_started = False
+        self.start_s = 0.0
+
+    @contextmanager
+    def joined(self, give_up: GiveUp | None = None) -> Iterator[None]:
+        """Ray, for what is done in the body of the `with` statement; `give_up` as `ray_session`."""
+        try:
+            self._join(give_up)
+            with head_loss_raised():
+                yield
+        except HeadLostError:
+            self.close()
+            raise
+        finally:
+            if not self._kept:
+                self.close()
+
+    def of(self, plan: PlanSpec) -> LiveGroup:
+        """The stages of `plan`, which `lent` starts; those of another plan give way to them."""
+        if self._group is None or self._plan is not plan:
+            self._release()
+            self._group, self._plan = self._make(plan), plan
+        return self._group
+
+    def keep_for(self, plan: PlanSpec) -> None:
+        """Keep the present stages for `plan`, by which they go on."""
+        self._plan = plan
+
+    @contextmanager
+    def lent(
+        self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None
+    ) -> Iterator[None]:
+        """Have `group`, which `of` gave last, loaded for the body of the `with` statement; where it
+        has to be loaded first, that is done in the body of `loading`.
+
+        Where the body is left early, what it has in flight is given up, and it is ready for the
+        next run; where it is lost, the next run starts others.
+        """
+        self._start(group, loading)
+        try:
+            yield
+        except BaseException as error:
+            if not self._kept or _is_of_stages(error):
+                self._release()
+            else:
+                self._clear(group)
+            raise
+        if not self._kept:
+            self._release()
+
+    def start(self, plan: PlanSpec) -> None:
+        """Start the stages of `plan` ahead of the first run; on an error nothing stays."""
+        try:
+            with self.joined():
+                self._start(self.of(plan))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Free the stages, and leave the Ray that was started or joined here."""
+        try:
+            self._release()
+        finally:
+            joined, self._ray = self._ray, None
+            if joined is not None:
+                joined.close()
+
+    def _join(self, give_up: GiveUp | None) -> None:
+        import ray
+
+        if self._ray is not None and not ray.is_initialized():  # somebody has left it meanwhile
+            self._is_started = False
+            self.close()
+        if self._ray is None:
+            with ExitStack() as joining:
+                joining.enter_context(ray_session(self._address, give_up))
+                self._ray = joining.pop_all()
+
+    def _start(self, group: LiveGroup, loading: AbstractContextManager[Any] | None = None) -> None:
+        if self._is_started:
+            return
+        began_s = time.perf_counter()
+        try:
+            with loading or nullcontext():
+                group.__enter__()
+        except BaseException:
+            self._group = None
+            raise
+        self._is_started = True
+        self.start_s = time.perf_counter() - began_s
+
+    def _clear(self, group: LiveGroup) -> None:
+        """Give up what `group` has in flight; let it go where that is not possible."""
+        try:
+            group.abandon()
+        except Exception:  # the next run starts others
+            self._release()
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        group, self._group = self._group, None
+        is_started, self._is_started = self._is_started, False
+        if group is not None and is_started:
+            group.__exit__(None, None, None)
+
+
+def _is_of_stages(error: BaseException) -> bool:
+    """Whether stages that raise it, or for which it is raised, are of no more use."""
+    from ray.exceptions import RayError
+
+    return isinstance(error, StageLostError | HeadLostError | DeviceError | RayError)

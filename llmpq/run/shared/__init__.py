@@ -1,1 +1,0 @@
-"""What runs of one plan share, in a session or one run alone: the checked model and its stages."""
