@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.option_rules import declared, flag, option
 from quant.common.errors import FieldError
 from quant.common.text import INCOMPLETE
 
@@ -54,20 +55,30 @@ class Sampling:
     where the choice is greedy.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    stop_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
+    temperature: float = option("T", "0 is greedy", 0.0)
+    top_k: int = option("K", "keep the K most probable, 0 is off", 0)
+    top_p: float = option("P", "keep the tokens that make up this probability", 1.0)
+    seed: int = option("SEED", "of the random draws", 0)
+    max_new_tokens: int | None = option(
+        "TOKENS", "to generate, at most the plan's (default: the plan's)"
+    )
+    stop: tuple[str, ...] = option("TEXT", "strings that end a generation", ())
+    ignore_eos: bool = flag("do not stop at the end-of-sequence token")
+    min_p: float = option("P", "keep tokens with this share of the most probable's", 0.0)
+    repetition_penalty: float = option("X", "penalty on tokens of prompt and answer, 1 is off", 1.0)
+    presence_penalty: float = option("X", "penalty on tokens that are in the answer, -2 to 2", 0.0)
+    frequency_penalty: float = option(
+        "X", "penalty on each use of a token in the answer, -2 to 2", 0.0
+    )
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict,
+        hash=False,
+        metadata=declared(
+            "ID=BIAS", "added to the logits of token ID, -100 to 100", more={"nargs": "+"}
+        ),
+    )
+    stop_token_ids: tuple[int, ...] = option("ID", "tokens that end it", ())
+    min_tokens: int = option("TOKENS", "to generate before anything ends it", 0)
 
     def __post_init__(self) -> None:
         """Check ranges; raises `FieldError`."""

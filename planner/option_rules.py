@@ -1,15 +1,118 @@
-"""Options that do not exist, that would change nothing beside others, or that are no numbers: rules
-in tables, and one check for all.
+"""Declaring options: the help and the range of a field of a dataclass; and rules on options that do
+not exist, or that would change nothing beside others.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
+from typing import Any
 
 from quant.common.errors import SpecError
+
+REQUIRED = MISSING
+"""The default of an option that has to be given."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that an option may have, and the words behind its name and value where it has
+    another one.
+    """
+
+    holds: Callable[[Any], bool]
+    wanted: str
+
+
+def one_of(values: Sequence[object]) -> Range:
+    """The range of the `values`, which the message names."""
+    return Range(values.__contains__, f"it must be one of {', '.join(map(str, values))}")
+
+
+ANY = Range(lambda value: True, "")
+"""The range of what others check."""
+
+AT_LEAST_0 = Range(lambda value: value >= 0, "it must be at least 0")
+AT_LEAST_1 = Range(lambda value: value >= 1, "it must be at least 1")
+ABOVE_0_S = Range(lambda value: value > 0, "it must be more than 0 seconds")
+SHARE_BELOW_1 = Range(lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
+class Option:
+    """What the command line and help say of a field.
+
+    `value`: what its value is called, or the values that there are; None for a switch. `names`: its
+    spellings in the order of the help, where these are not its name alone; one `by_place` has none.
+    `within`: its range; None is in any. `parse` reads a word where the field's type does not say
+    how. `more`: further arguments of `argparse`.
+    """
+
+    value: str | Sequence[object] | None
+    help: str
+    names: tuple[str, ...] = ()
+    within: Range | None = None
+    parse: Callable[[str], Any] | None = None
+    by_place: bool = False
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def choices(self) -> Sequence[object] | None:
+        """The values that there are, where they are few."""
+        return None if isinstance(self.value, str) else self.value
+
+
+def declared(value: str | Sequence[object] | None, help: str, **more: Any) -> Mapping[str, Option]:
+    """The metadata of a field that is an `Option`, for one that needs a `field` of its own."""
+    return {_KEY: Option(value, help, **more)}
+
+
+def option(
+    value: str | Sequence[object] | None, help: str, default: Any = None, **more: Any
+) -> Any:
+    """A field of a dataclass that is an `Option`."""
+    return dataclasses.field(default=default, metadata=declared(value, help, **more))
+
+
+def flag(help: str, **more: Any) -> Any:
+    """A switch, which is off unless it is given."""
+    return option(None, help, False, **more)
+
+
+def argument(value: str | Sequence[object], help: str, default: Any = None, **more: Any) -> Any:
+    """An argument that is given by its place."""
+    return option(value, help, default, by_place=True, **more)
+
+
+def options_of(kind: Any) -> dict[str, Option]:
+    """The fields of a dataclass that are options, by name."""
+    fields = dataclasses.fields(kind)
+    return {each.name: each.metadata[_KEY] for each in fields if _KEY in each.metadata}
+
+
+def refuse_outside(options: Any) -> None:
+    """Raise SpecError for the first field that is infinite or no number, or else the first that is
+    out of the range or not one of the values that its declaration names.
+    """
+    refuse_not_finite(options)
+    for name, each in options_of(options).items():
+        value = getattr(options, name)
+        if value is None:
+            continue
+        if each.within is not None:
+            holds, wanted = each.within.holds(value), each.within.wanted
+        elif each.choices is not None:
+            holds, wanted = value in each.choices, f"it must be one of {list(each.choices)}"
+        else:
+            continue
+        if not holds:
+            raise SpecError(f"{name} is {value!r}; {wanted}")
+
+
+_KEY = "option"
 
 
 @dataclass(frozen=True)

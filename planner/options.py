@@ -10,11 +10,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.model.tensor_parallel import DEGREES
-from planner.optimiser.names import BASELINE_METHODS, DEFAULT_SOLVER, Objective
-from planner.option_rules import refuse_ignored, refuse_not_finite, refuse_unknown
+from planner.optimiser.names import (
+    BASELINE_METHODS,
+    BATCH_OBJECTIVES,
+    DEFAULT_SOLVER,
+    METHOD_NAMES,
+    SOLVER_NAMES,
+    Objective,
+)
+from planner.option_rules import (
+    ABOVE_0_S,
+    ANY,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    SHARE_BELOW_1,
+    Range,
+    flag,
+    option,
+    refuse_ignored,
+    refuse_outside,
+    refuse_unknown,
+)
 from planner.planning_rules import BOUNDS, PLAN_RULES
 from planner.scheduling import (
+    POLICY_NAMES,
     PREDICTING,
+    PREFILL_CHUNK_TOKENS,
     SCHEDULE_KINDS,
     STATIC,
     PolicyName,
@@ -57,153 +78,194 @@ PLAN_TIME = 0.85
 have what is left."""
 
 
+FINITE_0 = Range(lambda value: value >= 0, "it must be a finite number of at least 0")
+FINITE_ABOVE_0 = Range(lambda value: value > 0, "it must be a finite number above 0")
+QUANTILES = Range(lambda share: 0 < share < 1, "it must be a share between 0 and 1, such as 0.99")
+BITS = Range(
+    lambda bits: bool(bits) and set(bits) <= set(BITWIDTHS), f"it must be among {list(BITWIDTHS)}"
+)
+DTYPES = Range((AUTO, *DTYPE_BYTES).__contains__, f"it must be auto or one of {list(DTYPE_BYTES)}")
+AUTO_OR_COUNT = Range(
+    lambda value: value == AUTO or (isinstance(value, int) and value >= 1),
+    "it must be auto or a whole number of at least 1",
+)
+AUTO_OR_DEGREE = Range((AUTO, *DEGREES).__contains__, f"it must be auto or one of {list(DEGREES)}")
+
+
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of one plan.
+    """The options of one plan; those that `llmpq plan` has too are declared with its help.
 
-    - `quality`: `fast` is the plan of most tokens per second. The others have no layer of fewer
-      than 8 bit unless memory forces it: `high` has the least summed sensitivity of those at most a
-      tenth slower than the fastest of such bits, `balanced`, the default, gives up speed where that
-      pays by far (`planner.search.qualities`).
-    - `theta`: seconds that a unit of sensitivity is worth, in place of `quality`.
-    - `in_flight`: requests of a job that are in flight at once; `auto` decides.
-    - `bits`: bitwidths to choose from.
-    - `dtype`: compute and 16-bit storage type; `auto` picks one per device.
-    - `objective`, `method`, `solver`: how plans are ranked and found (`planner.optimiser`).
-    - `group`: number of layers decided together.
-    - `all_orders`: try every distinct device order, also those that part equal devices of a node.
-    - `head`: the stage of the LM head; `auto` takes the better one.
-    - `tensor_parallel`: devices of a node that share every layer of a stage: 1, 2, 4, 8 for all
-      stages, or `auto`, which chooses for each.
-    - `keep_all_devices`: do not try to leave out devices.
-    - `max_omega` (summed sensitivity) or `max_latency_s` (of the prediction, whatever the
-      objective): the other one is minimised within that bound, and `theta` is found.
-    - `max_ppl_delta`: most increase of perplexity over 16 bit; it becomes a `max_omega` by the
-      points measured in the omega file.
-    - `max_request_latency_s`: the most seconds from the prefill of a request to its last token that
-      a share `quantile` of all requests may take (inf: any); the schedule and the plan of the most
-      requests per second within it are found. `schedule`: `rra`, `waa-c` or `waa-m`, or `auto`,
-      which takes the best one.
-    - `omega_file`: measured sensitivities (JSON).
-    - `importance`: file of `llmpq indicator` that weights are rounded by (that of `omega_file`,
-      or else stages measure on random ids when they load).
-    - `profiles`: CSV of measured layer times. `profile_use` says whether they are fitted (`fit`) or
-      taken as measured where the workload was measured (`measured`); with `strict_profiles` a plan
-      is refused where a time is not from the profiles.
-    - `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of searching it.
-    - `ilp_time_limit`: seconds for each solve. `search_time_limit`: seconds for all searches that a
-      plan needs, of which those over device orders, micro-batch sizes and numbers in flight have
-      `PLAN_TIME`: then the best plan so far is taken.
-    - `relative_gap`: the accepted distance from the optimum.
-    - `rounding`: how stages round weights while they load (`quant.rounding`), or `gptq`: they are
-      calibrated before a first run. No figure of the plan depends on it.
-    - `kv_bits`: bits of keys and values: 16 stores the compute type, 8 stores codes with a scale
-      for each token and head; `auto` is 16 if that fits, else 8.
-    - `policy`: how the runtime schedules requests, `static`, `orca` or `s3`
-      (`planner.scheduling`), with `max_batch_size` (None: what is best by simulation) and
-      `prefill_chunk_tokens` (None: the default).
-    - `predictor`: by which requests reserve memory under `s3`: the folder of a predictor, as
-      `llmpq lengths train` makes it, whose held-out rows say how often it is right; `oracle`, which
-      always is; or `longest`, which expects the most that a request may get, as is assumed where
-      none is named.
-    - `memory_margin`: the share of each GPU's memory that is left free.
+    - `quality`: `high` and `balanced`, the default, have no layer of fewer than 8 bit unless memory
+      forces it: `high` has the least summed sensitivity of the plans at most a tenth slower than
+      the fastest of such bits, `balanced` gives up speed where that pays by far
+      (`planner.search.qualities`).
+    - `max_omega`, `max_latency_s` (of the prediction, whatever the objective) or `max_ppl_delta`:
+      the other side is minimised within that bound. An increase of perplexity becomes a `max_omega`
+      by the points measured in the omega file.
+    - `max_request_latency_s`: inf is any latency.
+    - `importance`: where neither it nor `omega_file` names one, stages measure on random ids when
+      they load.
+    - `search_time_limit`: seconds for all searches that a plan needs, of which those over device
+      orders, micro-batch sizes and numbers in flight have `PLAN_TIME`.
+    - `rounding`: `gptq` is calibrated before a first run. No figure of the plan depends on it.
+    - `kv_bits`: 16 stores the compute type, 8 stores codes with a scale for each token and head.
+    - `predictor`: the held-out rows of its folder say how often it is right; `oracle` always is.
     """
 
-    theta: float | None = None
-    quality: Quality | None = None
-    in_flight: int | str = AUTO
-    bits: tuple[int, ...] = BITWIDTHS
-    dtype: str = "auto"
-    objective: Objective = "pipeline"
-    method: str = "auto"
-    solver: str = DEFAULT_SOLVER
-    group: int = 1
-    all_orders: bool = False
-    head: str = "auto"
-    keep_all_devices: bool = False
-    max_omega: float | None = None
-    max_latency_s: float | None = None
-    max_ppl_delta: float | None = None
-    omega_file: str | Path | None = None
-    importance: str | Path | None = None
-    profiles: str | Path | None = None
-    profile_use: str = "fit"
-    prefill_micro_batch: int | None = None
-    decode_micro_batch: int | None = None
-    ilp_time_limit: float = 60.0
-    search_time_limit: float = 20.0
-    relative_gap: float = 1e-4
-    rounding: str = ROUNDINGS[0]
-    kv_bits: int | str = FULL_BITS
-    memory_margin: float = MEMORY_MARGIN
-    strict_profiles: bool = False
-    policy: PolicyName = STATIC
-    max_batch_size: int | None = None
-    prefill_chunk_tokens: int | None = None
-    tensor_parallel: int | str = 1
-    predictor: str | Path | None = None
-    max_request_latency_s: float | Literal["inf"] | None = None
-    quantile: float = QUANTILE
-    schedule: str = AUTO
+    theta: float | None = option(
+        "SECONDS", "what a unit of sensitivity is worth, in place of --quality", within=FINITE_0
+    )
+    quality: Quality | None = option(
+        QUALITIES,
+        "high: the least loss of quality at nine tenths of the speed; balanced; fast: the most "
+        "tokens per second (default: balanced)",
+    )
+    in_flight: int | str = option(
+        "COUNT",
+        "prompts of a job that are in flight at once: auto, or a number",
+        AUTO,
+        within=AUTO_OR_COUNT,
+    )
+    bits: tuple[int, ...] = option(
+        BITWIDTHS, "bitwidths to choose from (default: all)", BITWIDTHS, within=BITS
+    )
+    dtype: str = option((AUTO, *DTYPE_BYTES), "type to compute in", AUTO, within=DTYPES)
+    objective: Objective = option(
+        BATCH_OBJECTIVES,
+        "what ranks plans; paper is LLM-PQ's eq. 4",
+        "pipeline",
+        within=ANY,  # plans of a job have an objective that nobody gives
+    )
+    method: str = option(
+        METHOD_NAMES,
+        "how to solve; uniform and pipeedge are baselines of the paper",
+        "auto",
+        within=ANY,  # `planner.optimiser.solve` refuses others
+    )
+    solver: str = option(SOLVER_NAMES, "of integer programmes", DEFAULT_SOLVER, within=ANY)
+    group: int = option("LAYERS", "decide so many layers together", 1, within=AT_LEAST_1)
+    all_orders: bool = flag("try every distinct device order")
+    head: str = option(HEADS, "stage of the LM head", AUTO)
+    keep_all_devices: bool = flag("do not try to leave out devices that do not help")
+    max_omega: float | None = option(
+        "SUM", "largest allowed sum of sensitivities; theta is found", within=AT_LEAST_0
+    )
+    max_latency_s: float | None = option(
+        "SECONDS",
+        "largest allowed predicted seconds of the whole batch or job, not of a request; theta is "
+        "found",
+        within=ABOVE_0_S,
+    )
+    max_ppl_delta: float | None = option(
+        "X",
+        "largest allowed increase of perplexity over 16 bit, by the points that llmpq indicator "
+        "--perplexity put into the omega file; theta is found",
+        within=FINITE_ABOVE_0,
+    )
+    omega_file: str | Path | None = option("FILE", "JSON of sensitivities, made by llmpq indicator")
+    importance: str | Path | None = option(
+        "FILE",
+        "what weights are rounded by, made by llmpq indicator (default: that of --omega_file, else "
+        "it is measured when the model is loaded)",
+    )
+    profiles: str | Path | None = option(
+        "FILE",
+        "CSV of measured layer times of llmpq profile, with measured links and loading beside it",
+    )
+    profile_use: str = option(
+        PROFILE_USES,
+        "fit the latency model on the profiles, or take their times as measured where the workload "
+        "was measured",
+        "fit",
+    )
+    prefill_micro_batch: int | None = option(
+        "COUNT", "fix the prefill micro-batch size", within=AT_LEAST_1
+    )
+    decode_micro_batch: int | None = option(
+        "COUNT", "fix the decode micro-batch size", within=AT_LEAST_1
+    )
+    ilp_time_limit: float = option("SECONDS", "for each integer programme", 60.0, within=ABOVE_0_S)
+    search_time_limit: float = option(
+        "SECONDS",
+        "for planning, after most of which the best plan so far is taken and its gap stated",
+        20.0,
+        within=ABOVE_0_S,
+    )
+    relative_gap: float = option(
+        "SHARE",
+        f"accepted distance from the optimum (default: 0.0001; of a job at least {JOB_GAP:g})",
+        1e-4,
+        within=SHARE_BELOW_1,
+    )
+    rounding: str = option(PLAN_ROUNDINGS, "how weights are rounded", ROUNDINGS[0])
+    kv_bits: int | str = option(
+        KV_CHOICES, "bits of keys and values; auto: 16 if that fits, else 8", FULL_BITS
+    )
+    memory_margin: float = option(
+        "SHARE",
+        "share of each GPU's memory that is left free",
+        MEMORY_MARGIN,
+        within=SHARE_BELOW_1,
+    )
+    strict_profiles: bool = flag(
+        "refuse to plan where a layer's time does not come from the profiles"
+    )
+    policy: PolicyName = option(
+        POLICY_NAMES,
+        "scheduling to plan for: micro-batches of one phase (static), or at every iteration anew "
+        "first come, first served (orca) or by predicted lengths (s3) (default: static); exegpt is "
+        "that of --max_request_latency_s",
+        STATIC,
+        within=ANY,  # with the next two, `PolicyOptions` checks it
+    )
+    max_batch_size: int | None = option(
+        "COUNT", "most requests in a micro-batch of orca or s3 (default: best by simulation)"
+    )
+    prefill_chunk_tokens: int | None = option(
+        "TOKENS",
+        "tokens of a prompt that a micro-batch of orca and s3 takes at most, 0 is all "
+        f"(default: {PREFILL_CHUNK_TOKENS})",
+    )
+    tensor_parallel: int | str = option(
+        "DEGREE",
+        "devices of a node that share every layer of a stage: 1, 2, 4, 8, or auto, which chooses "
+        "for each stage",
+        1,
+        within=AUTO_OR_DEGREE,
+    )
+    predictor: str | Path | None = option(
+        "FOLDER",
+        "predictor of output lengths by which requests of s3 reserve memory: a folder of llmpq "
+        "lengths train, oracle, or longest: all of what they may get (default: longest)",
+    )
+    max_request_latency_s: float | Literal["inf"] | None = option(
+        "SECONDS",
+        "largest allowed seconds from when the prefill of a request begins to its last token "
+        "(inf: any); the schedule of the most requests per second is found, for lengths of "
+        "--lengths, --input, --prompts, or the two below",
+        within=Range(lambda bound: float(bound) > 0, "it must be more than 0 seconds, or inf"),
+    )
+    quantile: float = option(
+        "SHARE", "share of the requests that keep the bound", QUANTILE, within=QUANTILES
+    )
+    schedule: str = option(
+        SCHEDULES,
+        "rra: all stages prefill and decode in turns; waa-c, waa-m: some stages prefill and others "
+        "decode, divided by computing or by memory (default: auto, the best of them)",
+        AUTO,
+    )
 
     def __post_init__(self) -> None:
         """Normalise `bits` and the bound of requests, and check ranges; raises `SpecError` naming
         the option.
         """
-        bits = tuple(sorted({int(b) for b in self.bits}))
-        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "bits", tuple(sorted({int(b) for b in self.bits})))
         if self.max_request_latency_s is not None:
             stored = _stored_bound(self.max_request_latency_s)
             object.__setattr__(self, "max_request_latency_s", stored)
-        refuse_not_finite(self)
-        for name, (holds, wanted) in self._rules().items():
-            if not holds:
-                raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+        refuse_outside(self)
         self._check_together()
-
-    def _rules(self) -> dict[str, tuple[bool, str]]:
-        """Whether each option is in its range, and the range in words."""
-        bits, sizes = self.bits, (self.prefill_micro_batch, self.decode_micro_batch)
-        return {
-            "bits": (bool(bits) and set(bits) <= set(BITWIDTHS), f"among {list(BITWIDTHS)}"),
-            "dtype": (self.dtype in ("auto", *DTYPE_BYTES), f"auto or one of {list(DTYPE_BYTES)}"),
-            "theta": (
-                self.theta is None or self.theta >= 0,
-                "a finite number of at least 0",
-            ),
-            "quality": (self.quality in (None, *QUALITIES), f"one of {list(QUALITIES)}"),
-            "in_flight": (
-                self.in_flight == AUTO or (isinstance(self.in_flight, int) and self.in_flight >= 1),
-                "auto or a whole number of at least 1",
-            ),
-            "head": (self.head in HEADS, f"one of {list(HEADS)}"),
-            "max_omega": (self.max_omega is None or self.max_omega >= 0, "at least 0"),
-            "max_latency_s": (
-                self.max_latency_s is None or self.max_latency_s > 0,
-                "more than 0 seconds",
-            ),
-            "max_ppl_delta": (
-                self.max_ppl_delta is None or self.max_ppl_delta > 0,
-                "a finite number above 0",
-            ),
-            "max_request_latency_s": (self.request_bound_s > 0, "more than 0 seconds, or inf"),
-            "quantile": (0 < self.quantile < 1, "a share between 0 and 1, such as 0.99"),
-            "schedule": (self.schedule in SCHEDULES, f"one of {list(SCHEDULES)}"),
-            "tensor_parallel": (
-                self.tensor_parallel in (AUTO, *DEGREES),
-                f"auto or one of {list(DEGREES)}",
-            ),
-            "group": (self.group >= 1, "at least 1"),
-            "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),
-            "search_time_limit": (self.search_time_limit > 0, "more than 0 seconds"),
-            "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
-            "rounding": (self.rounding in PLAN_ROUNDINGS, f"one of {list(PLAN_ROUNDINGS)}"),
-            "kv_bits": (self.kv_bits in KV_CHOICES, f"one of {list(KV_CHOICES)}"),
-            "memory_margin": (0 <= self.memory_margin < 1, "at least 0 and below 1"),
-            "profile_use": (self.profile_use in PROFILE_USES, f"one of {list(PROFILE_USES)}"),
-            "prefill_micro_batch": (sizes[0] is None or sizes[0] >= 1, "at least 1"),
-            "decode_micro_batch": (sizes[1] is None or sizes[1] >= 1, "at least 1"),
-        }
 
     def _check_together(self) -> None:
         """Raise `SpecError` for options that do not go together."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 from llmpq.cli.common import EXIT_DONE, run_command
 from llmpq.cli.main import SUBCOMMANDS, Subcommand
-from llmpq.cli.parser import Parser
+from llmpq.cli.parser import Parser, made
+from planner.option_rules import REQUIRED, argument
 
 PROG = "llmpq completion"
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -29,16 +31,23 @@ _FILES, _FOLDERS = ("FILE", "PATH"), ("FOLDER", "DIR")
 """What the value of an option is called where it is a file, and where it is a folder."""
 
 
+@dataclass(frozen=True)
+class CompletionCommand:
+    """The shell."""
+
+    shell: str = argument(SHELLS, "which shell the script is for", REQUIRED)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = completion_parser(prog).parse(arguments)
+    options = made(CompletionCommand, completion_parser(prog).parse(arguments))
     return run_command(prog, lambda: _print(options.shell))
 
 
 def completion_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    parser.group("shell").option("shell", choices=SHELLS, help="which shell the script is for")
+    parser.declare({"shell": "shell"}, CompletionCommand)
     return parser
 
 

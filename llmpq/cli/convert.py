@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.common import EXIT_DONE, command_line, console, run_command
+from llmpq.cli.parser import Parser, made
+from llmpq.cli.terminal import TaskProgress
+from planner.option_rules import REQUIRED, argument
 
 PROG = "llmpq-convert"
 
@@ -14,18 +17,24 @@ _DESCRIPTION = "Make a safetensors checkpoint of a .bin one, since stages read n
 _EXAMPLES = ("%(prog)s /models/opt-30b-bin /models/opt-30b",)
 
 
+@dataclass(frozen=True)
+class ConvertCommand:
+    """What is converted, and the folder that is made."""
+
+    source: Path = argument("SOURCE", "folder with pytorch_model.bin or its index", REQUIRED)
+    target: Path = argument("TARGET", "folder to make", REQUIRED)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = convert_parser(prog).parse(arguments)
+    options = made(ConvertCommand, convert_parser(prog).parse(arguments))
     return run_command(prog, lambda: _convert(options.source, options.target))
 
 
 def convert_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    add = parser.group("folders").option
-    add("source", type=Path, metavar="SOURCE", help="folder with pytorch_model.bin or its index")
-    add("target", type=Path, metavar="TARGET", help="folder to make")
+    parser.declare({"folders": "source target"}, ConvertCommand)
     return parser
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from rich.text import Text
 
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
-from llmpq.cli.common import Parser, console, run_command
+from llmpq.cli.common import console, run_command
+from llmpq.cli.parser import Parser, made
+from planner.option_rules import argument
 from quant.checkpoint.model_reference import DEMO, demo_gguf
 from quant.common.errors import InputError
 
@@ -40,22 +42,27 @@ Plan and run a dozen questions on SmolLM2-135M-Instruct, over three GPUs that CP
 _EXAMPLES = ("%(prog)s", "%(prog)s my_demo")
 
 
+@dataclass(frozen=True)
+class DemoCommand:
+    """Where the demo writes."""
+
+    folder: str = argument("FOLDER", "folder for what it writes", FOLDER, more={"nargs": "?"})
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = demo_parser(prog).parse(arguments)
+    options = made(DemoCommand, demo_parser(prog).parse(arguments))
     return run_command(prog, lambda: _demo(options))
 
 
 def demo_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    parser.group("output").option(
-        "folder", nargs="?", default=FOLDER, metavar="FOLDER", help="folder for what it writes"
-    )
+    parser.declare({"output": "folder"}, DemoCommand)
     return parser
 
 
-def _demo(options: argparse.Namespace) -> int:
+def _demo(options: DemoCommand) -> int:
     demo_gguf()  # before a folder is made
     folder = Path(options.folder)
     _copy_files(folder)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, console, run_command
 from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
+from llmpq.cli.parser import Parser, made
 from planner.cluster.accelerators import Accelerator, assumption, find_accelerator, registry
 from planner.cluster.described import entry_of
+from planner.option_rules import argument, flag, option
 from quant.backends.selection import backend_name
 from quant.common.units import GIB
 from quant.scheme import BITWIDTHS
@@ -36,28 +38,34 @@ _NOTES = (
 )
 
 
+@dataclass(frozen=True)
+class DevicesCommand:
+    """Which devices are shown, and how."""
+
+    name: str | None = argument(
+        "NAME", "an accelerator, by name, alias or driver's name", more={"nargs": "?"}
+    )
+    here: bool = flag("only those that this machine has")
+    cluster: str | None = option("FILE", "a cluster file; what it describes is listed too")
+    json: bool = flag("as JSON, with the keys of cluster files")
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = devices_parser(prog).parse(arguments)
+    options = made(DevicesCommand, devices_parser(prog).parse(arguments))
     return run_command(prog, lambda: _show(options))
 
 
 def devices_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    shown = parser.group("what is shown")
-    one = shown.one_of().option
-    one("name", nargs="?", metavar="NAME", help="an accelerator, by name, alias or driver's name")
-    one("--here", action="store_true", help="only those that this machine has")
-    add = shown.option
-    add("--cluster", metavar="FILE", help="a cluster file; what it describes is listed too")
-    add("--json", action="store_true", help="as JSON, with the keys of cluster files")
+    parser.declare({"what is shown": "name|here cluster json"}, DevicesCommand)
     return parser
 
 
-def _show(options: argparse.Namespace) -> int:
-    own = _described(getattr(options, "cluster", None))
-    name = getattr(options, "name", None)
+def _show(options: DevicesCommand) -> int:
+    own = _described(options.cluster)
+    name = options.name
     if name is not None:
         note = assumption(name, own)
         if note is not None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, console, run_command, tell_written
-from llmpq.cli.options.evaluate import PROG, evaluate_parser
-from llmpq.cli.progress import TaskProgress, finding
+from llmpq.cli.measure_options import EVALUATE, EvaluateCommand, evaluate_parser
+from llmpq.cli.parser import made
+from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
 from llmpq.quality.options import EvaluationOptions, checked_bitwidths
 from llmpq.quality.perplexity import Perplexity
@@ -30,21 +31,21 @@ from quant.common.files import names_a_file, write_whole
 BITS_WIDTH = 12  # of the runs of bits in a line, where the terminal is narrow
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = EVALUATE) -> int:
     """Entry point; returns the exit code."""
-    options = evaluate_parser(prog).parse(arguments)
-    return run_command(prog, lambda: _evaluate(options))
+    given = evaluate_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _evaluate(made(EvaluateCommand, given), given))
 
 
-def _evaluate(options: argparse.Namespace) -> int:
-    if not options.strat_file_name and not options.bits:
+def _evaluate(options: EvaluateCommand, given: argparse.Namespace) -> int:
+    if not options.plan and not options.bits:
         raise SpecError("say what to evaluate: --plan, --bits, or both")
     if not options.text:
         raise SpecError("give a text to evaluate on: --text FILE, or --text - for standard input")
-    target = Path(options.json) if "json" in options else None
+    target = None if options.json is None else Path(options.json)
     if target is not None and not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
-    results = _measure(options)
+    results = _measure(options, given)
     console().print(_shown(results))
     for note in _notes(results):
         console().print(note, soft_wrap=True, highlight=False)
@@ -54,20 +55,16 @@ def _evaluate(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _measure(options: argparse.Namespace) -> list[Perplexity]:
-    settings = EvaluationOptions(
-        getattr(options, "sequence_length", None),
-        getattr(options, "max_tokens", None),
-        options.device,
-        options.dtype,
-        getattr(options, "importance", None),
-        getattr(options, "cache_dir", None),
-    )
-    plans = [(str(path), PlanSpec.load(path)) for path in options.strat_file_name]
-    if "model" not in options and not plans:
+def _measure(options: EvaluateCommand, given: argparse.Namespace) -> list[Perplexity]:
+    settings = made(EvaluationOptions, given)
+    plans = [(str(path), PlanSpec.load(path)) for path in options.plan]
+    model = options.model
+    if plans:
+        reference = checkpoint_reference(plans[0][1], model)
+    elif model is None:
         raise SpecError("name the model: --model FOLDER")
-    model = getattr(options, "model", None)
-    reference = model if model and not plans else checkpoint_reference(plans[0][1], model)
+    else:
+        reference = model
     with finding(reference):
         folder = resolve(reference)
     for _, plan in plans:

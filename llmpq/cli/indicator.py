@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
-from llmpq.cli.options.indicator import PROG, indicator_parser
-from llmpq.cli.options.prompting import asked_prompting
-from llmpq.cli.progress import TaskProgress, finding
+from llmpq.cli.measure_options import INDICATOR, IndicatorCommand, indicator_parser
+from llmpq.cli.parser import made, taken
+from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
 from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import (
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     from llmpq.quality.effort import Effort
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = INDICATOR) -> int:
     """Entry point; returns the exit code."""
-    options = indicator_parser(prog).parse(arguments)
-    return run_command(prog, lambda: _measure(options))
+    given = indicator_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _measure(made(IndicatorCommand, given), given))
 
 
-def _measure(options: argparse.Namespace) -> int:
+def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
-    chosen, prompting = _indicator_options(options), asked_prompting(options)
-    check_lengths(None, getattr(options, "max_tokens", None))
+    chosen, prompting = _indicator_options(options, given), options.prompting
+    check_lengths(None, options.max_tokens)
     if chosen.needs_text and not options.calibration and not options.input:
         raise InputError(
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
@@ -88,7 +88,7 @@ def _measure(options: argparse.Namespace) -> int:
     if held_out:
         settings = EvaluationOptions(
             chosen.sequence_length,
-            getattr(options, "max_tokens", None),
+            options.max_tokens,
             chosen.device,
             chosen.dtype,
             importance,
@@ -124,10 +124,10 @@ def _length(options: IndicatorOptions, effort: Effort) -> int:
     return options.sequence_length or min(SEQUENCE_LENGTH, effort.shape.max_positions)
 
 
-def _importance_file(options: argparse.Namespace, target: Path) -> Path:
+def _importance_file(options: IndicatorCommand, target: Path) -> Path:
     """Where the importance is written: beside the omega file, if nothing else is asked for."""
     default = target.with_name(f"{target.stem}{SUFFIX}")
-    path = Path(getattr(options, "importance", default))
+    path = Path(options.importance or default)
     if not names_a_file(path) or path == target:
         raise InputError(f"cannot write {path}: name another file, in a folder that exists")
     return path
@@ -144,20 +144,12 @@ def _keep(importance: Path) -> None:
         keep_file(folder, by_fingerprint(folder, found.fingerprint), found)
 
 
-def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
-    default, is_error = IndicatorOptions(), options.method == ERROR
-    rounding = getattr(options, "rounding", default.rounding if is_error else default.form.rounding)
-    return IndicatorOptions(
-        method=options.method,
-        form=default.form if is_error else VarianceForm(rounding, options.scheme, options.scales),
-        rounding=rounding if is_error else default.rounding,
-        bits=tuple(options.bits),
-        sequences=options.sequences,
-        sequence_length=getattr(options, "sequence_length", None),
-        seed=options.seed,
-        device=options.device,
-        dtype=options.dtype,
-    )
+def _indicator_options(options: IndicatorCommand, given: argparse.Namespace) -> IndicatorOptions:
+    chosen = taken(IndicatorOptions, given)
+    if chosen.get("method", ERROR) != ERROR:
+        rounding = chosen.pop("rounding", VarianceForm.rounding)
+        chosen["form"] = VarianceForm(rounding, options.scheme, options.scales)
+    return IndicatorOptions(**chosen)
 
 
 def _shown(content: OmegaContent) -> Fitting:

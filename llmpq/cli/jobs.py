@@ -7,15 +7,16 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.parser import OptionGroup, finite_number, whole_number
+from llmpq.cli.common import EXIT_DONE, console, run_command
+from llmpq.cli.parser import Parser, finite_number, made, whole_number
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import DEPTH, JobPlace, find_job, jobs_in
 from llmpq.jobs.overview.text import job_text, list_text, ray_text
+from planner.option_rules import REQUIRED, argument, flag, option
 from quant.common.errors import InputError
 
 COLUMNS = 80
@@ -32,13 +33,57 @@ _LIST = "list /shared/outputs"
 _JSON = "print the figures as JSON"
 
 
+def _seconds(text: str) -> float:
+    value = finite_number(text)
+    if not 1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not within 1 and 86400 seconds")
+    return value
+
+
+def _depth(text: str) -> int:
+    value = whole_number(text)
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 and 100 folders")
+    return value
+
+
+@dataclass(frozen=True)
+class ShowCommand:
+    """The job that is shown, and how."""
+
+    output: str = argument("OUTPUT", "the --output of a llmpq run, done or not", REQUIRED)
+    html: str | None = option("FILE", "write it as a page that needs only a browser")
+    watch: float | None = option(
+        "SECONDS",
+        "look again so often, until the job no longer runs; the page loads itself again too",
+        parse=_seconds,
+        more={"nargs": "?", "const": WATCH_S},
+    )
+    json: bool = flag(_JSON)
+
+
+@dataclass(frozen=True)
+class ListCommand:
+    """Where jobs are looked for, and how they are listed."""
+
+    folders: list[str] | None = argument(
+        "FOLDER", "where to look (default: here)", more={"nargs": "*"}
+    )
+    depth: int | None = option(
+        "COUNT", f"folders below it to look into (default: {DEPTH})", parse=_depth
+    )
+    ray: str | None = option("URL", "list llmpq's jobs of this cluster: http://HEAD:8265")
+    json: bool = flag(_JSON)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
     parser = jobs_parser(prog)
-    options = parser.parse(arguments)
-    if options.command == "show":
-        return run_command(prog, lambda: _show(options))
-    if "ray" in options and ("folders" in options or "depth" in options):
+    given = parser.parse(arguments)
+    if given.command == "show":
+        return run_command(prog, lambda: _show(made(ShowCommand, given)))
+    options = made(ListCommand, given)
+    if options.ray is not None and (options.folders or options.depth is not None):
         parser.error("a Ray cluster has no folders; leave out FOLDER and --depth beside --ray")
     return run_command(prog, lambda: _list(options))
 
@@ -55,54 +100,22 @@ def jobs_parser(prog: str | None = PROG) -> Parser:
         description="Show one job: state, speed beside the plan, errors by kind, what was replaced",
         examples=("%(prog)s" + _SHOW.removeprefix("show"),),
     )
-    _add_job(show.group("job"))
-    _add_output(show.group("output"))
+    show.declare({"job": "output", "output": "html watch json"}, ShowCommand)
     listing = commands.add_parser(
         "list",
         help="the jobs in and below folders, or those of a Ray cluster",
         description="List the jobs in and below folders, or those of a Ray cluster.",
         examples=("%(prog)s" + _LIST.removeprefix("list"),),
     )
-    _add_places(listing.group("where to look"))
-    listing.group("output").option("--json", action="store_true", help=_JSON)
+    listing.declare({"where to look": "folders depth ray", "output": "json"}, ListCommand)
     return parser
 
 
-def _add_job(group: OptionGroup) -> None:
-    group.option("output", metavar="OUTPUT", help="the --output of a llmpq run, done or not")
-
-
-def _add_output(group: OptionGroup) -> None:
-    add = group.option
-    add("--html", metavar="FILE", help="write it as a page that needs only a browser")
-    add(
-        "--watch",
-        nargs="?",
-        type=_seconds,
-        const=WATCH_S,
-        metavar="SECONDS",
-        help="look again so often, until the job no longer runs; the page loads itself again too",
-    )
-    add("--json", action="store_true", help=_JSON)
-
-
-def _add_places(group: OptionGroup) -> None:
-    add = group.option
-    add("folders", metavar="FOLDER", nargs="*", help="where to look (default: here)")
-    add(
-        "--depth",
-        type=_depth,
-        metavar="COUNT",
-        help=f"folders below it to look into (default: {DEPTH})",
-    )
-    add("--ray", metavar="URL", help="list llmpq's jobs of this cluster: http://HEAD:8265")
-
-
-def _show(options: argparse.Namespace) -> int:
+def _show(options: ShowCommand) -> int:
     place = find_job(options.output)
-    html = Path(options.html) if "html" in options else None
+    html = None if options.html is None else Path(options.html)
     _check_page(html, place)
-    watch_s: float | None = getattr(options, "watch", None)
+    watch_s = options.watch
     while True:
         job = overview_of(place)
         runs = job.state == "running"
@@ -135,11 +148,12 @@ def _print(job: JobOverview, as_json: bool) -> None:
     printed.print(job_text(job), width=min(COLUMNS, printed.width), crop=False)
 
 
-def _list(options: argparse.Namespace) -> int:
-    if "ray" in options:
-        return _list_ray(options)
+def _list(options: ListCommand) -> int:
+    if options.ray is not None:
+        return _list_ray(options.ray, options.json)
     found: dict[Path, JobOverview] = {}
-    folders, depth = getattr(options, "folders", ["."]), getattr(options, "depth", DEPTH)
+    folders = options.folders or ["."]
+    depth = DEPTH if options.depth is None else options.depth
     for folder in folders:
         for place in jobs_in(folder, depth):
             key = place.folder.absolute()
@@ -162,17 +176,17 @@ def _list(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _list_ray(options: argparse.Namespace) -> int:
+def _list_ray(address: str, as_json: bool) -> int:
     from llmpq.remote.ray_jobs import RayJobs
 
-    jobs = RayJobs(options.ray, "--ray").known()
-    if options.json:
+    jobs = RayJobs(address, "--ray").known()
+    if as_json:
         sys.stdout.write(json.dumps([asdict(job) for job in jobs], indent=1) + "\n")
     elif not jobs:
-        _say(f"the Ray cluster at {options.ray} knows no jobs of llmpq")
+        _say(f"the Ray cluster at {address} knows no jobs of llmpq")
     else:
         console().print(ray_text(jobs))
-        _say(f"llmpq run --submit {options.ray} --follow_job ID shows the log of one")
+        _say(f"llmpq run --submit {address} --follow_job ID shows the log of one")
     return EXIT_DONE
 
 
@@ -188,20 +202,6 @@ def job_figures(job: JobOverview) -> dict[str, Any]:
 
 def _say(line: str) -> None:
     console(stderr=True).print(line, soft_wrap=True, highlight=False)
-
-
-def _seconds(text: str) -> float:
-    value = finite_number(text)
-    if not 1 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text} is not within 1 and 86400 seconds")
-    return value
-
-
-def _depth(text: str) -> int:
-    value = whole_number(text)
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not within 0 and 100 folders")
-    return value
 
 
 if __name__ == "__main__":

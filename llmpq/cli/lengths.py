@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
-from llmpq.cli.options.lengths import PROG, lengths_parser
-from llmpq.cli.options.prompting import asked_prompting
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.measure_options import (
+    LENGTHS,
+    JudgeCommand,
+    LengthsCommand,
+    TrainCommand,
+    lengths_parser,
+)
+from llmpq.cli.parser import made, taken
+from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
 from llmpq.tables import Fitting, new_table
@@ -26,27 +31,23 @@ if TYPE_CHECKING:
     from llmpq.lengths.training import ServedIds
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = LENGTHS) -> int:
     """Entry point; returns the exit code."""
-    options = lengths_parser(prog).parse(arguments)
-    command = _train if options.command == "train" else _evaluate
-    return run_command(prog, lambda: command(options))
+    given = lengths_parser(prog).parse(arguments)
+    if given.command == "train":
+        return run_command(
+            prog, lambda: _train(made(TrainCommand, given), taken(TrainingOptions, given))
+        )
+    return run_command(prog, lambda: _evaluate(made(JudgeCommand, given)))
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: TrainCommand, training: Mapping[str, Any]) -> int:
     from llmpq.lengths.folder import check_target, save_predictor
     from llmpq.lengths.training import train
 
     target, figures = Path(options.output).expanduser(), _json_file(options)
     check_target(target, options.overwrite)
-    chosen = TrainingOptions(
-        kind=options.kind,
-        base=getattr(options, "base", None),
-        buckets=options.buckets,
-        longest=getattr(options, "longest", None),
-        epochs=getattr(options, "epochs", None),
-        seed=options.seed,
-    )
+    chosen = TrainingOptions(**training)
     _quiet()
     rows, ids = _rows(options)
     with TaskProgress(f"training on {len(rows)} rows"):
@@ -66,7 +67,7 @@ def _train(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _evaluate(options: argparse.Namespace) -> int:
+def _evaluate(options: JudgeCommand) -> int:
     from llmpq.lengths.folder import check_tokenizer, load_predictor
     from llmpq.lengths.training import judge
     from planner.prediction import predictor_file
@@ -77,7 +78,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     _quiet()
     rows, ids = _rows(options)
     if ids is not None:
-        check_tokenizer(file, folder, ids.digest, options.model)
+        check_tokenizer(file, folder, ids.digest, options.model or "")
     elif file.tokenizer is not None:
         raise SpecError(
             f"the predictor in {folder} reads token ids; name the model whose tokenizer makes "
@@ -92,7 +93,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _rows(options: argparse.Namespace) -> tuple[list[LearntRow], ServedIds | None]:
+def _rows(options: LengthsCommand) -> tuple[list[LearntRow], ServedIds | None]:
     """The finished rows as a predictor sees them, and the ids that they have."""
     from llmpq.lengths.finished_rows import as_prompts, read_finished
     from llmpq.lengths.folder import tokenizer_digest
@@ -100,8 +101,8 @@ def _rows(options: argparse.Namespace) -> tuple[list[LearntRow], ServedIds | Non
     from llmpq.model_check import checked_shape
     from quant.checkpoint.model_reference import resolve
 
-    model, prompting = getattr(options, "model", None), asked_prompting(options)
-    finished = read_finished(options.input, getattr(options, "lengths", None) or ())
+    model, prompting = options.model, options.prompting
+    finished = read_finished(options.input, options.lengths)
     if model is None:
         return as_prompts(finished, None), None
     folder = resolve(model, weights=False)
@@ -159,8 +160,8 @@ def _confusion(judgement: Judgement, buckets: Sequence[int]) -> Fitting:
     return Fitting(title, [matrix, lists])
 
 
-def _json_file(options: argparse.Namespace) -> Path | None:
-    target = Path(options.json) if "json" in options else None
+def _json_file(options: LengthsCommand) -> Path | None:
+    target = None if options.json is None else Path(options.json)
     if target is not None and not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     return target

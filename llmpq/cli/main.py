@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quant.common.text import printable
@@ -20,82 +19,74 @@ _BAD_INPUT = 2
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand's `module`, what it does, and its old name.
-
-    The module `llmpq.cli.room.x` has the function `main`, and it or `llmpq.cli.options.x`, which is
-    imported sooner, the function `x_parser`.
+    """A subcommand's `module` in `llmpq.cli`, which has the function `main`, what it does, and its
+    old name. The module `options` has the function of its parser; None: the same one.
     """
 
     module: str
     summary: str
     old_name: str | None = None
+    options: str | None = None
 
     def main(self, arguments: Sequence[str], prog: str) -> int:
         """Run the command under the name `prog`, and return the exit code."""
-        code: int = import_module(self.module).main(arguments, prog=prog)
+        code: int = import_module(f"llmpq.cli.{self.module}").main(arguments, prog=prog)
         return code
 
     def parser(self, prog: str) -> Parser:
-        """The parser of the command under the name `prog`."""
-        name = self.module.rpartition(".")[2]
-        options = f"llmpq.cli.options.{name}"
-        module = import_module(options if find_spec(options) else self.module)
-        made: Parser = getattr(module, f"{name}_parser")(prog)
+        """The parser of the command under the name `prog`, without what the command needs."""
+        module = import_module(f"llmpq.cli.{self.options or self.module}")
+        made: Parser = getattr(module, f"{self.module}_parser")(prog)
         return made
 
+
+_MEASURE = "measure_options"
 
 GROUPS: dict[str, dict[str, Subcommand]] = {
     "plan and run": {
         "plan": Subcommand(
-            "llmpq.cli.plan",
+            "plan",
             "decide bits, stages and micro-batches for a cluster",
             "llmpq-algo",
+            "plan_options",
         ),
         "run": Subcommand(
-            "llmpq.cli.run",
+            "run",
             "generate for files of prompts; goes on after any stop",
             "llmpq-dist",
+            "run_options",
         ),
         "serve": Subcommand(
-            "llmpq.cli.serve",
+            "serve",
             "answer OpenAI's HTTP requests from a plan's stages",
             "llmpq-serve",
+            "run_options",
         ),
-        "demo": Subcommand("llmpq.cli.demo", "plan and run a small model on this machine"),
+        "demo": Subcommand("demo", "plan and run a small model on this machine"),
     },
     "measure and prepare": {
         "profile": Subcommand(
-            "llmpq.cli.profile",
-            "measure layers, loading and links of devices",
-            "llmpq-profile",
+            "profile", "measure layers, loading and links of devices", "llmpq-profile", _MEASURE
         ),
         "indicator": Subcommand(
-            "llmpq.cli.indicator",
-            "measure what layers lose at each bitwidth",
-            "llmpq-indicator",
+            "indicator", "measure what layers lose at each bitwidth", "llmpq-indicator", _MEASURE
         ),
         "quantize": Subcommand(
-            "llmpq.cli.quantize",
-            "make a GPTQ checkpoint with a plan's bits",
-            "llmpq-quantize",
+            "quantize", "make a GPTQ checkpoint with a plan's bits", "llmpq-quantize", _MEASURE
         ),
         "eval": Subcommand(
-            "llmpq.cli.evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval"
+            "evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval", _MEASURE
         ),
-        "convert": Subcommand(
-            "llmpq.cli.convert", "make safetensors of .bin weights", "llmpq-convert"
-        ),
+        "convert": Subcommand("convert", "make safetensors of .bin weights", "llmpq-convert"),
         "lengths": Subcommand(
-            "llmpq.cli.lengths",
-            "train and judge predictors of output lengths",
-            "llmpq-lengths",
+            "lengths", "train and judge predictors of output lengths", "llmpq-lengths", _MEASURE
         ),
     },
     "look": {
-        "devices": Subcommand("llmpq.cli.devices", "list the accelerators that are known"),
-        "models": Subcommand("llmpq.cli.models", "list the models that are built in"),
-        "jobs": Subcommand("llmpq.cli.jobs", "list jobs, and show one while it runs or after"),
-        "completion": Subcommand("llmpq.cli.completion", "print a completion script for a shell"),
+        "devices": Subcommand("devices", "list the accelerators that are known"),
+        "models": Subcommand("models", "list the models that are built in"),
+        "jobs": Subcommand("jobs", "list jobs, and show one while it runs or after"),
+        "completion": Subcommand("completion", "print a completion script for a shell"),
     },
 }
 """The subcommands, in the groups of the help."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import EXIT_DONE, Parser, run_command
+from llmpq.cli.common import EXIT_DONE, run_command
 from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
+from llmpq.cli.parser import Parser, made
 from planner.model.finding import (
     ModelShape,
     builtin_names,
@@ -15,6 +16,7 @@ from planner.model.finding import (
     names_of_builtin,
     supported_model_types,
 )
+from planner.option_rules import argument, flag
 from quant.backends.selection import rule_for
 from quant.common.units import GIB, KIB
 from quant.scheme import BITWIDTHS, FULL_BITS, Processor
@@ -52,24 +54,32 @@ _NOTES = (
 )
 
 
+@dataclass(frozen=True)
+class ModelsCommand:
+    """Which models are shown, and how."""
+
+    model: str | None = argument(
+        "MODEL", "a name, a folder, a config.json or a hub id", more={"nargs": "?"}
+    )
+    json: bool = flag("as JSON, sizes in bytes")
+
+
 def main(arguments: Iterable[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
     given = None if arguments is None else list(arguments)
-    options = models_parser(prog).parse(given)
+    options = made(ModelsCommand, models_parser(prog).parse(given))
     return run_command(prog, lambda: _show(options))
 
 
 def models_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    add = parser.group("what is shown").option
-    add("model", nargs="?", metavar="MODEL", help="a name, a folder, a config.json or a hub id")
-    add("--json", action="store_true", help="as JSON, sizes in bytes")
+    parser.declare({"what is shown": "model json"}, ModelsCommand)
     return parser
 
 
-def _show(options: argparse.Namespace) -> int:
-    name = getattr(options, "model", None)
+def _show(options: ModelsCommand) -> int:
+    name = options.model
     if name is not None:
         shape = model_shape(name)
         if options.json:

@@ -1,44 +1,40 @@
-"""The parser of all commands: one spelling shown and two taken, named groups, short usage lines."""
+"""The parser of all commands: declared options, two spellings taken and one shown, the help."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from llmpq.cli.help_text import HelpFormatter, wrapped
-from llmpq.cli.verbose import add_verbose
-from planner.option_rules import FINITE_REMEDY, Rule, refuse_ignored
+from llmpq.cli.common import EXIT_BAD_INPUT, add_verbose
+from planner.option_rules import FINITE_REMEDY, Option, Rule, options_of, refuse_ignored
 from quant.common.errors import SpecError
 from quant.common.text import printable
 
-EXIT_BAD_INPUT = 2
+T = TypeVar("T")
 
+MOST_COLUMNS = 100
+"""Longer lines are read badly, however wide the terminal is."""
 
-@dataclass(frozen=True)
-class OptionGroup:
-    """A named group of a parser's options."""
-
-    parser: Parser
-    group: argparse._ActionsContainer
-
-    def option(self, *names: str, **options: Any) -> None:
-        """Add an option to the group; see `Parser.option`."""
-        self.parser.add_to(self.group, *names, **options)
-
-    def one_of(self) -> OptionGroup:
-        """A group within this one, of whose options one can be given."""
-        return OptionGroup(self.parser, self.group.add_mutually_exclusive_group())
+_HELP_COLUMN = 26
+_GENERAL = ("help", "version", "verbose")
+"""Options of every command, which no usage line has to announce."""
 
 
 class Parser(argparse.ArgumentParser):
     """Takes `--global-bz` and `--global_bz` alike, shows the latter, which is the name in Python,
-    and never takes a shortened option. `examples` are commands with `%(prog)s` as their name;
-    `rules` say which options others make useless.
+    and never takes a shortened option. What is parsed has only what was given.
+
+    `examples` are commands with `%(prog)s` as their name; `rules` say which options others make
+    useless.
     """
 
     def __init__(
@@ -55,8 +51,9 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("epilog", "\n".join(shown) or None)
         super().__init__(
             prog,
-            description=None if description is None else wrapped(description),
+            description=None if description is None else _wrapped(description),
             allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
             formatter_class=HelpFormatter,
             **options,
         )
@@ -67,30 +64,48 @@ class Parser(argparse.ArgumentParser):
             )
             add_verbose(self)
 
-    def group(self, title: str, description: str | None = None) -> OptionGroup:
-        """A named group of options, which the help shows in the order of these calls."""
-        return OptionGroup(self, self.add_argument_group(title, description))
+    def declare(self, groups: Mapping[str, str], *kinds: Any) -> None:
+        """Add those options of the dataclasses `kinds` that `groups` name.
 
-    def option(self, *names: str, **options: Any) -> None:
-        """Add an option that belongs to no group, under `names`, with dashes or underscores.
-
-        The first name is the one in Python. Without a default it is missing where it is not given.
+        `groups`: the names by the title of their group, with its description behind a colon, in the
+        order of the help; of options that are joined by `|` one can be given.
         """
-        self.add_to(self, *names, **options)
+        known: dict[str, tuple[Option, Any, Any]] = {}
+        for kind in kinds:
+            types, defaults = get_type_hints(kind), {each.name: each for each in fields(kind)}
+            for name, each in options_of(kind).items():
+                field = defaults[name]
+                default = None if field.default_factory is not MISSING else field.default
+                known.setdefault(name, (each, types[name], default))
+        for title, names in groups.items():
+            what, _, description = title.partition(": ")
+            group = self.add_argument_group(what, description or None)
+            for together in names.split():
+                several = together.split("|")
+                within = group if len(several) == 1 else group.add_mutually_exclusive_group()
+                for name in several:
+                    self._add(within, name, *known.pop(name))
 
-    def add_to(self, container: argparse._ActionsContainer, *names: str, **options: Any) -> None:
-        """Add an option to a group of this parser."""
-        shown = [_spelled(name, "-", "_") for name in names]
-        if options.get("type") in _NUMBERS:
-            options["type"] = _NUMBERS[options["type"]]
-        if names[0].startswith("-"):
-            options.setdefault("dest", shown[0].lstrip("-"))
-        if options.get("action") != "store_true" and options.get("default") is None:
-            options.setdefault("default", argparse.SUPPRESS)
-        action = container.add_argument(*shown, **options)
-        for name in shown:
+    def _add(
+        self,
+        group: argparse._ActionsContainer,
+        name: str,
+        option: Option,
+        type_: Any,
+        default: Any,
+    ) -> None:
+        names = (name,) if option.by_place else option.names or (f"--{name}",)
+        more = {**_reading(option, type_), "help": _with_default(option.help, default)}
+        if isinstance(option.value, str):
+            more["metavar"] = option.value
+        elif option.value is not None:
+            more["choices"] = option.value
+        if not option.by_place:
+            more |= {"dest": name, "required": default is MISSING}
+        action = group.add_argument(*names, **{**more, **option.more})
+        for each in action.option_strings:
             # One name of the action is what help, messages and completion show.
-            self._option_string_actions.setdefault(_spelled(name, "_", "-"), action)
+            self._option_string_actions.setdefault(_spelled(each, "_", "-"), action)
 
     def format_help(self) -> str:
         """The help with the options of no group at its end."""
@@ -104,29 +119,22 @@ class Parser(argparse.ArgumentParser):
     def parse(
         self, arguments: Sequence[str] | None, rules: Sequence[Rule] | None = None
     ) -> argparse.Namespace:
-        """Parse the options; leave with one line and exit code 2 where `rules` refuse one."""
+        """The options that were given, by name; leaves with one line and exit code 2 where `rules`
+        refuse one.
+        """
         options, unknown = self.parse_known_args(arguments)
         if unknown:
             self.error(self._unknown(unknown))
-        self.refuse_ignored(options, arguments, self.rules if rules is None else rules)
+        self.refuse_ignored(options, self.rules if rules is None else rules)
         for action in self._subcommands():
-            word = getattr(options, action.dest)
-            given = list(sys.argv[1:] if arguments is None else arguments)
-            chosen = action.choices[word]
-            chosen.refuse_ignored(options, given[given.index(word) + 1 :], chosen.rules)
+            chosen = action.choices[getattr(options, action.dest)]
+            chosen.refuse_ignored(options, chosen.rules)
         return options
 
-    def refuse_ignored(
-        self,
-        options: argparse.Namespace,
-        arguments: Sequence[str] | None,
-        rules: Sequence[Rule],
-    ) -> None:
-        """Check only the options that `arguments` name, not the defaults among their `options`."""
-        unset = argparse.Namespace(**dict.fromkeys(vars(options)))
-        given, _ = self.parse_known_args(arguments, unset)
+    def refuse_ignored(self, options: argparse.Namespace, rules: Sequence[Rule]) -> None:
+        """Leave with one line and exit code 2 where `rules` refuse one of the options."""
         try:
-            refuse_ignored(vars(given), rules, lambda name: f"--{name}")
+            refuse_ignored(vars(options), rules, lambda name: f"--{name}")
         except SpecError as error:
             self.error(str(error))
 
@@ -200,12 +208,115 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(message) from None
 
 
-_NUMBERS: dict[object, Callable[[str], float]] = {float: finite_number, int: whole_number}
-"""What an option that takes numbers takes: no option means anything with nan, and those alone mean
-something with inf that name `number_or_inf`."""
+def auto_or_number(text: str) -> int | str:
+    """A number where `text` is one; the options check the rest."""
+    return int(text) if text.isdigit() else text
+
+
+def taken(kind: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Those fields of a dataclass that were given, by name."""
+    return {each.name: getattr(options, each.name) for each in fields(kind) if each.name in options}
+
+
+def made(kind: type[T], options: argparse.Namespace) -> T:
+    """The dataclass of what was given, and its defaults; raises what it raises."""
+    return kind(**taken(kind, options))
+
+
+def _reading(option: Option, type_: Any) -> dict[str, Any]:
+    """How `argparse` reads an option of that type."""
+    several, kinds = _parts(type_)
+    if kinds == {bool} and option.parse is None:
+        return {"action": "store_const", "const": True}
+    nargs = {"nargs": "+"} if several else {}
+    if option.parse is not None:
+        return {"type": option.parse, **nargs}
+    if int in kinds:
+        return {"type": auto_or_number if str in kinds else whole_number, **nargs}
+    if float in kinds:
+        return {"type": number_or_inf if str in kinds else finite_number, **nargs}
+    return {"type": Path, **nargs} if kinds == {Path} else nargs
+
+
+def _parts(type_: Any) -> tuple[bool, set[Any]]:
+    """Whether a type is of several values, and the plain types that it has."""
+    origin, inner = get_origin(type_), get_args(type_)
+    if origin in (Union, UnionType):
+        found = [_parts(each) for each in inner if each is not type(None)]
+        return any(several for several, _ in found), set().union(*(kinds for _, kinds in found))
+    if origin is Literal:
+        return False, {type(each) for each in inner}
+    if origin in (tuple, list):
+        return True, _parts(inner[0])[1]
+    return False, {type_}
+
+
+def _with_default(text: str, default: Any) -> str:
+    """The help of an option with its default, where it does not say it itself."""
+    if default in (None, MISSING) or isinstance(default, bool) or "(default:" in text:
+        return text
+    values = default if isinstance(default, tuple | list) else (default,)
+    shown = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    return f"{text} (default: {shown})" if shown else text
 
 
 def _spelled(name: str, old: str, new: str) -> str:
     """`name` with another sign between its words; the dashes at its beginning stay."""
     body = name.lstrip("-")
     return name[: len(name) - len(body)] + body.replace(old, new)
+
+
+def _columns() -> int:
+    return min(shutil.get_terminal_size().columns, MOST_COLUMNS) - 2
+
+
+def _wrapped(text: str) -> str:
+    """`text` in lines that fit the terminal."""
+    return textwrap.fill(" ".join(text.split()), _columns())
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Usage lines name what is needed only; `-o, --output FILE`; defaults behind the help."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_HELP_COLUMN, width=_columns())
+
+    def _format_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None,
+    ) -> str:
+        if usage is None:
+            usage = " ".join(["%(prog)s", *self._needed(list(actions))])
+        begin = "usage: " if prefix is None else prefix
+        text = begin + usage % {"prog": self._prog}
+        indent = " " * (len(begin) + len(self._prog) + 1)
+        lines = textwrap.fill(text, self._width, subsequent_indent=indent, break_on_hyphens=False)
+        return f"{lines}\n\n"
+
+    def _needed(self, actions: list[argparse.Action]) -> list[str]:
+        """What has to be given, and whether there is more."""
+        needed = [each for each in actions if each.required and each.option_strings]
+        places = [each for each in actions if not each.option_strings]
+        words = [f"{each.option_strings[0]} {self._value(each)}" for each in needed]
+        usual = {*_GENERAL, *(each.dest for each in (*needed, *places))}
+        more = ["[options]"] if any(each.dest not in usual for each in actions) else []
+        return [*words, *(self._value(each) for each in places), *more]
+
+    def _value(self, action: argparse.Action) -> str:
+        default = (
+            self._get_default_metavar_for_optional(action)
+            if action.option_strings
+            else self._get_default_metavar_for_positional(action)
+        )
+        if action.choices is not None and action.nargs == "+":
+            return f"{self._metavar_formatter(action, default)(1)[0]} ..."
+        return self._format_args(action, default)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(action.option_strings)
+        return names if action.nargs == 0 else f"{names} {self._value(action)}"

@@ -16,12 +16,12 @@ from llmpq.cli.common import (
     run_command,
     tell_written,
 )
-from llmpq.cli.options.profile import PROG, profile_parser
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.measure_options import PROFILE, ProfileCommand, profile_parser
+from llmpq.cli.parser import made, taken
+from llmpq.cli.terminal import TaskProgress
 from llmpq.profile.layers import (
     DeviceProfile,
     Profile,
-    ProfileOptions,
     devices_to_profile,
     points_left,
 )
@@ -33,25 +33,24 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
-from planner.profiles.design import DesignSpace
+from planner.profiles.design import DesignSpace, ProfileOptions
 from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROFILE) -> int:
     """Entry point; returns the exit code."""
-    options = profile_parser(prog).parse(arguments)
-    return run_command(prog, lambda: _profile(options))
+    given = profile_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _profile(made(ProfileCommand, given), _options(given)))
 
 
-def _profile(options: argparse.Namespace) -> int:
+def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
-    chosen = _options(options)
     shape = model_shape(options.model)
-    on_cluster = "cluster" in options or "address" in options
+    on_cluster = options.cluster is not None or options.address is not None
     cluster = _cluster(options)
     devices = devices_to_profile(cluster)
     config = model_config(options.model)
@@ -62,7 +61,7 @@ def _profile(options: argparse.Namespace) -> int:
     from llmpq.profile.sums import profile_sums
 
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
-    with ray_session(getattr(options, "address", None) if on_cluster else "local"):
+    with ray_session(options.address if on_cluster else "local"):
         done = [_measure(profile, device) for device in devices]
         beside = []
         if not options.layers_only:
@@ -93,34 +92,28 @@ def _measure(profile: Profile, device: Device) -> DeviceProfile:
         return profile.measure(device, progress.report)
 
 
-def _options(options: argparse.Namespace) -> ProfileOptions:
-    names = ("batch_sizes", "max_length", "prefill_tokens", "decode_tokens")
-    given = {name: getattr(options, name) for name in names if name in options}
-    if "batch_sizes" in given:
-        given["batch_sizes"] = tuple(given["batch_sizes"])
-    if "max_length" in given:
-        given["min_length"] = min(DesignSpace().min_length, given["max_length"])
-    return ProfileOptions(
-        bits=tuple(dict.fromkeys(options.bits)),
-        dtype=options.dtype,
-        points=options.points,
-        rounds=options.rounds,
-        budget_s=options.budget_s,
-        seed=options.seed,
-        space=DesignSpace(**given),
-    )
+def _options(given: argparse.Namespace) -> ProfileOptions:
+    space = taken(DesignSpace, given)
+    if "batch_sizes" in space:
+        space["batch_sizes"] = tuple(space["batch_sizes"])
+    if "max_length" in space:
+        space["min_length"] = min(DesignSpace.min_length, space["max_length"])
+    chosen = taken(ProfileOptions, given)
+    if "bits" in chosen:
+        chosen["bits"] = tuple(dict.fromkeys(chosen["bits"]))
+    return ProfileOptions(**chosen, space=DesignSpace(**space))
 
 
-def _cluster(options: argparse.Namespace) -> ClusterSpec:
+def _cluster(options: ProfileCommand) -> ClusterSpec:
     """The devices of the cluster file or of Ray's address; else those of this machine."""
     from llmpq.detect import detect_cluster, local_node
 
-    if "cluster" in options:
+    if options.cluster is not None:
         return print_notes(ClusterSpec.from_yaml(options.cluster))
-    if "address" in options:
+    if options.address is not None:
         return detect_cluster(options.address)
     node = local_node("localhost")
-    if "threads" in options:
+    if options.threads is not None:
         if "threads" not in node:
             raise SpecError("--threads is for CPUs, and this machine has a GPU to measure")
         node["threads"] = options.threads

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command
-from llmpq.cli.options.prompting import asked_prompting
-from llmpq.cli.options.quantize import PROG, SEQUENCE_LENGTH, quantize_parser
-from llmpq.cli.progress import TaskProgress, finding
+from llmpq.cli.measure_options import (
+    QUANTIZE,
+    SEQUENCE_LENGTH,
+    QuantizeCommand,
+    quantize_parser,
+)
+from llmpq.cli.parser import made
+from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
 from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import check_compute, check_draw, check_lengths
@@ -23,24 +27,24 @@ from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_folder import check_target
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
-from quant.gptq.format import GptqOptions
+from quant.gptq.options import GptqOptions
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = QUANTIZE) -> int:
     """Entry point; returns the exit code."""
-    options = quantize_parser(prog).parse(arguments)
+    options = made(QuantizeCommand, quantize_parser(prog).parse(arguments))
     return run_command(prog, lambda: _quantize(options))
 
 
-def _quantize(options: argparse.Namespace) -> int:
+def _quantize(options: QuantizeCommand) -> int:
     if not options.calibration and not options.input:
         raise InputError(
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
             "text), of the kind that the model shall work on, or --input with the prompts of a job"
         )
-    prompting = asked_prompting(options)
-    settings = GptqOptions(options.symmetric, getattr(options, "act_order", True), options.damping)
-    length = getattr(options, "sequence_length", None)
+    prompting = options.prompting
+    settings = GptqOptions(options.symmetric, not options.no_act_order, options.damping)
+    length = options.sequence_length
     check_compute(options.device, options.dtype)
     check_lengths(length)
     check_draw(options.sequences, options.seed)
@@ -86,13 +90,13 @@ def _quantize(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
+def _model_and_bits(options: QuantizeCommand) -> tuple[Path, tuple[int, ...]]:
     """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
-    if ("strat_file_name" in options) == ("bits" in options):
+    if (options.plan is None) == (options.bits is None):
         raise SpecError("say once which bits: --plan FILE, or --bits")
-    model = getattr(options, "model", None)
-    if "strat_file_name" in options:
-        plan = PlanSpec.load(options.strat_file_name)
+    model = options.model
+    if options.plan is not None:
+        plan = PlanSpec.load(options.plan)
         reference = checkpoint_reference(plan, model)
         with finding(reference):
             folder = resolve(reference)
@@ -105,7 +109,7 @@ def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]
     shape = checked_shape(folder)
     _refuse_quantized(shape, folder)
     layers = shape.layers
-    given = tuple(options.bits)
+    given = tuple(options.bits or ())
     if len(given) not in (1, layers):
         raise SpecError(
             f"{len(given)} bitwidths where the model has {layers} layers; give one number for all, "

@@ -21,18 +21,14 @@ from llmpq.cli.common import (
     EXIT_TERMINATED,
     command_line,
     console,
+    details,
     run_command,
     tell_written,
 )
-from llmpq.cli.options.run import (
-    PROG,
-    output_options,
-    run_options,
-    run_parser,
-)
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.parser import made
+from llmpq.cli.run_options import RUN, RunCommand, output_options, run_options, run_parser
 from llmpq.cli.submit import known_job, split_options, submit
-from llmpq.cli.verbose import details
+from llmpq.cli.terminal import TaskProgress
 from llmpq.fleet import Fleet, load_plan
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, check_ids, finished_tally
@@ -62,32 +58,38 @@ from quant.common.errors import HeadLostError, InputError, PlanMismatchError, St
 from quant.scheme import GPTQ
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = RUN) -> int:
     """Entry point; returns the exit code."""
     keep_folder_to_driver(os.environ)
     arguments = sys.argv[1:] if arguments is None else arguments
     where, command = split_options(arguments, prog)
-    if where.follow or where.stop:
-        return run_command(prog, lambda: known_job(where))
-    options = run_parser(prog).parse(arguments)
-    options.prog = prog
-    options.command = shlex.join([*prog.split(), *arguments])
-    if where.address is not None:
-        return run_command(prog, lambda: submit(where, command, _shown(_check(options)[0])))
-    return run_command(prog, lambda: _run(options))
+    if where.follow_job or where.stop_job:
+        return run_command(prog, lambda: known_job(where, prog))
+    given = run_parser(prog).parse(arguments)
+    options = replace(
+        made(RunCommand, given),
+        prog=prog,
+        command=shlex.join([*prog.split(), *arguments]),
+        names_format="output_format" in given,
+    )
+    if where.submit is not None:
+        return run_command(
+            prog, lambda: submit(where, command, _shown(_check(options, given)[0]), prog)
+        )
+    return run_command(prog, lambda: _run(options, given))
 
 
-def _check(options: argparse.Namespace) -> tuple[Plan | Fleet, RunOptions]:
+def _check(options: RunCommand, given: argparse.Namespace) -> tuple[Plan | Fleet, RunOptions]:
     """Return the plan, or the fleet, and the options of the run; raises for options that could not
     be used on any machine.
     """
-    chosen = run_options(options)
-    output_options(options)
-    plan = load_plan(options.strat_file_name)
-    check_fleet(plan.spec, chosen, str(options.strat_file_name))
+    chosen = run_options(given)
+    output_options(given)
+    plan = load_plan(options.plan)
+    check_fleet(plan.spec, chosen, options.plan)
     for each in plans_of(plan.spec):
         chosen.scheduling(each)  # refuses what the plan's policy does not have
-    if "cluster" in options:
+    if options.cluster is not None:
         _check_cluster(plan, options.cluster)
     return plan, chosen
 
@@ -97,14 +99,14 @@ def _shown(plan: Plan | Fleet) -> PlanSpec:
     return shown_plan(plan.spec)
 
 
-def _run(options: argparse.Namespace) -> int:
-    plan, chosen = _check(options)
+def _run(options: RunCommand, given: argparse.Namespace) -> int:
+    plan, chosen = _check(options, given)
     _ = chosen.cache  # refuses the home folder of nobody before the output is touched
     source = JobInput.find(options.input)
-    inputs = (*source.files, Path(options.strat_file_name))
+    inputs = (*source.files, Path(options.plan))
     if chosen.trace_path is not None:
         check_trace_path(chosen.trace_path, (*inputs, Path(options.output)))
-    written = output_options(options)
+    written = output_options(given)
     if written.output_format is None and source.begins_with_batch_line():
         written = replace(written, default_format="openai")
     output = open_output(options.output, written, inputs)
@@ -136,7 +138,7 @@ def _end_at_once(prog: str, output: Output, why: str) -> None:
 
 
 def _run_job(
-    options: argparse.Namespace,
+    options: RunCommand,
     plan: Plan | Fleet,
     chosen: RunOptions,
     source: JobInput,
@@ -147,7 +149,7 @@ def _run_job(
     is left.
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
-    plan_file = str(options.strat_file_name)
+    plan_file = options.plan
     first = plans_of(plan.spec)[0]
     if isinstance(plan, Fleet):  # a pipeline that still loads at the end must start no other Ray
         os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -169,7 +171,7 @@ def _run_job(
         job = OpenJob(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
-        if output.output_format == "openai" and "output_format" not in options:
+        if output.output_format == "openai" and not options.names_format:
             _say("results are lines of OpenAI's batches, as the input's; else --output_format rows")
         run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
         run.give_up = partial(_end_at_once, options.prog, output)
@@ -184,7 +186,7 @@ def _run_job(
     return code
 
 
-def _tell_files(options: argparse.Namespace, chosen: RunOptions) -> None:
+def _tell_files(options: RunCommand, chosen: RunOptions) -> None:
     """Say what a run has written, and where to look at it."""
     shown = command_line("llmpq", "jobs", "show", options.output)
     tell_written(options.output, f"its figures: {shown}", stderr=True)
@@ -192,7 +194,7 @@ def _tell_files(options: argparse.Namespace, chosen: RunOptions) -> None:
         tell_written(chosen.trace_path, "open it in https://ui.perfetto.dev", stderr=True)
 
 
-def _show_plan(options: argparse.Namespace, plan: Plan | Fleet) -> None:
+def _show_plan(options: RunCommand, plan: Plan | Fleet) -> None:
     if options.show_plan:
         console(stderr=True).print(plan_table(_shown(plan)))
 
@@ -205,14 +207,12 @@ def _end_done(tally: Tally) -> int:
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
-def _session_of(
-    place: JournalPlace | None, tally: Tally, options: argparse.Namespace
-) -> SessionOf | None:
+def _session_of(place: JournalPlace | None, tally: Tally, options: RunCommand) -> SessionOf | None:
     """The session that the journal is told of; None where nothing is kept."""
     if place is None:
         return None
     counts = (tally.rows, tally.resumed, tally.resumed_errors)
-    names = (options.command, str(options.strat_file_name))
+    names = (options.command, options.plan)
     return SessionOf(place.path, *names, *counts, place.anew, place.after)
 
 

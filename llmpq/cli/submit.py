@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.cli.common import (
@@ -19,10 +18,10 @@ from llmpq.cli.common import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
     console,
+    show_all,
 )
-from llmpq.cli.options.run import submit_parser
-from llmpq.cli.parser import Parser
-from llmpq.cli.verbose import show_all
+from llmpq.cli.parser import made
+from llmpq.cli.run_options import SubmitOptions, path_parser, submit_parser
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
@@ -44,36 +43,17 @@ _PLAN, _INPUT, _TEMPLATE = "plan.json", "input", "chat_template.jinja"
 _IMPORTANCE = "plan.importance.safetensors"
 
 
-@dataclass(frozen=True)
-class SubmitOptions:
-    """Options that say where to run: `address` of the dashboard (None: here), whether to `wait` for
-    the job, and the id of a job to `follow` or to `stop` in place of starting one. `prog` is the
-    command's name in messages.
-    """
-
-    address: str | None
-    wait: bool = True
-    follow: str | None = None
-    stop: str | None = None
-    prog: str = "llmpq run"
-
-
 def split_options(arguments: Sequence[str], prog: str) -> tuple[SubmitOptions, list[str]]:
     """Split the arguments of the command `prog` into where to run, and the command itself."""
     parser = submit_parser(prog)
     known, command = parser.parse_known_args(arguments)
-    parser.refuse_ignored(known, arguments, parser.rules)
-    options = SubmitOptions(
-        getattr(known, "submit", None),
-        not known.no_wait,
-        getattr(known, "follow_job", None),
-        getattr(known, "stop_job", None),
-        prog,
-    )
-    if "--verbose" in command and (options.follow or options.stop):
+    parser.refuse_ignored(known, parser.rules)
+    options = made(SubmitOptions, known)
+    has_job = options.follow_job or options.stop_job
+    if "--verbose" in command and has_job:
         command.remove("--verbose")
         show_all()
-    if command and (options.follow or options.stop):
+    if command and has_job:
         parser.error(
             f"{command[0]} has no effect beside --follow_job or --stop_job: they start no job; "
             "leave it out"
@@ -81,22 +61,22 @@ def split_options(arguments: Sequence[str], prog: str) -> tuple[SubmitOptions, l
     return options, command
 
 
-def known_job(options: SubmitOptions) -> int:
+def known_job(options: SubmitOptions, prog: str) -> int:
     """Stop or follow an existing job, and return the exit code."""
-    jobs = RayJobs(options.address or "")
-    if options.follow:
-        return _follow(jobs, options.follow, options.prog)
-    job_id = options.stop or ""
+    jobs = RayJobs(options.submit or "")
+    if options.follow_job:
+        return _follow(jobs, options.follow_job, prog)
+    job_id = options.stop_job or ""
     end = jobs.stop(job_id)
     if end.status == "STOPPED":
         told = f"job {job_id} is stopped; what was finished is kept, the same command goes on"
     else:
         told = f"job {job_id} had ended already: {end.status}"
-    _say(options.prog, told)
+    _say(prog, told)
     return EXIT_DONE
 
 
-def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec) -> int:
+def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec, prog: str) -> int:
     """Run `command`, the arguments of a valid `llmpq run`, as a job, and return the exit code.
 
     `plan` is that of the command, of a fleet one with the stages of all pipelines. Raises
@@ -105,18 +85,18 @@ def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec) -> in
     with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
         folder = Path(name)
         line = entrypoint(command, plan, folder)
-        jobs = RayJobs(options.address or "")
+        jobs = RayJobs(options.submit or "")
         job_id = jobs.submit(line, folder)
-    again = f"{options.prog} --submit {jobs.address}"
+    again = f"{prog} --submit {jobs.address}"
     _say(
-        options.prog,
+        prog,
         f"submitted as job {job_id}\n"
         f"  follow it:  {again} --follow_job {job_id}\n"
         f"  stop it:    {again} --stop_job {job_id}\n"
         "  resume it:  the same command again",
     )
-    if options.wait:
-        return _follow(jobs, job_id, options.prog)
+    if not options.no_wait:
+        return _follow(jobs, job_id, prog)
     sys.stdout.write(job_id + "\n")
     return EXIT_DONE
 
@@ -127,12 +107,12 @@ def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
     Relative inputs travel with the job; absolute paths are those of the cluster. The plan always
     travels, and its model's relative folder becomes an absolute one.
     """
-    paths, rest = _path_parser().parse_known_args(command)
+    paths, rest = path_parser("llmpq run").parse_known_args(command)
     if not paths.output.endswith("/"):  # a folder that exists can be given so too
         output_format(Path(paths.output))
     for option in ("output", "trace", "cache_dir"):
         _check_absolute(option, getattr(paths, option, None))
-    _copy(Path(paths.strat_file_name), folder / _PLAN)
+    _copy(Path(paths.plan), folder / _PLAN)
     arguments = ["--plan", _PLAN, "--input", *_inputs(paths.input, folder)]
     arguments += ["--output", paths.output, "--address", "auto"]
     model = _model(getattr(paths, "model", None), plan)
@@ -163,20 +143,6 @@ def exit_code(end: JobEnd) -> int:
         return EXIT_TERMINATED
     ours = (EXIT_BAD_INPUT, EXIT_ERROR_ROWS, EXIT_INTERRUPTED, EXIT_TERMINATED)
     return end.exit_code if end.exit_code in ours else EXIT_FAILED
-
-
-def _path_parser() -> Parser:
-    """The parser of the options with paths, on this machine or on the cluster."""
-    parser = Parser("llmpq run", add_help=False)
-    add = parser.option
-    add("--strat_file_name", "--plan", help="travels with the job")
-    add("--input", nargs="+", help="travels with the job where it is relative")
-    add("--cluster", help="checked here")
-    add("--address", help="the job's own cluster")
-    add("--chat_template", help="travels with the job")
-    for name in ("--output", "--model", "--importance", "--trace", "--cache_dir"):
-        add(name, help="path on the cluster")
-    return parser
 
 
 def _given(paths: argparse.Namespace, *names: str) -> list[tuple[str, str | None]]:

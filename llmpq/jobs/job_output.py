@@ -21,17 +21,17 @@ from llmpq.jobs.formats.parquet import MOST_COLUMNS
 from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job_files import FileRecord, FolderRecord, Shard, settled_identities, shards_in
+from llmpq.jobs.output_options import OutputForm, OutputOptions
 from llmpq.jobs.result_files import ResultFiles
 from llmpq.jobs.result_lines import check_writable
 from llmpq.jobs.row_database import InputChanges, RowDatabase
-from llmpq.jobs.shard_writer import OutputOptions, ShardWriter
+from llmpq.jobs.shard_writer import ShardWriter
 from llmpq.jobs.store import (
     LOCK,
     CompletionRecord,
     InputRecord,
     JobStore,
     Manifest,
-    OutputForm,
 )
 from llmpq.rows.results import Result
 from llmpq.version import llmpq_version

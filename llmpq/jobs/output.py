@@ -11,10 +11,10 @@ from typing import Self, TextIO
 from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job_output import JobOutput, NamesAt, ReadInputAgain
+from llmpq.jobs.output_options import OutputForm, OutputOptions
 from llmpq.jobs.result_lines import openai_line
 from llmpq.jobs.row_database import Done, RowDatabase
-from llmpq.jobs.shard_writer import OutputOptions
-from llmpq.jobs.store import InputRecord, OutputForm
+from llmpq.jobs.store import InputRecord
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 

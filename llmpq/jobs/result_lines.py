@@ -20,7 +20,7 @@ from llmpq.jobs.formats.file_format import (
     require_pyarrow,
 )
 from llmpq.jobs.formats.parquet import read_results
-from llmpq.jobs.store import OutputForm
+from llmpq.jobs.output_options import OutputForm
 from llmpq.rows.answers import (
     BAD_LINE,
     ChatForm,

@@ -4,35 +4,17 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 
 from llmpq.jobs.job_files import write_shard
+from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.result_lines import line_of, openai_line
 from llmpq.jobs.row_database import Done, RowDatabase
-from llmpq.jobs.store import JobStore, Manifest, OutputForm
+from llmpq.jobs.store import JobStore, Manifest
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 
-SHARD_ROWS = 1000
-SHARD_S = 10.0
 SHARD_BYTES = 2**24
 """Bytes of a shard's lines, which wait in memory."""
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """`overwrite` starts anew, `resume` demands that there is something to go on from.
-
-    A shard is closed after `shard_rows` rows or `shard_s` seconds (None: after rows alone).
-    `output_format`: None for that of the job that is there, and of a new one `default_format`.
-    """
-
-    overwrite: bool = False
-    resume: bool = False
-    shard_rows: int = SHARD_ROWS
-    shard_s: float | None = SHARD_S
-    output_format: OutputForm | None = None
-    default_format: OutputForm = "rows"
 
 
 class ShardWriter:

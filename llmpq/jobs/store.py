@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,17 +20,13 @@ from actors.sampling_options import GREEDY
 from llmpq.jobs.disk import Disk, Sink, commit_file, file_digest
 from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.job_files import SHARD_ASIDE, FileRecord, FolderRecord, Shard, shards_in
+from llmpq.jobs.output_options import OUTPUT_FORMS, OutputForm
 from llmpq.jobs.row_database import RECORD_BYTES
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError
 
 MANIFEST_VERSION = 1
 MANIFEST, LOCK, JOURNAL = "job.json", "lock", "job.journal"
-
-OutputForm = Literal["rows", "openai"]
-"""Lines of results: rows of llmpq's own fields, or answers to lines of OpenAI's batches."""
-
-OUTPUT_FORMS: tuple[OutputForm, ...] = ("rows", "openai")
 
 _ASIDE, _JOINED, _ROWS_ASIDE = "job.json.part", "joined.part", "rows.part"
 _ASIDES = frozenset({_ASIDE, _JOINED, SHARD_ASIDE, _ROWS_ASIDE})

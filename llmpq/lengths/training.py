@@ -20,6 +20,7 @@ from llmpq.lengths.buckets import (
 )
 from llmpq.lengths.finished_rows import LearntRow
 from llmpq.lengths.predictor import BucketModel, likeliest
+from planner.option_rules import option
 from quant.common.errors import SpecError
 
 Kind = Literal["boosting", "classifier"]
@@ -37,19 +38,20 @@ _PROMPTS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a user chooses of a training.
+    """What a user chooses of a training. Raises SpecError for a value out of range."""
 
-    `base`: folder or hub id of a pretrained classifier; None trains one from nothing. `longest`:
-    tokens of the last bucket (None: of the longest answer). `epochs` are those of a classifier.
-    Raises SpecError for a value out of range.
-    """
-
-    kind: Kind = "boosting"
-    base: str | None = None
-    buckets: int = BUCKETS
-    longest: int | None = None
-    epochs: int | None = None
-    seed: int = 0
+    kind: Kind = option(KINDS, "trees, or a transformer", KINDS[0])
+    base: str | None = option(
+        "MODEL",
+        "folder or hub id of a pretrained classifier such as DistilBERT (default: none, it is "
+        "trained anew)",
+    )
+    buckets: int = option("COUNT", "buckets of lengths", BUCKETS)
+    longest: int | None = option("TOKENS", "most tokens of an answer (default: the longest one)")
+    epochs: int | None = option(
+        "COUNT", "times that a classifier sees each row (default: 10, more of few rows)"
+    )
+    seed: int = option("SEED", "of held-out rows and of the training", 0)
 
     def __post_init__(self) -> None:
         """Check ranges."""

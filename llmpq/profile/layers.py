@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,11 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
-from planner.option_rules import refuse_not_finite
 from planner.phases import PHASES
-from planner.profiles.design import DesignSpace, LayerWorkload, design
+from planner.profiles.design import LayerWorkload, ProfileOptions, design
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 if TYPE_CHECKING:
     from actors.profiling.task import ProfileState
@@ -35,34 +33,6 @@ LONG_S = 1.0
 
 BESIDE_S = 0.5
 """Seconds of a workload beside its passes: its inputs, its cache, and the reference work."""
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """Options of a profile: `points` for each bitwidth and phase, `budget_s` for each device."""
-
-    bits: tuple[int, ...] = BITWIDTHS
-    dtype: str = "auto"
-    points: int = 16
-    rounds: int = 100
-    budget_s: float = 600.0
-    seed: int = 0
-    space: DesignSpace = field(default_factory=DesignSpace)
-
-    def __post_init__(self) -> None:
-        """Check ranges; SpecError names the option."""
-        refuse_not_finite(self)
-        known = ("auto", *DTYPE_BYTES)
-        if self.dtype not in known:
-            raise SpecError(f"compute type {self.dtype!r} is not one of {', '.join(known)}")
-        rules = {
-            "points": (self.points >= 4, "at least 4, the corners"),
-            "rounds": (self.rounds >= 1, "at least 1"),
-            "budget_s": (self.budget_s > 0, "more than 0 seconds"),
-        }
-        for name, (holds, wanted) in rules.items():
-            if not holds:
-                raise SpecError(f"{name} is {getattr(self, name)}; it must be {wanted}")
 
 
 @dataclass(frozen=True)

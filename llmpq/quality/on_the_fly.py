@@ -78,7 +78,7 @@ def _quantize(
     from llmpq.quality.sensitivity.indicator import Calibration
     from llmpq.quality.subjects import compute_dtype, device_of
     from planner.model.finding import model_shape
-    from quant.gptq.format import GptqOptions
+    from quant.gptq.options import GptqOptions
 
     length = min(_LENGTH, model_shape(str(folder)).max_positions)
     if documents:

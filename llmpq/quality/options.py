@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.model.finding import ModelShape
+from planner.option_rules import option
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS
 from quant.sensitivity.variance_form import VarianceForm
@@ -37,12 +38,19 @@ class EvaluationOptions:
     kept in `cache_dir` (None: the user's) for them and for later evaluations.
     """
 
-    sequence_length: int | None = None
-    max_tokens: int | None = None
-    device: str = AUTO
-    dtype: str = AUTO
-    importance: str | Path | None = None
-    cache_dir: str | Path | None = None
+    sequence_length: int | None = option(
+        "TOKENS",
+        f"length of a window (default: {SEQUENCE_LENGTH}, or all positions of a model with fewer)",
+    )
+    max_tokens: int | None = option("COUNT", "most tokens of the text to use (default: all)")
+    device: str = option(DEVICES, "where to compute", AUTO)
+    dtype: str = option(DTYPES, "type to compute in; auto: each stage's own", AUTO)
+    importance: str | Path | None = option(
+        "FILE",
+        "file of llmpq indicator that weights are rounded by (default: the plan's, else it is "
+        "measured)",
+    )
+    cache_dir: str | Path | None = option("DIR", "folder where stages keep what they measure")
 
     def __post_init__(self) -> None:
         """Check names and ranges; raises `SpecError` and `InputError`."""
@@ -62,15 +70,24 @@ class IndicatorOptions:
     `dtype`: the type to compute in.
     """
 
-    method: str = ERROR
-    form: VarianceForm = VarianceForm()  # noqa: RUF009  (frozen)
+    method: str = option(
+        METHODS,
+        "error: of the weights really stored, in nats; variance: LLM-PQ's Proposition 2; hessian, "
+        "random: to compare with",
+        ERROR,
+    )
+    form: VarianceForm = VarianceForm()
     rounding: str = ROUNDINGS[0]
-    bits: tuple[int, ...] = BITWIDTHS
-    sequences: int = 32
-    sequence_length: int | None = None
-    seed: int = 0
-    device: str = AUTO
-    dtype: str = AUTO
+    bits: tuple[int, ...] = option(BITWIDTHS, "bitwidths", BITWIDTHS)
+    sequences: int = option("COUNT", "sequences to calibrate on", 32)
+    sequence_length: int | None = option(
+        "TOKENS",
+        f"length of each (default: {SEQUENCE_LENGTH}, or the model's positions where these are "
+        "fewer)",
+    )
+    seed: int = option("SEED", "of the draw of sequences, and of the method random", 0)
+    device: str = option(DEVICES, "where to compute", AUTO)
+    dtype: str = option(DTYPES, "type to compute in", AUTO)
 
     def __post_init__(self) -> None:
         """Sort `bits`, with 16 among them, and check names and ranges; raises `SpecError`."""

@@ -23,7 +23,8 @@ from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, SpecError
-from quant.gptq.format import GptqOptions, GptqWeight
+from quant.gptq.format import GptqWeight
+from quant.gptq.options import GptqOptions
 from quant.gptq.rounding import gptq
 from quant.gptq.writer import GptqLayout, GptqWriter
 from quant.loading.emulated_kernels import Compute

@@ -16,9 +16,20 @@ from llmpq.rows.sampling import (
     SamplingInput,
     merge_sampling,
 )
-from llmpq.tokenizing.prompting import Prompting
+from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
-from planner.option_rules import Rule, refuse_ignored, refuse_not_finite, refuse_unknown
+from planner.option_rules import (
+    ANY,
+    Range,
+    Rule,
+    flag,
+    one_of,
+    option,
+    refuse_ignored,
+    refuse_not_finite,
+    refuse_outside,
+    refuse_unknown,
+)
 from planner.scheduling import (
     BOUNDED,
     CPU_PREFILL_CHUNK_TOKENS,
@@ -63,67 +74,105 @@ _RULES = (
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Options of running a plan; the command line has the same names (`hang_s` is `--hang_s`).
+class RunOptions(PromptingOptions):
+    """Options of running a plan; those that `llmpq run` has too are declared with its help.
 
-    `model`: folder or hub id of the weights, where not the plan's own. `sampling`: a `Sampling`
-    settles every field; a mapping those that it names, and the others are those of the model's
-    generation_config.json, or with `generation_config` "none" greedy. `address`: the Ray cluster
-    to join; without one, a Ray that is initialised or in RAY_ADDRESS, else a local one. Each node
-    keeps its packed layers in `cache_dir` (its user's cache folder) for the next start,
-    `cache_limit_gib` at most (100, or half of the free space), unless `no_cache`. `transport`
-    between stages: "gloo", "ray", or "auto", which is gloo where it connects. `trace`: file for
-    every micro-batch's times, for Perfetto, beside the simulated batch. When a device is gone for
-    `replace_s`, `on_device_loss` is "replan" for what is left, "wait" or "fail"; a stage without
-    progress for `hang_s` is started again; a row in flight at `retries` faults is run apart from
-    the others. A row whose chat template or tokens take more than `row_s` becomes an error. A run
-    that differs from its plan by more than the share `drift`, in tokens per second or lengths, says
-    so; with `replan` "auto" it plans again from what was measured, where that saves time. Where a
-    plan's schedule is followed, another schedule is put in force while the run goes on, unless
-    `replan` is "never", as it is for other plans where nothing is said.
-    `policy` schedules requests, in place of the plan's: "static" in its micro-batches of either
-    phase, "orca" for every iteration anew, first come, first served (ORCA), with `max_batch_size`
-    and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too; "s3" as
-    "orca", but by the lengths that `predictor` expects: a folder of `llmpq lengths train`,
-    "longest" (the default), or "trace:FILE" of predictions by `custom_id`; "exegpt" as the plan's
-    schedule for a bound on latency says. What a predictor learns beside the run is written to the
-    folder `save_predictor`, if one is named. `importance`: file of `llmpq indicator` that weights
-    are rounded by, where it is not where the plan says. `chat_template`: file of a template in the
-    place of the model's own; `chat_template_kwargs`: what templates are given beside messages, of
-    which a row may say otherwise; `add_special_tokens`: whether the tokenizer adds its own to texts
-    and messages, without which it does so to texts alone.
-    `deterministic`: no row's tokens depend on what is computed with them (`docs/sampling.md`), for
-    stages on CPUs, which take longer then.
+    `sampling`: a `Sampling` settles every field; a mapping those that it names, and the others are
+    those of the model's generation_config.json, or with `generation_config` "none" greedy.
+    `address`: without one, a Ray that is initialised or in RAY_ADDRESS, else a local one. A row in
+    flight at `retries` faults is run apart from the others; one whose chat template or tokens take
+    more than `row_s` becomes an error. Where a plan's schedule is followed, another schedule is put
+    in force while the run goes on, unless `replan` is "never", as it is for other plans where
+    nothing is said. `max_batch_size` and `prefill_chunk_tokens` are in place of the plan's.
+    `deterministic`: no row's tokens depend on what is computed with them (`docs/sampling.md`).
 
     Raises `SpecError` for a value out of range.
     """
 
-    model: str | None = None
+    model: str | None = option(
+        "MODEL", "folder, GGUF file or hub id of the weights (default: the plan's own)"
+    )
     sampling: SamplingInput = None
-    generation_config: GenerationConfigUse = "model"
-    address: str | None = None
-    cache_dir: str | Path | None = None
-    cache_limit_gib: float | None = None
-    no_cache: bool = False
-    transport: Transport = "auto"
-    trace: str | Path | None = None
-    on_device_loss: OnDeviceLoss = Recovery.on_device_loss
-    retries: int = Recovery.retries
-    hang_s: float = Recovery.hang_s
-    replace_s: float = Recovery.replace_s
-    row_s: float = ROW_S
-    drift: float = 0.2
-    replan: Replan | None = None
-    policy: PolicyName | None = None
-    max_batch_size: int | None = None
-    prefill_chunk_tokens: int | None = None
-    predictor: str | Path | None = None
-    save_predictor: str | Path | None = None
-    importance: str | Path | None = None
-    chat_template: str | Path | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    add_special_tokens: bool | None = None
-    deterministic: bool = False
+    generation_config: GenerationConfigUse = option(
+        GENERATION_CONFIGS,
+        "where unset options come from: the model's generation_config.json, or none: greedy",
+        "model",
+        within=one_of(GENERATION_CONFIGS),
+    )
+    address: str | None = option(
+        "ADDRESS", "Ray cluster to join, auto for the one on this machine (default: a local one)"
+    )
+    cache_dir: str | Path | None = option(
+        "DIR", "folder of packed layers for the next start (default: the user's cache)"
+    )
+    cache_limit_gib: float | None = option(
+        "GIB", "most GiB in that folder (default: 100, at most half the free space)"
+    )
+    no_cache: bool = flag("quantize anew, keep nothing")
+    transport: Transport = option(
+        TRANSPORTS,
+        "links between stages: gloo, Ray's objects, or auto: gloo where it connects",
+        "auto",
+        within=one_of(TRANSPORTS),
+    )
+    trace: str | Path | None = option(
+        "FILE", "write every micro-batch's times for Perfetto, as JSON"
+    )
+    on_device_loss: OnDeviceLoss = option(
+        ("replan", "wait", "fail"),
+        "when a device is gone: plan for what is left, wait for it, or end",
+        Recovery.on_device_loss,
+        within=ANY,  # with the limits beside it, `Recovery` checks it
+    )
+    retries: int = option("COUNT", "faults that make a row a suspect", Recovery.retries)
+    hang_s: float = option(
+        "SECONDS", "without progress before a stage is started again", Recovery.hang_s
+    )
+    replace_s: float = option("SECONDS", "to wait for a lost device", Recovery.replace_s)
+    row_s: float = option("SECONDS", "that chat template and tokenizer may take for one row", ROW_S)
+    drift: float = option(
+        "SHARE",
+        "by which tokens/s and lengths may differ from the plan before the run says so",
+        0.2,
+        within=Range(lambda share: share > 0, "it must be a share above 0, such as 0.2 for 20 %"),
+    )
+    replan: Replan | None = option(
+        REPLANS,
+        "when they differ by more: plan again and switch if that saves time, or only say so "
+        "(default: never, but another schedule is looked for where the plan has one)",
+        within=one_of(REPLANS),
+    )
+    policy: PolicyName | None = option(
+        POLICY_NAMES,
+        "scheduling: in the plan's micro-batches (static), at every iteration anew first come, "
+        "first served (orca) or by expected lengths (s3), or by the plan's schedule for a bound on "
+        "latency (exegpt) (default: the plan's)",
+        within=ANY,  # with the next two, `PolicyOptions` checks it
+    )
+    max_batch_size: int | None = option(
+        "COUNT",
+        "most requests in a micro-batch of orca or s3 (default: the plan's, or its decode "
+        "micro-batch)",
+    )
+    prefill_chunk_tokens: int | None = option(
+        "TOKENS",
+        "tokens of a prompt that a micro-batch of orca or s3 takes at most, 0 is all "
+        f"(default: the plan's, or {PREFILL_CHUNK_TOKENS}, on CPUs {CPU_PREFILL_CHUNK_TOKENS})",
+    )
+    predictor: str | Path | None = option(
+        "FOLDER",
+        "what s3 expects of lengths: a folder of llmpq lengths, longest, or trace:FILE with "
+        "predictions by custom_id (default: longest)",
+    )
+    save_predictor: str | Path | None = option(
+        "FOLDER", "write what the predictor has learnt by the end (default: nothing)"
+    )
+    importance: str | Path | None = option(
+        "FILE", "file of llmpq indicator that weights are rounded by (default: the plan's)"
+    )
+    deterministic: bool = flag(
+        "tokens that do not depend on what is computed beside them, on CPUs, at a lower speed"
+    )
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""
@@ -135,21 +184,9 @@ class RunOptions:
         policy_options(self.policy or "orca", *given)  # of a plan it is known later
         if self.save_predictor is not None:
             self._check_learning()
-        if not self.drift > 0:
-            raise SpecError(
-                f"drift is {self.drift!r}; it must be a share above 0, such as 0.2 for 20 %"
-            )
+        refuse_outside(self)
         if isinstance(self.sampling, Mapping):
             merge_sampling(Sampling(), self.sampling)
-        for name, choices in (
-            ("transport", TRANSPORTS),
-            ("generation_config", GENERATION_CONFIGS),
-            ("replan", REPLANS),
-        ):
-            is_left_out = name == "replan" and self.replan is None
-            if getattr(self, name) not in choices and not is_left_out:
-                known = ", ".join(choices)
-                raise SpecError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
 
     def _check_learning(self) -> None:
         from llmpq.lengths.sources import learns  # the command's help needs no predictors
@@ -165,17 +202,13 @@ class RunOptions:
         """Options by name, fields of `Sampling` among them; raises `SpecError` for a name that does
         not exist, and for an option that the others make useless.
         """
-        own = [field.name for field in dataclasses.fields(cls)]
+        names = [field.name for field in dataclasses.fields(cls)]
+        own = sorted(names, key=PROMPTING_OPTIONS.__contains__)  # these come last in messages
         refuse_unknown(options, (*own, *SAMPLING_OPTIONS), "option of a run")
         refuse_ignored(options, _RULES)
         given = {name: value for name, value in options.items() if name in own}
         beside = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
         return cls(**{**given, "sampling": one_sampling(given.get("sampling"), beside)})
-
-    @property
-    def prompting(self) -> Prompting:
-        """How prompts become tokens where a row does not say; raises as `Prompting.of`."""
-        return Prompting.of(self.chat_template, self.chat_template_kwargs, self.add_special_tokens)
 
     @property
     def cache(self) -> CacheSettings:

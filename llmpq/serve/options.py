@@ -10,60 +10,63 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from planner.option_rules import refuse_not_finite
+from planner.option_rules import Range, option, refuse_outside
 from quant.common.errors import SpecError
+from quant.common.units import GIB, MIB
 
 KEY_VARIABLE = "LLMPQ_API_KEY"
 LEAST_KEY = 16
 """Characters of a key: fewer can be guessed by trying."""
 
+FOLDER_SUFFIX = ".batches"
+"""Ending of the folder of files and batches, beside a plan file."""
+
 _MOST_PORT = 65_535
+
+
+def _at_least(bound: int) -> Range:
+    return Range(lambda value: value >= bound, f"give {bound} or more")
+
+
+_ABOVE_0 = Range(lambda value: value > 0, "give a number above 0")
+_ABOVE_0_S = Range(lambda value: value > 0, "give seconds above 0")
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Address, key and limits of a server. `SpecError` for values out of range.
 
-    `port` 0 takes a free one. `api_key` None admits everyone who reaches the address, which must
-    then be of this machine alone. `served_model_names`: names by which clients may call the model,
-    each once; empty for the engine's own. `queue_limit`: answers that may wait for a slot.
-    `body_limit_bytes` and `body_s`: most bytes of a request, and seconds that it may take to
-    arrive. `connection_limit`: open connections. `stall_s`: seconds that a client may leave its
-    answer unread. `drain_s`: seconds that running answers get to finish after SIGTERM.
-    `retry_after_s`: seconds after which clients may ask again when the queue was full.
+    `api_key` None admits everyone who reaches the address, which must then be of this machine
+    alone. `served_model_names`: names by which clients may call the model, each once; empty for the
+    engine's own.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = option("ADDRESS", "to listen on, by itself for this machine alone", "127.0.0.1")
+    port: int = option(
+        "PORT",
+        "to listen on, 0 for a free one",
+        8000,
+        within=Range(lambda port: 0 <= port <= _MOST_PORT, f"give 1 to {_MOST_PORT}, or 0 for any"),
+    )
     api_key: str | None = field(default=None, repr=False)
     served_model_names: tuple[str, ...] = ()
-    queue_limit: int = 256
-    body_limit_bytes: int = 4 << 20
-    body_s: float = 30.0
-    connection_limit: int = 1024
-    stall_s: float = 60.0
-    drain_s: float = 60.0
-    retry_after_s: int = 1
+    queue_limit: int = option("COUNT", "answers that may wait for a slot", 256, within=_at_least(0))
+    body_limit_bytes: int = option("BYTES", "most of a request", 4 << 20, within=_at_least(1))
+    body_s: float = option("SECONDS", "for a request to arrive", 30.0, within=_ABOVE_0_S)
+    connection_limit: int = option("COUNT", "open connections", 1024, within=_at_least(1))
+    stall_s: float = option(
+        "SECONDS", "that a client may leave its answer unread", 60.0, within=_ABOVE_0_S
+    )
+    drain_s: float = option(
+        "SECONDS", "that running answers get to finish after SIGTERM", 60.0, within=_at_least(0)
+    )
+    retry_after_s: int = option(
+        "SECONDS", "until clients may ask again when the queue was full", 1, within=_at_least(0)
+    )
 
     def __post_init__(self) -> None:
         """Check ranges, and that nobody opens the model to a network without a key."""
-        refuse_not_finite(self)
-        least = {
-            "port": 0,
-            "queue_limit": 0,
-            "body_limit_bytes": 1,
-            "connection_limit": 1,
-            "drain_s": 0,
-            "retry_after_s": 0,
-        }
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise SpecError(f"{name} is {getattr(self, name)!r}; give {bound} or more")
-        for name in ("body_s", "stall_s"):
-            if getattr(self, name) <= 0:
-                raise SpecError(f"{name} is {getattr(self, name)!r}; give seconds above 0")
-        if self.port > _MOST_PORT:
-            raise SpecError(f"port is {self.port}; give 1 to {_MOST_PORT}, or 0 for any")
+        refuse_outside(self)
         _check_names(self.served_model_names)
         if self.api_key is not None:
             _check_key(self.api_key)
@@ -72,6 +75,30 @@ class ServeOptions:
                 f"host {self.host!r} is open to other machines, and there is no key; set "
                 f"{KEY_VARIABLE}, or serve on 127.0.0.1"
             )
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Folder and limits of files and batches; raises `SpecError` for values out of range."""
+
+    batch_dir: Path
+    file_limit_mib: float = option(  # as OpenAI's
+        "MIB", "most MiB of a file for a batch", 200.0, within=_ABOVE_0
+    )
+    batch_dir_limit_gib: float = option(
+        "GIB", "most GiB of all files, beyond which none is taken", 10.0, within=_ABOVE_0
+    )
+
+    def __post_init__(self) -> None:
+        refuse_outside(self)
+
+    @property
+    def file_limit_bytes(self) -> int:
+        return int(self.file_limit_mib * MIB)
+
+    @property
+    def store_limit_bytes(self) -> int:
+        return int(self.batch_dir_limit_gib * GIB)
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from llmpq.tokenizing.worker import BrokenTemplateError, compile_template
+from planner.option_rules import Rule, option
 from quant.common.errors import SpecError
 
 MOST_BYTES = 100_000
@@ -62,6 +64,64 @@ class Prompting:
         if self.add_special_tokens is not None:
             found["add_special_tokens"] = str(self.add_special_tokens).lower()
         return found
+
+
+def _json_object(text: str) -> object:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentTypeError(f"{text!r:.80} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ArgumentTypeError(
+            f"{text!r:.80} is no JSON object; give names and values, such as "
+            '{"enable_thinking": false}'
+        )
+    return found
+
+
+def _truth(text: str) -> bool:
+    known = {"true": True, "false": False}
+    if text.lower() not in known:
+        raise ArgumentTypeError(f"{text!r:.80} is neither true nor false")
+    return known[text.lower()]
+
+
+@dataclass(frozen=True)
+class PromptingOptions:
+    """Options of all that tokenizes rows, for those that do not say."""
+
+    chat_template: str | Path | None = option(
+        "FILE", "jinja template of messages, in place of the model's own (default: that)"
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        "JSON",
+        "what templates are given, as '{\"enable_thinking\": false}'; a row's own wins",
+        parse=_json_object,
+    )
+    add_special_tokens: bool | None = option(
+        "true|false",
+        "whether the tokenizer adds its own, such as BOS (default: to texts, not to messages)",
+        parse=_truth,
+    )
+
+    @property
+    def given_prompting(self) -> dict[str, Any]:
+        """Those that are set, by name."""
+        given = {name: getattr(self, name) for name in PROMPTING_OPTIONS}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def prompting(self) -> Prompting:
+        """The same, read and checked; raises as `Prompting.of`."""
+        return Prompting.of(self.chat_template, self.chat_template_kwargs, self.add_special_tokens)
+
+
+PROMPTING_OPTIONS = tuple(field.name for field in fields(PromptingOptions))
+
+
+def prompting_rule(without: str) -> Rule:
+    """The rule that these options are about rows, which the option `without` brings."""
+    return Rule(PROMPTING_OPTIONS, "only rows are rendered; leave it out", without=(without,))
 
 
 def _check_kwargs(kwargs: object) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from planner.option_rules import ABOVE_0_S, ANY, AT_LEAST_1, Range, option, refuse_outside
 from planner.phases import Phase
 from quant.common.errors import SpecError
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 # Lengths that are tried between the shortest and the longest: more than points are measured.
 _LENGTHS = 24
@@ -58,11 +60,13 @@ class LayerWorkload:
 class DesignSpace:
     """The micro-batches that may occur: requests, tokens of each, and tokens of all together."""
 
-    batch_sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    batch_sizes: tuple[int, ...] = option(
+        "COUNT", "requests of a micro-batch", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    )
     min_length: int = 16
-    max_length: int = 1024
-    prefill_tokens: int = 4096
-    decode_tokens: int = 16384
+    max_length: int = option("TOKENS", "longest prompt and context", 1024)
+    prefill_tokens: int = option("COUNT", "most tokens of a prefill micro-batch", 4096)
+    decode_tokens: int = option("COUNT", "most tokens a decode micro-batch attends to", 16384)
 
     def __post_init__(self) -> None:
         """Check the ranges; SpecError names the option."""
@@ -91,6 +95,36 @@ class DesignSpace:
             and self.min_length <= workload.length <= self.max_length
             and workload.tokens <= self.most_tokens(workload.phase)
         )
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What is measured of each device, and how thoroughly; SpecError for values out of range."""
+
+    bits: tuple[int, ...] = option(BITWIDTHS, "bitwidths", BITWIDTHS, within=ANY)
+    dtype: str = option(("auto", *DTYPE_BYTES), "type to compute in", "auto", within=ANY)
+    points: int = option(
+        "COUNT",
+        "workloads for each bitwidth and phase",
+        16,
+        within=Range(lambda points: points >= 4, "it must be at least 4, the corners"),
+    )
+    rounds: int = option(
+        "COUNT",
+        "most passes of each workload; long ones, and those whose times agree, take fewer",
+        100,
+        within=AT_LEAST_1,
+    )
+    budget_s: float = option("SECONDS", "to spend on each device", 600.0, within=ABOVE_0_S)
+    seed: int = option("SEED", "of the order, the weights and the inputs", 0)
+    space: DesignSpace = field(default_factory=DesignSpace)
+
+    def __post_init__(self) -> None:
+        """Check ranges; SpecError names the option."""
+        known = ("auto", *DTYPE_BYTES)
+        if self.dtype not in known:
+            raise SpecError(f"compute type {self.dtype!r} is not one of {', '.join(known)}")
+        refuse_outside(self)
 
 
 def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload, ...]:

@@ -17,7 +17,8 @@ import torch
 
 from quant.canonical import CANONICAL_BITS, CanonicalWeight, quantize, row_blocks
 from quant.common.errors import CheckpointError, SpecError
-from quant.gptq.format import MOST_DAMPING, GptqOptions, GptqWeight
+from quant.gptq.format import GptqWeight
+from quant.gptq.options import MOST_DAMPING, GptqOptions
 from quant.rounding.weighted import Grid, even_importance, fit, is_compiled
 from quant.scheme import group_size
 

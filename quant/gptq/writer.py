@@ -24,7 +24,8 @@ from quant.checkpoint.model_folder import write_index
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import INDEX_FILE
 from quant.common.errors import SpecError
-from quant.gptq.format import GptqOptions, GptqWeight, fills_words, gptq_tensors
+from quant.gptq.format import GptqWeight, fills_words, gptq_tensors
+from quant.gptq.options import GptqOptions
 from quant.scheme import FULL_BITS, GROUP_SIZES, group_size
 
 

@@ -143,7 +143,7 @@ class LayerStatistics(Protocol):
 class VarianceStatistics:
     """Mean and variance of every input, for Proposition 2."""
 
-    def __init__(self, form: VarianceForm = VarianceForm()) -> None:  # noqa: B008  (frozen)
+    def __init__(self, form: VarianceForm = VarianceForm()) -> None:
         self._form = form
         self._inputs: dict[str, RunningMoments] = {}
 

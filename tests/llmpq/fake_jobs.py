@@ -21,8 +21,8 @@ from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
 from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.row_database import Tally
-from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 

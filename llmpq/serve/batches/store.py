@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from llmpq.jobs.disk import Disk, OutputLock, Sink, commit_file
@@ -24,45 +24,13 @@ from llmpq.serve.batches.records import (
     remade_file,
     set_aside,
 )
-from planner.option_rules import refuse_not_finite
+from llmpq.serve.options import BatchOptions
 from quant.common.errors import InputError, SpecError
-from quant.common.units import GIB, MIB
 
 MOST_RECORDS = 10_000
 """Files, and batches, that are kept at most: more would make lists and starts slow."""
 
-FOLDER_SUFFIX = ".batches"
-"""Ending of the folder beside a plan file."""
-
 _CONTENT = ".jsonl"
-
-
-@dataclass(frozen=True)
-class BatchOptions:
-    """Folder and limits of files and batches; raises `SpecError` for values out of range.
-
-    `file_limit_mib`: most MiB of a file that is sent, OpenAI's 200 by default.
-    `batch_dir_limit_gib`: most GiB of all files, beyond which none is taken; results are written in
-    any case.
-    """
-
-    batch_dir: Path
-    file_limit_mib: float = 200.0
-    batch_dir_limit_gib: float = 10.0
-
-    def __post_init__(self) -> None:
-        refuse_not_finite(self)
-        for name in ("file_limit_mib", "batch_dir_limit_gib"):
-            if getattr(self, name) <= 0:
-                raise SpecError(f"{name} is {getattr(self, name)!r}; give a number above 0")
-
-    @property
-    def file_limit_bytes(self) -> int:
-        return int(self.file_limit_mib * MIB)
-
-    @property
-    def store_limit_bytes(self) -> int:
-        return int(self.batch_dir_limit_gib * GIB)
 
 
 class BatchStore:

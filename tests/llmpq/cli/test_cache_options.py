@@ -8,7 +8,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import run as run_cli
-from llmpq.cli.options.run import run_options, run_parser
+from llmpq.cli.run_options import run_options, run_parser
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmpq.cli import completion
 from llmpq.cli.main import SUBCOMMANDS
-from llmpq.cli.options.run import run_parser
+from llmpq.cli.run_options import run_parser
 from tests.llmpq.commands import exit_code
 
 pytest.importorskip("shtab")

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llmpq.cli import evaluate, indicator, profile
-from llmpq.cli.common import Parser
-from llmpq.cli.options.plan import plan_parser
-from llmpq.cli.options.run import run_parser, submit_parser
+from llmpq.cli.parser import Parser
 from llmpq.cli.plan import main as plan
+from llmpq.cli.plan_options import plan_parser
 from llmpq.cli.run import main as run
+from llmpq.cli.run_options import run_parser, submit_parser
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
 from planner.options import PlanOptions

@@ -43,7 +43,7 @@ def test_the_page_about_commands_lists_them_all() -> None:
 @pytest.mark.parametrize("name", OLD)
 def test_old_names_are_the_same_programs(name: str) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts[OLD[name].old_name] == f"{OLD[name].module}:main"
+    assert scripts[OLD[name].old_name] == f"llmpq.cli.{OLD[name].module}:main"
     assert scripts["llmpq"] == "llmpq.cli.main:main"
 
 
@@ -118,5 +118,9 @@ def test_what_help_needs_to_be_imported() -> None:
 
 
 def test_modules_of_the_table_exist() -> None:
-    missing = [each.module for each in SUBCOMMANDS.values() if find_spec(each.module) is None]
+    missing = [
+        each.module
+        for each in SUBCOMMANDS.values()
+        if find_spec(f"llmpq.cli.{each.module}") is None
+    ]
     assert not missing

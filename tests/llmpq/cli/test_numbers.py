@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from llmpq.profile.layers import ProfileOptions
 from llmpq.run.options import RunOptions
-from llmpq.serve.batches.store import BatchOptions
-from llmpq.serve.options import ServeOptions
+from llmpq.serve.options import BatchOptions, ServeOptions
 from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions
+from planner.profiles.design import ProfileOptions
 from quant.common.errors import SpecError
 from tests.llmpq.cli.test_help import PARSERS, options_of
 
@@ -47,7 +46,7 @@ NUMBERS = [
 
 def test_the_options_are_found() -> None:
     found = {each.values[1].dest for each in NUMBERS}  # type: ignore[union-attr]
-    assert {"file_limit_mib", "theta", "shard_seconds", "watch", "prompts", "damping"} <= found
+    assert {"file_limit_mib", "theta", "shard_s", "watch", "prompts", "damping"} <= found
     assert len(NUMBERS) > 60
 
 

@@ -7,7 +7,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.terminal import TaskProgress
 
 
 class Clock:

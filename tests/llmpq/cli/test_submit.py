@@ -18,7 +18,7 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import run as run_cli
 from llmpq.cli import submit
-from llmpq.cli.options.run import run_parser
+from llmpq.cli.run_options import run_parser
 from llmpq.cli.submit import entrypoint, exit_code, split_options
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote import ray_jobs
@@ -62,11 +62,11 @@ def test_the_job_has_the_options_of_the_command(plan: Plan, here: Path, tmp_path
     command = ["--strat-file-name", "plan.json", "--input", "a.jsonl", "more", *options, *paths]
     arguments = sent(plan, tmp_path / "job", *command, "--address", "ray://here:1", "--resume")
     given, got = run_parser().parse_args(command), run_parser().parse_args(arguments)
-    changed = {"strat_file_name", "input", "address", "cluster", "resume", "model"}
+    changed = {"plan", "input", "address", "cluster", "resume", "model"}
     for name in (set(vars(given)) | set(vars(got))) - changed:
         assert getattr(got, name) == getattr(given, name), name
     assert (got.address, got.resume, "cluster" in got) == ("auto", True, False)
-    assert got.strat_file_name == "plan.json"
+    assert got.plan == "plan.json"
     assert Plan.load(tmp_path / "job" / "plan.json").spec == plan.spec
 
 

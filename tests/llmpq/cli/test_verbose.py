@@ -14,7 +14,8 @@ from ray.exceptions import RaySystemError, RayTaskError
 from llmpq.cli import convert, evaluate, indicator, lengths, profile, quantize, serve
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
-from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, Parser, run_command
+from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, run_command
+from llmpq.cli.parser import Parser
 from llmpq.remote.words import is_verbose
 from quant.common.errors import DeviceError
 

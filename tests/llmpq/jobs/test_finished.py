@@ -22,8 +22,8 @@ from llmpq import Plan
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
 from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.row_database import Tally
-from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.options import RunOptions
 from quant.common.errors import InputError

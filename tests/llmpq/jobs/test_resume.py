@@ -20,8 +20,8 @@ from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.output import open_output
+from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.row_database import Tally
-from llmpq.jobs.shard_writer import OutputOptions
 from llmpq.rows.results import Result
 from llmpq.rows.row import Row
 from llmpq.tokenizing.prompting import Prompting

@@ -24,7 +24,8 @@ from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
 from quant.gptq import writer as gptq_writer
-from quant.gptq.format import GptqOptions, read_gptq
+from quant.gptq.format import read_gptq
+from quant.gptq.options import GptqOptions
 from quant.gptq.rounding import gptq
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.scheme import Processor

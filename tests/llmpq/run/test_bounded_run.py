@@ -14,7 +14,7 @@ from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan
-from llmpq.cli.options.serve import serve_parser
+from llmpq.cli.run_options import serve_parser
 from llmpq.cli.serve import _run_options
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule

@@ -8,7 +8,7 @@ import pytest
 
 from actors.messages import Sampling
 from llmpq import Fleet, Plan
-from llmpq.cli.options.run import run_options, run_parser
+from llmpq.cli.run_options import run_options, run_parser
 from llmpq.errors import SpecError
 from llmpq.run.fleets import check_fleet
 from llmpq.run.options import RunOptions

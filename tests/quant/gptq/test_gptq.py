@@ -7,7 +7,8 @@ import torch
 
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, SpecError
-from quant.gptq.format import GptqOptions, GptqWeight
+from quant.gptq.format import GptqWeight
+from quant.gptq.options import GptqOptions
 from quant.gptq.rounding import gptq, gptq_canonical
 
 Matrix = npt.NDArray[np.float64]

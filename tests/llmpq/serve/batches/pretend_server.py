@@ -11,9 +11,9 @@ from pathlib import Path
 
 from llmpq.serve.batches import batch_job
 from llmpq.serve.batches.batches import Batches
-from llmpq.serve.batches.store import BatchOptions, BatchStore
+from llmpq.serve.batches.store import BatchStore
 from llmpq.serve.engine import GenerationRequest, TokenEvent
-from llmpq.serve.options import ServeOptions
+from llmpq.serve.options import BatchOptions, ServeOptions
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service
 from tests.llmpq.serve.pretend_engine import PretendEngine

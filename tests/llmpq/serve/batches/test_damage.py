@@ -13,8 +13,9 @@ from openai.types import Batch, FileObject
 
 from llmpq.errors import SpecError
 from llmpq.serve.batches import runner
-from llmpq.serve.batches.store import BatchOptions, BatchStore
+from llmpq.serve.batches.store import BatchStore
 from llmpq.serve.engine import GenerationRequest, TokenEvent
+from llmpq.serve.options import BatchOptions
 from tests.llmpq.serve.asking import NOW_S, run
 from tests.llmpq.serve.batches.world import content_of, line, world
 from tests.llmpq.serve.pretend_engine import PretendEngine

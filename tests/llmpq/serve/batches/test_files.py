@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmpq.errors import SpecError
-from llmpq.serve.batches.store import BatchOptions, BatchStore
-from llmpq.serve.options import ServeOptions
+from llmpq.serve.batches.store import BatchStore
+from llmpq.serve.options import BatchOptions, ServeOptions
 from tests.llmpq.serve.asking import KEY, NOW_S, error_of, run
 from tests.llmpq.serve.batches.world import FullDisk, World, content_of, line, world
 from tests.llmpq.serve.pretend_engine import PretendEngine

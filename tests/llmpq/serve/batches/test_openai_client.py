@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from llmpq.serve.batches.batches import Batches
-from llmpq.serve.batches.store import BatchOptions, BatchStore
-from llmpq.serve.options import ServeOptions
+from llmpq.serve.batches.store import BatchStore
+from llmpq.serve.options import BatchOptions, ServeOptions
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service
 from tests.llmpq.serve.asking import KEY, run

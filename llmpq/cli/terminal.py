@@ -1,25 +1,41 @@
-"""How far a long task is: a bar in a terminal, and in a log a line now and then."""
+"""A console that sends no control characters, and how far a long task is."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.segment import Segment
 
 from llmpq.cli.common import console
 from llmpq.run.monitoring.log_times import LogTimes, about, duration
+from quant.common.text import printable
 
 TICK_S = 1.0
 SHORT_S = 5.0  # less is not worth a word
 
 Report = Callable[[int, int], None]
 """Called with how much is done and how much there is."""
+
+
+class SafeConsole(Console):
+    """A console that shows the control characters of names and messages and sends none."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render as Rich does, whose own control codes are in segments of their own."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
 
 
 class TaskProgress:

@@ -1,0 +1,407 @@
+"""The options of the commands that measure, and that prepare weights and predictors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.cli.parser import Parser
+from llmpq.quality.options import (
+    AUTO,
+    DEVICES,
+    DTYPES,
+    ERROR,
+    EvaluationOptions,
+    IndicatorOptions,
+)
+from llmpq.tokenizing.prompting import PromptingOptions, prompting_rule
+from planner.option_rules import REQUIRED, Rule, flag, option
+from planner.profiles.design import DesignSpace, ProfileOptions
+from quant.gptq.options import DAMPING
+from quant.importance.header import SUFFIX
+from quant.scheme import BITWIDTHS, ROUNDINGS
+from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
+from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
+
+PROFILE, INDICATOR, QUANTIZE = "llmpq-profile", "llmpq-indicator", "llmpq-quantize"
+EVALUATE, LENGTHS = "llmpq-eval", "llmpq-lengths"
+
+SEQUENCES = 128
+SEQUENCE_LENGTH = 2048
+"""Frantar et al. (section 4) calibrate on 128 sequences of 2,048 tokens."""
+
+_EXTEND = {"action": "extend"}
+_PROMPTING = "chat_template chat_template_kwargs add_special_tokens"
+_COMPUTING = {"computing": "device dtype"}
+
+
+_PROFILE_DESCRIPTION = """
+Measure the times of a model's layers, of loading and of links, here or on a cluster, for llmpq plan
+--profiles. The same command goes on with what is not measured yet.
+"""
+_PROFILE_EXAMPLES = (
+    "%(prog)s --model /models/opt-30b -o times.csv",
+    "%(prog)s --model opt-30b --cluster us.yaml --address auto -o times.csv",
+)
+_PROFILE_GROUPS = {
+    "model and devices": "model cluster address threads",
+    "output": "output",
+    "what is measured": "bits dtype batch_sizes max_length prefill_tokens decode_tokens "
+    "layers_only",
+    "effort": "points rounds budget_s seed",
+}
+_PROFILE_RULES = (
+    Rule(("threads",), "the file says how many threads a CPU has; leave it out", beside="cluster"),
+    Rule(
+        ("threads",),
+        "the cluster's devices are measured as they are; leave it out, or state threads in a "
+        "--cluster file",
+        beside="address",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ProfileCommand:
+    """The model and the devices that are measured, and where the times are written."""
+
+    model: str = option(
+        "MODEL", "folder, GGUF file, config.json, built-in name (opt-30b) or hub id", REQUIRED
+    )
+    output: str = option(
+        "FILE",
+        "CSV of layer times to write, with one of loading and one of links beside it; what the "
+        "files have already is not measured again",
+        REQUIRED,
+        names=("-o", "--output"),
+    )
+    cluster: str | None = option("FILE", "cluster YAML: one Ray task for each kind of device")
+    address: str | None = option(
+        "ADDRESS", "Ray cluster to measure on (default: this machine is measured)"
+    )
+    threads: int | None = option(
+        "COUNT", "threads of a CPU (default: all that this process may use)"
+    )
+    layers_only: bool = flag("measure neither loading nor hops between stages, nor sums of groups")
+
+
+def profile_parser(prog: str | None = PROFILE) -> Parser:
+    """The parser of `llmpq profile`."""
+    parser = Parser(prog, _PROFILE_DESCRIPTION, _PROFILE_EXAMPLES, _PROFILE_RULES)
+    parser.declare(_PROFILE_GROUPS, ProfileCommand, ProfileOptions, DesignSpace)
+    return parser
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationCommand(PromptingOptions):
+    """What is calibrated on, the texts and the prompts, and what is written."""
+
+    model: str | None = option(
+        "MODEL", "folder, GGUF file or hub id of the weights (default: the plan's own)"
+    )
+    calibration: tuple[str, ...] = option(
+        "FILE",
+        "plain text, or .jsonl with prompt or text (a string or token ids); folders, globs; - for "
+        "stdin",
+        (),
+        more=_EXTEND,
+    )
+    input: tuple[str, ...] = option(
+        "PATH",
+        "prompts of the job, as for llmpq run: calibrated on as the model will see them",
+        (),
+        more=_EXTEND,
+    )
+
+
+_CALIBRATION_RULES = (prompting_rule("input"),)
+
+_INDICATOR_DESCRIPTION = """
+Measure how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2), for llmpq plan
+--omega_file.
+"""
+_INDICATOR_EXAMPLES = (
+    "%(prog)s --model /models/opt-30b --calibration text.txt -o omega.json",
+    "%(prog)s --model /models/opt-30b --input prompts.jsonl \\\n"
+    "      --perplexity held_out.txt -o omega.json",
+)
+_INDICATOR_GROUPS = {
+    "model and texts": f"model calibration input {_PROMPTING} perplexity sequences "
+    "sequence_length max_tokens",
+    "output": "output importance",
+    "method": "method bits rounding scheme scales seed",
+    **_COMPUTING,
+}
+_INDICATOR_RULES = (
+    *_CALIBRATION_RULES,
+    Rule(
+        ("scheme", "scales"),
+        "it is an option of the variance indicator; leave it out, or use --method variance",
+        beside="method",
+        values=(ERROR, "hessian", "random"),
+    ),
+    Rule(
+        ("rounding",),
+        "it is an option of the methods variance and error; leave it out, or use one of them",
+        beside="method",
+        values=("hessian", "random"),
+    ),
+    Rule(
+        ("calibration", "input", "importance", "sequences"),
+        "it looks at no text; leave it out",
+        beside="method",
+        values=("random",),
+    ),
+    Rule(
+        ("sequence_length", "device", "dtype"),
+        "it computes nothing; leave it out, or give a --perplexity text",
+        beside="method",
+        values=("random",),
+        without=("perplexity",),
+    ),
+    Rule(("max_tokens",), "it limits the held-out text; leave it out", without=("perplexity",)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndicatorCommand(CalibrationCommand):
+    """The model and the texts, and what is written."""
+
+    model: str = option("MODEL", "folder, GGUF file or hub id of the weights", REQUIRED)
+    perplexity: tuple[str, ...] = option(
+        "FILE",
+        "held-out text to measure perplexities on too, for llmpq plan --max_ppl_delta",
+        (),
+        more=_EXTEND,
+    )
+    max_tokens: int | None = option(
+        "COUNT", "most tokens of the held-out text to use (default: all)"
+    )
+    output: str = option("FILE", "omega JSON to write", REQUIRED, names=("-o", "--output"))
+    importance: str | None = option(
+        "FILE",
+        f"where to write what weights are rounded by (default: OUTPUT's name with {SUFFIX})",
+    )
+    rounding: str | None = option(
+        tuple(dict.fromkeys((*ROUNDINGS, *FORM_ROUNDINGS))),
+        f"as in the plan for the method error (default: {IndicatorOptions.rounding}), nearest or "
+        f"stochastic of Theorem 1 for variance (default there: {VarianceForm.rounding})",
+    )
+    scheme: str = option(SCHEMES, "how the scales S_W of variance are formed", VarianceForm.scheme)
+    scales: str = option(
+        SCALES,
+        "one S_W a tensor as in Proposition 2, or one for each group of the quantizer",
+        VarianceForm.scales,
+    )
+
+
+def indicator_parser(prog: str | None = INDICATOR) -> Parser:
+    """The parser of `llmpq indicator`."""
+    parser = Parser(prog, _INDICATOR_DESCRIPTION, _INDICATOR_EXAMPLES, _INDICATOR_RULES)
+    parser.usage = "%(prog)s --model MODEL --calibration FILE [FILE ...] -o FILE [options]"
+    parser.declare(_INDICATOR_GROUPS, IndicatorCommand, IndicatorOptions)
+    return parser
+
+
+_QUANTIZE_DESCRIPTION = "Make a checkpoint with the bits of a plan, calibrated with GPTQ."
+_QUANTIZE_EXAMPLES = (
+    "%(prog)s --plan plan.json --calibration text.txt -o /models/opt-30b-gptq",
+    "%(prog)s --model opt-30b --bits 4 --calibration text.txt -o opt-30b-4bit",
+)
+_QUANTIZE_GROUPS = {
+    "model and bits": "plan bits model",
+    "calibration": f"calibration input {_PROMPTING} sequences sequence_length seed",
+    "output": "output overwrite",
+    "rounding": "symmetric no_act_order damping",
+    **_COMPUTING,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeCommand(CalibrationCommand):
+    """The model and its bits, what is calibrated on and how, and the folder that is made."""
+
+    plan: str | None = option(
+        "FILE", "plan of llmpq plan, whose bits to use", names=("--plan", "--strat_file_name")
+    )
+    bits: tuple[int, ...] | None = option(
+        BITWIDTHS, "without a plan: one number for all layers, or one for each"
+    )
+    sequences: int = option("COUNT", "sequences of the text to calibrate on", SEQUENCES)
+    sequence_length: int | None = option(
+        "TOKENS",
+        f"length of each (default: {SEQUENCE_LENGTH}, or the model's positions where these are "
+        "fewer)",
+    )
+    seed: int = option("SEED", "of the choice of sequences", 0)
+    output: str = option("FOLDER", "folder to make", REQUIRED, names=("-o", "--output"))
+    overwrite: bool = flag("replace an existing output")
+    symmetric: bool = flag("put the zero point in the middle, as Marlin kernels require")
+    no_act_order: bool = flag(
+        "round columns in their order instead of those with the largest inputs first"
+    )
+    damping: float = option("SHARE", "of the mean diagonal of X^T X", DAMPING)
+    device: str = option(DEVICES, "where to compute", AUTO)
+    dtype: str = option(
+        DTYPES, "type to compute in; auto: float32, or on a GPU its 16-bit type", AUTO
+    )
+
+
+def quantize_parser(prog: str | None = QUANTIZE) -> Parser:
+    """The parser of `llmpq quantize`."""
+    parser = Parser(prog, _QUANTIZE_DESCRIPTION, _QUANTIZE_EXAMPLES, _CALIBRATION_RULES)
+    parser.usage = "%(prog)s --plan FILE --calibration FILE [FILE ...] -o FOLDER [options]"
+    parser.declare(_QUANTIZE_GROUPS, QuantizeCommand)
+    return parser
+
+
+_EVALUATE_DESCRIPTION = (
+    "Measure the perplexity of plans or bitwidths on a text, and their KL from 16 bit."
+)
+_EVALUATE_EXAMPLES = (
+    "%(prog)s --plan plan.json --text held_out.txt",
+    "%(prog)s --model /models/opt-1.3b --bits 16 8 4 --text held_out.txt",
+)
+_EVALUATE_GROUPS = {
+    "what to evaluate": "plan bits model",
+    "text": "text sequence_length max_tokens",
+    "output": "json",
+    "rounding": "rounding importance cache_dir",
+    **_COMPUTING,
+}
+_EVALUATE_RULES = (
+    Rule(("rounding",), "a plan has its own rounding; leave it out", without=("bits",)),
+)
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """What is evaluated, and on which text."""
+
+    plan: tuple[str, ...] = option(
+        "FILE",
+        "plans of llmpq plan, all of one model",
+        (),
+        names=("--plan", "--strat_file_name"),
+    )
+    bits: tuple[str, ...] = option(
+        "BITS",
+        "bitwidths, by this machine's kernels: 16 8 4, or one for each layer 3,4,4,8",
+        (),
+    )
+    model: str | None = option(
+        "MODEL", "folder, GGUF file or hub id of the weights (default: the plan's own)"
+    )
+    text: tuple[str, ...] = option(
+        "FILE",
+        "plain text, or .jsonl with prompt or text (a string or token ids); - for stdin",
+        (),
+        more=_EXTEND,
+    )
+    json: str | None = option("FILE", "write the figures as JSON")
+    rounding: str = option(
+        ROUNDINGS, "how weights are rounded for --bits; a plan has its own", ROUNDINGS[0]
+    )
+
+
+def evaluate_parser(prog: str | None = EVALUATE) -> Parser:
+    """The parser of `llmpq eval`."""
+    parser = Parser(prog, _EVALUATE_DESCRIPTION, _EVALUATE_EXAMPLES, _EVALUATE_RULES)
+    parser.usage = "%(prog)s --plan FILE [FILE ...] --text FILE [FILE ...] [options]"
+    parser.declare(_EVALUATE_GROUPS, EvaluateCommand, EvaluationOptions)
+    return parser
+
+
+_LENGTHS_DESCRIPTION = """
+Train and judge predictors of output lengths, by which requests reserve memory under policy s3.
+"""
+_TRAIN = "train --input prompts.jsonl --lengths results.jsonl -o predictor"
+_JUDGE = """evaluate --predictor predictor --input new.jsonl \\
+      --lengths new_results.jsonl"""
+_ROWS = {"finished rows": f"input lengths model {_PROMPTING}"}
+_FIGURES = {"output": "json"}
+_TRAIN_GROUPS = {
+    **_ROWS,
+    "predictor": "output overwrite kind base buckets longest epochs seed",
+    **_FIGURES,
+}
+_JUDGE_GROUPS = {"predictor": "predictor", **_ROWS, **_FIGURES}
+_ROW_RULES = (prompting_rule("model"),)
+_TRAIN_RULES = (
+    *_ROW_RULES,
+    Rule(
+        ("base", "epochs"),
+        "trees have none; choose --kind classifier, or leave it out",
+        beside="kind",
+        values=("boosting",),
+    ),
+    Rule(
+        ("base", "epochs"),
+        "trees, which are the default, have none; choose --kind classifier, or leave it out",
+        without=("kind",),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsCommand(PromptingOptions):
+    """The finished rows, and the figures that are written."""
+
+    input: tuple[str, ...] = option(
+        "PATH",
+        "prompts: files, folders, globs as of llmpq run, each row with output_tokens unless "
+        "--lengths is given",
+        REQUIRED,
+        more=_EXTEND,
+    )
+    lengths: tuple[str, ...] = option(
+        "PATH",
+        "results of these prompts: outputs of llmpq run, or answers of OpenAI's batches",
+        (),
+    )
+    model: str | None = option(
+        "MODEL",
+        "served model, whose tokenizer prompts get (default: none, prompts are read as texts)",
+    )
+    json: str | None = option("FILE", "write the figures as JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(LengthsCommand):
+    """Where the predictor is written."""
+
+    output: str = option("FOLDER", "folder to write", REQUIRED, names=("-o", "--output"))
+    overwrite: bool = flag("replace the predictor there")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeCommand(LengthsCommand):
+    """The predictor that is judged."""
+
+    predictor: str = option("FOLDER", "predictor of llmpq lengths train", REQUIRED)
+
+
+def lengths_parser(prog: str | None = LENGTHS) -> Parser:
+    """The parser of both commands of `llmpq lengths`."""
+    from llmpq.lengths.training import TrainingOptions  # slow to load, for these alone
+
+    parser = Parser(prog, _LENGTHS_DESCRIPTION, (f"%(prog)s {_TRAIN}", f"%(prog)s {_JUDGE}"))
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="train|evaluate", title="commands"
+    )
+    train = commands.add_parser(
+        "train",
+        help="train a predictor on finished rows",
+        description="Train a predictor of output lengths on finished rows.",
+        examples=("%(prog)s" + _TRAIN.removeprefix("train"),),
+        rules=_TRAIN_RULES,
+    )
+    train.declare(_TRAIN_GROUPS, TrainCommand, TrainingOptions)
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="judge a predictor by finished rows",
+        description="Judge a predictor of output lengths by finished rows.",
+        examples=("%(prog)s" + _JUDGE.removeprefix("evaluate"),),
+        rules=_ROW_RULES,
+    )
+    evaluate.declare(_JUDGE_GROUPS, JudgeCommand)
+    return parser

@@ -1,1 +1,0 @@
-"""The options of the commands that have many, one command a file."""
