@@ -30,7 +30,6 @@ class LengthDistribution:
     probabilities: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Check lengths and probabilities."""
         if not self.lengths or len(self.lengths) != len(self.probabilities):
             raise SpecError(
                 f"a distribution of {len(self.lengths)} lengths has {len(self.probabilities)} "
@@ -78,18 +77,15 @@ class LengthDistribution:
 
     @cached_property
     def mean(self) -> float:
-        """Mean length."""
         return float(np.dot(self.lengths, self.probabilities))
 
     @cached_property
     def variance(self) -> float:
-        """Variance of the lengths."""
         squares = np.square(np.array(self.lengths, dtype=np.float64))
         return float(np.dot(squares, self.probabilities)) - self.mean**2
 
     @property
     def longest(self) -> int:
-        """The longest length there is."""
         return self.lengths[-1]
 
     @cached_property
@@ -121,7 +117,6 @@ class LengthDistribution:
         return tuple(zip((sums[kept] / shares[kept]).tolist(), shares[kept].tolist(), strict=True))
 
     def drawn(self, count: int, generator: np.random.Generator) -> IntArray:
-        """So many random lengths [count]."""
         chosen = generator.choice(self.lengths, size=count, p=np.array(self.probabilities))
         return np.asarray(chosen, dtype=np.int64)
 

@@ -48,26 +48,17 @@ class RraScheduler:
         self._closed = False
 
     def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come.
-
-        Raises SpecError for a request with more tokens than all may reserve together.
-        """
         self._slots.expect(requests)
         self._waiting.extend(requests)
         self._closed = last
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request: it leaves the queue or its slot now, or when its micro-batch is back.
-
-        Nothing is told of it any more.
-        """
         self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
         self._slots.cancel(custom_id)
         for group in self._policy.groups:
             self._let_go(group)
 
     def follow(self, schedule: RequestSchedule) -> None:
-        """Take turns by another schedule from now on: each group from its next turn on."""
         self._policy.follow(schedule)
 
     @property
@@ -77,12 +68,10 @@ class RraScheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests without a reservation."""
         return len(self._waiting)
 
     @property
     def in_slots(self) -> int:
-        """Number of requests that have one."""
         return len(self._slots.requests)
 
     @property
@@ -91,9 +80,6 @@ class RraScheduler:
         return NO_SUPERVISION
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
-        requests.
-        """
         return self._slots.tokens()
 
     @property
@@ -102,7 +88,6 @@ class RraScheduler:
         return not self._closed and self._policy.wants(len(self._waiting))
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
-        """The next prefill or step of the group that has been ready for longest."""
         following = self._policy.next(self)
         if following is None:
             return None
@@ -113,19 +98,16 @@ class RraScheduler:
         return self._slots.batch(np.array(new or own, dtype=np.int64), new, moves)
 
     def front(self, most: int) -> tuple[Sequence[int], int]:
-        """Tokens of the first prompts, at most so many, and how many of these run again."""
         first = list(islice(self._waiting, most))
         replayed = sum(1 for _ in takewhile(lambda request: request.generated, first))
         return [len(each.prompt_ids) + len(each.generated) for each in first], replayed
 
     def room_for(self, wanted: int) -> int:
-        """For how many of the first `wanted` requests there are slots and token slots."""
         first = islice(self._waiting, min(wanted, self._slots.free))
         reserved = np.cumsum([most_tokens(request) for request in first])
         return int(np.searchsorted(reserved, self._slots.available, "right"))
 
     def take(self, count: int) -> list[int]:
-        """Give the first requests slots, and return these."""
         slots = []
         for _ in range(count):
             request = self._waiting.popleft()
@@ -137,7 +119,6 @@ class RraScheduler:
         return slots
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        """Take in the tokens of `batch`; returns the requests that ended with it."""
         slot = int(batch.slots[0])
         group = next(group for group, slots in self._slots_of.items() if slot in slots)
         finished = self._slots.complete(batch, sampled)

@@ -78,20 +78,12 @@ class DecodeScheduler:
             group.is_open = number < count
 
     def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come.
-
-        Raises SpecError for a request with more tokens than all may reserve together.
-        """
         self._slots.expect(requests)
         for request in requests:
             (self._arrived if _has_arrived(request) else self._bare).append(request)
         self._closed = last
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request: it leaves the queue or its slot now, or when its micro-batch is back.
-
-        Nothing is told of it any more.
-        """
         for request in self._arrived:
             if request.custom_id == custom_id and request.host_key is not None:
                 self._drops.append(request.host_key.number)
@@ -107,12 +99,10 @@ class DecodeScheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of requests without a reservation."""
         return len(self._arrived) + len(self._bare)
 
     @property
     def in_slots(self) -> int:
-        """Number of requests that have one."""
         return len(self._slots.requests)
 
     @property
@@ -121,9 +111,6 @@ class DecodeScheduler:
         return NO_SUPERVISION
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
-        requests.
-        """
         return self._slots.tokens()
 
     @property
@@ -215,7 +202,6 @@ class DecodeScheduler:
         return slot, self._slots.reserve(slot, most_tokens(request))
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        """Take in the tokens of `batch`; returns the requests that ended with it."""
         finished = self._slots.complete(batch, sampled)
         group = self._under_way.popleft()
         if group is not None:

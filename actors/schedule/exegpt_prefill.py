@@ -63,7 +63,6 @@ class PrefillScheduler:
         self._parts = replace(parts, most_tokens=min(self._sizes.kv_tokens, parts.most_tokens))
 
     def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come."""
         self._waiting.extend(requests)
         self._closed = last
 
@@ -74,17 +73,14 @@ class PrefillScheduler:
 
     @property
     def most_under_way(self) -> int:
-        """Most micro-batches that may be under way at a time."""
         return self._stages + WAITING
 
     @property
     def waiting(self) -> int:
-        """Number of requests without a slot."""
         return len(self._waiting)
 
     @property
     def in_slots(self) -> int:
-        """Number of requests that have one."""
         return len(self._requests)
 
     @property
@@ -139,7 +135,6 @@ class PrefillScheduler:
         return self._parts.next_part(texts[: len(self._free)], sum(texts))
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        """Take in the tokens of `batch`; returns its requests, all of which have ended."""
         finished: list[Finished] = []
         rows = zip(
             batch.slots.tolist(), sampled.token_ids.tolist(), sampled.finish_reasons, strict=True

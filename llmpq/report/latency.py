@@ -22,7 +22,6 @@ DIVIDED_BY: dict[ScheduleKind, str] = {"waa-c": "computing", "waa-m": "memory"}
 
 
 def requests_per_second(value: float) -> str:
-    """Requests per second with their unit."""
     return f"{per_second(value)} requests/s"
 
 
@@ -42,7 +41,6 @@ def latency_answers(plan: PlanSpec, forecast: LatencyForecast) -> list[Answer]:
 
 
 def _all(forecast: LatencyForecast) -> str:
-    """How long all requests take, where it is known how many there are."""
     if forecast.prompts is None or forecast.seconds is None:
         return ""
     took = duration(forecast.seconds)
@@ -50,7 +48,6 @@ def _all(forecast: LatencyForecast) -> str:
 
 
 def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
-    """The bound that was asked for."""
     return f"{whole_percent(asked.quantile)} of requests within {bound(asked.bound_s)}"
 
 
@@ -60,7 +57,6 @@ def bound(bound_s: float | None) -> str:
 
 
 def rates(forecast: LatencyForecast) -> str:
-    """Requests and new tokens per second."""
     tokens = per_second(forecast.tokens_per_s)
     return f"{requests_per_second(forecast.requests_per_s)}, {tokens} tokens/s"
 
@@ -99,7 +95,6 @@ def lengths(asked: LatencyForecast | BoundRequest) -> str:
 
 
 def kind_name(kind: ScheduleKind) -> str:
-    """The paper's name of a kind of schedule."""
     return kind.upper()
 
 

@@ -143,11 +143,9 @@ class PlacedPoint:
 
     @property
     def start(self) -> PlacingGoal:
-        """To place layers again for its schedule."""
         return self.placed.start(self.placed.schedule(self.point))
 
     def cost_s(self, theta: float) -> float:
-        """Seconds of the job, a unit of sensitivity counting as `theta`."""
         return self.seconds + theta * self.placed.omega
 
 
@@ -167,7 +165,6 @@ class Alternation:
 
     @property
     def evaluations(self) -> int:
-        """Points that were evaluated, over all placements."""
         return sum(map(len, self._known.values()))
 
     @property
@@ -206,7 +203,6 @@ class Alternation:
     def _best_of(
         self, placements: Sequence[ScheduleSpace], theta: float, bound_s: float
     ) -> PlacedPoint | None:
-        """The best schedule on the most promising of these placements."""
 
         def cost_s(placed: ScheduleSpace) -> float:
             found = climbed(placed.ranges, self._performance(placed), bound_s)

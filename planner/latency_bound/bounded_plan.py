@@ -56,12 +56,10 @@ def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotM
 
 
 def nothing_fits(costs: CostModel, request: BoundRequest) -> InfeasibleError:
-    """The error where no schedule of the kinds that are asked for has room."""
     return misfit(costs) if "rra" in request.kinds else _two_copies(costs, request)
 
 
 def _two_copies(costs: CostModel, request: BoundRequest) -> DoesNotFitError:
-    """The error where devices have no room for all layers twice."""
     name, kinds = costs.shape.name, " and ".join(request.kinds)
     needs = f"{kinds} keep two copies of all layers, one where prompts are prefilled and one where "
     remedy = "use a schedule rra, which needs one"
@@ -138,7 +136,6 @@ def _with_role(plan: PlanSpec, role: Role) -> tuple[StagePlan, ...]:
 def latency_forecast(
     scheduled: Scheduled, request: BoundRequest, evaluations: int
 ) -> LatencyForecast:
-    """What a schedule should reach."""
     rate = scheduled.requests_per_s
     return LatencyForecast(
         lengths=request.lengths,

@@ -75,7 +75,6 @@ class Scheduled:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests per second in the steady state."""
         return self.observed.requests_per_s
 
     def cost_s(self, theta: float) -> float:
@@ -105,12 +104,10 @@ class KindSearch:
 
     @property
     def evaluations(self) -> int:
-        """Points that were evaluated, by estimates and by timelines."""
         return self._alternation.evaluations + sum(map(len, self._known.values()))
 
     @property
     def least(self) -> Scheduled | None:
-        """The schedule with the least latency that was found; None where nothing fits."""
         least = self._alternation.least
         return None if least is None else self._scheduled(least.placed, least.point)
 
@@ -156,14 +153,12 @@ class KindSearch:
         return None
 
     def _exact(self, placed: ScheduleSpace, point: ControlPoint, quantile: float) -> Performance:
-        """The performance of a point by its timeline, which is made once."""
         known = self._known.setdefault((placed.key, quantile), {})
         if point not in known:
             known[point] = placed.exact(point, quantile)
         return known[point]
 
     def _scheduled(self, placed: ScheduleSpace, point: ControlPoint) -> Scheduled:
-        """The schedule of a point, simulated once."""
         key = placed.key, point
         if key not in self._simulated:
             schedule = placed.schedule(point)
@@ -250,7 +245,6 @@ class BoundedSearch:
 
     @property
     def evaluations(self) -> int:
-        """Points of controls that were evaluated."""
         searches = self._kinds_of_bits.values()
         return sum(each.evaluations for kinds in searches for each in kinds.values())
 
@@ -293,7 +287,6 @@ class BoundedSearch:
         return min(kept, key=lambda each: each.cost_s(theta))
 
     def _kinds(self, bits: tuple[int, ...]) -> Mapping[ScheduleKind, KindSearch]:
-        """The searches for schedules of each kind with layers of these bits."""
         if bits not in self._kinds_of_bits:
             costs, request = replace(self._costs, usable_bits=bits), self._request
             self._kinds_of_bits[bits] = {

@@ -80,12 +80,10 @@ class ControlBox:
         return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
 
     def at(self, share: float) -> ControlPoint:
-        """The point at this share of the diagonal."""
         steps = zip(self.low, self.widths, strict=True)
         return tuple(low + round(share * width) for low, width in steps)
 
     def halves(self, control: int) -> tuple[ControlBox, ControlBox]:
-        """Both halves along a control."""
         middle = (self.low[control] + self.high[control]) // 2
         below = ControlBox(self.low, _with(self.high, control, middle))
         return below, ControlBox(_with(self.low, control, middle + 1), self.high)
@@ -102,7 +100,6 @@ class Evaluations:
         self.best: ControlPoint | None = None
 
     def __call__(self, point: ControlPoint) -> Performance:
-        """The performance of a point."""
         if point not in self._known:
             found = self._known[point] = self._performance(point)
             if found.keeps(self._bound_s) and found.requests_per_s > self.throughput:
@@ -116,12 +113,10 @@ class Evaluations:
 
     @property
     def count(self) -> int:
-        """The points that were evaluated."""
         return len(self._known)
 
     @property
     def found(self) -> Found | None:
-        """The best point so far."""
         if self.best is None:
             return None
         return Found(self.best, self._known[self.best], self.count)
@@ -166,7 +161,6 @@ def climbed(ranges: Sequence[range], performance: PerformanceOf, bound_s: float)
 
 
 def whole_block(ranges: Sequence[range]) -> ControlBox:
-    """All points of a box."""
     return ControlBox(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
 
 

@@ -65,7 +65,6 @@ def divisions(pools: Sequence[Sequence[Device]]) -> Iterator[PhaseDivision]:
 
 
 def _counts(most: int, step: int) -> list[int]:
-    """Numbers from 0 to `most` in steps."""
     return sorted({*range(0, most + 1, step), most})
 
 
@@ -124,6 +123,5 @@ def _bytes(costs: CostModel, devices: Sequence[Device]) -> float:
 
 
 def _weights(costs: CostModel, device: Device, bits: int) -> float:
-    """Bytes of all layers' weights."""
     dtype = costs.dtype(device)
     return costs.shape.layers * layer_weight_bytes(costs.shape, bits, device, dtype)

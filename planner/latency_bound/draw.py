@@ -92,7 +92,6 @@ def _newcomers(schedule: RequestSchedule, group: int) -> int:
 
 
 def _micro_batches(requests: int, schedule: RequestSchedule) -> list[int]:
-    """The sizes of the micro-batches in which so many newcomers are prefilled."""
     count = -(-requests // schedule.prefill_micro_batch)
     return [requests * (i + 1) // count - requests * i // count for i in range(count)]
 

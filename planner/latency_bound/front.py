@@ -83,7 +83,6 @@ def _front(
 def _points(
     search: BoundedSearch, request: BoundRequest, bounds: list[float]
 ) -> Iterator[LatencyPoint]:
-    """Yield the best schedule within each bound that can be kept."""
     for bound_s in bounds:
         try:
             found = search.within(bound_s)
@@ -128,7 +127,6 @@ class BoundRow:
 
     @property
     def best(self) -> LatencyPoint:
-        """The point of the most requests per second."""
         return max(self.points, key=lambda each: each.requests_per_s)
 
 
@@ -166,7 +164,6 @@ class KindFronts:
         return [list(run) for _, run in groupby(self.rows, key=lambda row: row.best.schedule.kind)]
 
     def to_json(self) -> str:
-        """Points and kinds that are left out as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 

@@ -49,7 +49,6 @@ class PlacedLayers:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices in stage order."""
         return self.stages.devices
 
     @property
@@ -100,7 +99,6 @@ class KnownRoom:
         self._too_much: list[Need] = []
 
     def __call__(self, need: Need) -> bool:
-        """Whether a need has room."""
         if need not in self._known:
             self._known[need] = self._asked(need)
         return self._known[need]

@@ -35,7 +35,6 @@ class BoundRequest:
     prompts: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers and the kinds."""
         if self.bound_s is not None and not 0 < self.bound_s < math.inf:
             raise SpecError(f"{BOUND} is {self.bound_s}; give more than 0 seconds")
         if not 0 < self.quantile < 1:
@@ -60,7 +59,6 @@ PROMPTS = 10_000
 
 
 def job_of(request: BoundRequest) -> Job:
-    """The job of the request's prompts."""
     return Job(request.prompts or PROMPTS, sampled_lengths(request.lengths))
 
 

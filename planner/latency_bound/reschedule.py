@@ -147,7 +147,6 @@ class RunningRra(RraSpace):
     sizes: RunningSizes
 
     def has_room(self, schedule: RequestSchedule) -> bool:
-        """Whether the stages may follow a schedule as it is."""
         return self._has_room(schedule, self.sizes.prefill_micro_batch)
 
     def _reservable_tokens(self, schedule: RequestSchedule) -> int:

@@ -133,31 +133,25 @@ class RraSpace:
 
     @property
     def kind(self) -> ScheduleKind:
-        """The kind of the schedules."""
         return "rra"
 
     @property
     def placements(self) -> tuple[PlacedLayers, ...]:
-        """The placement of all stages."""
         return (self.placement,)
 
     @property
     def key(self) -> Hashable:
-        """A key that is equal for equal placements."""
         return self.placement.key
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """The box of the controls."""
         return self._controls.ranges
 
     @property
     def omega(self) -> float:
-        """Summed sensitivity of the layers' bitwidths."""
         return self.placement.omega
 
     def __call__(self, point: ControlPoint) -> Performance:
-        """The estimated performance of a point; latency is infinite where requests have no room."""
         schedule, fits = self._schedule(point)
         request = self.request
         times, lengths = self.placement.times, request.lengths
@@ -172,23 +166,18 @@ class RraSpace:
         return self.timeline(schedule, quantile).performance if fits else self(point)
 
     def around(self, point: ControlPoint) -> tuple[range, ...]:
-        """The box of the controls up to somewhat more than a point."""
         return self._controls.up_to(point, BEYOND)
 
     def schedule(self, point: ControlPoint) -> RequestSchedule:
-        """The schedule of a point."""
         return self._schedule(point)[0]
 
     def has_room(self, schedule: RequestSchedule) -> bool:
-        """Whether the requests of a schedule have room, as it is."""
         return self._has_room(schedule, schedule.prefill_micro_batch)
 
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
-        """The timeline of a schedule."""
         return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
 
     def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
-        """What is seen of so many requests in a simulation of a schedule's events."""
         watch = Watch(SETTLING * schedule.decode_requests, count)
         generator, n_slots = np.random.default_rng(0), self._reservable_tokens(schedule)
         times, lengths = self.placement.exact_times, self.request.lengths
@@ -200,7 +189,6 @@ class RraSpace:
         return workload.reservable_tokens
 
     def start(self, schedule: RequestSchedule) -> PlacingGoal:
-        """To place layers again for a schedule."""
         return PlacingGoal(schedule, free=False)
 
     def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:

@@ -65,12 +65,10 @@ class GroupSizes:
 
     @property
     def mean(self) -> float:
-        """Mean number of requests after a turn."""
         return float(np.dot(self.size, self.chance))
 
     @property
     def mean_newcomers(self) -> float:
-        """Mean number of newcomers of a turn."""
         return float(self.newcomers.sum(axis=0) @ np.arange(self.newcomers.shape[1]))
 
     @property

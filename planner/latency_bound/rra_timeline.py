@@ -84,7 +84,6 @@ class TurnPasses:
 
     @property
     def newcomers(self) -> int:
-        """Number of requests that are prefilled."""
         return sum(self.sizes)
 
 
@@ -224,7 +223,6 @@ class _Run:
             group.steps_left -= rounds
 
     def _advance(self, group: _Group) -> None:
-        """Have a group make its next passes."""
         is_empty = group.steps >= group.empty_after
         if is_empty or not (group.steps_left or self._waits()):
             turn = self._newcomers.next(is_empty)

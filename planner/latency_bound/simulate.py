@@ -61,7 +61,6 @@ class RequestQueue:
 def drawn_requests(
     lengths: RequestLengths, count: int, generator: np.random.Generator
 ) -> list[DrawnRequest]:
-    """Draw so many requests."""
     prompts = lengths.prompts.drawn(count, generator).tolist()
     outputs = lengths.outputs.drawn(count, generator).tolist()
     return list(map(DrawnRequest, prompts, outputs))
@@ -78,7 +77,6 @@ class ObservedRequests:
 
     @property
     def mean_latency_s(self) -> float:
-        """Mean latency of a request."""
         return float(self.latencies_s.mean())
 
     def latency_s(self, quantile: float) -> float:
@@ -125,14 +123,12 @@ class Watch:
             self._pending += request.noted
 
     def end(self, requests: Iterable[DrawnRequest], now_s: float) -> None:
-        """Note that these have their last token."""
         for request in requests:
             if request.noted:
                 self._pending -= 1
                 self._latencies_s.append(now_s - request.began_s)
 
     def observed(self) -> ObservedRequests:
-        """What was noted."""
         assert self._from_s is not None
         assert self._to_s is not None
         return ObservedRequests(
@@ -275,13 +271,11 @@ class _DrawnPrefills(PrefillSide):
         self.going: deque[DrawnRequest] = deque()
 
     def next_turn(self, wanted: int, room: int) -> Sequence[int]:
-        """Tokens of the next prompts, so many that they are even."""
         taken = self._queue.take(self._schedule, wanted, room)
         self._waits.extend(taken)
         return [each.prompt for each in taken]
 
     def run(self, prompts: Sequence[int], now_s: float) -> tuple[float, Sequence[bool]]:
-        """Submit a micro-batch, and note its requests."""
         taken = [self._waits.popleft() for _ in prompts]
         self._watch.begin(taken, now_s, bounds=True)
         going = [each for each in taken if each.output > 1]
@@ -291,7 +285,6 @@ class _DrawnPrefills(PrefillSide):
         return back_s, [each.output > 1 for each in taken]
 
     def take_back(self) -> PromptBatch:
-        """Take back the oldest micro-batch, and note who has ended with it."""
         batch = super().take_back()
         self._watch.end(self._ending.popleft(), batch.back_s)
         return batch
@@ -315,7 +308,6 @@ class _DrawnDecodes(DecodeSide[DecodingRequests[DrawnRequest]]):
         self._going, self._watch = going, watch
 
     def step(self, group: DecodingRequests[DrawnRequest], joining: int, now_s: float) -> float:
-        """Have so many requests join a group, and submit its step."""
         new = [self._going.popleft() for _ in range(joining)]
         for each in new:
             group.join(each, each.prompt, each.output - 1)
@@ -323,7 +315,6 @@ class _DrawnDecodes(DecodeSide[DecodingRequests[DrawnRequest]]):
         return self._pipeline.decode(group.size, group.context_tokens, now_s, restored)
 
     def end(self, group: DecodingRequests[DrawnRequest], now_s: float) -> int:
-        """Count a step that is back; returns how many have ended with it."""
         ended = group.step()
         self._watch.end(ended, now_s)
         return len(ended)

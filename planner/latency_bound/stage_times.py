@@ -81,29 +81,23 @@ class PipelineTimes:
 
     @property
     def stages(self) -> int:
-        """Number of stages, N."""
         return len(self._links)
 
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """Compute seconds of the prompts of a micro-batch [N]."""
         return self._between_requests("prefill", requests, max(prompt_tokens, 1.0))
 
     def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """The part of those seconds that is attention's [N]."""
         return self._between_requests("attention", requests, max(prompt_tokens, 1.0))
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
-        """Compute seconds of a decode step [N]."""
         return self._between_requests("decode", requests, max(context_tokens, 1.0))
 
     def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """Seconds of the transfers behind the stages for the prompts of a micro-batch [N]."""
         latency_s, per_token_s, per_request_s = self._links.T
         tokens = requests * prompt_tokens
         return np.asarray(latency_s + tokens * per_token_s + requests * per_request_s)
 
     def decode_hop_s(self, requests: float) -> FloatArray:
-        """Seconds of the transfers behind the stages for a decode step [N]."""
         return self.prefill_hop_s(requests, 1.0)
 
     def _between_requests(self, work: _Work, requests: float, length: float) -> FloatArray:
@@ -172,31 +166,24 @@ class GridTimes(ManyTimes):
 
     @property
     def stages(self) -> int:
-        """Number of stages, N."""
         return self.exact.stages
 
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """Compute seconds of the prompts of a micro-batch [N]."""
         return np.asarray(self._prefill.at(np.array([requests]), np.array([prompt_tokens]))[0])
 
     def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """The part of those seconds that is attention's [N]."""
         return np.asarray(self._attention.at(np.array([requests]), np.array([prompt_tokens]))[0])
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
-        """Compute seconds of a decode step [N]."""
         return np.asarray(self._decode.at(np.array([requests]), np.array([context_tokens]))[0])
 
     def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """Seconds of the transfers behind the stages for the prompts of a micro-batch [N]."""
         return self.exact.prefill_hop_s(requests, prompt_tokens)
 
     def decode_hop_s(self, requests: float) -> FloatArray:
-        """Seconds of the transfers behind the stages for a decode step [N]."""
         return np.asarray(self._one_hop_s + (requests - 1) * self._more_hop_s)
 
     def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
-        """Mean compute seconds [N] of a micro-batch with prompts of these lengths."""
         key = requests, prompts
         if key not in self._means:
             self._means[key] = _mean_s(requests, prompts, self._prefill.at, self._attention.at)
@@ -205,7 +192,6 @@ class GridTimes(ManyTimes):
     def decodes_s(
         self, requests: FloatArray, context_tokens: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """Compute and transfer seconds of decode steps [n], both [n, N]."""
         compute_s = self._decode.at(requests, context_tokens)
         return compute_s, self._one_hop_s + (requests - 1)[:, None] * self._more_hop_s
 

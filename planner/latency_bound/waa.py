@@ -173,7 +173,6 @@ class WaaSpace:
 
     @property
     def key(self) -> Hashable:
-        """A key that is equal for equal placements."""
         return self.decode.key, self.prefill.key
 
     @property
@@ -190,7 +189,6 @@ class WaaSpace:
         return (range(1, min(2 * most, self.job.prompts) + 1),)
 
     def __call__(self, point: ControlPoint) -> Performance:
-        """The estimated performance of a point; latency is infinite where requests have no room."""
         schedule, fits = self._best(point)
         found = self._estimate(schedule)
         return found if fits else Performance(found.requests_per_s, math.inf)
@@ -203,24 +201,19 @@ class WaaSpace:
         return self.timeline(schedule, quantile).performance if fits else self(point)
 
     def around(self, point: ControlPoint) -> tuple[range, ...]:
-        """The box of the control up to somewhat more than a point."""
         whole = self.ranges[0]
         return (range(whole.start, min(whole.stop, ceil(BEYOND * point[0]) + 1)),)
 
     def schedule(self, point: ControlPoint) -> RequestSchedule:
-        """The schedule of a point."""
         return self._best(point)[0]
 
     def has_room(self, schedule: RequestSchedule) -> bool:
-        """Whether the requests of a schedule have room, as it is."""
         return self._decodes(schedule) and self._prefills(schedule)
 
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
-        """The timeline of a schedule."""
         return waa_timeline(self.sides, schedule, quantile)
 
     def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
-        """What is seen of so many requests in a simulation of a schedule's events."""
         watch = Watch(SETTLING * schedule.decode_requests, count)
         return simulate_waa(self.sides, schedule, watch, np.random.default_rng(0))
 

@@ -51,7 +51,6 @@ class PrefillSide(ABC):
 
     @property
     def next_s(self) -> float:
-        """When the oldest micro-batch is back."""
         return self._under_way[0].back_s if self._under_way else inf
 
     def turn(self, wanted: int, room: int) -> int:
@@ -63,7 +62,6 @@ class PrefillSide(ABC):
         return len(prompts)
 
     def submit(self, now_s: float) -> None:
-        """Submit what may be under way."""
         while self._waiting and len(self._under_way) < self.stages + WAITING:
             count = self._sizes.next_part(self._waiting, self._waiting_tokens)
             prompts = [self._waiting.popleft() for _ in range(count)]
@@ -72,7 +70,6 @@ class PrefillSide(ABC):
             self._under_way.append(PromptBatch(prompts, go_on, now_s, back_s))
 
     def take_back(self) -> PromptBatch:
-        """The oldest micro-batch, which is back."""
         batch = self._under_way.popleft()
         self.requests -= len(batch.tokens)
         return batch
@@ -109,7 +106,6 @@ class DecodeSide(ABC, Generic[Group]):
 
     @property
     def next_s(self) -> float:
-        """When the oldest step is back."""
         return self.stepping[0][0] if self.stepping else inf
 
     def submit(self, now_s: float) -> None:
@@ -129,7 +125,6 @@ class DecodeSide(ABC, Generic[Group]):
                 self.resting.append(group)
 
     def take_back(self) -> int:
-        """Take back the oldest step; returns how many have ended with it."""
         now_s, group = self.stepping.popleft()
         ended = self.end(group, now_s)
         self.in_groups -= ended

@@ -34,7 +34,6 @@ class StageCopies:
 
     @classmethod
     def of(cls, copies: Sequence[HostCopies]) -> StageCopies:
-        """The same of several stages [N]."""
         request_s = np.array([each.one_way_s(0) for each in copies])
         return cls(request_s, np.array([each.one_way_s(1) for each in copies]) - request_s)
 
@@ -137,7 +136,6 @@ class DecodeSteps:
         self._hop_s = times.decode_hop_s(size).tolist()
 
     def step(self, size: float, joining: float) -> PassTimes:
-        """A step of so many requests, some of which join with it."""
         stages = zip(self._none_s, self._each_s, self._joining_s, strict=True)
         return PassTimes([a + size * b + joining * c for a, b, c in stages], self._hop_s)
 
@@ -201,7 +199,6 @@ class PartTimes:
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of a request."""
         return float(self.shares @ self.seconds)
 
 
@@ -230,7 +227,6 @@ class PromptPasses(PrefillSide):
         self.taken: list[PromptBatch] = []
 
     def next_turn(self, wanted: int, room: int) -> Sequence[int]:
-        """Tokens of the next prompts, so many that they are even."""
         begin = self._next % len(self.prompts)
         ahead = self.prompts[begin : begin + room]
         ahead += self.prompts[: room - len(ahead)]
@@ -244,7 +240,6 @@ class PromptPasses(PrefillSide):
         return self._tandem.run(part, now_s), [True] * len(prompts)
 
     def take_back(self) -> PromptBatch:
-        """Take back the oldest micro-batch, and note it."""
         self.taken.append(super().take_back())
         return self.taken[-1]
 
@@ -288,7 +283,6 @@ class WaaSides:
 
     @cached_property
     def prefill_and_keep(self) -> StageSeconds:
-        """The times of stages that prefill, with their copies."""
         return self.handover.prefilling(self.prefill, self.lengths.outputs)
 
     @cached_property
@@ -305,5 +299,4 @@ class WaaSides:
         return self._busy[key]
 
     def steps(self, size: float) -> DecodeSteps:
-        """The steps of groups of about so many requests."""
         return DecodeSteps(self.decode, self.handover.restore, self.lengths, size)

@@ -69,14 +69,12 @@ class _CountedDecodes(DecodeSide[_CountedGroup]):
         self.spans: list[tuple[float, int, int, int]] = []
 
     def step(self, group: _CountedGroup, joining: int, now_s: float) -> float:
-        """Have so many requests join a group, and run its step."""
         group.size += joining
         back_s = self._tandem.run(self._steps.step(group.size, joining), now_s)
         self.spans.append((back_s - now_s, group.size, joining, len(self.stepping) + 1))
         return back_s
 
     def end(self, group: _CountedGroup, now_s: float) -> int:
-        """Have some end; returns how many do."""
         owed = group.owed + next(self._ends) * group.size / self._usual
         ended = min(group.size, int(owed))
         group.owed = owed - ended if ended < group.size else 0.0
@@ -161,7 +159,6 @@ class LoadOfSides:
 
     @cached_property
     def _steps(self) -> float:
-        """Mean decode steps of all requests."""
         return max(self.sides.lengths.outputs.mean - 1, LEAST_STEPS)
 
     @cached_property

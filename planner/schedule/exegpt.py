@@ -145,16 +145,13 @@ class RraSchedule:
 
     @property
     def waiting(self) -> int:
-        """How many requests have had no turn yet."""
         return len(self._prompts) - self._next_request
 
     def front(self, most: int) -> tuple[Sequence[int], int]:
-        """Tokens of the next prompts, at most so many; none of them runs again."""
         self._first_of_turn = self._next_request  # asked for once, as a turn begins
         return self._prompts[self._next_request : self._next_request + most], 0
 
     def room_for(self, wanted: int) -> int:
-        """For how many of the next `wanted` requests there are slots and token slots."""
         left, joining, first = self._sizes.n_slots - self._n_rsrv, 0, self._next_request
         room = min(wanted, self._sizes.slots - self._running)
         for size in islice(self._reserved, first, first + room):
@@ -165,7 +162,6 @@ class RraSchedule:
         return joining
 
     def take(self, count: int) -> list[int]:
-        """Reserve for the next requests, and return them."""
         first = self._next_request
         self._next_request += count
         self._n_rsrv += sum(self._reserved[first : self._next_request])
