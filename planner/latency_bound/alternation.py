@@ -25,8 +25,7 @@ from planner.latency_bound.branch_and_bound import (
     best_evaluated,
     climbed,
 )
-from planner.latency_bound.divisions import PhaseDivision
-from planner.latency_bound.placed_layers import PlacedLayers
+from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.simulate import ObservedRequests
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.scheduling import RequestSchedule, ScheduleKind

@@ -256,7 +256,7 @@ def _found(
         least = search.least
         if least is None:
             raise nothing_fits(costs, request) from None
-        raise bound_not_met(request, least.latency_s, least.kind) from None
+        raise bound_not_met(request, *least) from None
     plan = bounded_plan(scheduled, costs, request, source, omega.source)
     forecast = perplexity_forecast(omega, scheduled.placed.omega, planned.options.max_ppl_delta)
     return replace(

@@ -215,14 +215,6 @@ PLANNERS: dict[ScheduleKind, PlannerOf] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Least:
-    """The schedule of one kind with the least latency."""
-
-    kind: ScheduleKind
-    latency_s: float
-
-
 class NoScheduleError(Exception):
     """No schedule keeps a bound, or none fits; the search catches it and says why."""
 
@@ -249,15 +241,17 @@ class BoundedSearch:
         return sum(each.evaluations for kinds in searches for each in kinds.values())
 
     @property
-    def least(self) -> Least | None:
-        """The least latency that was found; None where nothing fits."""
+    def least(self) -> tuple[float, ScheduleKind] | None:
+        """The least latency that was found, in seconds, and the kind of its schedule; None where
+        nothing fits.
+        """
         found = [
-            Least(kind, each.least.latency_s)
+            (each.least.latency_s, kind)
             for kinds in self._kinds_of_bits.values()
             for kind, each in kinds.items()
             if each.least is not None
         ]
-        return min(found, key=lambda each: each.latency_s, default=None)
+        return min(found, key=lambda each: each[0], default=None)
 
     def within(self, bound_s: float) -> Scheduled:
         """The schedule within the bound, at the quality that the options ask for.

@@ -164,12 +164,6 @@ def whole_block(ranges: Sequence[range]) -> ControlBox:
     return ControlBox(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
 
 
-def least_latency(ranges: Sequence[range], performance: PerformanceOf) -> Found:
-    """The point with the least latency: the lower corner, up to the tolerance."""
-    low = tuple(each[0] for each in ranges)
-    return Found(low, performance(low), 1)
-
-
 class _BranchAndBound:
     """Takes blocks from a queue, most promising first, cuts them down and splits them."""
 

@@ -75,7 +75,7 @@ def _front(
         raise nothing_fits(costs, request) from None
     least = search.least
     assert least is not None, "where a schedule was found, one has the least latency"
-    bounds = np.geomspace(least.latency_s, fastest.latency_s, POINTS)
+    bounds = np.geomspace(least[0], fastest.latency_s, POINTS)
     found = list(_points(search, request, bounds[:-1].tolist()))
     return _ascending([*found, _point(float(bounds[-1]), fastest, request)])
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, devices_of
 from planner.costs.model import CostModel
-from planner.latency_bound.alternation import ScheduleSpace
 from planner.latency_bound.bounded_plan import bound_not_met, latency_forecast
 from planner.latency_bound.bounded_search import CHECKS, TOLERANCE, Scheduled, kept_below, scheduled
 from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_evaluated
-from planner.latency_bound.divisions import PhaseDivision
-from planner.latency_bound.placed_layers import PlacedLayers
+from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.request import PROMPTS, BoundRequest, sampled_lengths
 from planner.latency_bound.rra import RraSpace
 from planner.latency_bound.schedules import most_in_group
@@ -128,18 +125,6 @@ def _solution(plan: PlanSpec, costs: CostModel, devices: tuple[Device, ...]) -> 
     )
 
 
-class RunningSpace(ScheduleSpace, Protocol):
-    """Stages that run, and the requests that were measured."""
-
-    @property
-    def job(self) -> Job:
-        """The job that stands for the requests."""
-
-    @property
-    def request(self) -> BoundRequest:
-        """The requests, and the bound on their latency."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunningRra(RraSpace):
     """Stages of both phases; their prefill micro-batches stay as they are."""
@@ -183,6 +168,10 @@ class RunningWaa(WaaSpace):
         stages, mean = len(self.prefill.devices), self.request.lengths.prompts.mean
         tokens = handed_over_tokens(schedule, stages, mean)
         return schedule.prefill_requests == 1 or tokens <= self.sizes.host_tokens
+
+
+RunningSpace = RunningRra | RunningWaa
+"""Stages that run, and the requests that were measured."""
 
 
 def reserved_tokens(stages: RunningSpace) -> float:

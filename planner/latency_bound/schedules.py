@@ -69,12 +69,6 @@ class RraControls:
         steps = self.longest_steps + 1 - frequency
         return rra_schedule(self.lengths, newcomers * groups, steps, groups, prefill_micro_batch)
 
-    def point(self, schedule: RequestSchedule) -> ControlPoint:
-        """The point of a schedule."""
-        groups = schedule.decode_micro_batches
-        frequency = self.longest_steps + 1 - schedule.decode_steps
-        return schedule.prefill_requests // groups, frequency, groups
-
 
 def rra_schedule(
     lengths: RequestLengths,
@@ -155,33 +149,14 @@ def phases_of(steps: int, decode_steps: int) -> int:
     return max(1, -(-steps // decode_steps))
 
 
-def completion_chances(steps: int, decode_steps: int) -> FloatArray:
-    """P_D(U|S) as published: the chance [decode_steps + 1] that a request of `steps` decode steps
-    ends with step U = 0, 1, … of a phase of decoding in which it takes part.
-    """
-    chances = np.zeros(decode_steps + 1)
-    last = 1 + (steps - 1) % decode_steps if steps else 0
-    chances[last] = 1 / phases_of(steps, decode_steps)
-    return chances
-
-
 @dataclass(frozen=True)
 class Completions:
-    """Requests with these `outputs` under phases of `decode_steps` decode steps (N_D)."""
+    """Requests with these `outputs` under phases of `decode_steps` steps (N_D): how many make which
+    step. Prefill gives the first token, so S is one less than the tokens of an answer.
+    """
 
     outputs: LengthDistribution
     decode_steps: int
-
-    @cached_property
-    def of_those_that_come(self) -> FloatArray:
-        """P_D(U) [decode_steps + 1] with the lengths of requests as they come."""
-        return self._weighed(np.array(self.outputs.probabilities))
-
-    @cached_property
-    def of_those_in_flight(self) -> FloatArray:
-        """P_D(U) [decode_steps + 1] with the lengths of the requests in flight at a time."""
-        weights = np.array(self.outputs.probabilities) * self._stays
-        return self._weighed(weights / self.phases)
 
     @cached_property
     def phases(self) -> float:
@@ -189,12 +164,14 @@ class Completions:
         return float(np.dot(self._stays, self.outputs.probabilities))
 
     def decode_requests(self, prefill_requests: float) -> float:
-        """B_D = B_E / sum P_D(U) of those in flight: how many there are after a turn."""
-        return prefill_requests * self.phases
+        """B_D: how many there are after a turn.
 
-    def printed_decode_requests(self, prefill_requests: float) -> float:
-        """B_D = B_E / sum P_D(U) of those that come."""
-        return prefill_requests / float(self.of_those_that_come.sum())
+        It is B_E / sum P_D(U) where P_D(U|S) is weighed by the lengths of those in flight, among
+        which long ones are more frequent as they stay longer (Little's law). The paper leaves open
+        of which requests; by the lengths of those that come there would never be more, and fewer
+        wherever some stay for more phases than others.
+        """
+        return prefill_requests * self.phases
 
     @cached_property
     def decoding(self) -> FloatArray:
@@ -230,12 +207,6 @@ class Completions:
         padded = np.zeros(phases * self.decode_steps)
         padded[: len(by_step)] = by_step
         return padded.reshape(phases, self.decode_steps)
-
-    def _weighed(self, weights: FloatArray) -> FloatArray:
-        steps = np.array(self.outputs.lengths) - 1
-        last = np.where(steps > 0, 1 + (steps - 1) % self.decode_steps, 0)
-        counts = np.bincount(last, weights / self._stays, self.decode_steps + 1)
-        return counts.astype(np.float64)
 
 
 def waa_decode_requests(outputs: LengthDistribution, prefill_requests: float) -> float:

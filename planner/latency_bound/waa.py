@@ -14,9 +14,13 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
 from planner.latency_bound.branch_and_bound import ControlPoint
-from planner.latency_bound.divisions import PhaseDivision, balanced_divisions
 from planner.latency_bound.estimates import estimated_waa, prefill_rate, round_s, shortest_round
-from planner.latency_bound.placed_layers import PlacedLayers, handover_of
+from planner.latency_bound.placed_layers import (
+    PhaseDivision,
+    PlacedLayers,
+    balanced_divisions,
+    handover_of,
+)
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.schedules import cycle_of, most_in_group, prefill_sizes, waa_schedule
 from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa

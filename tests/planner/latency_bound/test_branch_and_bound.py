@@ -15,7 +15,6 @@ from planner.latency_bound.branch_and_bound import (
     Found,
     Tolerance,
     best_within,
-    least_latency,
 )
 from planner.latency_bound.timeline import DOES_NOT_FIT, Performance
 from tests.planner.latency_bound.random_boxes import Outcome, outcome_of, random_cases
@@ -114,12 +113,6 @@ def test_only_what_is_faster_than_known_is_found() -> None:
     nearly = best_within(ranges, _product, 20.0, EXACT, more_than=best * 0.999)
     assert nearly is not None
     assert nearly.performance.requests_per_s == best
-
-
-def test_the_least_latency_is_that_of_the_lower_corner() -> None:
-    ranges = (range(2, 9), range(3, 9))
-    least = min(_product((x, y)).latency_s for x, y in itertools.product(*ranges))
-    assert least_latency(ranges, _product).performance.latency_s == least
 
 
 def _check(outcomes: list[Outcome]) -> None:
