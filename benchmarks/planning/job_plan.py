@@ -44,6 +44,7 @@ from benchmarks.planning.job_cases import (
 )
 from benchmarks.reproduction.paper_tables import DATA
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassTable, occupied_stages
 from planner.explanation.planned_assignment import PlannedAssignment, planned_assignment
 from planner.optimiser.assignment import stage_times
 from planner.options import PlanOptions
@@ -53,7 +54,6 @@ from planner.search.baselines import baseline
 from planner.search.find import PricedPlan, find_plan, find_priced_plan
 from planner.search.request import planning_costs
 from planner.simulation.job_simulation import simulate_job, simulate_job_assignment
-from planner.simulation.simulation import assignment_timing, occupied_stages
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
 
@@ -181,7 +181,7 @@ class Contest:
         pairs = self.lengths.draw(FILLS * slots, CHECK_SEED)
         prompts, outputs = zip(*pairs, strict=True)
         stages = occupied_stages(placed.devices, placed.first_layer)
-        timing = assignment_timing(placed.costs, stages, placed.bitwidth)
+        timing = PassTable(placed.costs, stages, placed.bitwidth)
         rows, count = JobRows(prompts, outputs), len(stages.devices)
         run = simulate_job(rows, slots, placed.sizes, count, timing.seconds)
         return Checked(

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.costs.pass_times import PassSeconds
 from planner.length_distribution import FloatArray
 from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import Pass
 from planner.scheduling import RequestSchedule
-from planner.simulation.simulation import PassSeconds, Simulated, simulate_passes
+from planner.simulation.simulation import Simulated, simulate_passes
 from quant.common.errors import SpecError
 
 SETTLING, SHOWN = 2, 2

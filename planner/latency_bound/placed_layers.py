@@ -17,13 +17,13 @@ from planner.cluster.spec import equal_devices
 from planner.costs.communication import handover_terms
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel, expanded
+from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.costs.preemption import HostCopies, cache_tensors
-from planner.latency_bound.stage_times import GridTimes, PipelineTimes
+from planner.latency_bound.stage_times import GridTimes
 from planner.latency_bound.waa_sides import Handover, StageCopies
 from planner.micro_batches import MicroBatches
 from planner.plan.builder import Solution, solution_quality
 from planner.scheduling import ScheduleKind
-from planner.simulation.simulation import OccupiedStages, occupied_stages
 from planner.workload import Job, Workload
 
 
@@ -43,10 +43,10 @@ class PlacedLayers:
         return GridTimes(self.exact_times)
 
     @cached_property
-    def exact_times(self) -> PipelineTimes:
+    def exact_times(self) -> PassTable:
         """Seconds of passes on the stages, as the plan has them."""
         stages = self.stages
-        return PipelineTimes(self.costs, stages.devices, stages.first_layer, self.bitwidth)
+        return PassTable.of(self.costs, stages.devices, stages.first_layer, self.bitwidth)
 
     @cached_property
     def omega(self) -> float:

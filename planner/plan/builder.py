@@ -10,6 +10,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ungrouped
 from planner.costs.memory import stage_memory
 from planner.costs.model import CostModel, expanded
+from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
@@ -26,11 +27,6 @@ from planner.plan.spec import (
 )
 from planner.simulation.forecast import Forecast, forecast_assignment
 from planner.simulation.job_simulation import MOST_PASSES
-from planner.simulation.simulation import (
-    OccupiedStages,
-    assignment_timing,
-    occupied_stages,
-)
 from planner.workload import Workload
 from quant.backends.selection import backend_name
 
@@ -249,7 +245,7 @@ def _modelled(
     devices, emulate = occupied.devices, costs.cluster.emulate
     if emulate is None or not emulate.time_scale:
         return (None,) * len(devices)
-    timing = assignment_timing(costs, occupied, bitwidth)
+    timing = PassTable(costs, occupied, bitwidth)
     mixed = costs.policy(sizes).mixed_requests  # any number of them may be prompts, or parts
     sizes = MicroBatches(max(sizes.prefill, mixed), max(sizes.decode, mixed))
     times = modelled_times(costs, devices, sizes, timing.compute_s)

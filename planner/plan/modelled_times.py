@@ -18,11 +18,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.device import Device
+from planner.costs.micro_batch_times import between, together_s
 from planner.costs.model import CostModel
+from planner.costs.pass_times import link_terms
 from planner.micro_batches import MicroBatches
 from planner.phases import Phase
 from planner.plan.field_types import STRICT, Seconds
-from planner.simulation.simulation import link_terms
 from planner.workload import Workload
 
 FloatArray = npt.NDArray[np.float64]
@@ -105,16 +106,15 @@ class ModelledTimes:
         if high.requests == requests or above == 0:
             return high.mean_s(lengths)
         low = curves[above - 1]
-        share = (requests - low.requests) / (high.requests - low.requests)
-        return (1 - share) * low.mean_s(lengths) + share * high.mean_s(lengths)
+        known = {each.requests: each for each in (low, high)}
+        sizes = low.requests, high.requests
+        return between(requests, *sizes, lambda size: known[size].mean_s(lengths))
 
     def pass_s(self, starts: Lengths, counts: Lengths) -> float:
         """Seconds of a micro-batch whose requests add `counts` tokens to `starts` earlier ones.
 
-        Decode steps and prompts of one micro-batch take the seconds of both, less those of the
-        least decode step: weights are read and kernels started once. That is exact where time is a
-        constant and a sum over requests, and never less than either alone. A part of a prompt takes
-        what the prompt up to its end takes longer than that up to its start, and the constant.
+        A part of a prompt takes what the prompt up to its end takes longer than that up to its
+        start, and the constant.
         """
         decodes = (counts == 1) & (starts > 0)
         decode_s = self.compute_s(True, starts[decodes]) if decodes.any() else 0.0
@@ -125,8 +125,8 @@ class ModelledTimes:
         if earlier.any():
             constant_s = self.compute_s(False, np.zeros_like(earlier))
             prefill_s += constant_s - self.compute_s(False, earlier)
-        both_s = prefill_s + decode_s - (self.decode[0].seconds[0] if decodes.any() else 0.0)
-        return max(prefill_s, decode_s, both_s)
+        least_s = self.decode[0].seconds[0] if decodes.any() else 0.0
+        return float(together_s(*np.array([prefill_s, decode_s, least_s])))
 
     def transfer_s(self, tokens: int, requests: int) -> float:
         """Seconds of the result of `requests` with `tokens` tokens to the next stage."""

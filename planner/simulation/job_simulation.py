@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cluster.device import Device
+from planner.costs.micro_batch_times import near_length
 from planner.costs.model import CostModel
-from planner.costs.unlike_prompts import near_length
+from planner.costs.pass_times import PassSeconds, PassTable
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
@@ -21,15 +22,7 @@ from planner.schedule.orca import MixedPass, OrcaSchedule
 from planner.schedule.policy_sizes import Sizes, TurnSizes
 from planner.schedule.s3 import most_waiting
 from planner.schedule.static import JobRows, JobSchedule, Pass
-from planner.simulation.simulation import (
-    PassSeconds,
-    PipelineClock,
-    assignment_timing,
-    check_assignment,
-    job_schedule,
-    occupied_stages,
-    sizes_of_policy,
-)
+from planner.simulation.simulation import PipelineClock, job_schedule, sizes_of_policy
 from planner.workload import Job
 
 MOST_PASSES = 20_000
@@ -182,21 +175,19 @@ def simulate_job_assignment(
     if job is None:
         batch = costs.workload
         job = Job.of(batch.global_batch, batch.prompt_length, batch.new_tokens)
-    check_assignment(costs, devices, first_layer, bitwidth)
-    stages = occupied_stages(devices, first_layer)
-    timing = assignment_timing(costs, stages, bitwidth)
+    table = PassTable.of(costs, devices, first_layer, bitwidth)
     decode: dict[tuple[int, int], PassSeconds] = {}
 
     def seconds(each: Pass) -> PassSeconds:
         if each.phase == "prefill" or isinstance(each, MixedPass):
-            return timing.seconds(each)
+            return table.seconds(each)
         key = each.requests, near_length(each.context_length)
         if key not in decode:
-            decode[key] = timing.seconds(replace(each, context_length=key[1]))
+            decode[key] = table.seconds(replace(each, context_length=key[1]))
         return decode[key]
 
     slots, policy = costs.workload.global_batch, sizes_of_policy(costs, sizes)
-    return forecast_job(job, slots, policy, len(stages.devices), seconds, most_passes)
+    return forecast_job(job, slots, policy, table.stages, seconds, most_passes)
 
 
 def _simulate(

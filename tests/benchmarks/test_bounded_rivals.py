@@ -26,10 +26,11 @@ from benchmarks.reproduction.latency_bounds.schedulers import (
     mean_held_tokens,
 )
 from benchmarks.reproduction.latency_bounds.setting import Setting
+from planner.costs.pass_times import PassSeconds
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.schedule.static import Pass
-from planner.simulation.simulation import PassSeconds, simulate
+from planner.simulation.simulation import simulate
 from planner.workload import Workload
 
 PROMPT = 10

@@ -21,7 +21,8 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.model import CostModel
-from planner.latency_bound.stage_times import GridTimes, PipelineTimes
+from planner.costs.pass_times import PassTable
+from planner.latency_bound.stage_times import GridTimes
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, shape_from_config
@@ -308,10 +309,10 @@ class Pipeline:
         return cls(costs, stages, spread(costs.shape.layers, speeds))
 
     @cached_property
-    def times(self) -> PipelineTimes:
+    def times(self) -> PassTable:
         """Seconds of its stages."""
         bitwidth = (0,) * self.costs.shape.layers
-        return PipelineTimes(self.costs, self.stages, self.first_layer, bitwidth)
+        return PassTable.of(self.costs, self.stages, self.first_layer, bitwidth)
 
     @cached_property
     def grid_times(self) -> GridTimes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.reproduction.orca.traces import Lengths
 from planner.cluster.spec import ClusterSpec
+from planner.costs.pass_times import PassTable, occupied_stages
 from planner.explanation.planned_assignment import planned_assignment
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
@@ -13,7 +14,6 @@ from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
 from planner.search.find import PricedPlan, find_priced_plan
-from planner.simulation.simulation import assignment_timing, occupied_stages
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
 
@@ -111,7 +111,7 @@ def stage_times_of(priced: PricedPlan, most_batch: int) -> tuple[ModelledTimes, 
     """Times tabulated up to micro-batches larger than any; equal ones are one object."""
     planned = planned_assignment(priced.plan, priced.costs)
     occupied = occupied_stages(planned.devices, planned.first_layer)
-    timing = assignment_timing(priced.costs, occupied, planned.bitwidth)
+    timing = PassTable(priced.costs, occupied, planned.bitwidth)
     most = max(most_batch, priced.plan.workload.global_batch)
     sizes = MicroBatches(most, most)
     found = modelled_times(priced.costs, occupied.devices, sizes, timing.compute_s)

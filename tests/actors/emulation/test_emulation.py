@@ -22,6 +22,7 @@ from actors.messages import MicroBatch, Sampled
 from actors.stage.spec import stage_spec
 from actors.transport.message_format import PlainCodec
 from planner.cluster.spec import ClusterSpec
+from planner.costs.pass_times import PassSeconds
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -30,7 +31,7 @@ from planner.plan.parking import host_copies
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import Pass, static_schedule
 from planner.search.find import find_plan
-from planner.simulation.simulation import PassSeconds, simulate
+from planner.simulation.simulation import simulate
 from planner.workload import Workload
 from quant.common.errors import DeviceError, SpecError
 from tests.actors.batches import batch_in_ranges

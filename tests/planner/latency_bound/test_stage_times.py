@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.costs.unlike_prompts import unlike_prompts_s
+from planner.costs.micro_batch_times import unlike_prompts_s
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.stage_times import mean_prefill_s

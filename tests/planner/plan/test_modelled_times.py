@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
+from planner.costs.pass_times import OccupiedStages, PassTable
 from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
@@ -27,7 +28,6 @@ from planner.schedule.static import static_schedule
 from planner.search.baselines import baselines
 from planner.search.find import find_plan
 from planner.search.request import planning_costs
-from planner.simulation.simulation import OccupiedStages, assignment_timing
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.edits import content_of
@@ -84,7 +84,7 @@ def test_passes_of_the_planned_batch_take_what_they_take_in_the_simulation(
 ) -> None:
     costs = costs_of(head_on_first, profiled)
     stages = OccupiedStages(costs.cluster.devices, (0, 5, 30, 48))
-    timing = assignment_timing(costs, stages, [i % 4 for i in range(48)])
+    timing = PassTable(costs, stages, [i % 4 for i in range(48)])
     times = modelled_times(costs, stages.devices, SIZES, timing.compute_s)
     for each in static_schedule(WORKLOAD, SIZES, 3):
         expected = timing.seconds(each)

@@ -10,6 +10,7 @@ import pytest
 from actors.messages import MicroBatch, Sampled, TokenIds
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
+from planner.costs.pass_times import PassSeconds
 from planner.lengths import Lengths
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.schedule.exegpt import RraSchedule
@@ -17,7 +18,7 @@ from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.static import JobRows, Pass, rounded_mean
 from planner.scheduling import RequestSchedule
 from planner.simulation.job_simulation import forecast_job, simulate_job
-from planner.simulation.simulation import PassSeconds, simulate
+from planner.simulation.simulation import simulate
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 from tests.actors.schedule.exegpt_cases import queue_sizes_of

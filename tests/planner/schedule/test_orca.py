@@ -14,12 +14,13 @@ import pytest
 from actors.messages import MicroBatch, Sampled, TokenIds
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.orca import OrcaScheduler
+from planner.costs.pass_times import PassSeconds
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.schedule.orca import MixedPass, OrcaSchedule
 from planner.schedule.policy_sizes import OrcaSizes
 from planner.schedule.static import JobRows, Pass, rounded_mean
 from planner.simulation.job_simulation import simulate_job
-from planner.simulation.simulation import PassSeconds, simulate
+from planner.simulation.simulation import simulate
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_of

@@ -8,6 +8,7 @@ import pytest
 from planner.assumed_predictor import AssumedPredictor
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassSeconds
 from planner.costs.roofline import RooflineLatency
 from planner.lengths import Lengths
 from planner.micro_batches import MicroBatches
@@ -24,7 +25,7 @@ from planner.simulation.job_simulation import (
     simulate_job,
     simulate_job_assignment,
 )
-from planner.simulation.simulation import PassSeconds, simulate_assignment
+from planner.simulation.simulation import simulate_assignment
 from planner.workload import Job
 from tests.planner.schedule.test_job_passes import KINDS, cases, drawn_outputs
 from tests.planner.simulation.event_simulation import EventSimulation, Pipeline

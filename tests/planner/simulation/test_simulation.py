@@ -10,6 +10,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassSeconds
 from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
@@ -18,12 +19,7 @@ from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.schedule.static import JobRows, static_schedule
-from planner.simulation.simulation import (
-    PassSeconds,
-    Simulated,
-    simulate,
-    simulate_assignment,
-)
+from planner.simulation.simulation import Simulated, simulate, simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.actors.local_pipeline import drive

@@ -11,8 +11,8 @@ import pytest
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.latency_model import LayerSeconds
+from planner.costs.micro_batch_times import unlike_prompts_s
 from planner.costs.roofline import RooflineLatency
-from planner.costs.unlike_prompts import unlike_prompts_s
 from planner.model.finding import model_shape
 from planner.phases import PHASES, Phase
 from planner.profiles.fit import FittedLatency, ProfiledLatency

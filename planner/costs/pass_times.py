@@ -1,0 +1,275 @@
+"""Seconds of a pass on the stages of a pipeline: one table of what the latency model says of their
+layers, by phase, requests and length, and their hops.
+
+Means of many passes are asked for too: between whole numbers of requests, and between lengths, time
+is linear (`planner.costs.micro_batch_times.between`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import ceil, floor
+from typing import Literal
+
+import numpy as np
+
+from planner.cluster.device import Device
+from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes, transfer_terms
+from planner.costs.latency_model import LayerSeconds
+from planner.costs.micro_batch_times import (
+    between,
+    lengths_around,
+    near_length,
+    together_s,
+    unlike_prompts_s,
+)
+from planner.costs.model import CostModel
+from planner.optimiser.problem import FloatArray
+from planner.phases import Phase
+from planner.schedule.orca import MixedPass
+from planner.schedule.static import Pass
+from quant.common.errors import SpecError
+from quant.scheme import DTYPE_BYTES
+
+_Work = Literal["prefill", "decode", "attention"]
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of one pass: `compute` on each stage [N], `transfer` [N] to the next stage.
+
+    The last transfer takes the tokens back to the first stage. `decode`: the part of `compute` [N]
+    that the decode steps of a pass of both phases would take alone; empty for one of one phase.
+    """
+
+    compute: tuple[float, ...]
+    transfer: tuple[float, ...]
+    decode: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class OccupiedStages:
+    """The devices that hold layers, and `first_layer` [N+1] of the stages that they form."""
+
+    devices: tuple[Device, ...]
+    first_layer: tuple[int, ...]
+
+
+def occupied_stages(devices: Sequence[Device], first_layer: Sequence[int]) -> OccupiedStages:
+    """Leave out the stages that hold no layer, which are not run."""
+    kept = [j for j in range(len(devices)) if first_layer[j] < first_layer[j + 1]]
+    bounds = (*(int(first_layer[j]) for j in kept), int(first_layer[-1]))
+    return OccupiedStages(tuple(devices[j] for j in kept), bounds)
+
+
+def check_assignment(
+    costs: CostModel,
+    devices: Sequence[Device],
+    first_layer: Sequence[int],
+    bitwidth: Sequence[int],
+) -> None:
+    """Raise SpecError unless boundaries and bitwidths cover the model's layers."""
+    layers = costs.shape.layers
+    if len(first_layer) != len(devices) + 1 or len(bitwidth) != layers or first_layer[-1] != layers:
+        raise SpecError(
+            f"{layers} layers on {len(devices)} devices need {len(devices) + 1} boundaries up to "
+            f"{layers} and {layers} bitwidths, not {list(first_layer)} and {len(bitwidth)}"
+        )
+
+
+class PassTable:
+    """Seconds of passes by the latency model of `costs`, each of which is found once; `bitwidth`
+    [L], indices into the bitwidths of its options, is by layer.
+    """
+
+    def __init__(self, costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]) -> None:
+        bits, bounds = [costs.options.bits[choice] for choice in bitwidth], stages.first_layer
+        self.costs, self.devices = costs, stages.devices
+        self.counts = [Counter(bits[a:b]) for a, b in pairwise(bounds)]  # layers by bits, per stage
+        self._passes: dict[tuple[Phase, int, int, int], PassSeconds] = {}
+        self._layers: dict[tuple[Phase, int, int], tuple[FloatArray, FloatArray]] = {}
+        self._whole: dict[tuple[Phase, int, int], FloatArray] = {}
+
+    @classmethod
+    def of(
+        cls,
+        costs: CostModel,
+        devices: Sequence[Device],
+        first_layer: Sequence[int],
+        bitwidth: Sequence[int],
+    ) -> PassTable:
+        """The table for `devices` in stage order, of which those without layers are no stages;
+        `first_layer` [N+1] is by layer. SpecError where boundaries and bitwidths do not cover the
+        model's layers.
+        """
+        check_assignment(costs, devices, first_layer, bitwidth)
+        return cls(costs, occupied_stages(devices, first_layer), bitwidth)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, N."""
+        return len(self.devices)
+
+    @cached_property
+    def _links(self) -> list[tuple[float, float, float]]:
+        return link_terms(self.costs, self.devices)
+
+    def seconds(self, each: Pass) -> PassSeconds:
+        """Seconds of one pass; equal passes are computed once."""
+        if isinstance(each, MixedPass):
+            return self._mixed(each)
+        if each.prompts:
+            return PassSeconds(self._compute(each), self._transfer(each))
+        key = (each.phase, each.requests, each.tokens, each.context_length)
+        if key not in self._passes:
+            self._passes[key] = PassSeconds(self._compute(each), self._transfer(each))
+        return self._passes[key]
+
+    def _mixed(self, each: MixedPass) -> PassSeconds:
+        """Seconds of a pass of both phases, as `planner.plan.modelled_times` has them."""
+        decode_s, prefill_s = np.zeros(len(self.devices)), np.zeros(len(self.devices))
+        least_s = decode_s
+        if each.decodes:
+            decode_s = self._known_s("decode", each.decodes, near_length(each.decode_context))
+        if each.parts:
+            prefill_s = self._prefill_s([start + count for start, count in each.parts])
+            if any(start for start, _ in each.parts):
+                constant_s = self._prefill_s([1] * len(each.parts))
+                earlier_s = self._prefill_s([max(1, start) for start, _ in each.parts])
+                prefill_s = prefill_s + constant_s - earlier_s
+            if each.decodes:
+                least_s = self._known_s("decode", 1, 1)
+        compute_s = together_s(prefill_s, decode_s, least_s)
+        transfer = self._mixed_transfer(each.all_tokens, each.requests)
+        return PassSeconds(tuple(compute_s.tolist()), transfer, tuple(decode_s.tolist()))
+
+    def _prefill_s(self, lengths: Sequence[int]) -> FloatArray:
+        size = len(lengths)
+        return np.array(self._compute(Pass("prefill", 0, 0, size, 1, 0, 0, tuple(lengths))))
+
+    def _mixed_transfer(self, tokens: int, requests: int) -> tuple[float, ...]:
+        """Seconds of the hops, which are linear in tokens, and the last one in requests."""
+        return tuple(
+            latency_s + tokens * per_token_s + requests * per_request_s
+            for latency_s, per_token_s, per_request_s in self._links
+        )
+
+    def compute_s(self, phase: Phase, requests: int, length: int) -> tuple[float, ...]:
+        """Compute seconds of every stage [N]; `length` is that of the prompt or the context."""
+        tokens, context = (length, 0) if phase == "prefill" else (1, length)
+        return self._compute(Pass(phase, 0, 0, requests, tokens, context, 0))
+
+    def _compute(self, each: Pass) -> tuple[float, ...]:
+        latency, first = self.costs.latency, self.devices[0]
+        head_stage = self.costs.head_stage(len(self.devices))
+        head = self.devices[head_stage]
+        if each.prompts:
+            stage_s = unlike_prompts_s(each.prompts, self.prefill_parts)
+        else:
+            length = each.tokens if each.phase == "prefill" else each.context_length
+            attention_s, rest_s = self._layers_s(each.phase, each.requests, length)
+            stage_s = attention_s + rest_s
+        stage_s[0] += latency.embedding_s(first, each.all_tokens, self.costs.dtype(first))
+        stage_s[head_stage] += latency.final_s(head, each.requests, self.costs.dtype(head))
+        return tuple(stage_s.tolist())
+
+    def prefill_parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of attention and of the rest of each stage's layers, both [N], for prompts that
+        are all so long.
+        """
+        return self._layers_s("prefill", requests, length)
+
+    def _layers_s(self, phase: Phase, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of attention and of the rest of each stage's layers, both [N], if all requests
+        have this length.
+        """
+        key = phase, requests, length
+        if key not in self._layers:
+            kinds: dict[tuple[Hashable, int], LayerSeconds] = {}
+            for device, counts in zip(self.devices, self.counts, strict=True):
+                for bits in counts:
+                    kind = device.time_kind, bits
+                    if kind not in kinds:
+                        dtype = self.costs.dtype(device)
+                        kinds[kind] = self.costs.latency.layer_seconds(
+                            device, bits, phase, requests, length, dtype
+                        )
+            stages = [
+                [(count, kinds[device.time_kind, bits]) for bits, count in counts.items()]
+                for device, counts in zip(self.devices, self.counts, strict=True)
+            ]
+            self._layers[key] = (
+                np.array([sum(n * layer.attention_s for n, layer in own) for own in stages]),
+                np.array([sum(n * layer.rest_s for n, layer in own) for own in stages]),
+            )
+        return self._layers[key]
+
+    def _transfer(self, each: Pass) -> tuple[float, ...]:
+        costs, prompt = self.costs, each.all_tokens / each.requests
+        both = each.requests, each.requests
+        hops = Transfers(costs.cluster, costs.shape, both, prompt, costs.head_on_first)
+        dtypes = [costs.dtype(device) for device in self.devices]
+        prefill, decode = hops.of_order(self.devices, dtypes)
+        return tuple((prefill if each.phase == "prefill" else decode).tolist())
+
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """Compute seconds of the prompts of a micro-batch [N], of any mean numbers from 1."""
+        return self._between("prefill", requests, prompt_tokens)
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """The part of those seconds that is attention's [N]."""
+        return self._between("attention", requests, prompt_tokens)
+
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
+        """Compute seconds of a decode step [N]."""
+        return self._between("decode", requests, context_tokens)
+
+    def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """Seconds of the transfers behind the stages for the prompts of a micro-batch [N]."""
+        latency_s, per_token_s, per_request_s = np.array(self._links).T
+        tokens = requests * prompt_tokens
+        return np.asarray(latency_s + tokens * per_token_s + requests * per_request_s)
+
+    def decode_hop_s(self, requests: float) -> FloatArray:
+        """Seconds of the transfers behind the stages for a decode step [N]."""
+        return self.prefill_hop_s(requests, 1.0)
+
+    def _between(self, work: _Work, requests: float, length: float) -> FloatArray:
+        """Seconds between whole numbers of requests, and lengths that are a fiftieth apart."""
+        requests, length = max(requests, 1.0), max(length, 1.0)
+        low, high = lengths_around(length)
+
+        def of_whole(size: int) -> FloatArray:
+            return between(length, low, high, lambda tokens: self._known_s(work, size, tokens))
+
+        return between(requests, floor(requests), ceil(requests), of_whole)
+
+    def _known_s(self, work: _Work, requests: int, length: int) -> FloatArray:
+        if work == "attention":
+            return self.prefill_parts(requests, length)[0]
+        key = work, requests, length
+        if key not in self._whole:
+            self._whole[key] = np.array(self.compute_s(*key))
+        return self._whole[key]
+
+
+def link_terms(costs: CostModel, devices: Sequence[Device]) -> list[tuple[float, float, float]]:
+    """Latency, seconds a token and seconds a request of `planner.costs.communication` [N]."""
+    cluster, shape = costs.cluster, costs.shape
+    terms = []
+    for j, sender in enumerate(devices):
+        receiver = devices[(j + 1) % len(devices)]
+        latency_s, per_byte_s = transfer_terms(cluster, sender, receiver)
+        dtype = costs.dtype(sender)
+        if j < len(devices) - 1:
+            terms.append((latency_s, hidden_bytes(shape, 1, dtype) * per_byte_s, 0.0))
+            continue
+        returned = TOKEN_ID_BYTES
+        if costs.head_on_first:
+            returned = shape.word_embedding_size * DTYPE_BYTES[dtype]
+        terms.append((latency_s, 0.0, returned * per_byte_s))
+    return terms
