@@ -50,8 +50,7 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_shape, shape_from_config
 from planner.phases import PHASES, Phase
 from planner.profiles.design import DesignSpace, LayerWorkload, design
-from planner.profiles.fit import FittedLatency
-from planner.profiles.fit_errors import FitError, all_together, relative_errors
+from planner.profiles.fit import FitError, FittedLatency, all_together, relative_errors
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.workload import Workload
 from quant.devices import local_processor

@@ -34,7 +34,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
 from planner.profiles.design import DesignSpace, ProfileOptions
-from planner.profiles.fit_errors import FitError, all_together, held_out_errors
+from planner.profiles.fit import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file
 

@@ -11,7 +11,7 @@ from llmpq.profile.links import measuring_placement
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, equal_devices, group_of
 from planner.model.tensor_parallel import DEGREES
-from planner.profiles.sums import SumRow, read_sums, sums_path, write_sums
+from planner.profiles.links import SumRow, read_sums, sums_path, write_sums
 from quant.common.errors import DeviceError
 
 

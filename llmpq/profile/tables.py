@@ -11,11 +11,10 @@ from rich.table import Table
 from planner.model.finding import model_shape
 from planner.phases import PHASES
 from planner.plan.spec import PlanSpec
-from planner.profiles.fitting.layer_fit import row_length
-from planner.profiles.links import LinkRow, fit_links
+from planner.profiles.layer_fit import row_length
+from planner.profiles.links import LinkRow, SumRow, fit_links, fit_sums
 from planner.profiles.loading import LoadRow, loading_path, loading_s, read_loading
 from planner.profiles.rows import ProfileRow
-from planner.profiles.sums import SumRow, fit_sums
 
 
 def parts_table(rows: Sequence[ProfileRow]) -> Table:

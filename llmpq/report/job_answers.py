@@ -20,7 +20,7 @@ from llmpq.report.latency import latency_answers, what_is_bounded
 from llmpq.report.pictures.curve import plan_choice
 from llmpq.report.sentences import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
-from planner.plan.job_forecast import JobForecast
+from planner.plan.forecasts import JobForecast
 from planner.plan.spec import PlanChoice, PlanSpec
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
 

@@ -13,7 +13,7 @@ from llmpq.report.formatting import (
     whole_percent,
 )
 from planner.latency_bound.request import BoundRequest
-from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.scheduling import ScheduleKind
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from planner.fleet.fleet_spec import FleetSpec, joined_plan
 from planner.plan.divided import parts_of
-from planner.plan.job_forecast import JobForecast
+from planner.plan.forecasts import JobForecast
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import SpecError
 from quant.scheme import GPTQ

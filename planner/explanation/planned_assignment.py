@@ -20,7 +20,7 @@ from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
 from planner.search.qualities import bits_by_quality
 from planner.search.request import planning_costs
-from planner.simulation.forecast import Forecast, forecast_assignment
+from planner.simulation.job_simulation import Forecast, forecast_assignment
 from planner.simulation.simulation import Simulated, simulate_assignment
 from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 

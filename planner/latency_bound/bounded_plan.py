@@ -22,7 +22,7 @@ from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import JobPasses
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import build_plan
-from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.forecasts import LatencyForecast
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec, Role, StagePlan
 from planner.quality.perplexity_fit import perplexity_forecast
@@ -37,7 +37,7 @@ from planner.search.request import (
     files_of_costs,
     with_fitting_cache,
 )
-from planner.simulation.forecast import Forecast
+from planner.simulation.job_simulation import Forecast
 from planner.workload import Job
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.common.units import GIB

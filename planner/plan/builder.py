@@ -15,7 +15,7 @@ from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.file import PLAN_VERSION
-from planner.plan.job_forecast import JobForecast
+from planner.plan.forecasts import JobForecast
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import (
     Baseline,
@@ -25,8 +25,7 @@ from planner.plan.spec import (
     SolverRecord,
     StagePlan,
 )
-from planner.simulation.forecast import Forecast, forecast_assignment
-from planner.simulation.job_simulation import MOST_PASSES
+from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
 from planner.workload import Workload
 from quant.backends.selection import backend_name
 

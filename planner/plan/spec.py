@@ -34,8 +34,7 @@ from planner.plan.field_types import (
     Rounding,
     Seconds,
 )
-from planner.plan.job_forecast import JobForecast
-from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.forecasts import JobForecast, LatencyForecast
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions

@@ -39,7 +39,7 @@ from planner.search.memory_fit import (
     smaller_equal_problems,
     smallest_sizes,
 )
-from planner.simulation.forecast import Forecast, forecast_assignment
+from planner.simulation.job_simulation import Forecast, forecast_assignment
 from planner.workload import MAX_REQUESTS, Job
 from quant.common.errors import DoesNotFitError, InfeasibleError
 

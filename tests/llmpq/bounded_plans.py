@@ -9,7 +9,7 @@ from llmpq import Cluster, Workload
 from planner.latency_bound.front import KindFronts, LatencyPoint, LeftOut
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
-from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, ScheduleKind
 

@@ -8,7 +8,7 @@ from functools import cache
 from llmpq import Cluster, Workload
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
-from planner.plan.job_forecast import JobForecast
+from planner.plan.forecasts import JobForecast
 from planner.plan.spec import MoreDevices, PlanChoice, PlansBeside, PlanSpec, QualityChoice
 from planner.workload import Job
 

@@ -19,7 +19,7 @@ from llmpq.report.formatting import (
 )
 from llmpq.report.latency import kind_name, latencies, requests_per_second, waiting
 from llmpq.report.sentences import LEAST_GAIN, search_outcome
-from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.scheme import FULL_BITS, NEAR_FULL_BITS
 

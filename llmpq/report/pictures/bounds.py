@@ -12,7 +12,7 @@ from llmpq.report.pictures.axes import Axis, CountAxis
 from llmpq.report.pictures.writing import write_picture
 from llmpq.report.rendering import render
 from planner.latency_bound.front import BoundRow, KindFronts, LatencyPoint, reason_of
-from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.forecasts import LatencyForecast
 from planner.scheduling import ScheduleKind
 from quant.common.errors import SpecError
 

@@ -12,7 +12,7 @@ from actors.processes.placement import Placement
 from actors.profiling.sums import SUMMED_BYTES, measure_sums
 from llmpq.profile.sums import groups, profile_sums
 from planner.cluster.spec import ClusterSpec
-from planner.profiles.sums import fit_sums, read_sums, sums_path
+from planner.profiles.links import fit_sums, read_sums, sums_path
 
 TWO_CPUS: dict[str, Any] = {
     "name": "two",

@@ -26,7 +26,7 @@ from planner.model.finding import model_shape
 from planner.optimiser.problem import JobPasses
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.plan.job_forecast import JobForecast
+from planner.plan.forecasts import JobForecast
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlansBeside, PlanSpec
 from planner.scheduling import RequestSchedule

@@ -10,8 +10,7 @@ import pytest
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.micro_batches import MicroBatches
-from planner.plan.job_forecast import JobForecast
-from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.forecasts import JobForecast, LatencyForecast
 from planner.plan.simulate import FILLS_SHOWN, simulate_plan
 from planner.schedule.job_passes import job_passes
 from planner.scheduling import PolicyOptions, RequestSchedule

@@ -7,8 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.profiles.fit import FittedLatency
-from planner.profiles.fit_errors import FitError, all_together, held_out_errors, relative_errors
+from planner.profiles.fit import (
+    FitError,
+    FittedLatency,
+    all_together,
+    held_out_errors,
+    relative_errors,
+)
 from tests.planner.profiles.test_fit import ROOFLINE, T4, grid, row
 
 

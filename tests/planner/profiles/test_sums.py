@@ -9,7 +9,7 @@ import pytest
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.profiles.sums import (
+from planner.profiles.links import (
     SumRow,
     fit_sums,
     read_sums,

@@ -26,7 +26,7 @@ from planner.search.find import find_plan
 from planner.search.in_flight import plan_solver
 from planner.search.qualities import chosen_by_quality
 from planner.search.request import cost_model
-from planner.simulation.forecast import forecast_assignment
+from planner.simulation.job_simulation import forecast_assignment
 from planner.workload import Job
 from quant.common.errors import DoesNotFitError, SpecError
 

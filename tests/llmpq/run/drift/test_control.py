@@ -30,7 +30,7 @@ from llmpq.run.monitoring.meter import RunState
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
-from planner.plan.job_forecast import JobForecast
+from planner.plan.forecasts import JobForecast
 from planner.plan.spec import PlanSpec
 from planner.scheduling import RequestSchedule
 from planner.workload import Job

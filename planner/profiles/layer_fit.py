@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from planner.costs.latency_model import LayerSeconds
 from planner.phases import Phase
-from planner.profiles.fitting.correction import NO_CORRECTION, Correction, fit_correction
-from planner.profiles.fitting.terms import (
+from planner.profiles.correction import NO_CORRECTION, Correction, fit_correction
+from planner.profiles.layer_terms import (
     ATTENTION,
     ATTENTION_TERMS,
     REST,

@@ -1,1 +1,0 @@
-"""What layer times are fitted to: their terms, coefficients, and a correction near measurements."""
