@@ -111,9 +111,15 @@ def _classes(lengths: Lengths) -> tuple[tuple[int, float], ...]:
 
 
 def _at(size: float, seconds: Callable[[int], float]) -> float:
-    """Seconds at a size between whole ones; sizes are at least 1."""
-    size = max(1.0, size)
-    return between(size, floor(size), ceil(size), seconds)
+    """Seconds at a size between whole ones; sizes are at least 1.
+
+    As `between`, but for the last digit, by which a search tells plans that are as good.
+    """
+    low = max(1, floor(size))
+    share = size - low
+    if share <= 0:
+        return seconds(low)
+    return (1 - share) * seconds(low) + share * seconds(low + 1)
 
 
 _Seconds = TypeVar("_Seconds", float, FloatArray)
