@@ -13,6 +13,7 @@ of performance (`planner.latency_bound.estimates`).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,56 +50,83 @@ class PlacingGoal:
     slack: tuple[float, float] = (1.0, 1.0)
 
 
-class ScheduleSpace(Protocol):
+class ScheduleSpace(ABC):
     """Layers on devices, and the performance of every point of the controls there."""
 
-    @property
-    def kind(self) -> ScheduleKind:
-        """The kind of the schedules."""
+    kind: ScheduleKind
 
     @property
+    @abstractmethod
     def key(self) -> Hashable:
         """A key that is equal for equal placements."""
 
     @property
+    @abstractmethod
     def placements(self) -> tuple[PlacedLayers, ...]:
         """The placement; or that of the stages that decode, then that of those that prefill."""
 
     @property
+    @abstractmethod
     def omega(self) -> float:
         """Summed sensitivity of the layers' bitwidths."""
 
     @property
+    @abstractmethod
     def ranges(self) -> Sequence[range]:
         """The box of the controls."""
 
+    @abstractmethod
     def around(self, point: ControlPoint) -> Sequence[range]:
         """The box of the controls up to somewhat more than a point."""
 
+    @abstractmethod
+    def fitted(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
+        """The schedule of a point, with the best prefill micro-batch that has room, and whether
+        any has.
+        """
+
+    @abstractmethod
+    def estimate(self, schedule: RequestSchedule) -> Performance:
+        """The estimated performance of a schedule, whether or not it has room."""
+
     def __call__(self, point: ControlPoint) -> Performance:
         """The estimated performance of a point; latency is infinite where requests have no room."""
+        schedule, fits = self.fitted(point)
+        found = self.estimate(schedule)
+        return found if fits else Performance(found.requests_per_s, math.inf)
 
     def exact(self, point: ControlPoint, quantile: float) -> Performance:
-        """The performance of a point by its timeline at a quantile of the latency, as above."""
+        """The performance of a point by its timeline at a quantile of the latency; as above where
+        requests have no room, since far beyond that the throughput of timelines falls again.
+        """
+        schedule, fits = self.fitted(point)
+        return self.timeline(schedule, quantile).performance if fits else self(point)
 
     def schedule(self, point: ControlPoint) -> RequestSchedule:
         """The schedule of a point."""
+        return self.fitted(point)[0]
 
+    @abstractmethod
     def has_room(self, schedule: RequestSchedule) -> bool:
         """Whether the requests of a schedule have room, as it is."""
 
+    @abstractmethod
     def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
 
+    @abstractmethod
     def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
         """What is seen of so many requests in a simulation of a schedule's events."""
 
+    @abstractmethod
     def start(self, schedule: RequestSchedule) -> PlacingGoal:
         """To place layers again for a schedule."""
 
+    @abstractmethod
     def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:
         """Yield what to place layers for besides, where a schedule is the best so far."""
 
+    @abstractmethod
     def crossed(self, others: Sequence[ScheduleSpace]) -> Iterator[ScheduleSpace]:
         """Yield placements that have parts of this one and parts of others."""
 

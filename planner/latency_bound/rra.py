@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, floor
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (
     Completions,
-    RraControls,
     cycle_of,
     most_in_group,
     rra_schedule,
@@ -123,17 +121,14 @@ class RraPlanner:
 
 
 @dataclass(frozen=True, eq=False)
-class RraSpace:
+class RraSpace(ScheduleSpace):
     """Layers on devices, and the performance of every schedule there."""
 
     placement: PlacedLayers
     job: Job
     request: BoundRequest
+    kind: ScheduleKind = "rra"
     _known_turns: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> ScheduleKind:
-        return "rra"
 
     @property
     def placements(self) -> tuple[PlacedLayers, ...]:
@@ -144,32 +139,21 @@ class RraSpace:
         return self.placement.key
 
     @property
-    def ranges(self) -> tuple[range, ...]:
-        return self._controls.ranges
-
-    @property
     def omega(self) -> float:
         return self.placement.omega
 
-    def __call__(self, point: ControlPoint) -> Performance:
-        schedule, fits = self._schedule(point)
+    def estimate(self, schedule: RequestSchedule) -> Performance:
         request = self.request
-        times, lengths = self.placement.times, request.lengths
-        found = estimated_rra(times, lengths, schedule, request.quantile)
-        return found if fits else Performance(found.requests_per_s, math.inf)
-
-    def exact(self, point: ControlPoint, quantile: float) -> Performance:
-        """The performance of a point by its timeline; as above where requests have no room, since
-        far beyond that the throughput of timelines falls again.
-        """
-        schedule, fits = self._schedule(point)
-        return self.timeline(schedule, quantile).performance if fits else self(point)
+        return estimated_rra(self.placement.times, request.lengths, schedule, request.quantile)
 
     def around(self, point: ControlPoint) -> tuple[range, ...]:
-        return self._controls.up_to(point, BEYOND)
-
-    def schedule(self, point: ControlPoint) -> RequestSchedule:
-        return self._schedule(point)[0]
+        newcomers, frequency, groups = point
+        steps = (self._longest_steps + 1 - frequency) / BEYOND
+        most = ceil(newcomers * BEYOND), self._longest_steps + 1 - floor(steps), groups + 1
+        return tuple(
+            range(each.start, min(each.stop, end + 1))
+            for each, end in zip(self.ranges, most, strict=True)
+        )
 
     def has_room(self, schedule: RequestSchedule) -> bool:
         return self._has_room(schedule, schedule.prefill_micro_batch)
@@ -208,13 +192,11 @@ class RraSpace:
         """Yield nothing: there is one part."""
         return iter(())
 
-    def _schedule(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
-        """The schedule of a point, with the best prefill micro-batch that has room, and whether
-        any has.
-        """
-        newcomers, _, groups = point
-        sizes = self._turns(newcomers, groups)
-        schedule = self._controls.schedule(point, sizes[0])
+    def fitted(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
+        newcomers, frequency, groups = point
+        sizes, steps = self._turns(newcomers, groups), self._longest_steps + 1 - frequency
+        lengths = self.request.lengths
+        schedule = rra_schedule(lengths, newcomers * groups, steps, groups, sizes[0])
         if not self._has_room(schedule, min(sizes)):
             return schedule, False
         best = next(size for size in sizes if self._has_room(schedule, size))
@@ -242,13 +224,20 @@ class RraSpace:
 
         return KnownRoom(has_room)
 
+    @property
+    def _longest_steps(self) -> int:
+        return max(1, self.request.lengths.outputs.longest - 1)
+
     @cached_property
-    def _controls(self) -> RraControls:
-        lengths, groups = self.request.lengths, MOST_GROUPS * len(self.placement.devices)
-        steps = max(1, lengths.outputs.longest - 1)
-        most = 1
+    def ranges(self) -> tuple[range, ...]:
+        """The box of points (newcomers of a group, 1 + longest decode steps - N_D, groups)."""
+        lengths, steps, most = self.request.lengths, self._longest_steps, 1
         while most < self.job.prompts and self._has_room(
             rra_schedule(lengths, 2 * most, steps, 1, 1), 1
         ):
             most *= 2
-        return RraControls(lengths, min(2 * most, self.job.prompts), groups)
+        newcomers, groups = (
+            min(2 * most, self.job.prompts),
+            MOST_GROUPS * len(self.placement.devices),
+        )
+        return range(1, newcomers + 1), range(1, steps + 1), range(1, groups + 1)

@@ -18,56 +18,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import ceil, floor
 
 import numpy as np
 
-from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.micro_batches import MOST_PREFILL_TOKENS
 from planner.schedule.steady_cycle import SteadyCycle
 from planner.schedule.turns import Turns
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.workload import Job
-
-
-@dataclass(frozen=True, eq=False)
-class RraControls:
-    """Points (newcomers of a group, 1 + longest decode steps - N_D, groups)."""
-
-    lengths: RequestLengths
-    most_newcomers: int
-    most_groups: int
-
-    @property
-    def ranges(self) -> tuple[range, range, range]:
-        """The box of points."""
-        return (
-            range(1, self.most_newcomers + 1),
-            range(1, self.longest_steps + 1),
-            range(1, self.most_groups + 1),
-        )
-
-    def up_to(self, point: ControlPoint, ratio: float) -> tuple[range, ...]:
-        """The box of points whose controls are at most `ratio` times those of a point."""
-        newcomers, frequency, groups = point
-        steps = (self.longest_steps + 1 - frequency) / ratio
-        most = ceil(newcomers * ratio), self.longest_steps + 1 - floor(steps), groups + 1
-        return tuple(
-            range(each.start, min(each.stop, end + 1))
-            for each, end in zip(self.ranges, most, strict=True)
-        )
-
-    @property
-    def longest_steps(self) -> int:
-        """Decode steps of the longest answer."""
-        return max(1, self.lengths.outputs.longest - 1)
-
-    def schedule(self, point: ControlPoint, prefill_micro_batch: int) -> RequestSchedule:
-        """The schedule of a point."""
-        newcomers, frequency, groups = point
-        steps = self.longest_steps + 1 - frequency
-        return rra_schedule(self.lengths, newcomers * groups, steps, groups, prefill_micro_batch)
 
 
 def rra_schedule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -158,7 +157,7 @@ def prompts_in_flight(schedule: RequestSchedule, stages: int, job: Job) -> Workl
 
 
 @dataclass(frozen=True, eq=False)
-class WaaSpace:
+class WaaSpace(ScheduleSpace):
     """Layers on devices that prefill and on others that decode, and the performance of every
     schedule there; the one control is the number of requests that decode.
     """
@@ -192,24 +191,9 @@ class WaaSpace:
             most *= 2
         return (range(1, min(2 * most, self.job.prompts) + 1),)
 
-    def __call__(self, point: ControlPoint) -> Performance:
-        schedule, fits = self._best(point)
-        found = self._estimate(schedule)
-        return found if fits else Performance(found.requests_per_s, math.inf)
-
-    def exact(self, point: ControlPoint, quantile: float) -> Performance:
-        """The performance of a point by its timeline; as above where requests have no room, since
-        far beyond that the throughput of timelines falls again.
-        """
-        schedule, fits = self._best(point)
-        return self.timeline(schedule, quantile).performance if fits else self(point)
-
     def around(self, point: ControlPoint) -> tuple[range, ...]:
         whole = self.ranges[0]
         return (range(whole.start, min(whole.stop, ceil(BEYOND * point[0]) + 1)),)
-
-    def schedule(self, point: ControlPoint) -> RequestSchedule:
-        return self._best(point)[0]
 
     def has_room(self, schedule: RequestSchedule) -> bool:
         return self._decodes(schedule) and self._prefills(schedule)
@@ -225,7 +209,7 @@ class WaaSpace:
         """To place layers again for a schedule. A side that is slower than it need be to keep up
         with the other may have more bits at no cost, and counts quality more.
         """
-        rate = self._estimate(schedule).requests_per_s
+        rate = self.estimate(schedule).requests_per_s
         low, high = SLACK
         prefill, decode = (min(high, max(low, each / rate)) for each in self._rates(schedule))
         return PlacingGoal(schedule, free=False, division=self.division, slack=(prefill, decode))
@@ -256,7 +240,7 @@ class WaaSpace:
         handover = handover_of(self.prefill, self.decode)
         return WaaSides(self.prefill.times, self.decode.times, handover, self.request.lengths)
 
-    def _best(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
+    def fitted(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
         """The schedule of a point, in the prefill micro-batches that have room with which most
         requests are served, and of those the one with the least latency; and whether any has.
         """
@@ -268,10 +252,10 @@ class WaaSpace:
         return max(roomy or tried[:1], key=self._merit), bool(roomy)
 
     def _merit(self, schedule: RequestSchedule) -> tuple[float, float]:
-        found = self._estimate(schedule)
+        found = self.estimate(schedule)
         return round(found.requests_per_s, 9), -found.latency_s
 
-    def _estimate(self, schedule: RequestSchedule) -> Performance:
+    def estimate(self, schedule: RequestSchedule) -> Performance:
         return estimated_waa(self.sides, schedule, self.request.quantile)
 
     def _of(self, requests: int) -> RequestSchedule:
