@@ -1,4 +1,4 @@
-"""What an RRA plan promises comes from the passes that the runtime's scheduler makes."""
+"""Simulated events of RRA are the runtime's passes, each with the seconds of its own prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
-from planner.latency_bound.simulate import Watch, drawn_requests, simulate_rra
+from planner.latency_bound.simulate import PipelineOfRequests, Watch, drawn_requests, simulate_rra
 from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
 from planner.schedule.policy_sizes import TurnSizes
 from planner.scheduling import RequestSchedule
@@ -90,3 +90,33 @@ def test_events_prefill_what_the_runtime_prefills(
     ]
     assert len(noted.passes) > 5
     assert noted.passes == ran[: len(noted.passes)]
+
+
+@dataclass(frozen=True)
+class _TwoStages:
+    """Stages with 3 s a pass, a second for 10 tokens, and one for 100 pairs of tokens."""
+
+    stages: int = 2
+
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return 3 + requests * prompt_tokens / 10 + self.attention_s(requests, prompt_tokens)
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return np.full(2, requests * prompt_tokens**2 / 100)
+
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
+        return np.ones(2)
+
+    def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return np.full(2, 0.5)
+
+    def decode_hop_s(self, requests: float) -> FloatArray:
+        return np.zeros(2)
+
+
+@pytest.mark.parametrize("prompts", [[7], [20, 20], [4, 30, 11], [50, 1, 1, 1, 50]])
+def test_unlike_prompts_share_the_rest_and_attend_alone(prompts: list[int]) -> None:
+    """By hand; up to 50 tokens lengths stand for themselves."""
+    of_stage_s = 3 + sum(prompts) / 10 + sum(tokens**2 for tokens in prompts) / 100
+    ends_s = PipelineOfRequests(_TwoStages()).prefill(prompts, 1.0)
+    assert ends_s == pytest.approx(1 + 2 * (of_stage_s + 0.5))
