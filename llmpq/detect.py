@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from actors.processes.gpus import ReportedGpu, visible_gpus
+from actors.processes.device import ReportedGpu, visible_gpus
 from llmpq.remote.session import joins_ray, ray_session
 from planner.cluster.accelerators import find_accelerator, reported_accelerator
 from planner.cluster.file import local_cpus

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from actors.stage.generation_config import checked_end_tokens
+from actors.stage.model_config import checked_end_tokens
 from planner.model.finding import ModelShape, model_shape
 from planner.model.weight_check import check_weights
 from quant.checkpoint.model_reference import cached_snapshot, local_model, unfetched

@@ -1,15 +1,14 @@
-"""Ranks in processes of their own, connected by torch.distributed.
+"""Where the ranks of a stage meet: a file of their node, and a secret.
 
-Orders go over gloo in host memory. Tensors go over NCCL where ranks compute on CUDA devices, each
-on another one, and else over gloo too, whose sums are taken in float32: so few numbers are added
-that their transfer costs less than what 16 bit would lose. Ranks meet at a store of torch's, and
-each proves to the others that it knows their secret: gloo takes whoever comes first.
+No port listens for them, as a store of torch's that is asked over TCP would on all addresses.
 """
 
 from __future__ import annotations
 
 import hmac
+import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quant.common.errors import DeviceError, StageLostError
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The `folder`, which only the user may read that the processes run as, and the `secret` by
+    which the ranks know each other.
+    """
+
+    folder: Path
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    @classmethod
+    def on_this_node(cls) -> Meeting:
+        """A meeting in a new folder; `end` removes it."""
+        return cls(Path(tempfile.mkdtemp(prefix="llmpq-ranks-")))
+
+    def end(self) -> None:
+        """Remove the folder; NCCL looks into its store for as long as its ranks are together."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def join(self, rank: int, degree: int, device: torch.device) -> DistributedGroup:
+        """The group of this rank, once all of them have come; `DeviceError` where they do not."""
+        distributed: Any = torch.distributed
+        store = distributed.FileStore(str(self.folder / "store"), degree)
+        return DistributedGroup(Seat(rank, degree, device, secret=self.secret), store, self.folder)
+
 
 _FOR_EVER = timedelta(days=365)
 """Ranks wait so long for the next order: a stage without requests is no fault. The end of a process

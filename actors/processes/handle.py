@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.messages import KvPart, Request
 from actors.processes.handing_over import Handed
 from actors.processes.health import Heartbeat, RunReport
-from actors.processes.ranks.rank_actor import RankActor
+from actors.processes.ranks import RankActor
 from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats

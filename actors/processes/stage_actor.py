@@ -19,8 +19,7 @@ from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
 from actors.processes.leader import Leader
 from actors.processes.loading import ShardLoader
-from actors.processes.ranks.followers import Followers
-from actors.processes.ranks.rank_actor import RankActor
+from actors.processes.ranks import Followers, RankActor
 from actors.schedule.driver import Pipeline
 from actors.schedule.latencies import LatencyRecord
 from actors.schedule.live_run import Inbox

@@ -17,9 +17,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
+from actors.stage.model_config import with_layers
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.stage import kv_shape, make_cache, run_in_passes
-from actors.stage.transformers_config import with_layers
 from planner.profiles.design import LayerWorkload
 from quant.cache.layer import put_submodule
 from quant.linear import LayerForm, quantize_linear

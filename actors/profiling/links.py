@@ -1,29 +1,86 @@
-"""Timing hops between two processes as stages make them, over links of gloo and by Ray."""
+"""Timing hops between two processes, and sums of a tensor-parallel group, as stages make them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
+from actors.collectives.distributed import DistributedGroup, Meeting
 from actors.messages import MicroBatch
 from actors.processes.answers import get_answer, get_answers
-from actors.processes.device import device_here
-from actors.processes.placement import Placement
-from actors.profiling.together import median_and_spread, started_together
+from actors.processes.device import device_here, stage_environment
+from actors.processes.placement import CRUMB, Placement
+from actors.profiling.on_cluster import bare_errors
 from actors.transport.gloo_links import Links
 from actors.transport.message_format import decode, encode
 from actors.transport.pipelines import RayMessage, from_ray
-from actors.transport.rendezvous import BoardKeeper, RemoteBoard, Rendezvous
+from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from planner.cluster.device import Place, Way
 from quant.common.errors import DeviceError
+
+_PLACING_S = 60.0
+
+
+@contextmanager
+def started_together(kind: type, ends: Sequence[Placement], place: Place) -> Iterator[list[Any]]:
+    """Actors of this `kind` with the devices of `ends`, on one node or each on another.
+
+    Each is told whether its device is a GPU. They are gone when it ends. Needs an initialised Ray.
+    Raises `DeviceError` where the cluster has no such place, or a process dies.
+    """
+    bundles = [_bundle(end) for end in ends]
+    group = placement_group(bundles, "STRICT_PACK" if place == "node" else "STRICT_SPREAD")
+    actors: list[Any] = []
+    try:
+        if not group.wait(_PLACING_S):
+            where = "one node" if place == "node" else f"{len(ends)} nodes"
+            raise DeviceError(f"Ray did not grant {bundles} on {where} within {_PLACING_S:g} s")
+        with bare_errors():
+            for index, end in enumerate(ends):
+                strategy = PlacementGroupSchedulingStrategy(group, index)
+                actors.append(_start(kind, end, strategy))
+            yield actors
+    except RayActorError as error:
+        raise DeviceError(f"a process died while it was measured: {error}") from error
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def median_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """The median, and the interquartile range over it."""
+    low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
+    return float(middle), float((high - low) / middle)
+
+
+def _bundle(end: Placement) -> dict[str, float]:
+    """The resources of a stage there, but a crumb of a CPU: messages do not keep threads busy."""
+    return {**end.bundle, "CPU": CRUMB}
+
+
+def _start(kind: type, end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:
+    make_remote: Any = ray.remote  # its annotations lack concurrency groups
+    remote: Any = make_remote(concurrency_groups={CONTROL: 1})(kind).options(
+        num_cpus=CRUMB,
+        num_gpus=end.num_gpus,
+        resources=dict(end.resources),
+        runtime_env={"env_vars": stage_environment(end.threads)},
+        scheduling_strategy=strategy,
+    )
+    return remote.remote(end.num_gpus > 0)
+
 
 PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _ROWS = 16
@@ -172,3 +229,85 @@ def _linked(first: Any, second: Any) -> bool:
             raise
         return False
     return True
+
+
+SUMMED_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+GPU_SUMMED_BYTES = (*SUMMED_BYTES, 64 << 20)
+"""Bytes of the tensors in 16 bits: from a token of a small model to thousands of a large one."""
+
+_GPU_SUMS_AT_ONCE = 10
+"""A GPU's sums are started one after the other without waiting, as those of layers are."""
+
+
+@dataclass(frozen=True)
+class TimedSum:
+    """Median seconds of a sum; `spread` is the interquartile range over it."""
+
+    summed_bytes: int
+    seconds: float
+    spread: float
+    repetitions: int
+
+
+class Rank:
+    """One of the processes that sum, on a GPU or none."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        torch.set_num_threads(1)
+        self._device = device_here("cuda" if on_gpu else "cpu")
+        self._dtype = torch.float16 if on_gpu else torch.bfloat16
+        self._meeting: Meeting
+        self._group: DistributedGroup
+
+    def meeting(self) -> Meeting:
+        """A meeting of all ranks on this node; the first rank ends it."""
+        self._meeting = Meeting.on_this_node()
+        return self._meeting
+
+    def meet(self, meeting: Meeting, rank: int, degree: int) -> None:
+        """Connect to the other ranks; raises `DeviceError` where that fails."""
+        self._group = meeting.join(rank, degree, self._device)
+
+    def timed(self, turns: int) -> list[TimedSum]:
+        """Time sums of every size in turns, as all ranks do at once."""
+        on_gpu = self._device.type == "cuda"
+        sizes = GPU_SUMMED_BYTES if on_gpu else SUMMED_BYTES
+        at_once = _GPU_SUMS_AT_ONCE if on_gpu else 1
+        seconds: list[list[float]] = [[] for _ in sizes]
+        tensors = [torch.zeros(size // 2, dtype=self._dtype, device=self._device) for size in sizes]
+        for _ in range(_WARM_UP + turns):
+            for own, tensor in zip(seconds, tensors, strict=True):
+                self._group.all_reduce(tensor[:1])  # all ranks are here
+                self._done()
+                began = time.perf_counter()
+                for _ in range(at_once):
+                    self._group.all_reduce(tensor)
+                self._done()
+                own.append((time.perf_counter() - began) / at_once)
+        return [
+            TimedSum(size, *median_and_spread(own[_WARM_UP:]), turns)
+            for size, own in zip(sizes, seconds, strict=True)
+        ]
+
+    def end(self) -> None:
+        """Remove the folder of the meeting, once all ranks are done."""
+        self._meeting.end()
+
+    def _done(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def measure_sums(ranks: Sequence[Placement], turns: int = 30) -> tuple[TimedSum, ...]:
+    """Time sums among processes with the devices of `ranks` on one node; what the first one saw.
+
+    Needs an initialised Ray. Raises `DeviceError` where no node has so many, or they do not meet.
+    """
+    with started_together(Rank, ranks, "node") as actors:
+        meeting, degree = get_answer(actors[0].meeting.remote()), len(actors)
+        try:
+            get_answers([each.meet.remote(meeting, i, degree) for i, each in enumerate(actors)])
+            found = get_answers([each.timed.remote(turns) for each in actors])
+        finally:
+            get_answer(actors[0].end.remote())
+    return tuple(found[0])

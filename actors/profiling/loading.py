@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.processes.device import device_here
+from actors.stage.model_config import config_of_values, with_layers
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.shard import path_of
-from actors.stage.transformers_config import config_of_values, with_layers
 from planner.profiles.loading import Origin
 from quant.backends.selection import backend_name
 from quant.cache.folder import ShardCache

@@ -16,7 +16,7 @@ from actors.attention.timer import AttentionTimer
 from actors.processes.device import device_here
 from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.profiling.reference_work import ReferenceWork
-from actors.stage.transformers_config import config_of_values
+from actors.stage.model_config import config_of_values
 from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
 from quant.backends.selection import backend_name
@@ -268,6 +268,6 @@ def measure(task: ProfileTask) -> Iterator[ProfileState]:
     """Measure on this process's device; yields everything known after every group of workloads.
 
     Times are those of a stage where the process was started as one
-    (`actors.processes.environment`).
+    (`actors.processes.device`).
     """
     yield from _Profiler(task).run()

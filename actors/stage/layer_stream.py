@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, Stored
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
+from actors.stage.model_config import read_config
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import kv_shape, make_cache, run_decoder
-from actors.stage.transformers_config import read_config
 from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError

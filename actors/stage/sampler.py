@@ -24,10 +24,8 @@ from actors.messages import (
     TokenIds,
 )
 from actors.sampling_options import stop_begin
-from actors.stage.generation_config import end_tokens
-from actors.stage.logprobs import logprob_rows
-from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
-from actors.stage.transformers_config import read_config
+from actors.stage.model_config import end_tokens, read_config
+from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits, logprob_rows
 from quant.common.text import MOST_BEFORE, Decoder, text_after
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actors.stage.model_config import read_config
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
-from actors.stage.ranks.modules import divide, sum_over_ranks
+from actors.stage.ranks import divide, sum_over_ranks
 from actors.stage.spec import StageSpec
-from actors.stage.transformers_config import read_config
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import RankShare, layer_cuts, rank_share, vocabulary_cut
 from quant.cache.folder import ShardCache

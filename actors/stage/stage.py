@@ -15,23 +15,21 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.cpu_decode import can_attend, warm_up
-from actors.attention.key_factors import key_factors
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
 from actors.attention.ragged import RaggedContext, with_rows
 from actors.attention.timer import AttentionTimer
 from actors.collectives.group import ALONE, RankGroup
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.handed_over import HeldKeysValues
+from actors.stage.model_config import read_config
 from actors.stage.partial_model import (
     ContextAsCache,
     architecture_of,
 )
-from actors.stage.ranks.modules import join
-from actors.stage.ranks.orders import Order, send
+from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, share_of, weight_bytes
 from actors.stage.spec import StageSpec
-from actors.stage.transformers_config import read_config
 from actors.stage_figures import StageStats
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from planner.model.tensor_parallel import spread
@@ -57,7 +55,7 @@ class Stage:
 
     `importance`: one a layer, where the plan's rounding or its keys and values ask for it. A rank
     of a stage that is divided holds its part alone; it computes after `join`, rank 0 when it is
-    asked, the others by `actors.stage.ranks.orders.follow`.
+    asked, the others by `actors.stage.ranks.follow`.
 
     Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed
     the planned limit.

@@ -1,9 +1,7 @@
-"""A micro-batch with its hidden states, or its sampled tokens, as one message of plain bytes.
+"""Log-probabilities in a message of sampled tokens: arrays `[asked, 1 + most]` of ids and values.
 
-A message is a prefix of fixed size, int64 arrays, the admissions as JSON, and the tensor, which
-begins at a multiple of 64 bytes; with sampled tokens, it is their log-probabilities, where they are
-asked for. Nothing in it is ever run: no pickle. Nothing in it is trusted either: the sizes that it
-states are checked against the plan before memory is allocated for it.
+The first column has the places of the tokens and the values of those that were chosen, the others
+the most probable tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.logprobs import check_top_logprobs
+from actors.logprobs import MOST_TOP_LOGPROBS, NO_TOKEN, LogprobRows, check_top_logprobs
 from actors.messages import (
     Admission,
     FinishReason,
@@ -30,9 +28,45 @@ from actors.messages import (
     TokenIds,
     TokenRange,
 )
-from actors.transport.logprob_format import check_logprob_sizes, logprob_arrays, logprobs_of
 from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
 from quant.common.errors import LlmpqError
+
+_MOST_COLUMNS = 1 + MOST_TOP_LOGPROBS
+_NO_IDS: TokenIds = np.zeros(0, dtype=np.int64)
+
+
+def logprob_arrays(asked: LogprobRows | None) -> tuple[TokenIds, Tensor | None]:
+    """Ids, flat, and values `[asked, 1 + most]` in float32."""
+    if asked is None:
+        return _NO_IDS, None
+    ids: TokenIds = np.column_stack([asked.rows, asked.top_ids]).ravel()
+    return ids, torch.from_numpy(np.column_stack([asked.chosen, asked.top]))
+
+
+def check_logprob_sizes(tokens: int, rows: int, columns: int) -> None:
+    """Raise `StageLostError` for sizes of log-probabilities that so many tokens do not have."""
+    if rows > tokens or columns > _MOST_COLUMNS or bool(rows) != bool(columns):
+        refuse(
+            f"says {rows} rows of {columns} log-probabilities for {tokens} tokens, each of which "
+            f"has at most {_MOST_COLUMNS}"
+        )
+
+
+def logprobs_of(ids: TokenIds, values: Tensor, tokens: int) -> LogprobRows | None:
+    """The log-probabilities of some of so many `tokens`; raises as `check_logprob_sizes`.
+
+    `values` are copied: they lie in the memory of the message.
+    """
+    if not len(values):
+        return None
+    ids, found = ids.reshape(values.shape), values.numpy().copy()
+    rows, top_ids = ids[:, 0], ids[:, 1:]
+    if rows[0] < 0 or rows[-1] >= tokens or (np.diff(rows) < 1).any():
+        refuse("has log-probabilities of tokens that there are not")
+    if (top_ids < NO_TOKEN).any() or np.isnan(found).any():
+        refuse("has log-probabilities that are none")
+    return LogprobRows(rows, found[:, 0], top_ids, found[:, 1:])
+
 
 _PREFIX = struct.Struct("<QQQQQQQQ")
 """Bytes of the whole message, kind, requests, changes, bytes of JSON, dtype, rows, columns."""

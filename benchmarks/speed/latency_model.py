@@ -6,7 +6,7 @@
 
 `cpu`: a LLaMA layer is profiled as `llmpq profile` does, then random workloads that are not in the
 profile are measured afresh, one thread; both at the usual pace of the machine
-(`actors.profiling.reference_work`), the raw column as the clock ran. `--together` measures both in
+(`actors.profiling.on_cluster`), the raw column as the clock ran. `--together` measures both in
 turns, so that a machine that gets slower meanwhile counts for neither. `gpus`: measured fp16 times
 of a LLaMA-30B layer (Helix, ASPLOS'25 artifact), fitted on alternate points. `memory`: stages with
 random bitwidths are loaded, and the bytes of their tensors counted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.profiling.sums import measure_sums
+from actors.profiling.links import measure_sums
 from llmpq.profile.layers import Report
 from llmpq.profile.links import measuring_placement
 from planner.cluster.device import Device

@@ -73,7 +73,7 @@ def _quantize(
 
     from actors.stage.importance import random_token_ids
     from actors.stage.layer_stream import compute_on
-    from actors.stage.transformers_config import read_config
+    from actors.stage.model_config import read_config
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
     from llmpq.quality.sensitivity.indicator import Calibration
     from llmpq.quality.subjects import compute_dtype, device_of

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from os import environ
 from typing import TYPE_CHECKING, Any
 
-from actors.processes.gpus import local_ray_environment, visible_gpus
+from actors.processes.device import local_ray_environment, visible_gpus
 from llmpq.remote.starting import SlowStartError, not_joined, not_started
 from llmpq.remote.token import check_token, make_token, warn_of_readers
 from llmpq.remote.words import caught_words, is_verbose

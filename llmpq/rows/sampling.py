@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from actors.messages import Sampling
 from actors.sampling_options import GREEDY
-from actors.stage.generation_config import GENERATION_CONFIG_FILE, read_generation_config
+from actors.stage.model_config import GENERATION_CONFIG_FILE, read_generation_config
 from llmpq.rows.fields import DRAWN, SAMPLING_FIELDS, nearest_field, unfollowed
 from llmpq.rows.request_fields import Given
 from llmpq.rows.results import RowError, is_writable, plain_value, whole_number

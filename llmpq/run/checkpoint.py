@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actors.messages import Sampling
 from actors.processes.placement import check_cpus
-from actors.stage.generation_config import end_tokens
+from actors.stage.model_config import end_tokens
 from llmpq.jobs.identity import JobIdentity, model_digest
 from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape

@@ -90,7 +90,7 @@ class PlannedModel:
         """Find what weights are rounded by, once transformers and torch, which are slow to load,
         take the model too; stages can be made then.
         """
-        from actors.stage.transformers_config import check_transformers_builds
+        from actors.stage.model_config import check_transformers_builds
         from quant.checkpoint.reader import Checkpoint
 
         if str(self.folder) == self._checkpoint:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.stage.ranks.orders import follow
+from actors.stage.ranks import follow
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from quant.common.errors import StageLostError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from actors.messages import MicroBatch, Sampled
-from actors.processes.ranks.rank_actor import RankActor
+from actors.processes.ranks import RankActor
 from actors.processes.stage_actor import StageActor
 
 LARGEST = 2  # requests of a decode micro-batch for which there is memory

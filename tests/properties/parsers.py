@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from actors.messages import Sampling
-from actors.stage.generation_config import GENERATION_CONFIG_FILE, checked_end_tokens
+from actors.stage.model_config import GENERATION_CONFIG_FILE, checked_end_tokens
 from llmpq.jobs.result_lines import result_identity
 from llmpq.jobs.store import Manifest
 from llmpq.quality.text_windows import read_documents

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.attention.key_factors import key_factors
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, quantized
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors, quantized
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.stage.importance import measure_stage

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.collectives.distributed import DistributedGroup, Seat
+from actors.collectives.distributed import DistributedGroup, Meeting, Seat
 from actors.collectives.group import ALONE, RankGroup
-from actors.collectives.meeting import Meeting
 from quant.common.errors import DeviceError, StageLostError
 from tests.actors.thread_ranks import thread_groups
 

@@ -13,8 +13,7 @@ import torch
 
 from actors.processes.device import local_device
 from actors.processes.health import Health
-from actors.profiling.links import End
-from actors.profiling.sums import Rank
+from actors.profiling.links import End, Rank
 from actors.stage.spec import StageSpec
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.spec import ClusterSpec

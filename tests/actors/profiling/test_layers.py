@@ -13,7 +13,7 @@ from actors.attention.timer import AttentionTimer
 from actors.profiling.layers import TimedLayers
 from actors.profiling.reference_work import ReferenceWork
 from actors.profiling.task import ProfileTask, _Passes, measure
-from actors.stage.transformers_config import config_of_values
+from actors.stage.model_config import config_of_values
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import shape_from_config
 from planner.profiles.design import LayerWorkload

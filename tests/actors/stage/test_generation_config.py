@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.stage.generation_config import checked_end_tokens, end_tokens
+from actors.stage.model_config import checked_end_tokens, end_tokens
 from quant.checkpoint.gguf.folder import folder_of_gguf
 from quant.common.errors import CheckpointError
 from tests.actors.models import CONFIGS

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
+from actors.stage.model_config import with_layers
 from actors.stage.partial_model import empty_model, keep_stage
 from actors.stage.stage import kv_shape, run_decoder
-from actors.stage.transformers_config import with_layers
 from planner.costs.roofline import layer_launches
 from planner.model.finding import shape_from_config
 from tests.actors.models import CONFIGS

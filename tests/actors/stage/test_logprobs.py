@@ -20,7 +20,7 @@ from actors.messages import Admission, Request, Sampling
 from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.live_run import Inbox, LiveRun
 from actors.schedule.table import make_scheduler
-from actors.stage.logprobs import logprob_rows
+from actors.stage.penalties import logprob_rows
 from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
 from actors.transport import pipelines

@@ -22,7 +22,7 @@ from actors.messages import (
     Sampling,
     TokenRange,
 )
-from actors.stage.ranks.orders import Order, follow, send
+from actors.stage.ranks import Order, follow, send
 from actors.transport.message_format import encode
 from quant.common.errors import StageLostError
 from tests.actors.batches import batch_in_ranges

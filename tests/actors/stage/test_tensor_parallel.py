@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from actors.messages import MicroBatch
-from actors.stage.ranks.orders import follow
+from actors.stage.ranks import follow
 from actors.stage.stage import Stage
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError, StageLostError

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from actors.stage.transformers_config import check_transformers_builds, read_config
+from actors.stage.model_config import check_transformers_builds, read_config
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
 from tests.actors.models import (

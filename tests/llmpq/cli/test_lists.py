@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.processes.gpus import ReportedGpu
+from actors.processes.device import ReportedGpu
 from llmpq.cli import devices, models
 from planner.cluster.accelerators import find_accelerator, registry
 from planner.cluster.spec import ClusterSpec

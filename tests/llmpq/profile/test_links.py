@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.processes.environment import stage_environment
+from actors.processes.device import stage_environment
 from actors.processes.placement import Placement
 from actors.profiling.links import PAYLOADS_BYTES, measure_hops
 from llmpq.profile.links import pairs, profile_links

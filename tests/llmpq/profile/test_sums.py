@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.processes.placement import Placement
-from actors.profiling.sums import SUMMED_BYTES, measure_sums
+from actors.profiling.links import SUMMED_BYTES, measure_sums
 from llmpq.profile.sums import groups, profile_sums
 from planner.cluster.spec import ClusterSpec
 from planner.profiles.links import fit_sums, read_sums, sums_path
@@ -53,7 +53,7 @@ def test_a_group_that_no_node_has_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = Placement({"no such resource": 1.0}, num_gpus=0.0, num_cpus=1.0, threads=1)
-    monkeypatch.setattr("actors.profiling.together._PLACING_S", 0.5)
+    monkeypatch.setattr("actors.profiling.links._PLACING_S", 0.5)
     monkeypatch.setattr("llmpq.profile.sums.measuring_placement", lambda device: nowhere)
     told: list[str] = []
     assert profile_sums(tmp_path / "t.csv", ClusterSpec.from_dict(TWO_CPUS), told.append) == ()

@@ -122,7 +122,7 @@ def test_a_run_that_is_refused_leaves_no_process(
         raise SpecError("no such architecture")
 
     monkeypatch.setattr("llmpq.run.engine.start_tokenizer", started)
-    monkeypatch.setattr("actors.stage.transformers_config.check_transformers_builds", refused)
+    monkeypatch.setattr("actors.stage.model_config.check_transformers_builds", refused)
     with pytest.raises(SpecError, match="no such architecture") as caught:
         one_stage.run(["hello"], model=str(model))
     assert caught.traceback  # as a notebook keeps it, and what its frames hold
