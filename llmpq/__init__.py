@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from llmpq.fleet import Fleet
     from llmpq.plan import Plan
     from llmpq.rows.results import Result
-    from llmpq.run.results import Results
-    from llmpq.run.session import Session
+    from llmpq.run.session import Results, Session
     from llmpq.run.summary import RunSummary
     from llmpq.workload.input_job import InputJob, job_of_input
     from llmpq.workload.request_lengths import request_lengths
@@ -89,7 +88,7 @@ _MODULES = {
     "Plan": "llmpq.plan",
     "RequestLengths": "planner.length_distribution",
     "Result": "llmpq.rows.results",
-    "Results": "llmpq.run.results",
+    "Results": "llmpq.run.session",
     "RunSummary": "llmpq.run.summary",
     "Sampling": "actors.messages",
     "Session": "llmpq.run.session",

@@ -18,8 +18,7 @@ from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.fleets import check_fleet
 from llmpq.run.options import RunOptions
-from llmpq.run.results import Results
-from llmpq.run.session import Session
+from llmpq.run.session import Results, Session
 from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.file import is_fleet, read
 from planner.plan.spec import PlannedModel

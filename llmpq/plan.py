@@ -22,8 +22,7 @@ from llmpq.report.latency import latencies, rates
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.options import RunOptions
-from llmpq.run.results import Results
-from llmpq.run.session import Session
+from llmpq.run.session import Results, Session
 from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
 from planner.explanation.planned_assignment import planned_assignment, rebuilt_costs

@@ -43,11 +43,10 @@ from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.engine import RunResources
 from llmpq.run.fleets import check_fleet, plans_of, shown_plan
-from llmpq.run.monitoring.journal import RunRecorder, SessionOf, recorded
-from llmpq.run.monitoring.log_times import about
-from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
+from llmpq.run.recorder import RunRecorder, SessionOf, recorded
 from llmpq.run.run import Run
+from llmpq.run.run_progress import RunProgress, about
 from llmpq.run.summary import RunSize, planned_s
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec

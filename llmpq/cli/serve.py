@@ -26,8 +26,8 @@ from llmpq.jobs.signals import stop_signals
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.run.checkpoint import check_run
 from llmpq.run.fleets import plans_of
-from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
+from llmpq.run.run_progress import LogTimes, duration
 from llmpq.serve.options import FOLDER_SUFFIX, BatchOptions, ServeOptions, find_api_key
 from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.divided import all_stages
@@ -35,7 +35,7 @@ from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
-    from llmpq.run.monitoring.loading import LoadingState
+    from llmpq.run.monitor import LoadingState
     from llmpq.serve.batches.store import BatchStore
 
 _EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmpq[serve]'"

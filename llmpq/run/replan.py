@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from llmpq.run.drift.control import Measured
+from llmpq.run.switching import Measured
 from llmpq.workload.bounded_plan import bounded_plan
 from llmpq.workload.request_lengths import Requests, requests_of
 from planner.cluster.spec import ClusterSpec

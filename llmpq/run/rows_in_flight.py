@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import random
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter
 
 from actors.messages import Finished, Request
 from llmpq.lengths.finished_rows import texts_of
 from llmpq.rows.results import REASONING, Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.run.drift.lengths import LengthRecord
-from llmpq.run.monitoring.meter import RunMeter
-from llmpq.run.request_queues import WaitingRequests
+from llmpq.run.drift import LengthRecord
+from llmpq.run.meter import RunMeter
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, divided
 from llmpq.tokenizing.requests import RequestMaker
+from quant.common.errors import InputError
 
 NOT_FINITE = (
     "the model's logits are not finite: its values overflow the compute type on some stage; plan "
@@ -162,3 +167,104 @@ class RowsInFlight:
         self.errors += 1
         self.first_error = self.first_error or result
         return result
+
+
+MEMORY_BYTES = 64 << 20
+"""Bytes of requests in memory; more of them lie in a temporary file."""
+
+
+class WaitingRequest(NamedTuple):
+    """A request, and the own columns of its row."""
+
+    request: Request
+    columns: Mapping[str, Any]
+
+
+_WAITING: TypeAdapter[WaitingRequest] = TypeAdapter(WaitingRequest)
+
+
+class WaitingRequests:
+    """Requests in the order in which they were added; `prompts` of them wait.
+
+    They lie in memory, or where they are many in a temporary file.
+    """
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=memory_bytes)  # noqa: SIM115
+        self.prompts = 0
+
+    def add(self, request: Request, columns: Mapping[str, Any]) -> None:
+        """Add a request and its row's own columns; `InputError` where the disk takes no more."""
+        try:
+            self._file.write(_WAITING.dump_json(WaitingRequest(request, columns)) + b"\n")
+        except OSError as error:
+            raise _no_room(self.prompts, error) from error
+        self.prompts += 1
+
+    def take_all(self) -> Iterator[WaitingRequest]:
+        """The requests, each once; nothing may be added any more. Raises `InputError` where the
+        disk has lost them.
+        """
+        for line in self._lines():
+            self.prompts -= 1
+            yield _WAITING.validate_json(line)
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            self._file.seek(0)  # writes what the file still holds back
+            yield from self._file
+        except OSError as error:
+            raise _no_room(self.prompts, error) from error
+
+    def close(self) -> None:
+        """Forget the requests."""
+        self._file.close()
+
+
+def _no_room(prompts: int, error: OSError) -> InputError:
+    return InputError(
+        f"cannot keep {prompts} long prompts in {tempfile.gettempdir()}: {error.strerror}; free "
+        "space there, or set TMPDIR to another folder"
+    )
+
+
+class Gate(Iterator[Request | None]):
+    """Iterator over `requests` that ends when it is closed; the others stay in `requests`."""
+
+    def __init__(self, requests: Iterator[Request | None]) -> None:
+        self._requests = requests
+        self.is_closed = False
+
+    def __next__(self) -> Request | None:
+        if self.is_closed:
+            raise StopIteration
+        return next(self._requests)
+
+    def close(self) -> None:
+        """Let no more requests through."""
+        self.is_closed = True
+
+
+MOST_WAITING = 4096
+"""Rows among which the next one is drawn: some MiB of prompts."""
+
+T = TypeVar("T")
+
+
+def in_random_order(items: Iterator[T], most_waiting: int = MOST_WAITING) -> Iterator[T]:
+    """Yield all of `items`, each drawn from up to `most_waiting` that wait, the same in every run.
+
+    At most two are read for one that is yielded, so that rows which come slowly are not waited for
+    longer than they need be.
+    """
+    generator = random.Random(0)
+    waiting: list[T] = []
+    while True:
+        for _ in range(2):
+            if len(waiting) < most_waiting:
+                waiting.extend(islice(items, 1))
+        if not waiting:
+            return
+        chosen = generator.randrange(len(waiting))
+        waiting[chosen], waiting[-1] = waiting[-1], waiting[chosen]
+        yield waiting.pop()

@@ -15,13 +15,9 @@ from llmpq.report.measured_latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import JobSampling
-from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
-from llmpq.run.drift.decision import Switch
-from llmpq.run.drift.rate import planned_latency
 from llmpq.run.engine import RunResources
 from llmpq.run.expected_lengths import NO_PREDICTOR
-from llmpq.run.monitoring.meter import RunMeter, RunState
-from llmpq.run.random_order import in_random_order
+from llmpq.run.meter import RunMeter, RunState
 from llmpq.run.replan import (
     replan_after_loss,
     replan_measured,
@@ -30,9 +26,9 @@ from llmpq.run.replan import (
     rescheduled_text,
     stages_text,
 )
-from llmpq.run.request_queues import Gate
-from llmpq.run.rows_in_flight import RowsInFlight
-from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
+from llmpq.run.rows_in_flight import Gate, RowsInFlight, in_random_order
+from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_latency, planned_rate
+from llmpq.run.switching import DriftControl, Measured, Planning, Progress, Switch
 from planner.length_distribution import RequestLengths
 from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
@@ -42,7 +38,7 @@ from quant.common.errors import DeviceLostError
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
     from llmpq.remote.local_ray import GiveUp
-    from llmpq.run.monitoring.loading import LoadingState
+    from llmpq.run.monitor import LoadingState
 
 UNDISTURBED: tuple[EventKind, ...] = (
     "tokenizer",
@@ -185,8 +181,7 @@ class Run:
 
         Raises `DeviceLostError` when the group cannot go on.
         """
-        from llmpq.run.monitoring.loading import loading_watch
-        from llmpq.run.monitoring.monitor import monitored
+        from llmpq.run.monitor import loading_watch, monitored
 
         trace = None if self._is_long else self._options.trace_path
         switch: Switch | None = None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.stage_figures import StageStats
-from llmpq.report.measured_latency import LatencyFigures
-from llmpq.run.drift.rate import planned_tokens_per_s
+from llmpq.report.measured_latency import LatencyFigures, PlannedLatency
+from planner.plan.simulate import time_scale
 from planner.plan.spec import PlanSpec
 
 
@@ -119,3 +119,41 @@ def planned_rate(parts: Sequence[RunPart]) -> float | None:
     if not seconds or any(rate is None for _, rate in planned):
         return None
     return sum(tokens for tokens, _ in planned) / seconds
+
+
+def planned_tokens_per_s(plan: PlanSpec) -> float | None:
+    """Generated tokens per second of `plan` when it is run; None where some emulated device has no
+    time scale and so follows no plan.
+    """
+    if any(stage.emulated for stage in plan.stages) and not plan.time_scale:
+        return None
+    planned = plan.predicted.tokens_per_s
+    if plan.job is not None:
+        planned = plan.job.tokens_per_s
+    elif plan.latency is not None:
+        planned = plan.latency.tokens_per_s
+    return planned / time_scale(plan)
+
+
+def settled_tokens_per_s(plan: PlanSpec) -> float | None:
+    """Planned tokens per second while all slots are in use, where the plan says that, else of the
+    whole job; None as `planned_tokens_per_s`.
+    """
+    rate = planned_tokens_per_s(plan)
+    if rate is None or plan.latency is None:
+        return rate
+    return plan.latency.tokens_per_s / time_scale(plan)
+
+
+def planned_latency(plan: PlanSpec) -> PlannedLatency | None:
+    """The latency that `plan` forecasts when it is run, and its bound; None where it has none, or
+    is not followed.
+    """
+    if plan.latency is None or planned_tokens_per_s(plan) is None:
+        return None
+    scale, bound_s = time_scale(plan), plan.latency.bound_s
+    return PlannedLatency(
+        plan.latency.quantile,
+        scale * plan.latency.latency_s,
+        None if bound_s is None else scale * bound_s,
+    )

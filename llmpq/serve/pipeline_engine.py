@@ -39,7 +39,7 @@ from quant.common.errors import LlmpqError
 
 if TYPE_CHECKING:
     from actors.live_group import Live, LiveGroup
-    from llmpq.run.monitoring.loading import LoadingState
+    from llmpq.run.monitor import LoadingState
 
 LOADING_S = 2.0
 """Seconds that stages which still load get to be there, when the engine is closed."""
@@ -219,7 +219,7 @@ class PipelineEngine:
 
     def _run(self) -> None:
         """Load the stages, and hand out what comes until the engine is closed or fails."""
-        from llmpq.run.monitoring.loading import loading_watch
+        from llmpq.run.monitor import loading_watch
 
         try:
             self.group = group = self._model.group(self._model.plan, self._copies)

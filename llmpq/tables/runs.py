@@ -11,7 +11,7 @@ from rich.table import Table
 
 from actors.stage_figures import StageStats
 from llmpq.report.formatting import per_second, plain, seconds, size
-from llmpq.run.monitoring.slow_stages import measured_s, slow_stages, work_of
+from llmpq.run.slow_stages import measured_s, slow_stages, work_of
 from llmpq.run.summary import RunSummary
 from llmpq.tables.layout import Fitting, Notes, broken_name, new_table
 from planner.phases import Phase

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmpq.run.random_order import in_random_order
+from llmpq.run.rows_in_flight import in_random_order
 
 
 def test_every_row_comes_once_and_sorted_ones_are_mixed() -> None:

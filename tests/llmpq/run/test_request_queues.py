@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.messages import Request, Sampling
-from llmpq.run.request_queues import Gate, WaitingRequests
+from llmpq.run.rows_in_flight import Gate, WaitingRequests
 from quant.common.errors import InputError
 
 SAMPLING = Sampling(temperature=0.5, seed=7, stop=("é", "\n"), logit_bias={3: -1.5})

@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.messages import Finished, Request, Sampling
 from llmpq.rows.results import REASONING, Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.run.monitoring.meter import RunMeter
+from llmpq.run.meter import RunMeter
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits

@@ -15,12 +15,11 @@ from actors.messages import Finished, Request
 from llmpq import Plan
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.run.drift.control import DriftControl
-from llmpq.run.drift.decision import Switch
 from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
 from llmpq.run.summary import RunSize
+from llmpq.run.switching import DriftControl, Switch
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError
 

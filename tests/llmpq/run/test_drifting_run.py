@@ -15,8 +15,8 @@ from actors.handover.group import DividedGroup
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import StageGroup
 from llmpq import Cluster, Plan, Sampling
-from llmpq.run.drift.control import Measured
 from llmpq.run.replan import reschedule_measured
+from llmpq.run.switching import Measured
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.plan.spec import PlanSpec
@@ -59,10 +59,10 @@ def planned(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a second and of few rows, and any saving is worth a switch."""
-    monkeypatch.setattr("llmpq.run.drift.rate.LEAST_S", 1.0)
+    monkeypatch.setattr("llmpq.run.drift.LEAST_S", 1.0)
     for module in ("rate", "watch"):
         monkeypatch.setattr(f"llmpq.run.drift.{module}.LEAST_ROWS", 24)
-    monkeypatch.setattr("llmpq.run.drift.decision.MARGIN", 0.0)
+    monkeypatch.setattr("llmpq.run.switching.MARGIN", 0.0)
 
 
 def run(plan: PlanSpec, count: int = ROWS, **options: Any) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.run.drift.rate import LEAST_ROWS, LEAST_S, RateWindow, planned_tokens_per_s
+from llmpq.run.drift import LEAST_ROWS, LEAST_S, RateWindow
+from llmpq.run.summary import planned_tokens_per_s
 
 SLOTS = 2 * LEAST_ROWS
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmpq import Cluster, Workload
-from llmpq.run.drift.decision import Outlook, RunLengths, best_switch, is_same, seconds_per_row
+from llmpq.run.switching import Outlook, RunLengths, best_switch, is_same, seconds_per_row
 from planner.cluster.device import Slowdown
 from planner.plan.spec import PlanSpec
 

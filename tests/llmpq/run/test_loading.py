@@ -11,10 +11,9 @@ from rich.console import Console
 
 from actors.stage_figures import LayersLoaded
 from llmpq.rows.results import Result
-from llmpq.run.monitoring.loading import LoadingState, LoadingWatch
-from llmpq.run.monitoring.log_times import FIRST_S
-from llmpq.run.monitoring.progress import RunProgress
-from tests.llmpq.run.monitoring.test_monitor import Clock, run_state
+from llmpq.run.monitor import LoadingState, LoadingWatch
+from llmpq.run.run_progress import FIRST_S, RunProgress
+from tests.llmpq.run.test_monitor import Clock, run_state
 
 WEIGHTS = LayersLoaded("weights", 11, 24)
 

@@ -14,7 +14,10 @@ from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.messages import Request, Sampling
 from actors.stage_figures import PhaseWork, StageStats
 from llmpq import Cluster, Workload
-from llmpq.run.drift.control import (
+from llmpq.run.drift import LengthRecord
+from llmpq.run.meter import RunState
+from llmpq.run.summary import planned_tokens_per_s
+from llmpq.run.switching import (
     EVERY_S,
     MOST_PLANS,
     RESCHEDULE_EVERY_S,
@@ -22,11 +25,8 @@ from llmpq.run.drift.control import (
     Measured,
     Planning,
     Progress,
+    Switch,
 )
-from llmpq.run.drift.decision import Switch
-from llmpq.run.drift.lengths import LengthRecord
-from llmpq.run.drift.rate import planned_tokens_per_s
-from llmpq.run.monitoring.meter import RunState
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses

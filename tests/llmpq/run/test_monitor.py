@@ -12,11 +12,17 @@ from rich.console import Console
 from actors.latency_counts import LatencyCounts
 from actors.stage_figures import PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
-from llmpq.run.monitoring.forecast import EARLY_PROMPTS
-from llmpq.run.monitoring.log_times import EVERY_S, FIRST_S, LogTimes, about, duration
-from llmpq.run.monitoring.meter import WINDOW_S, RunMeter, RunState
-from llmpq.run.monitoring.monitor import Monitor
-from llmpq.run.monitoring.progress import RunProgress, state_lines
+from llmpq.run.meter import EARLY_PROMPTS, WINDOW_S, RunMeter, RunState
+from llmpq.run.monitor import Monitor
+from llmpq.run.run_progress import (
+    EVERY_S,
+    FIRST_S,
+    LogTimes,
+    RunProgress,
+    about,
+    duration,
+    state_lines,
+)
 
 QUEUE = QueueDepth(waiting=7, in_slots=3, slots=4, micro_batches=2)
 

@@ -18,8 +18,8 @@ from llmpq.jobs.overview.overview import latency_figures
 from llmpq.jobs.sessions import read_journal
 from llmpq.report.formatting import plain
 from llmpq.rows.results import Result
-from llmpq.run.monitoring.journal import MOST_EVENTS, RunRecorder, SessionOf, recorded
-from llmpq.run.monitoring.meter import RunState, TimeLeft
+from llmpq.run.meter import RunState, TimeLeft
+from llmpq.run.recorder import MOST_EVENTS, RunRecorder, SessionOf, recorded
 from planner.plan.simulate import time_scale
 from planner.scheduling import RequestSchedule
 from tests.planner.bounded import bounded

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from actors.stage_figures import PhaseWork, QueueDepth, StageStats
-from llmpq.run.monitoring.forecast import LEAST_S
-from llmpq.run.monitoring.meter import RunMeter
+from llmpq.run.meter import LEAST_S, RunMeter
 
 
 class Clock:

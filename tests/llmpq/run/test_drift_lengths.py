@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actors.messages import Finished, Request, Sampling
-from llmpq.run.drift.lengths import LengthRecord, OutputLengths, length_weights
-from llmpq.run.monitoring.meter import RunMeter
+from llmpq.run.drift import LengthRecord, OutputLengths, length_weights
+from llmpq.run.meter import RunMeter
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.tokenizing.requests import RequestMaker
 from planner.workload import Job, Workload

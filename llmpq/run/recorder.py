@@ -33,10 +33,10 @@ from llmpq.jobs.journal import (
 )
 from llmpq.jobs.journal_writer import JournalWriter, point_cadence, work_cadence
 from llmpq.rows.results import Result
-from llmpq.run.drift.rate import planned_latency, planned_tokens_per_s
-from llmpq.run.monitoring.meter import INTERVAL_S, RunState
-from llmpq.run.monitoring.slow_stages import measured_s, work_of
+from llmpq.run.meter import INTERVAL_S, RunState
 from llmpq.run.run import Run
+from llmpq.run.slow_stages import measured_s, work_of
+from llmpq.run.summary import planned_latency, planned_tokens_per_s
 from llmpq.version import llmpq_version
 from planner.phases import Phase
 from planner.plan.divided import undivided

@@ -18,9 +18,8 @@ from actors.stage_figures import LayersLoaded
 from actors.stage_group import GroupOptions, StageGroup
 from actors.telemetry.meter import TelemetryOptions
 from llmpq import Cluster, Plan, Workload
-from llmpq.run.monitoring.loading import LoadingState
-from llmpq.run.monitoring.meter import RunMeter, RunState, generated
-from llmpq.run.monitoring.monitor import monitored
+from llmpq.run.meter import RunMeter, RunState, generated
+from llmpq.run.monitor import LoadingState, monitored
 from planner.plan.simulate import simulate_plan
 from tests.actors.models import random_prompts
 from tests.llmpq.conftest import BATCH, EMULATED, NEW_TOKENS, PROMPT_LENGTH

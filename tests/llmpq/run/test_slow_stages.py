@@ -11,9 +11,9 @@ from rich.console import Console
 
 from actors.stage_figures import PhaseWork, QueueDepth, StageStats, Supervision
 from llmpq import Plan
-from llmpq.run.monitoring.meter import RunState
-from llmpq.run.monitoring.progress import RunProgress
-from llmpq.run.monitoring.slow_stages import slow_stages
+from llmpq.run.meter import RunState
+from llmpq.run.run_progress import RunProgress
+from llmpq.run.slow_stages import slow_stages
 from llmpq.run.summary import RunSummary
 from llmpq.tables import summary_table
 

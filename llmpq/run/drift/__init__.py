@@ -1,1 +1,0 @@
-"""Whether a run follows its plan, and whether another plan is worth a switch."""
