@@ -17,7 +17,7 @@ from planner.plan.spec import PlanSpec, StagePlan
 
 
 @dataclass(frozen=True)
-class End:
+class RankPart:
     """A rank of a stage, and the part of all keys and values that it holds."""
 
     stage: int
@@ -31,8 +31,8 @@ class Route:
     it takes the seconds of `link`.
     """
 
-    source: End
-    target: End
+    source: RankPart
+    target: RankPart
     part: KvPart
     as_part: KvPart
     link: HandoverLink | None
@@ -78,7 +78,7 @@ def _stand_in_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> It
         if not holders:
             continue
         ends = [
-            End(stage.index, 0, KvPart(_stand_in_layers(each, stage, shape), heads))
+            RankPart(stage.index, 0, KvPart(_stand_in_layers(each, stage, shape), heads))
             for each, stage in ((prefill, holders[0]), (plan, target))
         ]
         by_node: dict[str, HandoverLink] = {}
@@ -96,13 +96,13 @@ def _stand_in_layers(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> ran
     return stand_in_spec(stage_spec(plan, stage), shape).layers
 
 
-def _ends(plan: PlanSpec, shape: ModelShape) -> Iterator[End]:
+def _ends(plan: PlanSpec, shape: ModelShape) -> Iterator[RankPart]:
     for stage in plan.stages:
         degree = stage_spec(plan, stage).degree
         for rank in range(degree):
             whole = range(shape.kv_heads)
             heads = rank_share(shape, degree, rank).kv_heads if degree > 1 else whole
-            yield End(stage.index, rank, KvPart(stage.layers, heads))
+            yield RankPart(stage.index, rank, KvPart(stage.layers, heads))
 
 
 def _common(one: KvPart, other: KvPart) -> KvPart:
@@ -115,7 +115,7 @@ def _overlap(one: range, other: range) -> range:
 
 
 def _link(
-    plan: PlanSpec, prefill: PlanSpec, source: End, target: End, layers: int
+    plan: PlanSpec, prefill: PlanSpec, source: RankPart, target: RankPart, layers: int
 ) -> HandoverLink | None:
     pair = prefill.stages[source.stage], plan.stages[target.stage]
     return handover_link(plan, prefill, pair, layers)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from actors.live_group import JoinedObserver, LiveGroup, Observed
 from actors.recovery.policy import EventReporter, OnEvent, RecoveryEvent, ignore_event
-from actors.replicas.replica import Board, Replica, Restarts
+from actors.replicas.replica import PoolBoard, Replica, Restarts
 from actors.replicas.run import SharedRun
 from planner.plan.spec import PlanSpec
 from quant.common.errors import StageLostError
@@ -51,7 +51,7 @@ class ReplicaPool(LiveGroup):
         self._plan = plan
         self._on_event = on_event
         self._telling = threading.Lock()
-        self._board = Board(EventReporter(self._tell), restarts)
+        self._board = PoolBoard(EventReporter(self._tell), restarts)
         self.replicas: tuple[Replica, ...] = ()
         first = 0
         for index, each in enumerate(plans):

@@ -80,7 +80,7 @@ class LoadingTurns:
 
 
 @dataclass(eq=False)
-class Board:
+class PoolBoard:
     """What a pool and the threads of its replicas tell each other; `changed` guards all of it.
 
     `run` is the present one. `error` ends it, whatever the other replicas do.
@@ -102,7 +102,7 @@ class Replica:
     """Replica `index` of a pool, whose stages `make` makes; `error` is what it was lost by last."""
 
     def __init__(
-        self, index: int, plan: PlanSpec, make: Callable[[], LiveGroup], board: Board
+        self, index: int, plan: PlanSpec, make: Callable[[], LiveGroup], board: PoolBoard
     ) -> None:
         self.index, self.plan = index, plan
         self.name = f"replica {index} ({make_up_text(plan)})"

@@ -228,7 +228,7 @@ def _no_room(prompts: int, error: OSError) -> InputError:
     )
 
 
-class Gate(Iterator[Request | None]):
+class SourceGate(Iterator[Request | None]):
     """Iterator over `requests` that ends when it is closed; the others stay in `requests`."""
 
     def __init__(self, requests: Iterator[Request | None]) -> None:

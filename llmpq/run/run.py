@@ -26,9 +26,9 @@ from llmpq.run.replan import (
     rescheduled_text,
     stages_text,
 )
-from llmpq.run.rows_in_flight import Gate, RowsInFlight, in_random_order
+from llmpq.run.rows_in_flight import RowsInFlight, SourceGate, in_random_order
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_latency, planned_rate
-from llmpq.run.switching import DriftControl, Measured, Planning, Progress, Switch
+from llmpq.run.switching import DriftControl, Measured, Planning, RowsToGo, Switch
 from planner.length_distribution import RequestLengths
 from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
@@ -155,7 +155,7 @@ class Run:
         while (first := (yield from self._next(requests))) is not None:
             requests = chain((first,), requests)
             group = self._shared.stages.of(self.plan)
-            gate = Gate(requests)
+            gate = SourceGate(requests)
             try:
                 switch = yield from self._generate_in(group, gate)
             except DeviceLostError as error:
@@ -176,7 +176,9 @@ class Run:
         yield from self.rows.bad_results()
         return None
 
-    def _generate_in(self, group: LiveGroup, gate: Gate) -> Generator[Result, None, Switch | None]:
+    def _generate_in(
+        self, group: LiveGroup, gate: SourceGate
+    ) -> Generator[Result, None, Switch | None]:
         """Requests of `gate` in one group; returns the switch to another plan for what is left.
 
         Raises `DeviceLostError` when the group cannot go on.
@@ -274,14 +276,14 @@ class Run:
     def _see(self, state: RunState) -> None:
         self._pace.see(state, self.rows.in_flight)
 
-    def _progress(self, group: LiveGroup) -> Progress:
+    def _progress(self, group: LiveGroup) -> RowsToGo:
         rows = self.rows
         left = None
         if self._size is not None:
             left = max(0, self._size.prompts - rows.ended - rows.in_flight - rows.long.prompts)
         if self._is_long:
             left = rows.long.prompts
-        return Progress(left, rows.in_flight, tuple(group.tokens_in_flight().values()))
+        return RowsToGo(left, rows.in_flight, tuple(group.tokens_in_flight().values()))
 
     def _plan_again(self, lost: DeviceLostError) -> None:
         """Take the best plan for what is left; raises `DeviceLostError` where there is none."""

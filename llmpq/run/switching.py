@@ -52,7 +52,7 @@ NOTHING = Measured(0, None)
 
 
 @dataclass(frozen=True)
-class Progress:
+class RowsToGo:
     """How far a run is: rows that no stage has yet (None: not known), requests that stages have
     (`in_flight`), and the tokens so far of those in slots (`running`).
     """
@@ -113,7 +113,7 @@ class DriftControl:
         if self._watch is not None:
             self._watch.disturb()
 
-    def switch(self, progress: Callable[[], Progress]) -> Switch | None:
+    def switch(self, progress: Callable[[], RowsToGo]) -> Switch | None:
         """A switch to make now, once for each plan that is watched; says what drifts."""
         now_s = self._planning.clock()
         if self._plan is None or self._watch is None or self._has_switched:
@@ -175,7 +175,7 @@ class DriftControl:
         may = self._planning.plan_again is not None and self._plans < MOST_PLANS
         return may and now_s - self._planned_s >= EVERY_S
 
-    def _begin_search(self, plan: PlanSpec, drift: Drift, progress: Progress) -> None:
+    def _begin_search(self, plan: PlanSpec, drift: Drift, progress: RowsToGo) -> None:
         plan_again = self._planning.plan_again
         assert plan_again is not None
         lengths = None if drift.outputs is None else drift.outputs.lengths(plan.workload)
@@ -183,11 +183,11 @@ class DriftControl:
         measured = Measured(left, lengths, slowdowns_of(plan, drift))
         self._search = _Search(lambda: plan_again(plan, measured), measured)
 
-    def _rows_left(self, progress: Progress) -> int:
+    def _rows_left(self, progress: RowsToGo) -> int:
         """Rows that no stage has yet; where that is not known, as many as have ended."""
         return self._record.ended if progress.rows_left is None else progress.rows_left
 
-    def _take(self, search: _Search, drift: Drift | None, progress: Progress) -> Switch | None:
+    def _take(self, search: _Search, drift: Drift | None, progress: RowsToGo) -> Switch | None:
         """The switch that a search has led to, if it is worth it."""
         if not search.is_done or self._plan is None:
             return None

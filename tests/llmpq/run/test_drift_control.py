@@ -24,7 +24,7 @@ from llmpq.run.switching import (
     DriftControl,
     Measured,
     Planning,
-    Progress,
+    RowsToGo,
     Switch,
 )
 from planner.length_distribution import LengthDistribution, RequestLengths
@@ -111,7 +111,7 @@ class Simulated:
                 self.ended_tokens += output
             state = self._state()
             self.control.see(state, 3 * slots)
-            progress = Progress(rows_left, 3 * slots, (output // 2,) * slots)
+            progress = RowsToGo(rows_left, 3 * slots, (output // 2,) * slots)
             found = self.control.switch(lambda progress=progress: progress)
             for thread in threading.enumerate():
                 if thread.name == "llmpq-planning":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.messages import Request, Sampling
-from llmpq.run.rows_in_flight import Gate, WaitingRequests
+from llmpq.run.rows_in_flight import SourceGate, WaitingRequests
 from quant.common.errors import InputError
 
 SAMPLING = Sampling(temperature=0.5, seed=7, stop=("é", "\n"), logit_bias={3: -1.5})
@@ -50,7 +50,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closed_gate_leaves_the_others() -> None:
     requests = iter([Request(str(i), (1,), 1, SAMPLING) for i in range(5)])
-    gate = Gate(requests)
+    gate = SourceGate(requests)
     assert [each.custom_id for each in (next(gate), next(gate)) if each] == ["0", "1"]
     gate.close()
     assert list(gate) == []
