@@ -38,16 +38,13 @@ class LatencyCounts:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> LatencyCounts:
-        """The counts of these latencies."""
         return cls(tuple(sorted(Counter(map(bucket_of, seconds)).items())))
 
     @property
     def requests(self) -> int:
-        """Number of requests in all."""
         return sum(count for _, count in self.buckets)
 
     def plus(self, other: LatencyCounts) -> LatencyCounts:
-        """Both together."""
         both = Counter(dict(self.buckets)) + Counter(dict(other.buckets))
         return LatencyCounts(tuple(sorted(both.items())))
 

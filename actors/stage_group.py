@@ -129,7 +129,6 @@ class StageGroup(LiveGroup):
 
     @property
     def plan(self) -> PlanSpec:
-        """The plan whose stages these are."""
         return self._plan
 
     def follow(self, plan: PlanSpec) -> None:
@@ -150,7 +149,6 @@ class StageGroup(LiveGroup):
         self._pipeline.follow(schedule)
 
     def __enter__(self) -> StageGroup:
-        """Place and load all stages; on any error nothing stays behind."""
         try:
             self._start()
         except BaseException:
@@ -164,7 +162,6 @@ class StageGroup(LiveGroup):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Free actors and placement groups."""
         self._release()
 
     def _start(self) -> None:
@@ -266,7 +263,6 @@ class StageGroup(LiveGroup):
         self._whole = None
 
     def stats(self) -> tuple[StageStats, ...]:
-        """Return the figures of every stage."""
         asked = [stage.stats() for stage in self.stages]
         return tuple(self._answers.get(each) for each in asked)
 

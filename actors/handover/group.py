@@ -100,12 +100,10 @@ class DividedGroup(LiveGroup):
 
     @property
     def plan(self) -> PlanSpec:
-        """One plan with the stages of both kinds."""
         return undivided(self._plan)
 
     @property
     def stages(self) -> tuple[StageHandle, ...]:
-        """All stages, those that prefill before those that decode."""
         return (*self.prefill.stages, *self.decode.stages)
 
     def follow(self, plan: PlanSpec) -> None:
@@ -119,7 +117,6 @@ class DividedGroup(LiveGroup):
         self.decode.follow(plan)
 
     def __enter__(self) -> DividedGroup:
-        """Place and load all stages; on any error nothing stays behind."""
         try:
             placements = place(all_stages(self._plan), ray.cluster_resources())
             self._reservation = Reservation(placements, self._options.timeouts.placement_s)
@@ -149,7 +146,6 @@ class DividedGroup(LiveGroup):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Free actors and placement groups."""
         self._release()
 
     def _release(self) -> None:
@@ -187,7 +183,6 @@ class DividedGroup(LiveGroup):
         return self._live
 
     def abandon(self) -> None:
-        """Give up what is in flight, as `StageGroup.abandon`."""
         live, self._live, self._whole = self._live, None, None
         if live is None:
             return
@@ -197,7 +192,6 @@ class DividedGroup(LiveGroup):
             group.abandon()
 
     def stats(self) -> tuple[StageStats, ...]:
-        """Return the figures of every stage."""
         return (*self.prefill.stats(), *self.decode.stats())
 
     def _tell_of(self, role: str, first: int, event: RecoveryEvent) -> None:

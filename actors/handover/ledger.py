@@ -34,7 +34,6 @@ class _Held:
 
     @property
     def so_far(self) -> Request:
-        """The request with the tokens that it has."""
         return replace(self.request, generated=(*self.request.generated, *self.tokens))
 
 
@@ -87,7 +86,6 @@ class DividedLedger:
         self._waiting.append(request.custom_id)
 
     def __len__(self) -> int:
-        """The number of requests that have not ended."""
         return len(self._held)
 
     @property
@@ -96,22 +94,18 @@ class DividedLedger:
         return max(0, self._pace.ahead - len(self._waiting))
 
     def has_any(self, *places: Place) -> bool:
-        """Whether a request is at one of these places."""
         return any(held.place in places for held in self._held.values())
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """The requests that have not ended, with the tokens they have."""
         return tuple(held.so_far for held in self._held.values())
 
     @property
     def tokens(self) -> dict[str, int]:
-        """The number of new tokens of each request that has some."""
         found = {name: held.so_far.generated for name, held in self._held.items()}
         return {name: len(tokens) for name, tokens in found.items() if tokens}
 
     def load(self) -> Load:
-        """The requests in flight."""
         begun = [held for held in self._held.values() if held.place != "waiting"]
         prefilling = sum(held.place == "prefilling" for held in begun)
         return Load(
@@ -184,11 +178,9 @@ class DividedLedger:
         return found
 
     def number_of(self, custom_id: str) -> int:
-        """The number of a request that has not ended."""
         return self._held[custom_id].number
 
     def prompt_tokens_of(self, custom_ids: Sequence[str]) -> int:
-        """Tokens of their prompts together."""
         return sum(len(self._held[name].request.prompt_ids) for name in custom_ids)
 
     def moved(

@@ -55,7 +55,6 @@ class DividedLive:
         ]
 
     def submit(self, *requests: Request) -> None:
-        """Have `requests` run as soon as there is room, as `LiveGeneration.submit`."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("a live generation takes no requests after close()")
@@ -64,7 +63,6 @@ class DividedLive:
             self._go_on()
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request, as `LiveGeneration.cancel`: no more is told of it."""
         with self._changed:
             place = self._ledger.cancel(custom_id)
             self._told = [each for each in self._told if each.custom_id != custom_id]
@@ -75,36 +73,30 @@ class DividedLive:
             self._go_on()
 
     def close(self) -> None:
-        """Take no more requests; `events` ends when all have ended."""
         with self._changed:
             self._closed = True
             self._go_on()
 
     @property
     def under_way(self) -> int:
-        """Number of requests that were submitted and have neither ended nor been cancelled."""
         return len(self._ledger)
 
     @property
     def wanted(self) -> int:
-        """How many more requests should wait, for the next one to begin at once."""
         with self._changed:
             return self._ledger.wanted
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """The requests under way, with the tokens they have."""
         with self._changed:
             return self._ledger.unfinished
 
     @property
     def tokens_in_flight(self) -> dict[str, int]:
-        """The number of new tokens of each request that has some."""
         with self._changed:
             return self._ledger.tokens
 
     def interrupt(self) -> None:
-        """Have whoever waits for events raise `RunInterruptedError` soon."""
         with self._changed:
             self._is_interrupted = True
             self._changed.notify_all()
@@ -120,7 +112,6 @@ class DividedLive:
                 thread.join(limit_s)
 
     def events(self) -> Generator[tuple[Progress, ...]]:
-        """Yield new tokens as they come, and the ends of requests, as `LiveGeneration.events`."""
         for thread in self._threads:
             thread.start()
         try:
@@ -133,7 +124,6 @@ class DividedLive:
                 self.interrupt()
 
     def halt(self) -> tuple[Progress, ...]:
-        """Stop for good, as `LiveGeneration.halt`."""
         self.interrupt()
         self.join()
         with self._changed:

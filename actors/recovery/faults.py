@@ -19,7 +19,6 @@ class HangError(StageLostError):
 
     @property
     def loss(self) -> Loss:
-        """The loss of the stage, which is killed now."""
         return Loss.hang(str(self))
 
 
@@ -32,7 +31,6 @@ class RankLostError(HangError):
 
     @property
     def loss(self) -> Loss:
-        """The loss of the stage with all its ranks."""
         return Loss("died", f"lost its rank {self.rank}, which died")
 
 

@@ -89,7 +89,6 @@ class LiveGeneration:
                 self._pipeline.stages[0].cancel(self._run, (custom_id,))
 
     def close(self) -> None:
-        """Take no more requests; `events` ends when all have ended."""
         with self._lock:
             self._closed = True
             self._feed()
@@ -102,7 +101,6 @@ class LiveGeneration:
 
     @property
     def under_way(self) -> int:
-        """Number of requests that were submitted and have neither ended nor been cancelled."""
         return len(self._tokens)
 
     @property
@@ -114,14 +112,12 @@ class LiveGeneration:
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """The requests that have not ended, with the tokens that are known of them."""
         with self._lock:
             self._ledger.progress(self._tokens)
             return (*self._ledger.unfinished, *self._queue.values())
 
     @property
     def tokens_in_flight(self) -> dict[str, int]:
-        """The number of new tokens of each request in a slot, a second ago or so."""
         latest = self._check.tokens
         if latest is None or latest.run != self._run:
             return {}
@@ -285,7 +281,6 @@ class LiveGeneration:
         return tuple(more)
 
     def _recover(self, error: Exception) -> Iterator[tuple[Progress, ...]]:
-        """Stop the run, find what happened, and repair the pipeline."""
         events, began_s = self._repair.events, self._answers.now_s()
         with self._lock:
             self._takes_more = False

@@ -42,7 +42,6 @@ class Recovery:
     on_device_loss: OnDeviceLoss = "replan"
 
     def __post_init__(self) -> None:
-        """Check ranges; raises `SpecError` naming the field."""
         rules = {
             "retries": (self.retries >= 0, "0 (off) or more"),
             "restarts": (self.restarts >= 0, "0 or more"),

@@ -73,7 +73,6 @@ class RequestLedger:
         return (*(self._unfinished[custom_id] for custom_id in old), *new)
 
     def _read(self, count: int) -> list[Request]:
-        """Read requests from the source; fewer where it pauses or ends."""
         new: list[Request] = []
         self.paused = False
         for request in islice(self._source, count):
@@ -92,12 +91,10 @@ class RequestLedger:
         return True
 
     def cancel(self, custom_id: str) -> None:
-        """Forget a request that is no longer wanted."""
         if self._unfinished.pop(custom_id, None) is not None and custom_id in self._turn:
             self._turn.remove(custom_id)
 
     def progress(self, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Note the new tokens of running requests."""
         for custom_id, generated in tokens.items():
             request = self._unfinished.get(custom_id)
             if request is not None and len(generated) > len(request.generated):

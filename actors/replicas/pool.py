@@ -63,12 +63,10 @@ class ReplicaPool(LiveGroup):
 
     @property
     def plan(self) -> PlanSpec:
-        """One plan with the stages of all replicas."""
         return self._plan
 
     @property
     def ready_plans(self) -> Sequence[PlanSpec]:
-        """The plans of the replicas that take requests now."""
         return [each.plan for each in self.replicas if each.status == "ready"]
 
     def _observers(self, load_too: bool) -> Sequence[Observed | None]:
@@ -102,7 +100,6 @@ class ReplicaPool(LiveGroup):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Free the actors and placement groups of all replicas."""
         self._close()
 
     def _some(self, *statuses: str) -> bool:
@@ -118,7 +115,6 @@ class ReplicaPool(LiveGroup):
             raise self._board.error
 
     def _check(self) -> None:
-        """Raise where the run cannot go on."""
         self._check_error()
         if self._some("loading", "ready", "away"):
             return

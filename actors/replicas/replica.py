@@ -94,7 +94,6 @@ class PoolBoard:
     is_closing: bool = False
 
     def __post_init__(self) -> None:
-        """Nobody loads yet."""
         self.turns = LoadingTurns(self.changed)
 
 

@@ -43,7 +43,6 @@ class SharedRun:
         self._closed = self._is_stopped = self._wants = False
 
     def submit(self, *requests: Request) -> None:
-        """Have `requests` run; SpecError for one that is under way."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("a live run takes no requests after close()")
@@ -54,7 +53,6 @@ class SharedRun:
             self._hand_out()
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request, of which nothing is told any more."""
         with self._changed:
             self._told = [each for each in self._told if each.custom_id != custom_id]
             replica = self._holder(custom_id)
@@ -68,7 +66,6 @@ class SharedRun:
             self._end_if_done()
 
     def close(self) -> None:
-        """Take no more requests."""
         with self._changed:
             self._closed = True
             self._end_if_done()
@@ -83,7 +80,6 @@ class SharedRun:
             self._changed.notify_all()
 
     def halt(self) -> tuple[Progress, ...]:
-        """Stop for good; return what was not read."""
         self.interrupt()
         with self._changed:
             self._changed.wait_for(lambda: not any(self._lives))
@@ -92,7 +88,6 @@ class SharedRun:
 
     @property
     def under_way(self) -> int:
-        """Number of requests that were submitted and have neither ended nor been cancelled."""
         return len(self._waiting) + sum(map(len, self._held))
 
     @property
@@ -103,7 +98,6 @@ class SharedRun:
 
     @property
     def tokens_in_flight(self) -> dict[str, int]:
-        """The number of new tokens of each request in a slot, a second ago or so."""
         lives = [live for live in self._lives if live is not None]
         return {name: n for live in lives for name, n in live.tokens_in_flight.items()}
 

@@ -42,18 +42,15 @@ class PipelineDriver:
         self._lock = Lock()  # around changes that `slot_tokens` must not see halfway
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return `Scheduler.slot_tokens`; any thread may call this."""
         with self._lock:
             return self._scheduler.slot_tokens()
 
     @property
     def under_way(self) -> int:
-        """Number of micro-batches that were submitted and have not come back."""
         return len(self._under_way)
 
     @property
     def wants_requests(self) -> bool:
-        """Tell whether requests are missing, as `Scheduler.wants_requests`."""
         return self._scheduler.wants_requests
 
     def run(self) -> Iterator[tuple[Finished, ...]]:
@@ -66,19 +63,16 @@ class PipelineDriver:
             yield self.take_back()[2]
 
     def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Run `Scheduler.add`."""
         with self._lock:
             self._scheduler.add(requests, last)
         self._latencies.expect(requests)
 
     def cancel(self, custom_id: str) -> None:
-        """Run `Scheduler.cancel`."""
         with self._lock:
             self._scheduler.cancel(custom_id)
         self._latencies.forget(custom_id)
 
     def take_age_s(self, custom_id: str) -> float | None:
-        """Run `LatencyRecord.take_age_s`."""
         return self._latencies.take_age_s(custom_id)
 
     def follow(self, schedule: RequestSchedule) -> None:
@@ -114,6 +108,5 @@ class PipelineDriver:
         return batch, sampled, finished
 
     def drop(self) -> None:
-        """Wait for the micro-batches under way and forget them."""
         while self._under_way:
             self._pipeline.result(self._under_way.popleft()[1])

@@ -38,7 +38,6 @@ class LatencyRecord:
 
     @property
     def counts(self) -> LatencyCounts:
-        """The requests that have ended so far."""
         counts = self._counts.copy()
         found = np.flatnonzero(counts)
         return LatencyCounts(tuple(zip(found.tolist(), counts[found].tolist(), strict=True)))
@@ -56,7 +55,6 @@ class LatencyRecord:
         _keep_latest(self._goes_on)
 
     def begin(self, admitted: Sequence[Admission]) -> None:
-        """Note requests whose prefill is about to be submitted."""
         now_s = self._clock()
         for each in admitted:
             if not each.generated:
@@ -79,7 +77,6 @@ class LatencyRecord:
                 self._unseen.append(now_s - began_s)
 
     def forget(self, custom_id: str) -> None:
-        """Leave out a request that was given up."""
         self._began_s.pop(custom_id, None)
         self._ages_s.pop(custom_id, None)
         self._goes_on.pop(custom_id, None)

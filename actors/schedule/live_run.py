@@ -36,25 +36,21 @@ class Inbox:
         self._closed = self._abandoned = False
 
     def put(self, requests: Sequence[Request]) -> None:
-        """Leave requests that join the run."""
         with self._changed:
             self._requests += requests
             self._changed.notify()
 
     def cancel(self, custom_ids: Sequence[str]) -> None:
-        """Have requests given up, those of the inbox too."""
         with self._changed:
             self._cancelled += custom_ids
             self._changed.notify()
 
     def close(self) -> None:
-        """Have the run end with its requests."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def abandon(self) -> None:
-        """Have the run end now."""
         with self._changed:
             self._abandoned = True
             self._changed.notify()
@@ -106,7 +102,6 @@ class UntoldTokens:
         return tuple(told)
 
     def forget(self, custom_id: str) -> None:
-        """Forget the tokens of a request that was given up."""
         self._kept.pop(custom_id, None)
         self._begun.discard(custom_id)
 
@@ -191,7 +186,6 @@ class LiveRun:
         return tuple(each for each in refused if each.custom_id not in mail.cancelled)
 
     def _check(self, request: Request) -> None:
-        """Raise SpecError where it does not fit."""
         check_top_logprobs(request.top_logprobs)
         prompt, new = len(request.prompt_ids), request.max_new_tokens
         if not prompt or new < 1 or prompt + new > self._longest:

@@ -62,7 +62,6 @@ class Drift:
 
     @property
     def has_other_lengths(self) -> bool:
-        """Whether lengths differ."""
         return any(each.what in (PROMPTS, OUTPUTS) for each in self.deviations)
 
     def without(self, said: Collection[str]) -> Drift:
@@ -108,7 +107,6 @@ class DriftWatch:
         self._stages: Sequence[StageStats] = ()
 
     def see(self, state: RunState, in_flight: int) -> None:
-        """Take in the state of the run, and the number of requests in flight."""
         self._stages = state.stages
         if self._latencies_before is None:
             self._latencies_before = state.latencies
@@ -303,7 +301,6 @@ class LengthRecord:
 
     @property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt."""
         return float(np.mean(self._prompts)) if self._prompts else 0.0
 
     def outputs(self, running: Sequence[int], latest: int = MOST_KEPT) -> OutputLengths | None:
@@ -324,12 +321,10 @@ class OutputLengths:
 
     @property
     def mean(self) -> float:
-        """Mean tokens of an output."""
         return float(self._weights @ self._pairs[:, 1])
 
     @property
     def distribution(self) -> LengthDistribution:
-        """The distribution of outputs."""
         lengths, places = np.unique(self._pairs[:, 1], return_inverse=True)
         shares = np.bincount(places, weights=self._weights)
         kept = shares > 0
@@ -338,7 +333,6 @@ class OutputLengths:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest output so far."""
         return int(self._pairs[:, 1].max())
 
     @property

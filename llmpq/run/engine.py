@@ -78,7 +78,6 @@ class PlannedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of the model's token ids."""
         return self._shape.vocab_size
 
     def length_source(self) -> LengthSource:

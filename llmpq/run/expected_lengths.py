@@ -59,7 +59,6 @@ class ExpectedLengths:
 
     @property
     def reads_text(self) -> bool:
-        """Whether it needs the texts of prompts."""
         return self.source.reads_text and self.source.failure is None
 
     def attach(self, items: Iterable[Request | BadRow]) -> Iterator[Request | BadRow]:
@@ -107,7 +106,6 @@ class ExpectedLengths:
             self.say(str(error))
 
     def note(self, finished: Sequence[Finished]) -> None:
-        """Tell the source how long answers are."""
         ended = [
             (each.custom_id, len(each.token_ids))
             for each in finished
@@ -148,7 +146,6 @@ class ExpectedLengths:
 
 
 def figures_text(figures: PredictionFigures) -> str:
-    """A sentence on what a predictor has done in a run."""
     busy_s = figures.predicting_s + figures.learning_s
     share = busy_s / figures.elapsed_s if figures.elapsed_s else 0.0
     right = f"{figures.right} of {figures.finished} answers had the length that was predicted"

@@ -31,7 +31,6 @@ def named_plans(spec: Runnable, source: str = "the plan") -> dict[str, PlanSpec]
 
 
 def plans_of(spec: Runnable) -> tuple[PlanSpec, ...]:
-    """The plans of all pipelines."""
     return tuple(named_plans(spec).values())
 
 

@@ -126,7 +126,6 @@ class RunMeter:
         return zip_longest(pipelines_of(stages), pipelines_of(self._stages))
 
     def state(self) -> RunState:
-        """The run as it is now."""
         last = self._samples[-1]
         elapsed_s = self._clock() - self._began_s
         tokens = max(last.tokens, self._ended_tokens)
@@ -176,7 +175,6 @@ class RunMeter:
 
 
 def generated(stage: StageStats | None) -> int:
-    """Tokens that a stage's micro-batches gave."""
     return 0 if stage is None else stage.sampled_tokens
 
 

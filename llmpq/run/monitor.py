@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -24,29 +24,28 @@ if TYPE_CHECKING:
     from actors.live_group import LiveGroup
     from actors.telemetry.observer import StageTrace
 
+T = TypeVar("T")
+
 WAIT_AT_END_S = 10.0  # for a poll in progress, which waits 5 s for the stages
 
 
-class Monitor:
-    """Context manager that calls `poll` every `interval_s` and then each of `show` with the state.
-
-    `poll` returns None where the stages do not answer; the run never waits for either of them.
+class Watch(Generic[T]):
+    """Context manager that calls `ask` every `interval_s`, and each of `show` with what it says, in
+    a thread; nobody waits for either, but at the end for a call in progress.
     """
 
     def __init__(
         self,
-        meter: RunMeter,
-        poll: Callable[[], Sequence[StageStats] | None],
-        show: Sequence[Callable[[RunState], None]] = (),
+        ask: Callable[[], T],
+        show: Sequence[Callable[[T], None]],
+        name: str,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._meter, self._poll, self._show = meter, poll, tuple(show)
-        self._interval_s = interval_s
+        self._ask, self._show, self._interval_s = ask, tuple(show), interval_s
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="llmpq-monitor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"llmpq-{name}", daemon=True)
 
-    def __enter__(self) -> Monitor:
-        self._meter.begin()
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -56,17 +55,30 @@ class Monitor:
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            self.poll_once()
+            said = self._ask()
+            if not self._ended.is_set():
+                for show in self._show:
+                    show(said)
 
-    def poll_once(self) -> None:
-        """Ask the stages once and show the state."""
-        stages = self._poll()
+
+def monitor(
+    meter: RunMeter,
+    poll: Callable[[], Sequence[StageStats] | None],
+    show: Sequence[Callable[[RunState], None]] = (),
+    interval_s: float = INTERVAL_S,
+) -> Watch[RunState]:
+    """Count in `meter` what `poll` returns, None where the stages do not answer, and show its
+    state.
+    """
+
+    def ask() -> RunState:
+        stages = poll()
         if stages is not None:
-            self._meter.add(stages)
-        if not self._ended.is_set():
-            state = self._meter.state()
-            for show in self._show:
-                show(state)
+            meter.add(stages)
+        return meter.state()
+
+    meter.begin()
+    return Watch(ask, show, "monitor", interval_s)
 
 
 @contextmanager
@@ -86,7 +98,7 @@ def monitored(
     if trace is not None:
         group.observer.align()
     try:
-        with Monitor(meter, figures, show):
+        with monitor(meter, figures, show):
             yield figures
         last = figures()  # what ended since the thread asked
         if last is not None:
@@ -141,60 +153,17 @@ class LoadingState:
         return f"{kind}: {self.done} of {self.layers} layers"
 
 
-class Loading(Protocol):
-    """The stages of a group before they generate."""
-
-    def loading(self) -> Sequence[LayersLoaded | None]:
-        """How far each one is; None for one that does not answer."""
-
-
-class LoadingWatch:
-    """Context manager that asks `stages`, with `layers` together, every `interval_s` how far they
-    are, and calls each of `show`.
-    """
-
-    def __init__(
-        self,
-        stages: Loading,
-        layers: int,
-        show: Sequence[Callable[[LoadingState], None]],
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        self._stages, self._layers, self._show = stages, layers, tuple(show)
-        self._interval_s = interval_s
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="llmpq-loading", daemon=True)
-
-    def __enter__(self) -> LoadingWatch:
-        if self._show:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join(WAIT_AT_END_S)
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._interval_s):
-            self.look()
-
-    def look(self) -> None:
-        """Ask once, and show what was said."""
-        state = LoadingState.of(self._stages.loading(), self._layers)
-        if not self._ended.is_set():
-            for show in self._show:
-                show(state)
-
-
 def loading_watch(
-    group: LiveGroup, show: Sequence[Callable[[LoadingState], None]]
+    group: LiveGroup,
+    show: Sequence[Callable[[LoadingState], None]],
+    interval_s: float = INTERVAL_S,
 ) -> AbstractContextManager[object]:
-    """Watch the stages of `group` load, and tell `show` how far they are."""
+    """Ask the stages of `group` how far they are with loading, where anybody is told."""
     if not show:
         return nullcontext()
     layers = sum(len(stage.layers) for stage in group.plan.stages)
-    return LoadingWatch(group.observer, layers, show)
+    observer = group.observer
+    return Watch(lambda: LoadingState.of(observer.loading(), layers), show, "loading", interval_s)
 
 
 def save_trace(path: str | Path, plan: PlanSpec, traces: Sequence[StageTrace | None]) -> None:

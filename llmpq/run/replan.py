@@ -182,7 +182,6 @@ def reschedule_measured(
 
 
 def rescheduled_text(old: PlanSpec, new: PlanSpec) -> str:
-    """One line about a schedule that takes another's place."""
     before, now = old.policy.followed_schedule, new.policy.followed_schedule
     if before == now:
         return "the schedule stays the best for the lengths that were measured"

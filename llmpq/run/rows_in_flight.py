@@ -114,17 +114,14 @@ class RowsInFlight:
         return len(self._columns)
 
     def bad_results(self) -> Iterator[Result]:
-        """Results of the rows that were put aside."""
         while self._bad_rows:
             yield self.bad_result(self._bad_rows.popleft())
 
     def bad_result(self, row: BadRow) -> Result:
-        """The result of a row that cannot run."""
         self._meter.leave_out()
         return self._failed(row.custom_id, row.error)
 
     def results(self, finished: Sequence[Finished]) -> Iterator[Result]:
-        """Results of finished requests, with their texts."""
         requests = [self._requests.pop(each.custom_id) for each in finished]
         made = (each.token_ids for each in finished)
         answers = self._maker.texts([*zip(requests, made, strict=True)])

@@ -218,7 +218,6 @@ class Run:
         return switch
 
     def _summary(self) -> RunSummary:
-        """The figures of all parts of the run."""
         loaded_s = self._loaded_s
         longest = max(self._parts, key=lambda part: part.tokens, default=None)
         return RunSummary(
@@ -241,7 +240,6 @@ class Run:
 
     @property
     def latencies(self) -> LatencyCounts:
-        """Those of the requests that have ended."""
         return self._meter.state().latencies
 
     def _new_pace(self) -> DriftControl:
@@ -265,7 +263,6 @@ class Run:
         return self._options.scheduling(self.plan).name == BOUNDED and group.can_follow
 
     def _follow(self, group: LiveGroup, switch: Switch) -> None:
-        """Have the stages go on by another schedule."""
         group.follow(switch.plan)
         stages = self._shared.stages
         stages.keep_for(switch.plan)
@@ -314,7 +311,6 @@ class Run:
         self._take(plan, "long rows", 0.0, text)
 
     def _take(self, plan: PlanSpec, kind: EventKind, lost_s: float, text: str) -> None:
-        """Go on with another plan, and say so."""
         self.plan = plan
         if not self._is_long:
             self._shared.plan = plan

@@ -73,7 +73,6 @@ class RunProgress:
             self._log(last=True)
 
     def count(self, result: Result) -> None:
-        """Count one result."""
         self._generating()
         self._done += 1
         self._tokens += len(result.token_ids)
@@ -103,7 +102,6 @@ class RunProgress:
         self._named.clear()
 
     def note(self, line: str) -> None:
-        """Print a line above the figures."""
         self._print(line)
 
     def _name_slow_stages(self, state: RunState) -> None:
@@ -181,14 +179,12 @@ class LogTimes:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now on."""
         self._began_s = self._clock()
         self._first = list(FIRST_S)
         self._next_s = self._first.pop(0)
 
     @property
     def passed_s(self) -> float:
-        """Seconds since the beginning."""
         return self._clock() - self._began_s
 
     def is_due(self) -> bool:

@@ -72,7 +72,6 @@ def slow_stages(
 
 
 def work_of(stats: StageStats, phase: Phase) -> PhaseWork:
-    """The work that a stage did in one phase."""
     return stats.prefill if phase == "prefill" else stats.decode
 
 

@@ -104,7 +104,6 @@ class DriftControl:
         self._has_switched = False
 
     def see(self, state: RunState, in_flight: int) -> None:
-        """Take in the state of the run; may be called from any thread."""
         if self._watch is not None:
             self._watch.see(state, in_flight)
 
@@ -247,7 +246,6 @@ class _Search:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, with a plan or an error."""
         return not self._thread.is_alive()
 
 
@@ -280,7 +278,6 @@ class RunLengths:
 
     @classmethod
     def of(cls, mean_prompt: float, outputs: OutputLengths) -> RunLengths:
-        """The lengths that were measured."""
         return cls(mean_prompt, outputs.mean, outputs.longest, outputs.mean_so_far)
 
 
@@ -315,7 +312,6 @@ class Switch:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it saves clearly more than it costs."""
         return self.saved_s > MARGIN * self.cost_s
 
 

@@ -44,7 +44,6 @@ class ModelTokenizer:
         self._texts: dict[tuple[int, bool], str] = {}  # at the beginning, or within a text
 
     async def encode(self, row: Row) -> tuple[int, ...]:
-        """Token ids of a prompt, as `Engine.encode`."""
         if row.token_ids is not None:
             return row.token_ids
         most = self._encoder.most_characters
@@ -91,7 +90,6 @@ class ModelTokenizer:
         return await asked
 
     def close(self) -> None:
-        """End the processes."""
         self._encoder.close()
         self._decoder.close()
 
@@ -137,16 +135,13 @@ class _Asked:
 
     @property
     def most_characters(self) -> int | None:
-        """Characters of a prompt beyond which it has too many tokens."""
         return self._process.most_characters
 
     async def ask(self, task: Mapping[str, object]) -> Answer:
-        """The answer to a task of the process."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._process.ask, task)
 
     def close(self) -> None:
-        """End the process."""
         self._process.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 

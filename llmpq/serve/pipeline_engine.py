@@ -105,7 +105,6 @@ class PipelineEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """End the stages, and the generations that there are."""
         self._closing.set()
         live = self._live
         if live is not None:
@@ -121,27 +120,22 @@ class PipelineEngine:
 
     @property
     def model_name(self) -> str:
-        """Name of the planned model."""
         return self._model.plan.model.name
 
     @property
     def created_s(self) -> int:
-        """Unix time at which the engine was made."""
         return self._created_s
 
     @property
     def limits(self) -> EngineLimits:
-        """Lengths that the plan has room for."""
         return self._limits
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling by options, the model and the plan."""
         return self._model.sampling.sampling
 
     @property
     def markers(self) -> Markers | None:
-        """What the model's reasoning stands between, if it has such tokens."""
         return self.tokenizer.markers
 
     @property
@@ -166,15 +160,12 @@ class PipelineEngine:
         )
 
     async def encode(self, row: Row) -> tuple[int, ...]:
-        """Token ids of a prompt, as `Engine.encode`."""
         return await self.tokenizer.encode(row)
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        """The text of token ids, as `Engine.decode`."""
         return await self.tokenizer.decode(token_ids, before)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """The tokens of an answer, as `Engine.generate`."""
         live = self._live
         if self.status != "ready" or live is None:
             raise EngineStoppingError("the engine takes no requests now")

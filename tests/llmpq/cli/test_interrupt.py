@@ -89,9 +89,12 @@ def test_an_interrupt_keeps_results_and_frees_everything(
     wait_until_gone(started)
 
 
-@pytest.mark.rare  # `test_head.py` finds what has ended, `test_local_ray.py` ends the run
 @pytest.mark.parametrize(
-    ("victim", "named"), [("raylet", "raylet"), ("gcs_server", "control service (GCS)")]
+    ("victim", "named"),
+    [
+        ("raylet", "raylet"),
+        pytest.param("gcs_server", "control service (GCS)", marks=pytest.mark.rare),
+    ],
 )
 def test_a_local_run_that_loses_its_ray_says_so_and_ends(
     job: list[str],

@@ -31,7 +31,6 @@ def command(plan: Plan, folder: Path, *more: str) -> list[str]:
     return [*arguments, "--output", str(folder / "out.jsonl"), *more]
 
 
-@pytest.mark.rare  # twenty seconds; tests/llmpq/jobs/test_resume.py has the kills
 def test_killed_at_once_and_resumed(
     tiny: tuple[Path, Any],
     one_stage: Plan,

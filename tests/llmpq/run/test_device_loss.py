@@ -66,7 +66,6 @@ def three(tiny: tuple[Path, Any], tmp_path: Path) -> Plan:
     return Cluster.from_yaml(path).plan(tiny[0], workload, **options)
 
 
-@pytest.mark.rare  # `test_repair.py` loses pretend stages, `test_replan.py` plans for the rest
 def test_a_session_stays_with_what_is_left(
     tiny: tuple[Path, Any], three: Plan, worker_environment: dict[str, str]
 ) -> None:
@@ -91,7 +90,7 @@ def test_a_session_stays_with_what_is_left(
         assert list(result.token_ids) == reference(tiny[1], prompt, NEW_TOKENS)
 
 
-@pytest.mark.rare  # `test_repair.py` loses pretend stages, `test_replan.py` plans for the rest
+@pytest.mark.rare  # a device is lost above too
 def test_what_is_left_is_planned_for_and_goes_on_until_it_does_not_fit(
     tiny: tuple[Path, Any], three: Plan, worker_environment: dict[str, str]
 ) -> None:

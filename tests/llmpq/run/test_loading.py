@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from io import StringIO
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from actors.stage_figures import LayersLoaded
 from llmpq.rows.results import Result
-from llmpq.run.monitor import LoadingState, LoadingWatch
+from llmpq.run.monitor import LoadingState, loading_watch
 from llmpq.run.run_progress import FIRST_S, RunProgress
 from tests.llmpq.run.test_monitor import Clock, run_state
 
@@ -47,9 +49,14 @@ class Stages:
         return (LayersLoaded("weights", self.asked, 8),)
 
 
+def group_of(stages: Stages) -> Any:
+    plan = SimpleNamespace(stages=(SimpleNamespace(layers=range(8)),))
+    return SimpleNamespace(plan=plan, observer=stages)
+
+
 def test_stages_are_asked_until_they_are_loaded() -> None:
     stages, seen = Stages(), list[LoadingState]()
-    with LoadingWatch(stages, 8, [seen.append], interval_s=0.001):
+    with loading_watch(group_of(stages), [seen.append], interval_s=0.001):
         assert stages.all_asked.wait(30)
     assert [state.done for state in seen[:2]] == [1, 2]
     assert not [each for each in threading.enumerate() if each.name == "llmpq-loading"]
@@ -57,7 +64,7 @@ def test_stages_are_asked_until_they_are_loaded() -> None:
 
 def test_nobody_is_asked_where_nobody_looks() -> None:
     stages = Stages()
-    with LoadingWatch(stages, 8, []):
+    with loading_watch(group_of(stages), []):
         pass
     assert stages.asked == 0
 

@@ -13,7 +13,7 @@ from actors.latency_counts import LatencyCounts
 from actors.stage_figures import PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
 from llmpq.run.meter import EARLY_PROMPTS, WINDOW_S, RunMeter, RunState
-from llmpq.run.monitor import Monitor
+from llmpq.run.monitor import monitor
 from llmpq.run.run_progress import (
     EVERY_S,
     FIRST_S,
@@ -170,7 +170,7 @@ def test_the_monitor_polls_until_the_run_ends_and_a_failed_poll_harms_nothing() 
         polled.set()
         return None
 
-    with Monitor(meter_at(clock), poll, [seen.append], interval_s=0.001):
+    with monitor(meter_at(clock), poll, [seen.append], interval_s=0.001):
         assert polled.wait(30)
     assert not [t for t in threading.enumerate() if t.name == "llmpq-monitor"]
     assert [state.tokens for state in seen[:3]] == [0, 5, 5]
