@@ -31,13 +31,10 @@ GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class AssumedPredictor:
-    """A predictor by how often it takes an answer for another.
-
-    `source`: one of `STUDIES`, or the folder of the predictor. `buckets` `[buckets]`: the most new
-    tokens of each, ascending; an answer is in the first one that has room for it, or the last.
-    `confusion` `[buckets][buckets]`: how many answers of a bucket (row) were predicted to be of a
-    bucket (column); a bucket that none was of is predicted as all others are together. SpecError
-    for other shapes and for counts of which none is positive.
+    """A predictor by how often it takes an answer for another. `source`: one of `STUDIES`, or a
+    folder. `buckets`: the most new tokens of each, ascending, the last for longer ones. `confusion`
+    [buckets][buckets]: answers of a bucket (row) predicted as another (column); an empty row is
+    predicted as all others. SpecError for other shapes, or no counts.
     """
 
     source: str
@@ -45,7 +42,6 @@ class AssumedPredictor:
     confusion: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        """Check that there is a count of each pair of buckets, and buckets ascend from 1."""
         count = len(self.buckets)
         ascending = all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False))
         if not count or not ascending:
@@ -69,8 +65,8 @@ class AssumedPredictor:
 
     @classmethod
     def named(cls, name: str | Path, lengths: Lengths) -> AssumedPredictor:
-        """The predictor that an option names, one of `STUDIES` or a folder, for a job of these
-        lengths. SpecError for a folder without the file of a predictor.
+        """One of `STUDIES` or a folder, for a job of these lengths; SpecError without the
+        predictor's file.
         """
         longest = lengths.longest_output
         if name == LONGEST:
@@ -84,13 +80,11 @@ class AssumedPredictor:
 
     @cached_property
     def accuracy(self) -> float:
-        """The share of all answers whose bucket it names."""
         counts = np.array(self.confusion)
         return float(np.trace(counts) / counts.sum())
 
     @cached_property
     def _shares(self) -> FloatArray:
-        """The share of a bucket's answers (row) that are predicted to be of each (column)."""
         counts = np.array(self.confusion, dtype=np.float64)
         counts[counts.sum(axis=1) == 0] = counts.sum(axis=0)
         shares: FloatArray = counts / counts.sum(axis=1, keepdims=True)
@@ -101,9 +95,7 @@ class AssumedPredictor:
         return np.asarray(np.minimum(found, len(self.buckets) - 1), dtype=np.int64)
 
     def predicted(self, outputs: Sequence[int] | IntArray) -> list[int]:
-        """The new tokens that it expects of answers of these lengths [rows]: for each bucket in its
-        shares, spread evenly over the rows that are of it.
-        """
+        """New tokens expected of answers [rows]: for each bucket in its shares, spread evenly."""
         true = self._true_buckets(np.asarray(outputs, dtype=np.int64))
         ends = self._shares.cumsum(axis=1)
         expected = np.empty(len(true), dtype=np.int64)
@@ -116,9 +108,7 @@ class AssumedPredictor:
         return found
 
     def mean_reserved(self, lengths: Lengths) -> float:
-        """Mean token slots of the rows that are in flight at a time, as `Lengths.mean_reserved`,
-        but each holds those of its prediction, and twice as many whenever it outgrows them.
-        """
+        """As `Lengths.mean_reserved`, but slots follow the prediction, and double when outgrown."""
         prompts = np.array(lengths.prompt_tokens)[:, None]
         outputs = np.array(lengths.output_tokens)[:, None]
         most = lengths.reserved(prompts, outputs)
@@ -135,7 +125,5 @@ class AssumedPredictor:
 
 
 def first_reservation(prompts: IntArray, expected: IntArray, most: IntArray) -> IntArray:
-    """Token slots of requests [rows] of which so many new tokens are `expected`; `most`: those that
-    they may need.
-    """
+    """Token slots of requests [rows] by what is `expected`, at most the `most` they may need."""
     return np.asarray(np.minimum(prompts + expected, most), dtype=np.int64)

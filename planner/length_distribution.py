@@ -21,9 +21,8 @@ SUM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Probabilities of `lengths` [n] in tokens, ascending and at least 1.
-
-    SpecError unless both have as many entries, and probabilities are above 0 and sum to 1.
+    """Probabilities of `lengths` [n] in tokens, ascending from 1; SpecError unless above 0 and 1 in
+    all.
     """
 
     lengths: tuple[int, ...]
@@ -44,7 +43,7 @@ class LengthDistribution:
             )
 
     def __hash__(self) -> int:
-        """A hash of all lengths, which is found once: what is known of them is looked up often."""
+        """Found once, as what is known of a distribution is looked up often."""
         return self._hash
 
     @cached_property
@@ -59,9 +58,7 @@ class LengthDistribution:
 
     @classmethod
     def truncated_normal(cls, mean: float, deviation: float, longest: int) -> LengthDistribution:
-        """A normal distribution of this mean and standard deviation before it is cut to 1 to
-        `longest` tokens and rounded (ExeGPT section 7.1).
-        """
+        """A normal distribution cut to 1 to `longest` tokens and rounded (ExeGPT section 7.1)."""
         if not (deviation > 0 and longest >= 1 and isfinite(mean)):
             raise SpecError(
                 f"a truncated normal of mean {mean:g}, deviation {deviation:g} and longest "
@@ -106,9 +103,7 @@ class LengthDistribution:
         return LengthDistribution(tuple(lengths.tolist()), tuple(chances.tolist()))
 
     def classes(self, count: int) -> tuple[tuple[float, float], ...]:
-        """At most `count` mean lengths with their shares, which are nearly equal: they stand for
-        all lengths in a mean over them.
-        """
+        """At most `count` mean lengths with nearly equal shares, which stand for all in a mean."""
         above = np.cumsum(self.probabilities) - np.array(self.probabilities) / 2
         which = np.minimum((above * count).astype(np.int64), count - 1)
         shares = np.bincount(which, self.probabilities, count)
@@ -128,10 +123,8 @@ CORRELATED = 0.3
 
 @dataclass(frozen=True)
 class RequestLengths:
-    """Lengths of prompts and of answers, which count as independent of each other.
-
-    Where their `correlation` says that they are not, requests are to come in random order, so that
-    those in flight at a time are alike (ExeGPT section 6). It is 0 where it is not known.
+    """Lengths of prompts and answers, counted as independent. Correlated requests are to come in
+    random order, so that those in flight are alike (ExeGPT section 6); 0 where not known.
     """
 
     prompts: LengthDistribution
@@ -151,5 +144,4 @@ class RequestLengths:
 
     @property
     def are_correlated(self) -> bool:
-        """Whether requests are to come in random order."""
         return abs(self.correlation) >= CORRELATED

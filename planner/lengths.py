@@ -29,13 +29,10 @@ NEAR_ROWS = 32
 
 @dataclass(frozen=True)
 class Lengths:
-    """Prompt and output tokens of rows [rows], in the order of the file.
-
-    `outputs_from` says in a few words where output tokens come from: the rows' limits, or answers
-    that have been generated. `output_limit`: the most new tokens that any row may get, where
-    answers end before; None where the longest output is that. `longest_total`: the most tokens of a
-    prompt and its limit together, of all rows; None where a row may have the most of both.
-    SpecError unless both have as many entries, all of at least 1 and none beyond what rows may get.
+    """Prompt and output tokens of rows [rows], in the order of the file. `outputs_from` says where
+    outputs come from. `output_limit`: the most new tokens of a row (None: the longest output);
+    `longest_total`: of prompt and limit together (None: both). SpecError for other than equally
+    many entries from 1 within these.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -45,7 +42,6 @@ class Lengths:
     longest_total: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that every row has both lengths, and no row more than it may get."""
         if not self.prompt_tokens or len(self.prompt_tokens) != len(self.output_tokens):
             raise SpecError(
                 f"lengths of {len(self.prompt_tokens)} prompts and {len(self.output_tokens)} "
@@ -70,7 +66,6 @@ class Lengths:
 
     @classmethod
     def constant(cls, prompt_length: int, new_tokens: int) -> Lengths:
-        """Rows that are all alike."""
         return cls((prompt_length,), (new_tokens,), "--n")
 
     @classmethod
@@ -81,8 +76,8 @@ class Lengths:
         output_limit: int | None = None,
         longest_total: int | None = None,
     ) -> Lengths:
-        """The lengths of `rows` (prompt, output); of more than `MOST_SAMPLED` evenly spaced ones,
-        and the longest prompt and the longest output.
+        """The lengths of `rows` (prompt, output); of more than `MOST_SAMPLED` evenly spaced ones
+        and the longest.
         """
         pairs = np.array(list(rows), dtype=np.int64).reshape(-1, 2)
         if len(pairs) > MOST_SAMPLED:
@@ -93,7 +88,6 @@ class Lengths:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
         return max(self.prompt_tokens)
 
     @property
@@ -103,17 +97,14 @@ class Lengths:
 
     @cached_property
     def mean_output(self) -> float:
-        """Mean tokens of an output."""
         return float(np.mean(self.output_tokens))
 
     @cached_property
     def mean_prompt(self) -> float:
-        """Mean tokens of a prompt."""
         return float(np.mean(self.prompt_tokens))
 
     @cached_property
     def outputs_vary(self) -> bool:
-        """Whether outputs have more than one length."""
         return len(set(self.output_tokens)) > 1
 
     @cached_property
@@ -126,24 +117,22 @@ class Lengths:
         return float((steps * (prompts + outputs / 2)).sum() / steps.sum())
 
     def reserved(self, prompts: IntArray, outputs: IntArray) -> IntArray:
-        """Tokens for which rows of these lengths [rows] take room until they are done: of the
-        prompt, and the most new ones.
-        """
+        """Tokens for which rows of these lengths [rows] take room until they are done."""
         most = outputs if self.output_limit is None else self.output_limit
         total = np.asarray(prompts + most, dtype=np.int64)
         return total if self.longest_total is None else np.minimum(total, self.longest_total)
 
     @cached_property
     def mean_reserved(self) -> float:
-        """Mean of `reserved` over the rows that are in flight at a time: each of them is there for
-        as many iterations as it has output tokens.
+        """Mean of `reserved` over rows in flight at a time, each for as many iterations as its
+        output has tokens.
         """
         prompts, outputs = np.array(self.prompt_tokens), np.array(self.output_tokens)
         return float((self.reserved(prompts, outputs) * outputs).sum() / outputs.sum())
 
     def rows(self, count: int) -> tuple[IntArray, IntArray]:
-        """Prompt and output tokens of `count` rows [count] each: evenly spaced ones of the sample
-        in its order, or where it has fewer, the sample over and over.
+        """Prompt and output tokens [count] of evenly spaced rows of the sample, or of it over and
+        over.
         """
         held = len(self.prompt_tokens)
         if count <= held:
@@ -154,10 +143,8 @@ class Lengths:
 
 
 def observed_lengths(pairs: Iterable[tuple[int, int]], source: str) -> Lengths:
-    """The lengths of rows (prompt, output) that have been generated, as `source` tells.
-
-    SpecError for fewer than `LEAST_OBSERVED`. Rows that finish first are short: of a job that goes
-    on, give those of `ended_together`.
+    """The lengths of rows (prompt, output) generated; SpecError for fewer than `LEAST_OBSERVED`.
+    Rows that finish first are short: of a job that goes on, give those of `ended_together`.
     """
     rows = list(pairs)
     if len(rows) < LEAST_OBSERVED:
@@ -169,10 +156,8 @@ def observed_lengths(pairs: Iterable[tuple[int, int]], source: str) -> Lengths:
 
 
 def ended_together(ended: BoolArray) -> BoolArray:
-    """Which of the rows [rows], in the order in which they began, tell the outputs of all.
-
-    These are the ended ones among the first rows, as far as at most `MOST_UNSEEN` of those have
-    not ended: of later ones only the short are known.
+    """Which rows [rows], in the order they began, tell the outputs of all: ended ones among the
+    first of which at most `MOST_UNSEEN` have not ended, as of later ones only the short are known.
     """
     numbers = np.arange(len(ended))
     enough = np.flatnonzero(np.cumsum(ended) >= (1 - MOST_UNSEEN) * (numbers + 1))
@@ -181,12 +166,9 @@ def ended_together(ended: BoolArray) -> BoolArray:
 
 
 def expected_outputs(observed: Lengths, prompts: IntArray, limits: IntArray) -> IntArray:
-    """Output tokens of rows [rows] as those `observed` for prompts of similar length, at most the
-    row's limit.
-
-    Each row gets the output of one of the observed rows nearest in prompt length (`NEAR_ROWS`, and
-    all of the very same), drawn evenly, so that outputs keep both their spread and what they owe to
-    the prompt.
+    """Output tokens [rows] drawn from `observed` rows nearest in prompt length (`NEAR_ROWS`, and
+    all of the same), at most the limit, so that outputs keep their spread and what they owe to the
+    prompt.
     """
     order = np.argsort(observed.prompt_tokens, kind="stable")
     seen_prompts = np.array(observed.prompt_tokens)[order]

@@ -1,10 +1,6 @@
-"""Candidate micro-batch sizes of both phases, pruned as in LLM-PQ section 4.3.
-
-`decode` is the paper's xi and `prefill` its eta. Decode is bound by memory traffic, so the global
-batch spread evenly over the stages, or a size near that, keeps all stages busy with the fewest
-passes over the weights; prefill is bound by computing, so any smaller size may fill the pipeline
-sooner (optimization 1: eta in [1, xi]). Where memory allows none of these, the greatest decode size
-that it allows takes the place of the even share.
+"""Candidate micro-batch sizes, pruned as in LLM-PQ section 4.3: `decode` (xi) near the even share
+of the batch, which keeps stages busy with the fewest passes over the weights, or the greatest that
+memory allows; `prefill` (eta) up to it (optimization 1).
 """
 
 from __future__ import annotations
@@ -30,10 +26,8 @@ class MicroBatches:
 
 
 def micro_batch_pairs(global_batch: int, stages: int) -> tuple[MicroBatches, ...]:
-    """The pairs worth solving for, decode sizes ascending, then prefill sizes ascending.
-
-    Sizes are powers of two and divisors of the batch, and the even share itself. Raises SpecError
-    unless both numbers are at least 1.
+    """The pairs worth solving for, by decode then prefill size: powers of two, divisors of the
+    batch, the even share. SpecError unless both numbers are at least 1.
     """
     if global_batch < 1 or stages < 1:
         raise SpecError(
@@ -45,11 +39,8 @@ def micro_batch_pairs(global_batch: int, stages: int) -> tuple[MicroBatches, ...
 
 
 def pairs_of_job(in_flight: int, stages: int, prompt_length: float) -> tuple[MicroBatches, ...]:
-    """The pairs worth solving for in a job, prefill sizes ascending.
-
-    As the number in flight is free too, decode sizes other than its even share add little. Prefill
-    sizes are powers of two up to that, and it; beyond one request they have at most
-    `MOST_PREFILL_TOKENS` tokens of prompts of the mean `prompt_length`.
+    """The pairs of a job, prefill sizes ascending in powers of two up to `MOST_PREFILL_TOKENS`; as
+    the number in flight is free, decode sizes other than the even share add little.
     """
     decode = -(-in_flight // stages)
     most = min(decode, max(1, int(MOST_PREFILL_TOKENS // prompt_length)))
@@ -58,9 +49,8 @@ def pairs_of_job(in_flight: int, stages: int, prompt_length: float) -> tuple[Mic
 
 
 def pairs_up_to(global_batch: int, most: int) -> tuple[MicroBatches, ...]:
-    """The pairs where memory allows no decode size above `most`.
-
-    Decode sizes are `most` and round sizes below it, as far apart as in `micro_batch_pairs`.
+    """The pairs with decode sizes of `most` and round ones below, as far apart as in
+    `micro_batch_pairs`.
     """
     sizes = _round_sizes(global_batch)
     near = {size for size in sizes if most <= NEIGHBOURHOOD**2 * size and size <= most}
@@ -70,7 +60,6 @@ def pairs_up_to(global_batch: int, most: int) -> tuple[MicroBatches, ...]:
 def _with_prefill_sizes(
     global_batch: int, decode_sizes: Iterable[int], sizes: set[int]
 ) -> tuple[MicroBatches, ...]:
-    """Pair every decode size with every round prefill size up to it."""
     return tuple(
         MicroBatches(prefill, decode)
         for decode in decode_sizes
@@ -79,7 +68,6 @@ def _with_prefill_sizes(
 
 
 def _round_sizes(global_batch: int) -> set[int]:
-    """Powers of two up to the batch, and its greatest divisor between each two of them."""
     sizes = {global_batch}
     power = 1
     while power <= global_batch:
@@ -91,7 +79,6 @@ def _round_sizes(global_batch: int) -> set[int]:
 
 
 def _decode_sizes(global_batch: int, stages: int, sizes: set[int]) -> list[int]:
-    """The even share and the round sizes near it."""
     even = -(-global_batch // stages)
     near = {
         size
@@ -103,7 +90,6 @@ def _decode_sizes(global_batch: int, stages: int, sizes: set[int]) -> list[int]:
 
 
 def _fewest_rows(global_batch: int, sizes: set[int]) -> list[int]:
-    """Sort sizes and keep only the smallest of those that need equally many micro-batches."""
     smallest: dict[int, int] = {}
     for size in sorted(sizes, reverse=True):
         smallest[-(-global_batch // size)] = size

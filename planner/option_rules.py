@@ -1,5 +1,5 @@
-"""Declaring options: the help and the range of a field of a dataclass; and rules on options that do
-not exist, or that would change nothing beside others.
+"""Declaring options as fields of a dataclass, with help and range; rules on those that change
+nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ REQUIRED = MISSING
 
 @dataclass(frozen=True)
 class Range:
-    """The values that an option may have, and the words behind its name and value where it has
-    another one.
-    """
+    """The values that an option may have, and the words behind its name and value otherwise."""
 
     holds: Callable[[Any], bool]
     wanted: str
 
 
 def one_of(values: Sequence[object]) -> Range:
-    """The range of the `values`, which the message names."""
     return Range(values.__contains__, f"it must be one of {', '.join(map(str, values))}")
 
 
@@ -43,12 +40,9 @@ SHARE_BELOW_1 = Range(lambda value: 0 <= value < 1, "it must be at least 0 and b
 
 @dataclass(frozen=True)
 class Option:
-    """What the command line and help say of a field.
-
-    `value`: what its value is called, or the values that there are; None for a switch. `names`: its
-    spellings in the order of the help, where these are not its name alone; one `by_place` has none.
-    `within`: its range; None is in any. `parse` reads a word where the field's type does not say
-    how. `more`: further arguments of `argparse`.
+    """What command line and help say of a field. `value`: what it is called, or the values there
+    are; None for a switch. `names`: spellings other than its name. `within`: None is any. `parse`
+    reads a word where the type does not say how. `more`: for `argparse`.
     """
 
     value: str | Sequence[object] | None
@@ -61,42 +55,34 @@ class Option:
 
     @property
     def choices(self) -> Sequence[object] | None:
-        """The values that there are, where they are few."""
         return None if isinstance(self.value, str) else self.value
 
 
 def declared(value: str | Sequence[object] | None, help: str, **more: Any) -> Mapping[str, Option]:
-    """The metadata of a field that is an `Option`, for one that needs a `field` of its own."""
     return {_KEY: Option(value, help, **more)}
 
 
 def option(
     value: str | Sequence[object] | None, help: str, default: Any = None, **more: Any
 ) -> Any:
-    """A field of a dataclass that is an `Option`."""
     return dataclasses.field(default=default, metadata=declared(value, help, **more))
 
 
 def flag(help: str, **more: Any) -> Any:
-    """A switch, which is off unless it is given."""
     return option(None, help, False, **more)
 
 
 def argument(value: str | Sequence[object], help: str, default: Any = None, **more: Any) -> Any:
-    """An argument that is given by its place."""
     return option(value, help, default, by_place=True, **more)
 
 
 def options_of(kind: Any) -> dict[str, Option]:
-    """The fields of a dataclass that are options, by name."""
     fields = dataclasses.fields(kind)
     return {each.name: each.metadata[_KEY] for each in fields if _KEY in each.metadata}
 
 
 def refuse_outside(options: Any) -> None:
-    """Raise SpecError for the first field that is infinite or no number, or else the first that is
-    out of the range or not one of the values that its declaration names.
-    """
+    """Raise SpecError for the first field that is not finite, else out of its range or values."""
     refuse_not_finite(options)
     for name, each in options_of(options).items():
         value = getattr(options, name)
@@ -117,10 +103,8 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by which each of `options` is refused, with the `remedy`.
-
-    They are refused beside the option `beside` (with one of `values`, where these are named), or
-    where every one of `without` is missing. A value among `honoured` happens anyway and passes.
+    """`options` refused with the `remedy` beside the option `beside` (with one of `values`), or
+    where all of `without` are missing; a value among `honoured` happens anyway.
     """
 
     options: tuple[str, ...]
@@ -144,9 +128,8 @@ class Rule:
 def refuse_ignored(
     given: Mapping[str, object], rules: Sequence[Rule], spelled: Callable[[str], str] = str
 ) -> None:
-    """Raise SpecError for the first option that would change nothing, and what to do instead.
-
-    Options that are None or False count as not given; `spelled` is how messages name them.
+    """Raise SpecError for the first option that would change nothing; None and False count as not
+    given.
     """
     given = {
         name: value for name, value in given.items() if value is not None and value is not False
@@ -163,9 +146,7 @@ def refuse_ignored(
 
 
 def refuse_unknown(given: Collection[str], known: Collection[str], what: str) -> None:
-    """Raise SpecError for the first name, in the alphabet's order, that is not `known`: it names
-    the nearest ones, or where none is near all.
-    """
+    """Raise SpecError for the first name that is not `known`, with the nearest ones, or all."""
     for name in sorted(set(given) - set(known)):
         near = get_close_matches(name, known)
         choice = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"

@@ -257,9 +257,6 @@ class PlanOptions:
     )
 
     def __post_init__(self) -> None:
-        """Normalise `bits` and the bound of requests, and check ranges; raises `SpecError` naming
-        the option.
-        """
         object.__setattr__(self, "bits", tuple(sorted({int(b) for b in self.bits})))
         if self.max_request_latency_s is not None:
             stored = _stored_bound(self.max_request_latency_s)
@@ -268,7 +265,6 @@ class PlanOptions:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raise `SpecError` for options that do not go together."""
         if self.importance is not None and not self.uses_importance:
             raise SpecError(
                 f"importance has no effect with rounding {self.rounding}; leave it out, or choose "
@@ -286,34 +282,27 @@ class PlanOptions:
 
     @property
     def uses_importance(self) -> bool:
-        """Whether weights or keys may be rounded by importance."""
         return self.rounding == WEIGHTED or self.kv_bits != FULL_BITS
 
     @property
     def scheduling(self) -> PolicyOptions:
-        """The scheduling policy; `SpecError` for what it does not have."""
         return policy_options(self.policy, self.max_batch_size, self.prefill_chunk_tokens)
 
     @property
     def bounds_requests(self) -> bool:
-        """Whether a schedule is wanted that is made for the latency of requests."""
         return self.max_request_latency_s is not None
 
     @property
     def request_bound_s(self) -> float:
-        """The bound on the latency of requests; infinite where there is none."""
         return math.inf if self.max_request_latency_s is None else float(self.max_request_latency_s)
 
     @property
     def schedule_kinds(self) -> tuple[ScheduleKind, ...]:
-        """The kinds of schedule to choose from."""
         return tuple(kind for kind in SCHEDULE_KINDS if self.schedule in (AUTO, kind))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PlanOptions:
-        """Options by name; raises `SpecError` for a name that does not exist, and for an option
-        that the others make useless.
-        """
+        """Options by name; SpecError for an unknown name, and one that others make useless."""
         known = [field.name for field in dataclasses.fields(cls)]
         refuse_unknown(options, known, "planning option")
         refuse_ignored(options, PLAN_RULES)

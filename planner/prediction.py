@@ -20,12 +20,9 @@ _REMEDY = "make the predictor again: llmpq lengths train"
 
 
 class PredictorFile(BaseModel):
-    """What `llmpq lengths train` writes of a predictor.
-
-    `buckets` `[buckets]`: the most new tokens of each, ascending; an answer is in the first one
-    that has room for it. `confusion` `[buckets][buckets]`: how many of the rows that were held out
-    were of a bucket (row) and were predicted to be of a bucket (column). `tokenizer`: the digest of
-    the tokenizer whose ids it reads, None where it reads no ids.
+    """What `llmpq lengths train` writes. `buckets`: the most new tokens of each, ascending.
+    `confusion` [buckets][buckets]: held-out rows of a bucket (row) predicted as another (column).
+    `tokenizer`: its digest, None where no ids are read.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,7 +36,6 @@ class PredictorFile(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> PredictorFile:
-        """Check that buckets ascend, and that confusion has rows of all of them."""
         for lower, upper in pairwise(self.buckets):
             if upper <= lower:
                 raise ValueError(f"buckets: {upper} follows {lower}; each must be larger")

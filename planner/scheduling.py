@@ -40,14 +40,10 @@ SCHEDULE_TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class RequestSchedule:
-    """The controls of a schedule (ExeGPT section 4.2): `prefill_requests` (B_E) newcomers are
-    prefilled in every turn, in micro-batches of at most `prefill_micro_batch`; then
-    `decode_requests` (B_D) requests in the mean, in `decode_micro_batches` (B_m) groups, make
-    `decode_steps` (N_D) steps each before the next turn. Those of `waa-c` and `waa-m` make one.
-
-    Turns are kept even (section 5.2): the prompts of a turn have `mean_prompt_tokens` each in the
-    mean within a share `tolerance`, and so has a group its requests. SpecError for an unknown kind
-    and for numbers out of range.
+    """The controls of a schedule (ExeGPT section 4.2): `prefill_requests` (B_E) newcomers a turn,
+    then `decode_requests` (B_D) in `decode_micro_batches` (B_m) groups make `decode_steps` (N_D)
+    steps each; one for `waa`. Turns are kept even (section 5.2) in tokens and groups within
+    `tolerance`. SpecError for an unknown kind and numbers out of range.
     """
 
     kind: ScheduleKind
@@ -60,7 +56,6 @@ class RequestSchedule:
     tolerance: float = SCHEDULE_TOLERANCE
 
     def __post_init__(self) -> None:
-        """Check the kind and the numbers."""
         if self.kind not in SCHEDULE_KINDS:
             raise SpecError(
                 f"schedule kind is {self.kind!r}; it must be one of {', '.join(SCHEDULE_KINDS)}"
@@ -95,7 +90,6 @@ class RequestSchedule:
 
     @property
     def divides(self) -> bool:
-        """Whether some stages prefill and others decode."""
         return self.kind != "rra"
 
 
@@ -121,13 +115,9 @@ as computing some 70 tokens."""
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The policy by its `name`, and for one of `TOKEN_POLICIES` the most requests in a micro-batch
-    (None: as many as the plan's decode micro-batch has) and the tokens of a prompt that one
-    micro-batch takes at most (0: a prompt is never parted). `schedule` is that of `exegpt`, which a
-    plan states.
-
-    Raises `SpecError` for a policy that does not exist, a number out of range, and for options that
-    the policy does not have.
+    """The policy, the most requests of a micro-batch (None: the plan's), and tokens of a prompt
+    that one takes (0: all), for `TOKEN_POLICIES`; `schedule` of `exegpt`. SpecError for what the
+    policy does not have.
     """
 
     name: PolicyName = "static"
@@ -151,7 +141,6 @@ class PolicyOptions:
         return self.max_batch_size or 0
 
     def __post_init__(self) -> None:
-        """Check the name, the numbers, and whether the policy has them."""
         if self.name not in POLICY_NAMES:
             raise SpecError(f"policy is {self.name!r}; it must be one of {', '.join(POLICY_NAMES)}")
         for option, value, least, unset in (

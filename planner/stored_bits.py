@@ -10,9 +10,8 @@ from quant.common.errors import SpecError
 
 
 def with_stored_bits(options: PlanOptions, shape: ModelShape) -> PlanOptions:
-    """The options with the bitwidth that `shape` is stored in, where it is quantized already.
-
-    SpecError for a checkpoint whose layers have different bits, and for `bits` without its own.
+    """The options with the bitwidth that `shape` is stored in; SpecError where it has several, or
+    `bits` leaves it out.
     """
     stored = shape.stored
     if stored is None:

@@ -25,15 +25,10 @@ of the conversation trace move by ten tokens for each token of a request (docs/s
 
 @dataclass(frozen=True)
 class Workload:
-    """`global_batch` requests of `prompt_length` tokens that each get `new_tokens` more.
-
-    Lengths are in tokens (LLM-PQ: B, s, n). `slot_tokens`: the most of prompt and new tokens
-    together, where no request has the most of both; None where one may. `n_slots`: the token slots
-    of the KV cache, where each request reserves only what it needs; None where all have as many as
-    the longest. SpecError unless all are whole numbers of at least 1, at most `MAX_REQUESTS`
-    requests and `MAX_TOKENS` tokens in each length, a slot has room for either length but not for
-    more than both, and there are token slots for the longest request but no more than for
-    requests that are all as long.
+    """`global_batch` requests of `prompt_length` tokens that each get `new_tokens` more (LLM-PQ: B,
+    s, n). `slot_tokens`: the most of both together, None for the sum. `n_slots`: the token slots of
+    the KV cache, None for the longest each. SpecError unless whole numbers from 1 up to
+    `MAX_REQUESTS` and `MAX_TOKENS`, and slots with room for the longest but not more than all need.
     """
 
     global_batch: int
@@ -43,7 +38,6 @@ class Workload:
     n_slots: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the range of the numbers."""
         limits = {
             "global_batch": MAX_REQUESTS,
             "prompt_length": MAX_TOKENS,
@@ -82,13 +76,12 @@ class Workload:
 
     @property
     def kv_tokens(self) -> int:
-        """The token slots of the KV cache: of all requests together."""
         return self.n_slots or self.global_batch * self.total_length
 
     @property
     def reservable_tokens(self) -> int:
-        """The token slots that requests may reserve: where they reserve different numbers, a share
-        of `HOLES` is left free between them.
+        """The token slots that requests may reserve: without `HOLES` where they reserve different
+        numbers.
         """
         if self.n_slots is None:
             return self.kv_tokens
@@ -100,7 +93,6 @@ class Workload:
         return self.kv_tokens // self.total_length
 
     def has_room(self, prompt_tokens: int, new_tokens: int) -> bool:
-        """Whether a slot has room for a request of these lengths."""
         return (
             prompt_tokens <= self.prompt_length
             and new_tokens <= self.new_tokens
@@ -110,13 +102,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """`prompts` prompts, of which a plan has as many in flight as serves the whole job best.
-
-    `lengths` is a sample of theirs; the longest of it are the longest there are.
-    `default_new_tokens`: the most that prompts without a limit of their own may generate, None for
-    the longest output. `predictor`: by which requests reserve token slots under the policy `s3`;
-    None where each reserves those for the most that it may get. SpecError unless there is at least
-    one prompt, and at most `MOST_PROMPTS`, and the limit is within `MAX_TOKENS`.
+    """`prompts` prompts, of which a plan has the best number in flight. `lengths` is a sample with
+    the longest. `default_new_tokens`: of prompts without a limit, None for the longest output.
+    `predictor`: by which `s3` reserves. SpecError for numbers out of range.
     """
 
     prompts: int
@@ -125,7 +113,6 @@ class Job:
     predictor: AssumedPredictor | None = None
 
     def __post_init__(self) -> None:
-        """Check the number of prompts, their default limit and the longest lengths."""
         given = [("prompts", self.prompts, MOST_PROMPTS)]
         if self.default_new_tokens is not None:
             given.append(("default_new_tokens", self.default_new_tokens, MAX_TOKENS))
@@ -136,12 +123,10 @@ class Job:
 
     @classmethod
     def of(cls, prompts: int, prompt_length: int, new_tokens: int) -> Job:
-        """A job of prompts that are all alike."""
         return cls(prompts, Lengths.constant(prompt_length, new_tokens))
 
     @property
     def output_tokens(self) -> float:
-        """Tokens that all prompts together generate."""
         return self.prompts * self.lengths.mean_output
 
     @cached_property
@@ -152,12 +137,9 @@ class Job:
         return self.predictor.mean_reserved(self.lengths)
 
     def in_flight(self, requests: int, policy: PolicyName = "static") -> Workload:
-        """The workload of so many requests in flight, of which any may be the longest row.
-
-        Under `orca` and `exegpt` they have together the token slots that so many have reserved in
-        the mean, over the time that each of them takes, as long answers are met more often; and
-        `HOLES`. So there are more in flight while those are short, and fewer while they are long.
-        Under `s3` they reserve by the predictor.
+        """The workload of so many requests in flight, any of which may be the longest. Under `orca`
+        and `exegpt` they have the slots that so many reserve in the mean, over the time each takes,
+        and `HOLES`; under `s3` by the predictor.
         """
         prompt, output = self.lengths.longest_prompt, self.lengths.longest_output
         total = self.lengths.longest_total

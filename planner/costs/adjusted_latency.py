@@ -20,11 +20,8 @@ _LOGIT_BYTES = 4
 
 
 class GroupLatency(DerivedLatency):
-    """The times of `single` for devices, and for groups those of a rank's part with its sums.
-
-    Attention of a rank's heads, and its part of the rest, take the time of the whole on one device
-    as the roofline's time changes with the division; what is measured of the whole so carries over.
-    `sums`, which are measured ones, belong to the rest.
+    """The times of `single`; of groups, scaled as the roofline changes with the division, plus a
+    rank's sums.
     """
 
     def __init__(
@@ -52,7 +49,6 @@ class GroupLatency(DerivedLatency):
         )
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """Seconds of looking up `tokens` tokens, each of which one rank knows, and their sum."""
         seconds = self.model.embedding_s(replace(device, ranks=()), tokens, dtype)
         if not device.ranks:
             return seconds
@@ -60,10 +56,7 @@ class GroupLatency(DerivedLatency):
         return seconds + Collectives.of(device, self._sums).sum_s(summed)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """Seconds of final norm, LM head and sampling of `rows` tokens on the last stage.
-
-        Every rank has a part of the vocabulary; the first one gathers the logits and samples.
-        """
+        """Every rank has a part of the vocabulary; the first one gathers the logits and samples."""
         one = replace(device, ranks=())
         seconds = self.model.final_s(one, rows, dtype)
         if not device.ranks:
@@ -76,7 +69,6 @@ class GroupLatency(DerivedLatency):
         return seconds * factor + Collectives.of(device, self._sums).gather_s(gathered)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Where the times come from; of a group where its sums come from too."""
         text = self.model.provenance(replace(device, ranks=()), dtype, bits)
         if not device.ranks:
             return text
@@ -85,15 +77,13 @@ class GroupLatency(DerivedLatency):
         return f"{text}; divided by {device.degree} ranks, whose sums are {sums}"
 
     def _estimates(self, device: Device) -> tuple[RooflineLatency, RooflineLatency]:
-        """The roofline of the whole model, and of a rank's part."""
         part = largest_rank_shape(self.shape, device.degree)
         return RooflineLatency(self.shape, self._kv_bits), RooflineLatency(part, self._kv_bits)
 
 
 class EightBitCacheLatency(DerivedLatency):
-    """Times of `measured`, their attention scaled as the roofline's changes with `kv_bits`.
-
-    Profiles are of layers whose keys and values are in the compute type.
+    """Times of `measured` in the compute type, their attention scaled as the roofline's with
+    `kv_bits`.
     """
 
     def __init__(self, measured: LatencyModel, kv_bits: int) -> None:
@@ -117,10 +107,8 @@ class EightBitCacheLatency(DerivedLatency):
 
 
 class SlowedLatency(DerivedLatency):
-    """The times of `model`, multiplied by the `slowdown` of each device.
-
-    Layers of prefill and of decode have a factor each. Embedding and head, whose phase a latency
-    model does not know, have that of decode, where they weigh most.
+    """The times of `model` by each device's `slowdown`; embedding and head have that of decode,
+    where they weigh most.
     """
 
     def layer_seconds(

@@ -33,11 +33,8 @@ _LINK_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Collectives:
-    """Seconds of collective operations among the ranks of one group.
-
-    `step_s`: latency of a message from rank to rank. `bytes_per_s`: the rate of that in one
-    direction. `wait_s`: what an operation takes beside its messages. `measured` sums come before
-    what follows from these.
+    """Seconds of operations among a group's ranks, by latency and rate of a message, and what one
+    takes beside.
     """
 
     degree: int
@@ -48,7 +45,6 @@ class Collectives:
 
     @classmethod
     def of(cls, group: Device, sums: Sequence[MeasuredSum] = ()) -> Collectives:
-        """The collectives of a group of devices, by their links."""
         name, degree = group.accelerator.name, group.degree
         found = next((s for s in sums if (s.accelerator, s.degree) == (name, degree)), None)
         if group.accelerator.is_cpu:
@@ -67,16 +63,15 @@ class Collectives:
         return self.wait_s + min(self.ring_s(summed_bytes), self.tree_s(summed_bytes))
 
     def ring_s(self, summed_bytes: float) -> float:
-        """Seconds of a ring: the parts of the tensor go round twice."""
+        """Seconds of a ring, in which the parts of the tensor go round twice."""
         steps = 2 * (self.degree - 1)
         return steps * (self.step_s + summed_bytes / self.degree / self.bytes_per_s)
 
     def tree_s(self, summed_bytes: float) -> float:
-        """Seconds of a tree: the tensor goes up to the root and down again, level by level."""
+        """Seconds of a tree, up to the root and down again."""
         return 2 * self._levels * (self.step_s + summed_bytes / self.bytes_per_s)
 
     def broadcast_s(self, sent_bytes: float) -> float:
-        """Seconds of sending the same bytes from the first rank to all others."""
         latency_s, per_byte_s = self.broadcast_terms
         return latency_s + sent_bytes * per_byte_s
 
@@ -86,7 +81,7 @@ class Collectives:
         return self._levels * self.step_s, self._levels / self.bytes_per_s
 
     def gather_s(self, gathered_bytes: float) -> float:
-        """Seconds in which the first rank gets its parts of a tensor from the others."""
+        """Seconds in which the first rank gets the other parts of a tensor."""
         if self.degree == 1:
             return 0.0
         received = gathered_bytes * (self.degree - 1) / self.degree

@@ -21,14 +21,12 @@ Vector = npt.NDArray[np.float64]
 
 
 def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:
-    """Bytes of the hidden states of `tokens` tokens in the sender's compute type."""
     return tokens * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
 def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:
-    """Seconds of a hop without bytes, and those of a byte.
-
-    The first rank of a group receives, and hands on to the others.
+    """Seconds of a hop without bytes, and of a byte; the first rank of a group hands on to the
+    others.
     """
     latency_s, per_byte_s = Collectives.of(receiver).broadcast_terms
     latency_s += cluster.link_latency_s(sender, receiver)
@@ -36,10 +34,8 @@ def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tu
 
 
 def handover_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:
-    """Seconds of a message without bytes, and those of a byte, from the memory of one device's host
-    to that of the other's: within a node that is the same.
-
-    The copies from and to the devices are not counted: they are of `planner.costs.preemption`.
+    """Seconds of a message without bytes, and of a byte, between hosts: 0 within a node. Copies
+    from and to devices are not counted.
     """
     if sender.node == receiver.node:
         return 0.0, 0.0
@@ -48,9 +44,8 @@ def handover_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tu
 
 @dataclass(frozen=True)
 class Transfers:
-    """The hops between stages for micro-batches of so many `requests` (prefill, decode) with
-    prompts of `prompt_length` tokens; both may be means. With `head_on_first` the last stage sends
-    the final hidden state of each request's last token back to the first, else its token id.
+    """Hops for micro-batches of `requests` (prefill, decode), which may be means. With
+    `head_on_first` the last stage sends back hidden states in place of token ids.
     """
 
     cluster: ClusterSpec
@@ -60,8 +55,8 @@ class Transfers:
     head_on_first: bool = False
 
     def onward_s(self, sender: Device, receiver: Device, dtype: str) -> tuple[float, float]:
-        """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f);
-        hidden states have the sender's compute type.
+        """Seconds per prefill and decode micro-batch to the next stage (LLM-PQ eq. 7) in the
+        sender's type.
         """
         latency_s, per_byte_s = transfer_terms(self.cluster, sender, receiver)
         prefill, decode = (
@@ -71,7 +66,7 @@ class Transfers:
         return prefill, decode
 
     def back_s(self, last: Device, first: Device, dtype: str) -> tuple[float, float]:
-        """Seconds per prefill and per decode micro-batch from the last stage to the first."""
+        """Seconds per prefill and decode micro-batch from the last stage to the first."""
         each = TOKEN_ID_BYTES
         if self.head_on_first:
             each = self.shape.word_embedding_size * DTYPE_BYTES[dtype]
@@ -80,8 +75,8 @@ class Transfers:
         return prefill, decode
 
     def of_order(self, devices: Sequence[Device], dtypes: Sequence[str]) -> tuple[Vector, Vector]:
-        """Seconds per prefill and per decode micro-batch of all hops, each [N], between stages on
-        `devices` [N] with compute types `dtypes` [N]; the last hop is the way back.
+        """Seconds of all hops per prefill and per decode micro-batch, each [N]; the last is the way
+        back.
         """
         hops = [
             self.onward_s(sender, receiver, dtype)

@@ -13,11 +13,8 @@ from planner.phases import Phase
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """Seconds of both parts of a decoder layer, which ExeGPT profiles apart (section 3).
-
-    `attention_s` is by requests and their lengths: products of queries with keys and of shares with
-    values, keys and values written and read. `rest_s`, everything else, is by new tokens, however
-    they are divided among requests.
+    """Seconds of a layer's attention, which goes by requests and their lengths, and of its rest,
+    which goes by new tokens (profiled apart as in ExeGPT section 3).
     """
 
     attention_s: float
@@ -25,15 +22,12 @@ class LayerSeconds:
 
     @property
     def whole_s(self) -> float:
-        """Seconds of the layer."""
         return self.attention_s + self.rest_s
 
 
 class LatencyModel(ABC):
-    """Times of the parts of a model; micro-batches are in requests, lengths in tokens.
-
-    `shape` is the model that they are of. `dtype` is a concrete compute type; a 16-bit layer stands
-    for that type, whatever its width.
+    """Times of the parts of the model `shape`; a 16-bit layer stands for the compute type `dtype`,
+    whatever its width.
     """
 
     shape: ModelShape
@@ -42,8 +36,8 @@ class LatencyModel(ABC):
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
-        """Seconds of attention and of the rest of one decoder layer; `length` is that of each
-        prompt, or of each context before the new token.
+        """Seconds of a layer; `length` is that of each prompt, or of each context before the new
+        token.
         """
 
     @abstractmethod
@@ -56,9 +50,7 @@ class LatencyModel(ABC):
 
     @abstractmethod
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """A text on where this device's times of these bitwidths come from; it starts with
-        `estimated` if none is measured.
-        """
+        """Where the times come from; the text starts with `estimated` if none is measured."""
 
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
@@ -76,8 +68,6 @@ class LatencyModel(ABC):
 
 
 class DerivedLatency(LatencyModel):
-    """The times of `model`, of which subclasses change some."""
-
     def __init__(self, model: LatencyModel) -> None:
         self.model = model
         self.shape = model.shape
@@ -98,8 +88,6 @@ class DerivedLatency(LatencyModel):
 
 
 class RememberedLatency(DerivedLatency):
-    """A latency model that keeps the answers of `model`, as searches ask the same many times."""
-
     def __init__(self, model: LatencyModel) -> None:
         super().__init__(model)
         self._known: dict[tuple[Hashable, ...], float] = {}

@@ -41,9 +41,8 @@ _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory of one stage by part, in bytes; `weights` and `kv_cache` are those of its layers.
-
-    `runtime` belongs to no tensor: the context of the device and the allocator's slack.
+    """The memory of one stage by part, in bytes; `runtime` is the device's context and the
+    allocator's slack.
     """
 
     weights: int
@@ -55,7 +54,6 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
         return self.fixed + self.weights + self.kv_cache
 
     @property
@@ -66,12 +64,9 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class StageWork:
-    """The work of a stage: micro-batches of `sizes` requests, computed in `dtype`.
-
-    `quantized`: whether its kernels may be of less than 16 bits. `kv_bits`: those of keys and
-    values; 16 stands for `dtype`. `mixed`: most requests of a micro-batch that mixes the phases, in
-    which single tokens of all may stand beside the prompts; 0 where none does. `vocabulary`: logits
-    of a row where `shape` has only a rank's part of them.
+    """The work of a stage in `dtype`. `quantized`: its kernels may be of less than 16 bits.
+    `kv_bits`: 16 stands for `dtype`. `mixed`: most requests of a micro-batch that mixes the phases,
+    0 where none does. `vocabulary`: logits of a row where `shape` has only a rank's part of them.
     """
 
     shape: ModelShape
@@ -85,31 +80,25 @@ class StageWork:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of a micro-batch of prompts, and of what may stand beside them."""
         return self.sizes.prefill * self.workload.prompt_length + self.mixed
 
     @property
     def decode_requests(self) -> int:
-        """Most requests that make a decode step together."""
         return max(self.sizes.decode, self.mixed)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the larger micro-batch of both phases."""
         return max(self.prefill_tokens, self.decode_requests)
 
 
 @dataclass(frozen=True)
 class StageEnds:
-    """The parts of a stage besides its layers: embedding, final norm and LM head."""
-
     embedding: bool = False
     norm: bool = False
     head: bool = False
 
     @classmethod
     def of(cls, stage: int, stages: int, head_on_first: bool = False) -> StageEnds:
-        """The ends of stage number `stage` of `stages`."""
         is_first, is_last = stage == 0, stage == stages - 1
         return cls(is_first, is_last, is_first if head_on_first else is_last)
 
@@ -117,10 +106,8 @@ class StageEnds:
 def layer_weight_bytes(
     shape: ModelShape, bits: int, device: Device, dtype: str, backend: str | None = None
 ) -> int:
-    """Bytes of a decoder layer: linears as kernels pack them at `bits`, the rest in `dtype`.
-
-    `backend` names a kernel backend other than the preferred one. Errors as in
-    `quant.backends.selection`.
+    """Bytes of a decoder layer as kernels pack it, of the preferred `backend` unless one is named
+    (errors as there).
     """
     packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
     order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
@@ -131,7 +118,6 @@ def layer_weight_bytes(
 def _packed_bytes(
     shape: ModelShape, bits: int, processor: Processor, dtype: str, backend: str | None
 ) -> int:
-    """Bytes of a layer's linears, which searches ask for again and again."""
     return sum(
         layer_rule(
             processor,
@@ -147,9 +133,7 @@ def _packed_bytes(
 def kv_cache_bytes_per_layer(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> int:
-    """Bytes of the keys and values of all token slots in a layer; 16 bits stand for
-    `dtype`.
-    """
+    """Bytes of the keys and values of all token slots in a layer; 16 bits stand for `dtype`."""
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
     return 2 * workload.kv_tokens * kv_token_bytes(shape, kv_bits, dtype)
@@ -163,7 +147,6 @@ def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
 
 
 def embedding_bytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes of the embedding: token and position tables, projection, norm."""
     return shape.embedding_parameters * DTYPE_BYTES[dtype]
 
 
@@ -179,10 +162,8 @@ def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
 
 
 def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
-    """Peak bytes of activations: of a decoder layer in either phase, the embedding, or logits.
-
-    Batches are flattened without padding, attention keeps no score matrix, and logits are those of
-    each request's last token. Hidden states under way between stages come on top.
+    """Peak bytes of activations, of batches without padding, and hidden states under way between
+    stages.
     """
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
@@ -204,15 +185,15 @@ def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
 
 
 def _decode_keys(work: StageWork) -> int:
-    """Most tokens of which a decode step copies keys and values at once
+    """Most tokens that a decode step copies at once
     (`actors.attention.addresses.Addresses.read_together`).
     """
     return min(work.decode_requests * work.workload.total_length, work.workload.kv_tokens)
 
 
 def _decode_index_bytes(work: StageWork) -> int:
-    """Bytes of the token slots that a decode step reads and of what it adds to their scores, for
-    requests that are all as long as the longest.
+    """Bytes of the slots that a decode step reads, and of what it adds to scores, for equally long
+    requests.
     """
     heads = work.shape.heads if work.shape.alibi else 1
     each = _TOKEN_ID_BYTES + heads * DTYPE_BYTES[work.dtype]
@@ -242,10 +223,7 @@ def fixed_stage_memory(work: StageWork, device: Device, ends: StageEnds) -> Stag
 
 
 def margin_bytes(device: Device, share: float) -> int:
-    """Bytes of a GPU's memory that a plan leaves free: this `share` of it.
-
-    It is 0 for a CPU: a user has chosen its budget, and the host has more memory beside it.
-    """
+    """Bytes of a GPU that a plan leaves free; 0 for a CPU, whose budget a user has chosen."""
     return 0 if device.accelerator.is_cpu else round(share * device.memory_bytes)
 
 
@@ -271,10 +249,8 @@ def stage_memory(
 
 def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: bool) -> int:
     """Bytes of residual, norm, projections with rotated copies, copied keys and values, result.
-
-    Decoding copies keys and values of slots that lie apart; prefill `repeats` them for kernels that
-    do not know grouped heads. `key_tokens` are the tokens copied. 8-bit keys and values are
-    restored before; the loop on a CPU that reads their codes directly needs less.
+    Prefill `repeats` keys for kernels that do not know grouped heads. 8-bit ones are restored
+    before.
     """
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     per_token = 2 * shape.hidden_size + 2 * (shape.query_width + 2 * shape.kv_width)
@@ -290,9 +266,8 @@ def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: boo
 def _code_bytes(
     shape: ModelShape, tokens: int, key_tokens: int, element: int, repeats: bool
 ) -> int:
-    """Bytes that 8-bit keys and values need beyond 16-bit ones. While new ones become codes: a
-    float32 copy, two results and codes. While codes are restored: a copy of one tensor's codes,
-    and, where heads are repeated, the tensors from which they are repeated.
+    """Bytes that 8-bit keys and values need beyond 16-bit ones: a float32 copy, two results and
+    codes while codes are made, else a copy of one tensor's codes, and what heads are repeated from.
     """
     made = tokens * (3 * _FLOAT32_BYTES + 1) * shape.kv_width
     repeated = repeats and shape.heads != shape.kv_heads
@@ -302,7 +277,7 @@ def _code_bytes(
 
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
-    """Bytes for one prompt: ALiBi's bias and its masked copy, or a window's mask as booleans and as
+    """Bytes for one prompt: ALiBi's bias and its masked copy, or a window's mask as booleans and
     numbers.
     """
     if shape.alibi:
@@ -312,9 +287,8 @@ def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
 
 
 def _mlp_bytes(work: StageWork) -> int:
-    """Bytes of residual, norm and the MLP's buffers, and of what a quantized matrix product needs.
-
-    That is the largest weight matrix in the compute type, or 32-bit sums of an int8 product.
+    """Bytes of residual, norm, the MLP's buffers, and the largest restored weights or sums of an
+    int8 product.
     """
     shape, tokens, element = work.shape, work.most_tokens, DTYPE_BYTES[work.dtype]
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS

@@ -32,9 +32,8 @@ _MEANS: WeakKeyDictionary[LatencyModel, dict[Hashable, float]] = WeakKeyDictiona
 
 @dataclass(frozen=True)
 class MicroBatchTimes:
-    """Times of micro-batches by `latency`; sizes may be fractions, between which time is linear.
-
-    `prompts`: lengths with the share of requests that have them.
+    """Times of micro-batches, linear between whole sizes; `prompts`: lengths with the share of
+    requests of each.
     """
 
     latency: LatencyModel
@@ -47,22 +46,18 @@ class MicroBatchTimes:
     def of_batch(
         cls, latency: LatencyModel, workload: Workload, sizes: MicroBatches
     ) -> MicroBatchTimes:
-        """The full micro-batches of a batch at the mean context: with half of the new tokens
-        (LLM-PQ eq. 6).
-        """
+        """Full micro-batches at the mean context, with half of the new tokens (LLM-PQ eq. 6)."""
         context = workload.prompt_length + workload.new_tokens // 2
         prompts = ((workload.prompt_length, 1.0),)
         return cls(latency, sizes.prefill, sizes.decode, prompts, context)
 
     @classmethod
     def of_job(cls, latency: LatencyModel, lengths: Lengths, passes: JobPasses) -> MicroBatchTimes:
-        """The mean micro-batches of a job."""
         context = round(lengths.mean_context)
         prompts = _classes(lengths)
         return cls(latency, passes.prefill_requests, passes.decode_requests, prompts, context)
 
     def prefill_s(self, device: Device, bits: int, dtype: str) -> float:
-        """Seconds of a layer for a prefill micro-batch."""
         known = _MEANS.setdefault(self.latency, {})
 
         def mean_s(size: int) -> float:
@@ -78,14 +73,12 @@ class MicroBatchTimes:
         return _at(self.prefill_requests, mean_s)
 
     def decode_s(self, device: Device, bits: int, dtype: str) -> float:
-        """Seconds of a layer for a decode step."""
         layer_s = self.latency.layer_decode_s
         return _at(
             self.decode_requests, lambda size: layer_s(device, bits, size, self.context, dtype)
         )
 
     def embedding_s(self, device: Device, dtype: str) -> tuple[float, float]:
-        """Seconds of the embedding for a prefill and for a decode micro-batch."""
         tokens = self.prefill_requests * sum(length * share for length, share in self.prompts)
         prefill, decode = (
             _at(count, lambda rows: self.latency.embedding_s(device, rows, dtype))
@@ -94,7 +87,6 @@ class MicroBatchTimes:
         return prefill, decode
 
     def final_s(self, device: Device, dtype: str) -> tuple[float, float]:
-        """Seconds of final norm, head and sampling for a prefill and for a decode micro-batch."""
         prefill, decode = (
             _at(count, lambda rows: self.latency.final_s(device, rows, dtype))
             for count in (self.prefill_requests, self.decode_requests)
@@ -104,16 +96,14 @@ class MicroBatchTimes:
 
 @cache
 def _classes(lengths: Lengths) -> tuple[tuple[int, float], ...]:
-    """The mean prompt of each class, and the share of requests in it."""
     ordered = np.sort(np.array(lengths.prompt_tokens))
     parts = np.array_split(ordered, min(PROMPT_CLASSES, len(np.unique(ordered))))
     return tuple((round(float(part.mean())), len(part) / len(ordered)) for part in parts)
 
 
 def _at(size: float, seconds: Callable[[int], float]) -> float:
-    """Seconds at a size between whole ones; sizes are at least 1.
-
-    As `between`, but for the last digit, by which a search tells plans that are as good.
+    """As `between` for sizes from 1, but for the last digit, by which a search tells plans that are
+    as good.
     """
     low = max(1, floor(size))
     share = size - low
@@ -134,10 +124,8 @@ def between(at: float, low: int, high: int, seconds: Callable[[int], _Seconds]) 
 
 
 def together_s(prefill_s: FloatArray, decode_s: FloatArray, least_s: FloatArray) -> FloatArray:
-    """Seconds of prompts and decode steps of one micro-batch: those of both, less those of the
-    least decode step, as weights are read and kernels started once; never less than either alone.
-
-    That is exact where time is a constant and a sum over requests.
+    """Seconds of prompts and decode steps in one micro-batch: both less the least step, as weights
+    are read once, and at least either. Exact where time is a constant and a sum over requests.
     """
     both_s = prefill_s + decode_s - least_s
     return np.maximum(np.maximum(prefill_s, decode_s), both_s)
@@ -150,13 +138,9 @@ PartsOf = Callable[[int, int], tuple[FloatArray, FloatArray]]
 
 
 def unlike_prompts_s(prompts: Sequence[int], parts: PartsOf) -> FloatArray:
-    """Seconds of a micro-batch of `prompts` [N], from those of micro-batches of prompts alike.
-
-    The runtime computes all tokens of a micro-batch in one row, and takes prompts apart for
-    attention. So the rest of a layer is that of as many prompts of their mean length, and each
-    prompt's attention what it is among as many prompts of its own length. (Attention of the prompt
-    alone would be less: on a CPU by 10 to 15 %, as keys and values of the others are not between it
-    and the caches.)
+    """Seconds of a micro-batch of `prompts` [N]: the rest of a layer as for prompts of their mean
+    length, attention as each prompt's share among as many of its own length (alone it would be 10
+    to 15 % less on a CPU).
     """
     requests, mean = len(prompts), sum(prompts) / len(prompts)
     low, high = lengths_around(mean)
@@ -167,15 +151,14 @@ def unlike_prompts_s(prompts: Sequence[int], parts: PartsOf) -> FloatArray:
 
 
 def near_length(tokens: int) -> int:
-    """A length that stands for this one: within a half `LENGTH_STEP` of it, exact if it is short.
-
-    Latency models are asked for few lengths then, however many a job has.
+    """A length within half a `LENGTH_STEP` of this one, so that latency models are asked for few;
+    short ones exact.
     """
     step = max(1, round(tokens * LENGTH_STEP))
     return step * ((2 * tokens + step) // (2 * step))
 
 
 def lengths_around(length: float) -> tuple[int, int]:
-    """The lengths between which time is taken as linear: whole, and some `LENGTH_STEP` apart."""
+    """The whole lengths, some `LENGTH_STEP` apart, between which time is taken as linear."""
     step = 1 << max(0, floor(length * LENGTH_STEP).bit_length() - 1)
     return floor(length / step) * step, ceil(length / step) * step

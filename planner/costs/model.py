@@ -40,13 +40,10 @@ from quant.scheme import FULL_BITS
 
 @dataclass(frozen=True)
 class CostModel:
-    """The costs of a model on a cluster, for any device order and micro-batch sizes.
-
-    `sensitivity`: omega `[layers, bitwidths of options.bits]`. `theta`: seconds that a unit of it
-    is worth. Costs are of one batch of `workload`, or where there is a `job` of all its prompts,
-    of which as many as a batch has are in flight. `usable_bits`: the bitwidths of
-    `options.bits` that layers may have; None for all. `cycle`: by which the job's passes are
-    counted under the policy `exegpt`.
+    """The costs of a model on a cluster, for any device order and micro-batch sizes. `sensitivity`:
+    omega `[layers, bitwidths of options.bits]`. `theta`: seconds that a unit of it is worth. `job`:
+    costs are of all its prompts, of which as many as `workload` has are in flight. `cycle`: by
+    which the passes of the policy `exegpt` are counted.
     """
 
     cluster: ClusterSpec
@@ -71,16 +68,13 @@ class CostModel:
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """The bitwidths that layers may have."""
         return self.options.bits if self.usable_bits is None else self.usable_bits
 
     @property
     def _is_usable(self) -> BoolArray:
-        """Whether layers may have each of `options.bits` [K]."""
         return np.isin(self.options.bits, self.bits)
 
     def head_stage(self, stages: int) -> int:
-        """The stage that has LM head and sampling."""
         return 0 if self.head_on_first else stages - 1
 
     def shape_on(self, device: Device) -> ModelShape:
@@ -88,22 +82,19 @@ class CostModel:
         return largest_rank_shape(self.shape, device.degree)
 
     def dtype(self, device: Device) -> str:
-        """The compute type on `device`."""
         return device.compute_dtype(self.options.dtype)
 
     @property
     def kv_bits(self) -> int:
-        """Bits of keys and values."""
         return kv_bits_of(self.options)
 
     def kv_bytes_per_layer(self, device: Device) -> int:
-        """Bytes of the KV cache of one layer on `device` for the whole batch."""
         shape, dtype = self.shape_on(device), self.dtype(device)
         return kv_cache_bytes_per_layer(shape, self.workload, self.kv_bits, dtype)
 
     def policy(self, sizes: MicroBatches) -> PolicyOptions:
-        """The scheduling policy with its sizes: where it mixes the phases and the options do not
-        say it, a micro-batch has as many requests as a decode step.
+        """The policy; where it mixes the phases, micro-batches have by default as many requests as
+        a decode step.
         """
         chosen = self.options.scheduling
         if chosen.name not in TOKEN_POLICIES:
@@ -111,16 +102,13 @@ class CostModel:
         return replace(chosen, max_batch_size=chosen.max_batch_size or sizes.decode)
 
     def in_flight(self, job: Job, requests: int) -> Workload:
-        """The workload of so many requests of `job` in flight under the policy."""
         return job.in_flight(requests, self.options.policy)
 
     def limit_bytes(self, device: Device) -> int:
-        """Bytes of `device` that a stage may fill: all but the margin."""
         return device.memory_bytes - margin_bytes(device, self.options.memory_margin)
 
     @property
     def generated_tokens(self) -> float:
-        """New tokens of the batch, or of the whole job."""
         if self.job is not None:
             return self.job.output_tokens
         return self.workload.global_batch * self.workload.new_tokens
@@ -134,14 +122,12 @@ class CostModel:
         return job_passes(self.job, self.workload.global_batch, sizes, stages)
 
     def times(self, sizes: MicroBatches, stages: int) -> MicroBatchTimes:
-        """Seconds of the micro-batches that `problem` counts."""
         passes = self.passes(sizes, stages)
         if self.job is None or passes is None:
             return MicroBatchTimes.of_batch(self.latency, self.workload, sizes)
         return MicroBatchTimes.of_job(self.latency, self.job.lengths, passes)
 
     def transfers(self, sizes: MicroBatches, stages: int) -> Transfers:
-        """The hops between stages, of micro-batches that `problem` counts."""
         passes = self.passes(sizes, stages)
         if self.job is None or passes is None:
             both, prompt = (sizes.prefill, sizes.decode), self.workload.prompt_length
@@ -153,12 +139,11 @@ class CostModel:
     def fixed_memory(
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches
     ) -> StageMemory:
-        """The memory of stage number `stage` on `devices` besides its layers."""
         ends = StageEnds.of(stage, len(devices), self.head_on_first)
         return self.memory_with(devices[stage], ends, sizes)
 
     def memory_with(self, device: Device, ends: StageEnds, sizes: MicroBatches) -> StageMemory:
-        """The memory of a stage on `device` with what `ends` says, besides its layers."""
+        """The memory of a stage besides its layers."""
         quantized = min(self.options.bits) < FULL_BITS
         work = StageWork(
             self.shape_on(device),
@@ -173,15 +158,14 @@ class CostModel:
         return fixed_stage_memory(work, device, ends)
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
-        """Make the assignment problem of one device order and pair of micro-batch sizes."""
         rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))
         return self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
 
     def problem_of_parts(
         self, kinds: Sequence[Device], sizes: MicroBatches, stages: int
     ) -> AssignmentProblem:
-        """Make the problem whose stages are each of `kinds` as the first of so many stages, then
-        each as one between the ends, then each as the last, without transfers.
+        """Make the problem of each of `kinds` as first stage, then of each between the ends, then
+        as last.
         """
         places = [(device, j) for j in (0, 1, stages - 1) for device in kinds]
         return self._problem(self._rows_of(sizes, stages), places, np.zeros((2, len(places))))
@@ -189,7 +173,6 @@ class CostModel:
     def _problem(
         self, rows: _StageRows, places: Sequence[tuple[Device, int]], hops: FloatArray
     ) -> AssignmentProblem:
-        """Make a problem of devices and the numbers of their stages, with transfers [2, N]."""
         batch, sizes, devices = self.workload.global_batch, rows.sizes, [d for d, _ in places]
         layers, fixed = rows.layer_seconds(devices), rows.fixed_s(places)
         return AssignmentProblem(
@@ -226,14 +209,13 @@ class CostModel:
         return self._rows[sizes, stages]
 
     def layer_bytes(self, device: Device, bits: int) -> float:
-        """Bytes of a layer on `device` with its KV cache."""
         weights = layer_weight_bytes(self.shape_on(device), bits, device, self.dtype(device))
         return weights + self.kv_bytes_per_layer(device)
 
 
 class _StageRows:
-    """The costs of stages at one pair of sizes: those of each kind of device are computed once,
-    since a search asks for the same ones in thousands of orders.
+    """The costs of stages at one pair of sizes, computed once a kind of device: searches try
+    thousands of orders.
     """
 
     def __init__(self, costs: CostModel, sizes: MicroBatches, stages: int) -> None:
@@ -245,7 +227,6 @@ class _StageRows:
 
     @cached_property
     def passes(self) -> JobPasses | None:
-        """The passes of the job; None for a batch."""
         return self._costs.passes(self.sizes, self._stages)
 
     @cached_property
@@ -273,23 +254,21 @@ class _StageRows:
         return np.array([self._bytes[device.cost_kind] for device in devices])
 
     def free_bytes(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
-        """Bytes that devices, as stages of these numbers, have left for layers `[N]`; below 0 where
-        the rest does not fit.
+        """Bytes left for layers on devices as stages of these numbers [N]; negative where the rest
+        does not fit.
         """
         return np.array([self._free_bytes(device, j) for device, j in places])
 
     def hops(self, devices: Sequence[Device]) -> FloatArray:
-        """Seconds per prefill and per decode micro-batch of the transfer from each stage to the
-        next, and from the last to the first: `[2, N]`.
+        """Seconds of the transfer behind each stage per prefill and per decode micro-batch: `[2,
+        N]`.
         """
         onward = [self._hop_s(*pair, self._transfers.onward_s) for pair in pairwise(devices)]
         back = self._hop_s(devices[-1], devices[0], self._transfers.back_s)
         return np.array([*onward, back]).T
 
     def fixed_s(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
-        """Seconds of embedding and head per prefill and per decode micro-batch on devices, as
-        stages of these numbers: `[2, N]`.
-        """
+        """Seconds of embedding and head per prefill and per decode micro-batch: `[2, N]`."""
         seconds = np.zeros((2, len(places)))
         head_stage = self._costs.head_stage(self._stages)
         for place, (device, stage) in enumerate(places):
@@ -322,7 +301,6 @@ class _StageRows:
         receiver: Device,
         seconds: Callable[[Device, Device, str], tuple[float, float]],
     ) -> tuple[float, float]:
-        """Seconds of a hop, which are those of all between such devices of one node, or of two."""
         key = sender.cost_kind, receiver.cost_kind, sender.node == receiver.node, seconds.__name__
         if key not in self._hops:
             self._hops[key] = seconds(sender, receiver, self._costs.dtype(sender))

@@ -40,10 +40,9 @@ _Work = Literal["prefill", "decode", "attention"]
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one pass: `compute` on each stage [N], `transfer` [N] to the next stage.
-
-    The last transfer takes the tokens back to the first stage. `decode`: the part of `compute` [N]
-    that the decode steps of a pass of both phases would take alone; empty for one of one phase.
+    """Seconds of one pass: `compute` [N] by stage, `transfer` [N] to the next one, from the last to
+    the first. `decode` [N]: the part that the decode steps of a pass of both phases would take;
+    empty for one phase.
     """
 
     compute: tuple[float, ...]
@@ -53,8 +52,6 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class OccupiedStages:
-    """The devices that hold layers, and `first_layer` [N+1] of the stages that they form."""
-
     devices: tuple[Device, ...]
     first_layer: tuple[int, ...]
 
@@ -72,7 +69,6 @@ def check_assignment(
     first_layer: Sequence[int],
     bitwidth: Sequence[int],
 ) -> None:
-    """Raise SpecError unless boundaries and bitwidths cover the model's layers."""
     layers = costs.shape.layers
     if len(first_layer) != len(devices) + 1 or len(bitwidth) != layers or first_layer[-1] != layers:
         raise SpecError(
@@ -82,8 +78,8 @@ def check_assignment(
 
 
 class PassTable:
-    """Seconds of passes by the latency model of `costs`, each of which is found once; `bitwidth`
-    [L], indices into the bitwidths of its options, is by layer.
+    """Seconds of passes, each found once; `bitwidth` [L] has indices into the bitwidths of the
+    options.
     """
 
     def __init__(self, costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]) -> None:
@@ -102,16 +98,14 @@ class PassTable:
         first_layer: Sequence[int],
         bitwidth: Sequence[int],
     ) -> PassTable:
-        """The table for `devices` in stage order, of which those without layers are no stages;
-        `first_layer` [N+1] is by layer. SpecError where boundaries and bitwidths do not cover the
-        model's layers.
+        """The table for `devices` in stage order, without those that hold no layer; errors as in
+        `check_assignment`.
         """
         check_assignment(costs, devices, first_layer, bitwidth)
         return cls(costs, occupied_stages(devices, first_layer), bitwidth)
 
     @property
     def stages(self) -> int:
-        """Number of stages, N."""
         return len(self.devices)
 
     @cached_property
@@ -130,7 +124,6 @@ class PassTable:
         return self._passes[key]
 
     def _mixed(self, each: MixedPass) -> PassSeconds:
-        """Seconds of a pass of both phases, as `planner.plan.modelled_times` has them."""
         decode_s, prefill_s = np.zeros(len(self.devices)), np.zeros(len(self.devices))
         least_s = decode_s
         if each.decodes:
@@ -152,7 +145,7 @@ class PassTable:
         return np.array(self._compute(Pass("prefill", 0, 0, size, 1, 0, 0, tuple(lengths))))
 
     def _mixed_transfer(self, tokens: int, requests: int) -> tuple[float, ...]:
-        """Seconds of the hops, which are linear in tokens, and the last one in requests."""
+        """Seconds of the hops, linear in tokens, and of the last one, linear in requests."""
         return tuple(
             latency_s + tokens * per_token_s + requests * per_request_s
             for latency_s, per_token_s, per_request_s in self._links
@@ -178,15 +171,11 @@ class PassTable:
         return tuple(stage_s.tolist())
 
     def prefill_parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of attention and of the rest of each stage's layers, both [N], for prompts that
-        are all so long.
-        """
+        """Seconds of attention and the rest of each stage's layers, both [N], for equal prompts."""
         return self._layers_s("prefill", requests, length)
 
     def _layers_s(self, phase: Phase, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of attention and of the rest of each stage's layers, both [N], if all requests
-        have this length.
-        """
+        """Seconds of attention and the rest of each stage's layers, both [N], for equal lengths."""
         key = phase, requests, length
         if key not in self._layers:
             kinds: dict[tuple[Hashable, int], LayerSeconds] = {}
@@ -221,11 +210,9 @@ class PassTable:
         return self._between("prefill", requests, prompt_tokens)
 
     def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """The part of those seconds that is attention's [N]."""
         return self._between("attention", requests, prompt_tokens)
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
-        """Compute seconds of a decode step [N]."""
         return self._between("decode", requests, context_tokens)
 
     def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
@@ -235,11 +222,9 @@ class PassTable:
         return np.asarray(latency_s + tokens * per_token_s + requests * per_request_s)
 
     def decode_hop_s(self, requests: float) -> FloatArray:
-        """Seconds of the transfers behind the stages for a decode step [N]."""
         return self.prefill_hop_s(requests, 1.0)
 
     def _between(self, work: _Work, requests: float, length: float) -> FloatArray:
-        """Seconds between whole numbers of requests, and lengths that are a fiftieth apart."""
         requests, length = max(requests, 1.0), max(length, 1.0)
         low, high = lengths_around(length)
 

@@ -20,10 +20,8 @@ COPY_LAUNCH_S = 10e-6
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies of a stage's keys and values to host memory and back.
-
-    A token has `kv_bytes_per_token`, in `tensors` tensors of the cache; they go at
-    `host_link_bytes_per_s` in either direction.
+    """Copies of a stage's keys and values to host memory and back, in `tensors` tensors of the
+    cache.
     """
 
     kv_bytes_per_token: float
@@ -31,22 +29,19 @@ class HostCopies:
     host_link_bytes_per_s: float
 
     def one_way_s(self, tokens: int) -> float:
-        """Seconds in which `tokens` tokens of one request go there, or back."""
         bytes_s = tokens * self.kv_bytes_per_token / self.host_link_bytes_per_s
         return bytes_s + self.tensors * COPY_LAUNCH_S
 
 
 def cache_tensors(kv_bits: int, layers: int) -> int:
-    """Tensors in which the cache of so many layers has a request's keys and values: codes come with
-    their scales.
-    """
+    """Tensors that hold a request's keys and values in so many layers; codes come with scales."""
     return (2 if kv_bits == FULL_BITS else 4) * layers
 
 
 @dataclass(frozen=True)
 class PreemptedStage:
-    """One stage's side of a preemption: its copies, and `compute_s` `[tokens]`, the seconds by
-    which a micro-batch is longer where 1, 2, 3, ... tokens of one request are computed again.
+    """Copies, and `compute_s` [tokens] by which recomputing 1, 2, ... tokens lengthens a
+    micro-batch.
     """
 
     copies: HostCopies
@@ -60,10 +55,8 @@ class PreemptedStage:
 
 
 def park_tokens_from(stages: Sequence[PreemptedStage]) -> int:
-    """The least number of tokens from which copying is cheaper than computing, for all longer
-    requests too; 0 where it never is.
-
-    Either way all stages do their part in the same micro-batches, so that the slowest one counts.
+    """The least number of tokens from which on copying is cheaper than computing on the slowest
+    stage; 0 for never.
     """
     copy_s = np.max([stage.copy_s for stage in stages], axis=0)
     compute_s = np.max([stage.compute_s for stage in stages], axis=0)

@@ -23,8 +23,6 @@ PROVENANCE = "estimated: roofline of the datasheet"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the datasheet's arithmetic rate and memory bandwidth that large kernels reach."""
-
     arithmetic: float
     bandwidth: float
 
@@ -91,11 +89,6 @@ class RooflineLatency(LatencyModel):
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
-        """Seconds of attention and of the rest of one decoder layer.
-
-        Over prompts attention counts the causal half; in a decode step the one token of each
-        request reads all its keys and values.
-        """
         machine = _Machine.of(device, dtype)
         window = self.shape.sliding_window
         if phase == "prefill":
@@ -109,21 +102,18 @@ class RooflineLatency(LatencyModel):
         return LayerSeconds(attention_s, self._rest_s(machine, bits, tokens))
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """Seconds of reading and writing table rows, and of the projection where there is one."""
         machine = _Machine.of(device, dtype)
         moved = 4 * tokens * self.shape.hidden_size * machine.element_bytes
         launches_s = machine.launches_s(END_LAUNCHES)
         return launches_s + machine.move_s(moved) + self._projection_s(machine, tokens)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """Seconds of the head's product over `rows` tokens and of sampling from them."""
         machine = _Machine.of(device, dtype)
         head = LinearShape(self.shape.word_embedding_size, self.shape.vocab_size)
         products = machine.linear_s(head, 16, rows) + self._projection_s(machine, rows)
         return machine.launches_s(END_LAUNCHES) + products + self.sampling_s(device, rows, dtype)
 
     def sampling_s(self, device: Device, rows: int, dtype: str) -> float:
-        """Seconds of sampling from the logits of `rows` tokens."""
         moved = rows * self.shape.vocab_size * _SAMPLING_BYTES_PER_LOGIT
         return _Machine.of(device, dtype).move_s(moved)
 
@@ -131,15 +121,14 @@ class RooflineLatency(LatencyModel):
         return PROVENANCE
 
     def _attention_s(self, machine: _Machine, pairs: float, tokens: int, kv_tokens: int) -> float:
-        """Seconds of `pairs` of queries and keys: their products, or the reading of keys and values
-        of `kv_tokens` where that takes longer, after writing those of `tokens`.
+        """Seconds of products of `pairs`, or of reading `kv_tokens` if longer, after writing
+        `tokens`.
         """
         read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
         products_s = machine.compute_s(4 * pairs * self.shape.query_width) / _ATTENTION_SHARE
         return made_s + max(products_s, read_s)
 
     def _rest_s(self, machine: _Machine, bits: int, tokens: int) -> float:
-        """Seconds of linears, element-wise work and launches over `tokens` new tokens."""
         shape = self.shape
         linears = sum(
             machine.linear_s(linear, linear.stored_bits or bits, tokens)
@@ -151,10 +140,8 @@ class RooflineLatency(LatencyModel):
         return launches_s + linears + element_wise
 
     def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
-        """Seconds of reading keys and values of `kv_tokens`, and of making codes of `tokens`.
-
-        In decoding, a CPU's loop reads the codes directly; else they are restored first, and read
-        again.
+        """Seconds of reading keys and values, and of making codes; only a CPU's decoding reads
+        codes directly.
         """
         shape, plain = self.shape, self.shape.kv_width * machine.element_bytes
         if self.kv_bits == FULL_BITS:
@@ -187,7 +174,6 @@ def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS) -> int:
 
 
 def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
-    """The efficiency of this generation of device."""
     if accelerator.rocm_architecture is not None:
         return _ROCM_EFFICIENCY
     capability = accelerator.compute_capability
@@ -198,10 +184,7 @@ def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
 
 @dataclass(frozen=True)
 class _Machine:
-    """The rates that one device reaches in one compute type.
-
-    An emulated device is timed in its accelerator's 16-bit type, whatever type the host uses.
-    """
+    """The rates a device reaches in a type; an emulated one in its accelerator's 16-bit type."""
 
     accelerator: Accelerator
     dtype: str
@@ -234,7 +217,6 @@ class _Machine:
         return DTYPE_BYTES[self.dtype]
 
     def launches_s(self, kernels: int) -> float:
-        """Seconds of starting so many kernels."""
         return _CPU_LAYER_OVERHEAD_S if self.accelerator.is_cpu else kernels * LAUNCH_S
 
     def compute_s(self, flops: float) -> float:

@@ -17,10 +17,8 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """Options of all methods; `relative_gap` is of the objective, `upper_bound` in seconds.
-
-    Only assignments better than `upper_bound` by more than the gap are of interest. Raises
-    SpecError for figures out of range.
+    """Options of all methods; only assignments better than `upper_bound` seconds by more than the
+    gap are of interest.
     """
 
     solver: str = DEFAULT_SOLVER
@@ -69,10 +67,8 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class AssignmentCosts:
-    """The costs of each stage of an assignment: seconds per micro-batch [N] and layer bytes [N].
-
-    `latency_s` is the batch's latency by the problem's objective without the quality term;
-    `quality` is the sum of omega, not multiplied by theta.
+    """Seconds per micro-batch [N] and layer bytes [N]; `latency_s` without the quality term,
+    `quality` the sum of omega.
     """
 
     prefill_s: FloatArray
@@ -137,10 +133,8 @@ def _costs_of(
 def evaluate(
     problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
 ) -> float:
-    """The objective in seconds; infinite where the assignment cannot run.
-
-    That is over memory, with bits that a device lacks, or with no layer on the first or the last
-    stage (LLM-PQ eq. 15).
+    """The objective in seconds; infinite over memory, with bits that a device lacks, or an empty
+    first or last stage (eq. 15).
     """
     counts = layer_counts(problem, first_layer, bitwidth)
     costs = _costs_of(problem, counts, bitwidth)
@@ -152,10 +146,8 @@ def evaluate(
 
 
 def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:
-    """The best assignment with exactly `counts` [N, K] layers per stage and bitwidth.
-
-    Times and bytes are settled by the counts; inside each stage the bits go to its layers at the
-    least sum of sensitivities, which is an assignment problem.
+    """The best assignment with exactly `counts` [N, K]; inside each stage bits go to layers as an
+    assignment problem.
     """
     from scipy.optimize import linear_sum_assignment  # slow to import, and not every command plans
 
@@ -171,10 +163,8 @@ def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:
 
 
 def smallest_assignment(problem: AssignmentProblem) -> Assignment:
-    """An assignment of a feasible problem: every layer as small as its device can run it.
-
-    After a layer for each end, layers go one by one to the stage with room whose bottleneck is
-    then the least.
+    """Every layer as small as its device runs it, one by one where the bottleneck is then the
+    least.
     """
     smallest = np.where(problem.available, problem.layer_bytes, np.inf).argmin(axis=1)
     stage = np.arange(problem.stages)
@@ -196,10 +186,7 @@ def smallest_assignment(problem: AssignmentProblem) -> Assignment:
 def conclude(
     best: Assignment | None, bound: float, options: SolveOptions, start_s: float, rounding: float
 ) -> Assignment:
-    """Name the outcome of an exact method: proven within the gap, cut off, or out of time.
-
-    `best` is None only where `bound` reaches the target.
-    """
+    """Name the outcome of an exact method; `best` is None only where `bound` reaches the target."""
     target, seconds = options.target, options.clock() - start_s
     best_s = math.inf if best is None else best.objective
     if best is None or (best_s >= target and bound >= target * (1 - rounding)):

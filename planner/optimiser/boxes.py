@@ -45,11 +45,7 @@ def solve_by_boxes(
     options: SolveOptions,
     tables: SensitivityTables | None = None,
 ) -> Assignment:
-    """The best assignment to within the gap, or the best found within the time limit.
-
-    `tables` of the problem's sensitivity may be handed in. Raises InfeasibleError where nothing
-    fits.
-    """
+    """The best assignment within the gap, or found in time; InfeasibleError where nothing fits."""
     require_feasible(problem)
     start_s = options.clock()
     tables = tables or SensitivityTables(problem.sensitivity)
@@ -57,8 +53,6 @@ def solve_by_boxes(
 
 
 class _BoxMethod:
-    """One solve: its best assignment and the bound proven so far."""
-
     def __init__(
         self,
         relaxed: RelaxedProblem,
@@ -90,7 +84,6 @@ class _BoxMethod:
         return conclude(best, self._bound, options, self._start_s, rounding)
 
     def _limits(self) -> Iterator[float]:
-        """Yield objectives to stay below, one after the other, as long as they are needed."""
         for growth in (*GROWTH, math.inf):
             raised = growth * self._relaxed.bound if math.isfinite(growth) else growth
             yield min(self._target(), raised)
@@ -98,7 +91,6 @@ class _BoxMethod:
                 return
 
     def _target(self) -> float:
-        """Seconds below which an assignment is still of interest."""
         gap = max(self._options.relative_gap, ROUNDING)
         if self._found is None and math.isfinite(self._options.target):
             return self._options.target
@@ -167,11 +159,9 @@ class BoxPath:
 
 @dataclass(frozen=True, eq=False)
 class BoxBound:
-    """A bound on a box in seconds, the path that attains it, and each option's cost by stage.
-
-    `tables` [N] of [L+1, L+1] are the least costs of each stage's runs, and `before` [N+1, L+1]
-    that of the stages before each boundary, to which `constant` comes. `other` is the path at a
-    neighbouring trip price, where one lies between two.
+    """A bound on a box in seconds and the path that attains it. `tables` [N] of [L+1, L+1] are the
+    least costs of each stage's runs, `before` [N+1, L+1] that of the stages before each boundary;
+    `other` is the path at a neighbouring trip price.
     """
 
     bound: float
@@ -185,9 +175,8 @@ class BoxBound:
 
 
 class BoxSearch:
-    """Branch and bound over boxes for one problem.
-
-    Only assignments below `limit` seconds are sought; `best` is the best path seen, below or not.
+    """Branch and bound over boxes; only assignments below `limit` seconds are sought, `best` is the
+    best path seen.
     """
 
     def __init__(
@@ -207,12 +196,11 @@ class BoxSearch:
 
     @property
     def target(self) -> float:
-        """Seconds below which an assignment is still of interest."""
         found = math.inf if self.best is None else self.best.objective
         return min(self._limit, found * (1 - self._gap))
 
     def run(self, box: Box, bound: float) -> float:
-        """Search `box` until nothing is left or time is up; return the bound proven, in seconds."""
+        """Search until nothing is left or time is up; return the bound proven, in seconds."""
         order = itertools.count()
         heap = [(bound, next(order), box)]
         while heap and heap[0][0] < self.target:
@@ -224,7 +212,6 @@ class BoxSearch:
         return self.target
 
     def _parts(self, box: Box, bound: float) -> Iterator[tuple[float, Box]]:
-        """Yield the parts of a box that may hold something better, with the bound on each."""
         while True:
             plain = self._plain(box)
             if plain is None or plain.bound >= self.target:
@@ -243,7 +230,6 @@ class BoxSearch:
             yield bound, part
 
     def _plain(self, box: Box) -> BoxBound | None:
-        """The relaxation without prices on the slowest stages, at the best trip price."""
         low = self._relaxed(box, self._unpriced)
         if low is None or self._trip_excess(box, low.path) <= 0:
             return low
@@ -268,7 +254,6 @@ class BoxSearch:
         return replace(best, path=low.path, other=high.path)
 
     def _trip_excess(self, box: Box, path: BoxPath) -> float:
-        """Seconds by which a path's trips exceed the least decode rounds of the box."""
         trips_s = float(self._form.trips_s(float(path.decode_s.sum())))
         return trips_s - self._form.decode_max * box.decode_least
 
@@ -311,7 +296,6 @@ class BoxSearch:
         costs: list[FloatArray],
         before: FloatArray,
     ) -> BoxPath:
-        """The path behind a shortest distance, and its true objective."""
         stop = self._priced.problem.layers
         width = stop + 1
         picks, sums = [], []
@@ -332,7 +316,6 @@ class BoxSearch:
         return BoxPath(tuple(picks[::-1]), decode, *slowest, objective)
 
     def _filtered(self, box: Box, found: BoxBound) -> Box:
-        """The box without the options that no path below the target uses."""
         after, width = _after(found.tables), len(found.tables[0])
         stages: dict[int, list[int]] = {}
         for stage, options in enumerate(box.options):
@@ -356,7 +339,6 @@ class BoxSearch:
         return _below(box, prefill_most, decode_most)
 
     def _halves(self, box: Box, found: BoxBound) -> tuple[Box, ...]:
-        """Split the box in two, so that the path's cost above the bound is in neither or halved."""
         form, path, other = self._form, found.path, found.other
         prefill_gap = form.prefill_max * (path.slowest_prefill_s - box.prefill_least)
         decode_gap = form.decode_max * (path.slowest_decode_s - box.decode_least)
@@ -398,7 +380,6 @@ def _least_above(middle: float, seconds: Iterable[FloatArray]) -> float | None:
 
 
 def _below(box: Box, prefill_most: float, decode_most: float) -> Box:
-    """The box without options above these seconds."""
     kept = {
         id(options): options.where(
             (options.prefill_s <= prefill_most) & (options.decode_s <= decode_most)
@@ -409,7 +390,6 @@ def _below(box: Box, prefill_most: float, decode_most: float) -> Box:
 
 
 def _split_stage(box: Box, decode_s: FloatArray, other_s: FloatArray) -> tuple[Box, ...]:
-    """Split the stage where two paths' decode seconds differ most, at the middle of both."""
     stage = int(np.abs(decode_s - other_s).argmax())
     middle = float(decode_s[stage] + other_s[stage]) / 2
     own, options = box.options[stage], box.options
@@ -420,7 +400,6 @@ def _split_stage(box: Box, decode_s: FloatArray, other_s: FloatArray) -> tuple[B
 
 
 def _distinct(options: Sequence[StageOptions]) -> list[StageOptions]:
-    """The lists of options, each shared one once."""
     return list({id(each): each for each in options}.values())
 
 

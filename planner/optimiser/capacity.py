@@ -27,9 +27,8 @@ def smallest_layer_bytes(problem: AssignmentProblem) -> FloatArray:
 
 
 def layer_capacity(problem: AssignmentProblem, layer_scale: float = 1.0) -> IntArray:
-    """Count the layers that fit on each stage at its smallest bitwidth, [N]; -1 where nothing fits.
-
-    `layer_scale` multiplies the bytes of a layer. No stage counts more than all layers.
+    """The layers, times `layer_scale` bytes, that fit on each stage at its smallest bitwidth [N];
+    -1 where nothing does.
     """
     each = smallest_layer_bytes(problem) * layer_scale
     return _capacity(each, problem.memory_bytes, problem.layers)
@@ -60,9 +59,8 @@ def stages_hold(each: FloatArray, memory: FloatArray, layers: int) -> bool:
 
 
 def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
-    """The most bytes that whole layers can take on a stage without exceeding its memory.
-
-    All counts of all bitwidths but one are tried, up to all layers each.
+    """The most bytes of whole layers within a stage's memory, of all counts of all bitwidths but
+    one.
     """
     memory = float(problem.memory_bytes[stage])
     sizes = problem.layer_bytes[stage, problem.available[stage]]
@@ -86,10 +84,8 @@ def require_feasible(problem: AssignmentProblem) -> None:
 
 
 def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
-    """Explain why nothing fits and what would; `device_names` [N] in stage order.
-
-    The text holds figures; remedies (a smaller batch, fewer bits, another device) are the
-    caller's to add. It is empty for a problem that has a solution.
+    """Why nothing fits, with figures and no remedies; `device_names` [N]. Empty for a problem with
+    a solution.
     """
     if is_feasible(problem):
         return ""
@@ -104,8 +100,8 @@ def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) 
 def whole_layers(
     each: FloatArray | np.float64, memory: FloatArray | np.float64, most: int
 ) -> IntArray:
-    """The greatest counts [N] up to `most` whose bytes, multiplied as `evaluate` does, fit
-    `memory` [N].
+    """The greatest counts [N] up to `most` whose bytes, multiplied as `evaluate` does, fit `memory`
+    [N].
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         whole = np.floor_divide(memory, each)
@@ -140,7 +136,6 @@ def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) 
 
 
 def _explain_total(problem: AssignmentProblem) -> str:
-    """Explain by how much the layers of all stages together are too large."""
     smallest = smallest_layer_bytes(problem)
     capacity = layer_capacity(problem)
     usable = np.isfinite(smallest)
@@ -162,7 +157,6 @@ def _explain_total(problem: AssignmentProblem) -> str:
 
 
 def _lowest_bits(problem: AssignmentProblem) -> set[int]:
-    """The bitwidths at which each device's layers are smallest."""
     usable = np.where(problem.available, problem.layer_bytes, np.inf)
     able = problem.available.any(axis=1)
     return {problem.bitwidths[choice] for choice in usable.argmin(axis=1)[able]}
@@ -181,12 +175,10 @@ def _scale_that_fits(problem: AssignmentProblem) -> float:
 
 
 def _gib(amount_bytes: float) -> str:
-    """Write bytes in GiB with two decimals, in MiB below a tenth of a GiB."""
     if amount_bytes < GIB / 10:
         return f"{amount_bytes / 2**20:.2f} MiB"
     return f"{amount_bytes / GIB:.2f} GiB"
 
 
 def _percent_rounded_up(share: float) -> str:
-    """Write a share as percent with one decimal, rounded up."""
     return f"{math.ceil(share * 1000) / 10:.1f} %"

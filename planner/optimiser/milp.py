@@ -59,9 +59,8 @@ Step: TypeAlias = "pulp.LpVariable | int"
 
 
 def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
-    """The best assignment to within the gap, or the best found within the time limit.
-
-    Raises InfeasibleError where nothing fits, SpecError where the solver cannot be used.
+    """The best assignment within the gap, or found in time; InfeasibleError, or SpecError for
+    the solver.
     """
     require_solver(options.solver)
     require_feasible(problem)
@@ -116,9 +115,8 @@ class BoundaryRelaxation:
         )
 
     def windows_within(self, cutoff: float) -> tuple[Window, ...] | None:
-        """Find where each of the N-1 boundaries lies in any assignment of at most `cutoff` seconds.
-
-        None if no assignment is that good.
+        """Where each of N-1 boundaries lies in assignments of at most `cutoff` seconds; None if
+        none is.
         """
         last = self._problem.layers - 1
         windows = []
@@ -136,10 +134,8 @@ class BoundaryRelaxation:
 
 @dataclass(frozen=True)
 class _Programme:
-    """The programme of the assignments with boundary j in `windows[j]` [N-1].
-
-    With `cutoff_s` only of those of at most that objective. `expected_s` is about the objective's
-    value, for scaling.
+    """The programme with boundary j in `windows[j]` [N-1], of at most `cutoff_s`; `expected_s` is
+    for scaling.
     """
 
     problem: AssignmentProblem
@@ -151,11 +147,9 @@ class _Programme:
     def solve(
         self, relative_gap: float, time_limit_s: float | None
     ) -> tuple[Assignment | None, float]:
-        """The best assignment, and a bound (seconds) on all of the programme's.
-
-        A point that the solver's tolerance lets over a memory is solved again with that memory cut
-        to what whole layers can really take of it; the bound stays the last run's that excluded
-        nothing.
+        """The best assignment, and a bound (seconds) on all. A point that the solver's tolerance
+        lets over a memory is solved again with that memory cut to what whole layers can take; the
+        bound is the last run's that excluded nothing.
         """
         problem, bound, excludes_nothing = self.problem, 0.0, True
         share = np.ones(problem.stages)
@@ -198,7 +192,6 @@ class AssignmentModel:
     counts: list[list[pulp.LpVariable]]  # [N][K]
 
     def counts_found(self) -> IntArray:
-        """Layers per stage and bitwidth [N, K] of the point that a solver left in the model."""
         values = [[variable.value() for variable in row] for row in self.counts]
         return np.rint(np.array(values, dtype=np.float64)).astype(np.int64)
 
@@ -210,10 +203,8 @@ def build_model(
     cutoff_s: float | None,
     memory_share: FloatArray,
 ) -> AssignmentModel:
-    """The programme with boundaries in `windows` [N-1], of at most `cutoff_s` where that is given.
-
-    `expected_s` is about the objective's value, 0 if unknown; `memory_share` [N], about 1, is the
-    part of each memory that may be used.
+    """The programme with boundaries in `windows` [N-1]; `memory_share` [N], about 1, is the part
+    that may be used.
     """
     size_s = expected_s if expected_s > 0 else typical_objective_s(problem)
     model = _declare(problem, windows, size_s / OBJECTIVE_UNITS)
@@ -299,7 +290,6 @@ def add_latency(model: AssignmentModel) -> pulp.LpAffineExpression:
 def _declare(
     problem: AssignmentProblem, windows: Sequence[Window], scale_s: float
 ) -> AssignmentModel:
-    """Declare the variables, without those that the windows settle."""
     programme = pulp.LpProblem("assignment", pulp.LpMinimize)
     stages, choices = problem.prefill_s.shape
     before = [
@@ -327,7 +317,6 @@ def _declare(
 
 
 def _step(programme: pulp.LpProblem, layer: int, stage: int, windows: Sequence[Window]) -> Step:
-    """Whether `layer` lies on `stage` or before it."""
     if stage == len(windows) or layer < windows[stage][0]:
         return 1
     if layer >= windows[stage][1]:
@@ -336,14 +325,12 @@ def _step(programme: pulp.LpProblem, layer: int, stage: int, windows: Sequence[W
 
 
 def _may_lie(steps: Sequence[Step], stage: int) -> bool:
-    """Whether the settled steps leave the layer free to lie on `stage`."""
     reached = not (isinstance(steps[stage], int) and steps[stage] == 0)
     passed = stage > 0 and isinstance(steps[stage - 1], int) and steps[stage - 1] == 1
     return reached and not passed
 
 
 def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
-    """Count the layers of a bitwidth that the device runs and holds."""
     memory = problem.memory_bytes[stage]
     if not problem.available[stage, choice] or memory < 0:
         return 0
@@ -351,7 +338,6 @@ def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
 
 
 def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
-    """The sum of theta * omega in model units."""
     cost = model.problem.theta * model.problem.sensitivity / model.scale_s
     cells = model.placed.items()
     return pulp.LpAffineExpression([(each, float(cost[i, b])) for (i, _, b), each in cells])

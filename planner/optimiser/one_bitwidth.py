@@ -17,19 +17,16 @@ from quant.common.units import GIB
 
 
 def solve_uniform(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
-    """One bitwidth for all layers, spread evenly; status "uniform", with the relaxation's bound.
-
-    Raises InfeasibleError where no single bitwidth is run by all devices and fits.
+    """One bitwidth, layers spread evenly, with the relaxation's bound; InfeasibleError where none
+    fits.
     """
     start_s = options.clock()
     return _bounded(problem, uniform_assignment(problem), options, start_s)
 
 
 def solve_pipeedge(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
-    """One bitwidth, partitioned for the prefill alone, as PipeEdge does for models of a single
-    phase; status "pipeedge", with the relaxation's bound.
-
-    Raises InfeasibleError where no single bitwidth is run by all devices and fits.
+    """One bitwidth, partitioned for the prefill alone, as PipeEdge does; InfeasibleError where none
+    fits.
     """
     start_s = options.clock()
     return _bounded(problem, pipeedge_assignment(problem), options, start_s)
@@ -65,7 +62,6 @@ def even_sizes(layers: int, stages: int) -> IntArray:
 def _explain_uneven(
     problem: AssignmentProblem, sizes: IntArray, first_layer: tuple[int, ...]
 ) -> str:
-    """Say which stage is short at the smallest bitwidth that all devices run."""
     usable = np.flatnonzero(problem.available[sizes > 0].all(axis=0))
     if problem.layers < min(problem.stages, 2):
         return f"{problem.layers} layer cannot fill {problem.stages} stages; use 1 device"
@@ -85,9 +81,7 @@ def _explain_uneven(
 
 
 def pipeedge_assignment(problem: AssignmentProblem) -> Assignment:
-    """PipeEdge without a bound: the greatest bitwidth that fits, and the partition with the least
-    slowest stage or transfer of the prefill.
-    """
+    """PipeEdge without a bound: the greatest bitwidth that fits, and the least slowest prefill."""
     for choice in reversed(range(len(problem.bitwidths))):
         if (problem.memory_bytes < 0).any():
             break
@@ -107,10 +101,8 @@ def pipeedge_assignment(problem: AssignmentProblem) -> Assignment:
 
 
 def _fastest_prefill(problem: AssignmentProblem, choice: int, most: IntArray) -> tuple[int, ...]:
-    """Boundaries with the least slowest prefill stage, of at most `most` [N] layers on each; empty
-    where nothing fits.
-
-    `slowest[j, l]` is the least for the first j stages with l layers.
+    """Boundaries with the least slowest prefill stage, of at most `most` [N] layers each; empty
+    where nothing fits. `slowest[j, l]` is the least for the first j stages with l layers.
     """
     stages, layers = problem.stages, problem.layers
     slowest: FloatArray = np.full((stages + 1, layers + 1), np.inf)
@@ -147,14 +139,10 @@ def estimate_offloading(
     host_link_bytes_per_s: Sequence[float],
     host_memory_bytes: Sequence[float],
 ) -> OffloadingEstimate:
-    """Estimate FlexGen with an even partition; rates [N] in one direction, memory [N] of each
-    stage.
-
-    The weights and KV cache that do not fit the device lie in host memory and are streamed in once
-    for all micro-batches of a round (FlexGen's block schedule), while they are computed: a round
-    takes the longer of the two. Disk is not used. A device whose own parts do not fit offloads the
-    shortfall too. Raises SpecError for a bitwidth that is not the problem's, InfeasibleError where
-    a device cannot run it or host memory is short.
+    """Estimate FlexGen with an even partition; rates [N] in one direction. What does not fit lies
+    in host memory and is streamed in once a round (block schedule) while computing: a round takes
+    the longer of both. SpecError for another bitwidth, InfeasibleError where a device cannot run it
+    or host memory is short.
     """
     if bits not in problem.bitwidths:
         raise SpecError(f"{bits} bit is none of {', '.join(map(str, problem.bitwidths))}")

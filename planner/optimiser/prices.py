@@ -22,10 +22,9 @@ from planner.optimiser.problem import (
 
 @dataclass(frozen=True, eq=False)
 class StageKinds:
-    """Stages of one kind cost the same; the first and the last, which need a layer, stand alone.
-
-    `of_stage` [N] is each stage's kind, `example` [Q] a stage of each kind, `count` [Q] how many.
-    Kinds are in an order that does not depend on that of the stages between the ends.
+    """Stages of one kind cost the same; first and last, which need a layer, stand alone. `of_stage`
+    [N] is each stage's kind, `example` [Q] a stage of each, `count` [Q]; the order of kinds does
+    not depend on that of the stages between.
     """
 
     of_stage: IntArray
@@ -63,10 +62,9 @@ def each_stage_alone(problem: AssignmentProblem) -> StageKinds:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Seconds of objective per second of a stage's prefill and decode, and per byte; by kind [Q].
-
-    They come on top of what a stage's own seconds count; `trip`, from 0 to 1, is the part of the
-    decode rounds that is priced by the trip round all stages.
+    """Seconds of objective per second of a stage's prefill and decode, and per byte, by kind [Q],
+    on top of its own; `trip` is the part of the decode rounds that is priced by the trip round all
+    stages.
     """
 
     prefill: FloatArray
@@ -77,9 +75,8 @@ class Prices:
 
 @dataclass(frozen=True, eq=False)
 class PathBound:
-    """A bound in seconds, and the least price of the stages before and after each boundary.
-
-    `before` [N+1, L+1] are stages 0 to j-1 with the layers up to a boundary, `after` the others.
+    """A bound in seconds, and the least price of stages 0 to j-1 up to a boundary, `before` [N+1,
+    L+1], and `after`.
     """
 
     bound: float
@@ -89,11 +86,7 @@ class PathBound:
 
 
 class PricedProblem:
-    """A problem's costs by kind of stage [Q], as pricing needs them.
-
-    `bytes` are infinite where a device lacks a bitwidth; `loss_s` [L, K] is theta * omega. Equal
-    stages are of one kind unless other `kinds` are given.
-    """
+    """A problem's costs by kind of stage [Q]; `bytes` are infinite where a device lacks bits."""
 
     def __init__(self, problem: AssignmentProblem, kinds: StageKinds | None = None) -> None:
         self.problem = problem
@@ -130,9 +123,8 @@ class PricedProblem:
     def transfer_price(
         self, prices: Prices, prefill_s: FloatArray, decode_s: FloatArray
     ) -> FloatArray:
-        """The price of transfers of so many seconds per micro-batch, as part of the sum of all.
-
-        Their price as the slowest of all is left out, as a bound may.
+        """The price of such transfers as part of the sum of all; a bound may leave out that of the
+        slowest.
         """
         trips = prices.trip * self.form.round_trips
         price: FloatArray = self.form.transfer_each * prefill_s + trips * decode_s
@@ -169,10 +161,8 @@ class PricedProblem:
 
 @dataclass(frozen=True, eq=False)
 class PricedStages:
-    """The price of a stage of each kind, in seconds.
-
-    `running` [Q, L+1] adds up the layers before each boundary, `fixed` [Q] is the price of all
-    else on the stage, and `able` [Q] says whether it can hold layers at all.
+    """The price of a stage of each kind in seconds: `running` [Q, L+1] adds up layers, `fixed` [Q]
+    is all else.
     """
 
     running: FloatArray
@@ -180,9 +170,8 @@ class PricedStages:
     able: BoolArray
 
     def onward(self, before: FloatArray, kind: int, is_end: bool) -> FloatArray:
-        """The least price [L+1] with one more stage, from that of the stages before it.
-
-        The first and the last stage, `is_end`, hold a layer at least.
+        """The least price [L+1] with one more stage; the first and the last, `is_end`, hold a layer
+        at least.
         """
         running, lowest = self.running[kind], before
         if self.able[kind]:

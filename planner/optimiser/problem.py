@@ -43,11 +43,9 @@ STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_co
 
 @dataclass(frozen=True)
 class JobPasses:
-    """The passes of a whole job, counted by its schedule; fractions are means.
-
-    `prefills` micro-batches of `prefill_requests` come in `bursts`, after each of which only decode
-    steps follow for a while. Each of `decode_steps` passes has `decode_requests`; each of the
-    decode groups makes `rounds` steps one after the other.
+    """The passes of a whole job; fractions are means. `prefills` come in `bursts`, after each of
+    which only decode steps follow for a while; each decode group makes `rounds` steps one after the
+    other.
     """
 
     prefills: float
@@ -60,13 +58,9 @@ class JobPasses:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentProblem:
-    """The costs of placing L layers on N stages, each layer at one of K bitwidths.
-
-    Seconds are for one micro-batch of the phase. `layer_bytes` holds one layer with its KV cache
-    for all requests; `memory_bytes` is what is left for layers and may be negative where the fixed
-    parts do not fit. `available` says which bitwidths a device can run. Arrays become read-only
-    float64; `layer_bytes` may be given as [K]. Raises SpecError for shapes or values that make no
-    problem.
+    """The costs of placing L layers on N stages, each at one of K bitwidths; seconds are of one
+    micro-batch. `memory_bytes` is left for layers and may be negative. Arrays become read-only
+    float64; `layer_bytes` may be [K]. SpecError for shapes or values that make no problem.
     """
 
     prefill_s: FloatArray  # [N, K], one layer
@@ -104,12 +98,10 @@ class AssignmentProblem:
 
     @property
     def stages(self) -> int:
-        """N, the number of pipeline stages."""
         return len(self.prefill_s)
 
     @property
     def layers(self) -> int:
-        """L, the number of decoder layers."""
         return len(self.sensitivity)
 
     @property
@@ -143,7 +135,6 @@ def _store(
     least: float,
     broadcast: bool = False,
 ) -> None:
-    """Replace a field by a read-only float64 array of `shape` whose values are at least `least`."""
     values = np.asarray(getattr(problem, name), dtype=np.float64)
     if 0 in shape:
         raise SpecError(f"{name} would have shape {list(shape)}; give at least one stage and layer")
@@ -163,7 +154,6 @@ def _store(
 def _broadcast(
     name: str, values: npt.NDArray[Scalar], shape: tuple[int, ...]
 ) -> npt.NDArray[Scalar]:
-    """Repeat `values` to `shape`, read-only."""
     try:
         return np.broadcast_to(values, shape)
     except ValueError:
@@ -171,7 +161,7 @@ def _broadcast(
 
 
 def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:
-    """Check that more bits never hurt quality: each row falls or stays level."""
+    """Check that more bits never hurt quality."""
     rising = np.argwhere(np.diff(sensitivity, axis=1) > 0)
     if rising.size:
         layer, choice = (int(index) for index in rising[0])
@@ -184,9 +174,8 @@ def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> N
 
 @dataclass(frozen=True)
 class LatencyForm:
-    """Coefficients of the form above; `_s` are seconds, the others count how often a time is paid.
-
-    `transfer_each` is how often each prefill transfer counts in `constant_s`.
+    """Coefficients of the form above; `transfer_each` is how often each prefill transfer counts in
+    `constant_s`.
     """
 
     prefill_max: float
@@ -254,7 +243,6 @@ def typical_objective_s(problem: AssignmentProblem) -> float:
 
 
 def _pipeline(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
-    """The latency of the pipeline: a token waits until the one before it has come round."""
     return LatencyForm(
         prefill_max=problem.prefill_micro_batches - 1,
         prefill_each=1.0,
@@ -286,11 +274,7 @@ def _paper(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
 
 
 def _job(problem: AssignmentProblem, _: int) -> LatencyForm:
-    """A job whose slots are refilled: newcomers are prefilled in bursts between decode steps.
-
-    In a burst prefills follow each other like those of a batch; the stages run idle while the first
-    of them goes through, so each burst takes the sum over stages once.
-    """
+    """A job whose slots are refilled; stages idle while a burst's first prefill goes through."""
     passes = problem.passes
     assert passes is not None, "a problem of a job counts its passes"
     return LatencyForm(

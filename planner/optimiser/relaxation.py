@@ -74,9 +74,8 @@ def memory_unit_bytes(layer_bytes: FloatArray, memory_bytes: FloatArray) -> Floa
 
 
 class LinearProgramme:
-    """The programme of one problem.
-
-    Columns: counts [Q * K], bits of the U distinct layers [U * K], both bottlenecks' costs.
+    """The programme of one problem. Columns: counts [Q * K], bits of the U distinct layers [U * K],
+    both bottlenecks.
     """
 
     def __init__(self, priced: PricedProblem) -> None:
@@ -107,10 +106,8 @@ class LinearProgramme:
         self._constant = form.constant_s + float(kinds.count @ fixed)
 
     def minimum(self) -> tuple[float, Prices, FloatArray]:
-        """The least objective of a feasible problem as a bound in seconds, prices that prove about
-        as much, and layers held [Q].
-
-        Should the solver fail, the bound is zero, and prices and layers are spread evenly.
+        """The least objective as a bound in seconds, prices that prove about as much, and layers
+        held [Q]; should the solver fail, zero and evenly spread ones.
         """
         form, count = self._priced.form, self._priced.kinds.count
         kinds = count.size
@@ -132,10 +129,8 @@ class LinearProgramme:
         return bound, prices, held
 
     def extremes(self, cost: FloatArray, cutoff: float) -> tuple[float, float] | None:
-        """The least and the most of `cost` times the columns, over points of at most `cutoff`
-        seconds (plus the solver's slack); None where there is no such point.
-
-        Infinite where the solver fails.
+        """The least and most of `cost` over points of at most `cutoff` seconds; None where none is,
+        infinite where the solver fails.
         """
         self._limit_objective(cutoff)
         found = []
@@ -147,8 +142,8 @@ class LinearProgramme:
         return found[0], found[1]
 
     def slowest_stages(self, cutoff: float) -> tuple[float, float] | None:
-        """The most seconds of the slowest prefill and decode stage of any assignment of at most
-        `cutoff` seconds; None where there is none.
+        """The most seconds of the slowest prefill and decode stage within `cutoff` seconds; None
+        where nothing is.
         """
         form, found = self._priced.form, []
         self._limit_objective(cutoff)
@@ -179,8 +174,8 @@ class LinearProgramme:
         self._model.limit_row(self._uppers, most)
 
     def _upper_rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Rows of each kind's bottlenecks and memory, the trip round, and a layer on either end;
-        their limits, and the unit of each kind's memory.
+        """Rows of each kind's bottlenecks and memory, the trip round, a layer on either end;
+        limits; memory units.
         """
         priced, form = self._priced, self._priced.form
         kinds, choices = priced.prefill_s.shape
@@ -208,7 +203,6 @@ class LinearProgramme:
         return upper, limit, unit
 
     def _equal_rows(self, distinct: int) -> FloatArray:
-        """Rows for one bitwidth a layer, and equal counts of layers and stages at each bitwidth."""
         choices, cells = self._priced.prefill_s.shape[1], self._cells
         rows = np.zeros((distinct + choices, self._columns))
         own = cells + np.arange(distinct * choices).reshape(distinct, choices)
@@ -220,9 +214,8 @@ class LinearProgramme:
 
 
 class LinearOutcome(NamedTuple):
-    """The solver's result: the point and its value, and what each row's limit is worth.
-
-    `point` is None where there is none (`infeasible`), and where the solver fails.
+    """The point and its value, and each row's worth; `point` is None where `infeasible` or the
+    solver fails.
     """
 
     infeasible: bool
@@ -232,9 +225,8 @@ class LinearOutcome(NamedTuple):
 
 
 class LinearModel:
-    """A linear programme in HiGHS, solved for several objectives, each from the last basis.
-
-    Rows [R, C] lie between `row_least` and `row_most` [R], columns within `bounds` [2, C].
+    """A linear programme in HiGHS, solved for several objectives, each from the last basis. Rows
+    [R, C] lie between `row_least` and `row_most` [R], columns within `bounds` [2, C].
     """
 
     def __init__(

@@ -23,10 +23,8 @@ MOST_KEPT_ROWS, KEPT_LATTICES = 10_000, 64
 
 @dataclass(frozen=True, eq=False)
 class CountLattice:
-    """The [M, K] counts of some number of layers, in lexicographic order.
-
-    `one_less` [K, M] is where each lies with a layer less of a bitwidth, in the lattice of one
-    layer less, and the size of that lattice where it has no such layer.
+    """The [M, K] counts of some layers, in lexicographic order; `one_less` [K, M] is where each
+    lies with a layer less of a bitwidth, that lattice's size where it has none.
     """
 
     counts: IntArray
@@ -35,17 +33,16 @@ class CountLattice:
 
 @dataclass(frozen=True, eq=False)
 class _Runs:
-    """The tables of runs from some starts on, which are the columns of `tables`: by length
-    [M + 1, A], of which the last row is infinite. Later columns may have shorter runs only.
+    """Tables by length [M + 1, A], the last row infinite, of runs from some starts, whose columns
+    may have shorter runs later.
     """
 
     tables: list[FloatArray]
 
 
 class SensitivityTables:
-    """Tables for the runs of one sensitivity matrix [L, K], filled as they are asked for.
-
-    Where all layers are equally sensitive, all runs share the tables of the first.
+    """Tables for the runs of a sensitivity matrix [L, K], filled as asked for; shared where all
+    layers are alike.
     """
 
     def __init__(self, sensitivity: FloatArray) -> None:
@@ -74,8 +71,8 @@ class SensitivityTables:
         return found
 
     def fill(self, longest: Mapping[int, int]) -> None:
-        """Fill the tables of runs of up to `longest` layers by their start: together, since that
-        takes hardly longer than one of them alone.
+        """Fill runs of up to `longest` layers by start together, which takes hardly longer than one
+        alone.
         """
         if self._alike:
             longest = {0: max(longest.values(), default=0)}
@@ -118,7 +115,6 @@ def lattice_size(length: int, choices: int) -> int:
 
 
 def _lattice(length: int, choices: int) -> CountLattice:
-    """The lattice of a length; those that most stages need are kept for the next problem."""
     small = lattice_size(length, choices) <= MOST_KEPT_ROWS
     return _kept_lattice(length, choices) if small else _new_lattice(length, choices)
 

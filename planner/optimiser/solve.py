@@ -32,15 +32,11 @@ def solve(
     relative_gap: float = 1e-4,
     upper_bound: float = math.inf,
 ) -> Assignment:
-    """Assign layers to stages and bitwidths.
-
-    `method` is a key of `METHODS`; "auto" searches exactly without an integer programme, unless
-    `solver` names another solver than HiGHS. `solver` is one of
-    `planner.optimiser.solvers.SOLVERS`. The exact methods stop when the objective is proven within
-    `relative_gap` (status "optimal"), when `time_limit_s` wall seconds are over ("time_limit", with
-    the best assignment so far), or when nothing beats `upper_bound` seconds by more than the gap
-    ("cutoff", without an assignment). Raises InfeasibleError where nothing fits, SpecError for
-    options that cannot be used.
+    """Assign layers to stages and bitwidths by a `method` of `METHODS`; "auto" searches exactly
+    without an integer programme, unless `solver` names another than HiGHS. Exact methods stop when
+    proven within `relative_gap` ("optimal"), out of time ("time_limit"), or when nothing beats
+    `upper_bound` seconds by the gap ("cutoff", no assignment). InfeasibleError where nothing fits,
+    SpecError for options that cannot be used.
     """
     return solve_by(method, problem, SolveOptions(solver, time_limit_s, relative_gap, upper_bound))
 
@@ -63,8 +59,8 @@ def solve_by(
 def solve_automatically(
     problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables
 ) -> Assignment:
-    """The best assignment by exact search to within the gap; out of time, the best found after
-    bitwidth transfer, with its bound. Raises InfeasibleError where nothing fits.
+    """Exact search to within the gap; out of time, the best found after bitwidth transfer, with its
+    bound.
     """
     if options.time_limit_s is None:
         return solve_by_boxes(problem, options, tables)

@@ -20,9 +20,8 @@ class SolverUnavailableError(SpecError):
 
 @dataclass(frozen=True)
 class SolverOutcome:
-    """The end of a solver's run; `bound` is a lower bound in model units, None if it has none.
-
-    Where `has_point` is true, the model's variables hold the best point found.
+    """The end of a solver's run; `bound` in model units, None if it has none. Variables hold the
+    point found.
     """
 
     status: Literal["optimal", "infeasible", "time_limit"]
@@ -68,7 +67,6 @@ def require_solver(solver: str) -> Solver:
 
 
 def _outcome(model: pulp.LpProblem, bound: float | None) -> SolverOutcome:
-    """Read PuLP's two statuses."""
     if model.status == pulp.LpStatusInfeasible:
         return SolverOutcome("infeasible", has_point=False, bound=None)
     if model.sol_status == pulp.LpSolutionOptimal:
@@ -87,7 +85,6 @@ def _run_highs(model: pulp.LpProblem, backend: pulp.LpSolver) -> SolverOutcome:
 
 
 def _cbc(relative_gap: float, time_limit_s: float | None) -> pulp.LpSolver:
-    """Find the program of the system, or the one that PuLP brings."""
     options = {
         "msg": False,
         "gapRel": relative_gap,
@@ -118,7 +115,6 @@ def _gurobi(relative_gap: float, time_limit_s: float | None) -> pulp.LpSolver:
 
 
 def _run_gurobi(model: pulp.LpProblem, backend: pulp.LpSolver) -> SolverOutcome:
-    """Turn a refused licence, or a model above its size, into SolverUnavailableError."""
     import gurobipy  # an optional extra
 
     try:

@@ -22,11 +22,9 @@ ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of laye
 
 @dataclass(frozen=True, eq=False)
 class StageOptions:
-    """The options [M] of one kind of stage with their costs; options of one run are neighbours.
-
-    `run` is start * (layers + 1) + stop, `row` the row in its length's lattice of counts; times
-    are seconds with the stage's fixed part, `loss_s` is theta * omega. `runs` [R] are the distinct
-    runs, `first` [R] where each begins.
+    """The options [M] of one kind of stage. `run` is start * (layers + 1) + stop, `row` the row in
+    its length's lattice; times are seconds with the fixed part. `runs` [R] are the distinct runs,
+    `first` [R] where each begins.
     """
 
     run: IntArray
@@ -46,7 +44,6 @@ class StageOptions:
         decode_s: FloatArray,
         loss_s: FloatArray,
     ) -> StageOptions:
-        """Keep the options in this order and find where each run begins."""
         begins = np.ones(run.size, dtype=bool)
         np.not_equal(run[1:], run[:-1], out=begins[1:])
         first = begins.nonzero()[0]
@@ -58,7 +55,6 @@ class StageOptions:
         return np.append(self.first[1:], self.run.size)
 
     def where(self, kept: BoolArray) -> StageOptions:
-        """The options marked [M]."""
         if kept.all():
             return self
         seconds = self.prefill_s[kept], self.decode_s[kept], self.loss_s[kept]
@@ -66,10 +62,8 @@ class StageOptions:
 
 
 class StageLister:
-    """Lists the options of each kind of stage that an assignment below `target` seconds may use.
-
-    `slowest` are the most seconds of its slowest prefill and decode stage; the prices of `relaxed`
-    prove a bound on the path of stages around an option, which rules most of them out.
+    """Lists the options below `target` seconds, with stages of at most `slowest` prefill and decode
+    seconds; the prices of `relaxed` rule most of them out.
     """
 
     def __init__(
@@ -118,8 +112,8 @@ class StageLister:
         return StageOptions.of(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _around_runs(self, kind: int, longest: int, stages: PricedStages) -> FloatArray:
-        """The least price of all other stages [L+1, L+1] around a run on a stage of this kind;
-        infinite where no assignment below the target has the run there.
+        """The least price of all other stages [L+1, L+1] around a run; infinite where none is below
+        the target.
         """
         path, boundary = self._path, np.arange(self._priced.problem.layers + 1)
         alike = np.flatnonzero(self._priced.kinds.of_stage == kind)
@@ -137,7 +131,6 @@ class StageLister:
 
     @cached_property
     def _longest_runs(self) -> dict[int, int]:
-        """The most layers of the runs from each start on, on stages of any kind."""
         longest: dict[int, int] = {}
         for around in self._around:
             inside = np.isfinite(around)
@@ -149,8 +142,8 @@ class StageLister:
     def _fitting(
         self, kind: int, counts: IntArray, most_s: FloatArray
     ) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
-        """The rows of `counts` [M, K] that memory and the slowest stages allow, their prefill and
-        decode seconds, and their price but for sensitivity, where that is below `most_s` [M].
+        """The rows of `counts` [M, K] that fit, their prefill and decode seconds, and their price
+        without sensitivity, below `most_s` [M].
         """
         priced, prices = self._priced, self._prices
         prefill_most, decode_most = self._slowest
@@ -175,7 +168,6 @@ class StageLister:
         decode_s: FloatArray,
         own_s: FloatArray,
     ) -> tuple[IntArray, IntArray, FloatArray, FloatArray, FloatArray]:
-        """The columns of `StageOptions` for the runs of one length, of its rows that fit."""
         width = self._priced.problem.layers + 1
         around = np.diagonal(self._around[kind], length)
         starts = np.flatnonzero(np.isfinite(around))

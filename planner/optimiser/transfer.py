@@ -58,11 +58,9 @@ PhaseSeconds = tuple[FloatArray, FloatArray]
 def solve_adabits(
     problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
 ) -> Assignment:
-    """The plan of least summed sensitivity, within the gap; status "adabits".
-
-    It is the ILP of eq. 4 without its latency terms (section 6.9), a baseline and the start of
-    bitwidth transfer (Alg. 2, line 1). Among plans of equal quality the fastest is taken. Objective
-    and bound are those of `problem` itself. Raises InfeasibleError where nothing fits.
+    """The plan of least summed sensitivity, the fastest of equal ones: eq. 4 without latency
+    (section 6.9), and the start of transfer (Alg. 2, line 1). Objective and bound are those of
+    `problem`. InfeasibleError where nothing fits.
     """
     require_feasible(problem)
     start_s = options.clock()
@@ -74,9 +72,8 @@ def solve_adabits(
 
 
 def _quality_first(problem: AssignmentProblem) -> AssignmentProblem:
-    """The problem with a theta at which the latency only decides between equal qualities.
-
-    The weight is on the quality that a step between bitwidths is worth on average.
+    """The problem with a theta, by what a step between bitwidths is worth, at which latency only
+    breaks ties.
     """
     losses = problem.sensitivity
     spread = float(losses.max(axis=1).sum() - losses.min(axis=1).sum())
@@ -90,10 +87,7 @@ def _quality_first(problem: AssignmentProblem) -> AssignmentProblem:
 def solve_by_transfer(
     problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
 ) -> Assignment:
-    """The transferred plan, status "transfer", with the linear relaxation's bound.
-
-    Stops early when the time limit is over. Raises InfeasibleError where nothing fits.
-    """
+    """The transferred plan with the relaxation's bound; InfeasibleError where nothing fits."""
     start_s = options.clock()
     tables = tables or SensitivityTables(problem.sensitivity)
     half = None if options.time_limit_s is None else options.time_limit_s / 2
@@ -123,19 +117,16 @@ def improve_by_transfer(
 
 
 class _Changes(NamedTuple):
-    """Ways to change a stage: its counts [C, K], its seconds [C] and its quality [C] in seconds."""
-
     counts: IntArray
     seconds: PhaseSeconds
     loss_s: FloatArray
 
 
 class TransferSteps:
-    """Finds the best step from a plan's counts; `norm` is p, infinite for the true maximum.
-
-    A step (Alg. 2, lines 5 to 16) takes up to two layers from a stage, which may change the
-    bitwidth of one it keeps, and gives them to another, which may change some of its own to make
-    room: the paper's rules (b_st, b_pi, nums). All variants of a step are looked at together.
+    """Finds the best step; `norm` is p, infinite for the maximum. A step (Alg. 2, lines 5 to 16)
+    takes up to two layers from a stage, which may change the bitwidth of one, and gives them to
+    another, which may change some to make room: rules (b_st, b_pi, nums). All variants are looked
+    at together.
     """
 
     def __init__(self, problem: AssignmentProblem, tables: SensitivityTables, norm: float) -> None:
@@ -168,7 +159,6 @@ class TransferSteps:
         return None
 
     def _steps(self, counts: IntArray, givers: Sequence[int], size: StepSize) -> Iterator[Step]:
-        """Yield the best step for each giver, number of moved layers and taker."""
         ends = (0, len(counts) - 1)
         for giver, moved in itertools.product(givers, size.moved):
             if counts[giver].sum() - moved < (1 if giver in ends else 0):
@@ -182,7 +172,6 @@ class TransferSteps:
     def _step(
         self, counts: IntArray, pair: tuple[int, int], moved: int, size: StepSize
     ) -> Step | None:
-        """The best way to move layers from a giver to a taker; a lone stage is both."""
         giver, taker = pair
         sizes = counts.sum(axis=1)
         sizes[giver] -= moved
@@ -210,7 +199,6 @@ class TransferSteps:
         return changed, float(merit[row, column])
 
     def _latency(self, changing: Sequence[PhaseSeconds], others: PhaseSeconds) -> FloatArray:
-        """Seconds by the norm, for arrays of what changing stages take beside all others."""
         prefill_s, decode_s = zip(*changing, strict=True)
         return self._form.seconds(
             self._largest(prefill_s, others[0], self._form.prefill_floor_s),
@@ -222,7 +210,6 @@ class TransferSteps:
     def _largest(
         self, changing: Sequence[FloatArray], others: FloatArray, floor: float
     ) -> FloatArray:
-        """The p-norm of the stages' seconds, at least the floor."""
         most = np.full(1, others.max(initial=floor))
         for values in changing:
             most = np.maximum(most, values)
@@ -237,7 +224,6 @@ class TransferSteps:
     def _changes(
         self, counts: IntArray, stage: int, moved: int, first: int, swaps: int
     ) -> _Changes | None:
-        """All counts of a stage after `moved` layers came (or went) and some changed bitwidth."""
         key = (counts.tobytes(), stage, moved, first, swaps)
         if key not in self._known:
             self._known[key] = self._find_changes(counts, stage, moved, first, swaps)

@@ -45,10 +45,8 @@ NO_CORRECTION = Correction(np.empty((0, 2)), np.empty(0), 1.0)
 
 
 def fit_correction(workloads: Sequence[tuple[int, int]], ratios: Vector) -> Correction:
-    """Fit a correction to `ratios` [n] of measured to fitted time at different (batch, length).
-
-    Length scale and noise are those with which each point is best predicted from the others. Where
-    no correction predicts them better than none, there is none.
+    """Fit a correction to `ratios` [n] of measured to fitted time, by what predicts each point best
+    from the others; none where that is better.
     """
     if len(workloads) < LEAST_POINTS:
         return NO_CORRECTION

@@ -42,9 +42,8 @@ class Line:
 def read_lines(
     path: Path, check_columns: Callable[[Sequence[str]], None], kind: str = "table"
 ) -> list[Line]:
-    """Read the rows of the CSV file at `path`; SpecError where it cannot be read.
-
-    `check_columns` raises for the names in the first line. Messages call the file a `kind`.
+    """Read the rows of a CSV file; SpecError where it cannot be read, or from `check_columns` of
+    the first line.
     """
     try:
         with path.open(newline="", encoding="utf-8") as stream:

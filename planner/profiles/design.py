@@ -20,10 +20,9 @@ _LENGTHS = 24
 
 @dataclass(frozen=True)
 class LayerWorkload:
-    """The work of one decoder layer. `length`: prompt tokens of each request in prefill, tokens
-    before the new one in decode. Prompts of unlike lengths are in `prompts`, and `length` is then
-    the longest; of decode steps whose requests are `unlike`, from half as long to half as long
-    again, it is the mean.
+    """The work of one layer. `length`: prompt tokens of each request, the longest of unlike
+    `prompts`; in decode the tokens before, the mean of `unlike` requests from half as long to half
+    as long again.
     """
 
     phase: Phase
@@ -34,12 +33,10 @@ class LayerWorkload:
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[int]) -> LayerWorkload:
-        """The prefill of prompts of any lengths."""
         return cls("prefill", len(prompts), max(prompts), tuple(prompts))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The length of each request [batch_size]."""
         if self.unlike:
             spread = np.linspace(self.length / 2, 1.5 * self.length, self.batch_size)
             return tuple(max(1, int(each)) for each in spread)
@@ -47,19 +44,16 @@ class LayerWorkload:
 
     @property
     def decode_rows(self) -> int:
-        """Rows of a decode step; 0 in prefill."""
         return self.batch_size if self.phase == "decode" else 0
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests: those that enter in prefill, those attended to in decode."""
+        """Tokens that enter in prefill, or that are attended to in decode."""
         return sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class DesignSpace:
-    """The micro-batches that may occur: requests, tokens of each, and tokens of all together."""
-
     batch_sizes: tuple[int, ...] = option(
         "COUNT", "requests of a micro-batch", (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     )
@@ -69,7 +63,6 @@ class DesignSpace:
     decode_tokens: int = option("COUNT", "most tokens a decode micro-batch attends to", 16384)
 
     def __post_init__(self) -> None:
-        """Check the ranges; SpecError names the option."""
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise SpecError(f"batch_sizes are {list(self.batch_sizes)}; give numbers of at least 1")
         if not 1 <= self.min_length <= self.max_length:
@@ -85,7 +78,6 @@ class DesignSpace:
             )
 
     def most_tokens(self, phase: Phase) -> int:
-        """The most tokens of all requests together."""
         return self.prefill_tokens if phase == "prefill" else self.decode_tokens
 
     def holds(self, workload: LayerWorkload) -> bool:
@@ -99,8 +91,6 @@ class DesignSpace:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What is measured of each device, and how thoroughly; SpecError for values out of range."""
-
     bits: tuple[int, ...] = option(BITWIDTHS, "bitwidths", BITWIDTHS, within=ANY)
     dtype: str = option(("auto", *DTYPE_BYTES), "type to compute in", "auto", within=ANY)
     points: int = option(
@@ -120,7 +110,6 @@ class ProfileOptions:
     space: DesignSpace = field(default_factory=DesignSpace)
 
     def __post_init__(self) -> None:
-        """Check ranges; SpecError names the option."""
         known = ("auto", *DTYPE_BYTES)
         if self.dtype not in known:
             raise SpecError(f"compute type {self.dtype!r} is not one of {', '.join(known)}")
@@ -128,10 +117,8 @@ class ProfileOptions:
 
 
 def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload, ...]:
-    """Choose `points` workloads, or all: the corners, then the farthest from those chosen.
-
-    Distances are between logarithms of batch size and length. Every other decode step is of
-    requests as long as each other, which a GPU reads in place; those of others it copies.
+    """Choose the corners, then the workloads farthest from those chosen by logarithms. Every other
+    decode step is of requests as long as each other, which a GPU reads in place.
     """
     candidates = list(_candidates(space, phase))
     where = np.log([[each.batch_size, each.length] for each in candidates])
@@ -149,7 +136,6 @@ def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload
 
 
 def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:
-    """Yield every batch size with lengths in even ratios up to the longest allowed."""
     for batch in sorted(set(space.batch_sizes)):
         longest = min(space.max_length, space.most_tokens(phase) // batch)
         if longest < space.min_length:
@@ -160,9 +146,7 @@ def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:
 
 
 def _corners(where: npt.NDArray[np.float64]) -> Sequence[int]:
-    """Indices of the candidates, at `where` [candidates, 2], farthest in each diagonal
-    direction.
-    """
+    """Indices of the candidates, at `where` [candidates, 2], farthest in each diagonal."""
     directions = ((-1, -1), (1, 1), (-1, 1), (1, -1))
     return [int((where @ np.array(direction)).argmax()) for direction in directions]
 

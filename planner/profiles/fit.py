@@ -32,12 +32,10 @@ Precision = tuple[Device, int, str, Phase]
 
 
 class FittedLatency(DerivedLatency):
-    """Layer times fitted to `profiles` by device, bitwidth and phase; else those of `fallback`.
-
-    The fit is non-negative least squares of relative errors over terms that count a layer's sizes,
-    so that a profile of one model can be scaled to another. Rows of the very shape are used alone
-    where there are any, and then with a correction. What the rows do not determine keeps the
-    proportions of `fallback`, scaled to the rows.
+    """Layer times fitted to `profiles`; else, and in the proportions that rows do not determine,
+    those of `fallback`. It is non-negative least squares of relative errors over a layer's sizes,
+    so that one model's profile scales to another; rows of the very shape are used alone, with a
+    correction.
     """
 
     def __init__(self, profiles: tuple[ProfileRow, ...], fallback: LatencyModel) -> None:
@@ -54,11 +52,9 @@ class FittedLatency(DerivedLatency):
         return fit.seconds(self._layer, micro_batch, length)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Says which bitwidths and phases were fitted to how many rows, and why others were not."""
         return self.described("fitted to", device, dtype, bits)
 
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """The provenance, with `verb` in place of "fitted to"."""
         found = select_all(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
         return describe_selections(verb, found, self.model.provenance(device, dtype, bits))
 
@@ -87,9 +83,8 @@ class FittedLatency(DerivedLatency):
 
 
 class ProfiledLatency(DerivedLatency):
-    """The median of the times measured for this very layer and workload, else the fit.
-
-    Where attention was not measured apart, it has the fit's share of the measured time.
+    """The median measured for this very layer and workload, else the fit, also in attention's
+    share.
     """
 
     def __init__(self, fitted: FittedLatency) -> None:
@@ -115,11 +110,9 @@ class ProfiledLatency(DerivedLatency):
         return LayerSeconds(attention_s, measured_s - attention_s)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Says which bitwidths and phases were measured, and why others were not."""
         return self._fitted.described("measured in", device, dtype, bits)
 
     def _read(self, key: Precision) -> None:
-        """Find the measured seconds of this layer, and attention's share of them, by workload."""
         device, bits, dtype, phase = key
         wanted = TimeQuery(device, dtype, LayerTerms.of(self.shape), bits, phase)
         used = select_rows(self._fitted.profiles, wanted)
@@ -138,7 +131,7 @@ _LEFT_OUT = 4
 
 @dataclass(frozen=True)
 class FitError:
-    """Relative errors at one bitwidth and phase, of a fit to `fitted` points."""
+    """Relative errors at one bitwidth and phase (None: of all), of a fit to `fitted` points."""
 
     bits: int | None
     phase: Phase | None
@@ -147,22 +140,18 @@ class FitError:
 
     @property
     def mean(self) -> float:
-        """The mean of the absolute relative errors."""
         return float(np.mean(self.errors))
 
     @property
     def percentile_95(self) -> float:
-        """The 95th percentile of the absolute relative errors."""
         return float(np.quantile(self.errors, 0.95))
 
     @property
     def most(self) -> float:
-        """The largest absolute relative error."""
         return float(np.max(self.errors))
 
 
 def predicted_s(model: LatencyModel, device: Device, row: ProfileRow, dtype: str) -> float:
-    """The seconds that `model` predicts for the workload of `row`."""
     time = model.layer_prefill_s if row.phase == "prefill" else model.layer_decode_s
     return time(device, row.bits, row.batch_size, row_length(row), dtype)
 
@@ -178,9 +167,8 @@ def relative_errors(
 def held_out_errors(
     rows: Sequence[ProfileRow], fallback: LatencyModel, device: Device, dtype: str
 ) -> tuple[FitError, ...]:
-    """Predict every fourth row, by tokens, from the others, for each bitwidth and phase.
-
-    Bitwidths and phases with too few rows to leave one out are not in the answer.
+    """Predict every fourth row, by tokens, from the others; without bitwidths that have too few
+    rows.
     """
     found: list[FitError] = []
     for bits in sorted({row.bits for row in rows}):
@@ -200,6 +188,5 @@ def held_out_errors(
 
 
 def all_together(errors: Sequence[FitError]) -> FitError:
-    """Join the errors of all bitwidths and phases."""
     together = tuple(value for each in errors for value in each.errors)
     return FitError(None, None, sum(each.fitted for each in errors), together)

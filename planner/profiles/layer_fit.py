@@ -40,10 +40,7 @@ _PRIOR_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
 
 class LayerFit(Protocol):
-    """The time of a layer at one bitwidth and phase."""
-
-    def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
-        """The seconds of both parts of `layer`."""
+    def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds: ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class PartFit:
         return self.coefficients * terms * self._factor(batch_size, length)
 
     def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> float:
-        """The seconds of one pass through `layer`, or through that part of it."""
+        """Seconds of one pass through that part of `layer`."""
         terms = self.part.features(self.phase, layer, batch_size, length, self.tokens_at_once)
         return float(self.coefficients @ terms) * self._factor(batch_size, length)
 
@@ -77,7 +74,6 @@ class DividedTerms:
     whole: PartFit
 
     def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
-        """The seconds of both parts of `layer`."""
         by_term = self.whole.by_term(layer, batch_size, length)
         attention_s = float(by_term @ ATTENTION_TERMS[self.whole.phase])
         return LayerSeconds(attention_s, float(by_term.sum()) - attention_s)
@@ -85,24 +81,19 @@ class DividedTerms:
 
 @dataclass(frozen=True)
 class PartsApart:
-    """Fits to attention's seconds and to those of the rest."""
-
     attention: PartFit
     rest: PartFit
 
     def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
-        """The seconds of both parts of `layer`."""
         workload = layer, batch_size, length
         return LayerSeconds(self.attention.seconds(*workload), self.rest.seconds(*workload))
 
 
 @dataclass(frozen=True)
 class FitTask:
-    """A fit to `rows` of one bitwidth and phase.
-
-    `estimate`: seconds of a layer of the sizes `layer` by batch size and length, whose proportions
-    count where the rows do not determine terms. `is_same`: the rows are of that very layer, and
-    correct the fit. `tokens_at_once`: tokens of prefill that pass through a layer at once.
+    """A fit to `rows` of one bitwidth and phase. `estimate`: seconds of a layer by batch size and
+    length, whose proportions count where rows do not determine terms. `is_same`: rows are of that
+    very layer, and correct the fit. `tokens_at_once`: tokens of prefill that pass at once.
     """
 
     rows: tuple[ProfileRow, ...]
@@ -141,7 +132,6 @@ class FitTask:
         return [(point, self.estimate(*point)) for point in points]
 
     def _proportions(self, part: LayerPart) -> Vector:
-        """Fit coefficients to the estimated seconds."""
         seconds = np.array([part.seconds_of(each) for _, each in self._estimates])
         points = [point for point, _ in self._estimates]
         features = np.stack([self._features(part, self.layer, *point) for point in points])
@@ -168,15 +158,13 @@ def medians(values: Iterable[tuple[Workload, float]]) -> dict[Workload, float]:
 
 
 def row_length(row: ProfileRow) -> int:
-    """The length of a row's workload: of the prompts in prefill, of the context in decode."""
+    """The length of the prompts in prefill, of the context in decode."""
     return row.prompt_length if row.phase == "prefill" else row.context_length
 
 
 def _fit(features: Matrix, seconds: Vector, prior: Vector) -> Vector:
-    """Fit non-negative coefficients [terms] to `seconds` [rows] with least squared relative error.
-
-    `features` [rows, terms]; `prior` [terms]: proportions to keep in directions that the rows do
-    not determine.
+    """Fit non-negative coefficients [terms] to `seconds` [rows] by relative errors; `prior` [terms]
+    has proportions to keep.
     """
     scaled_prior = prior * np.median(seconds / (features @ prior))
     relative = features / seconds[:, None]
@@ -188,15 +176,12 @@ def _fit(features: Matrix, seconds: Vector, prior: Vector) -> Vector:
 
 
 def _units(relative: Matrix) -> Vector:
-    """Coefficients with which each term alone makes up a row's time; 1 where no row has the
-    term.
-    """
+    """Coefficients with which each term alone makes up a row's time; 1 where no row has it."""
     mean = relative.mean(axis=0)
     return np.where(mean > 0, 1.0 / np.where(mean > 0, mean, 1.0), 1.0)
 
 
 def _least_squares(matrix: Matrix, target: Vector) -> Vector:
-    """The non-negative solution."""
     from scipy.optimize import nnls  # slow to import, and not every command plans
 
     solution, _ = nnls(matrix, target)

@@ -32,13 +32,10 @@ _CACHED_ELEMENTS = 2**20
 def layer_features(
     phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
 ) -> Vector:
-    """Compute the terms of a layer's time, each scaled by what it counts: float64 [terms].
-
-    Prefill has terms in v, s, vs, vs^2 and a constant: hidden states, lengths, products with
-    weights, attention, weights read; in the rows up to those at which kernels change their method,
-    and in those whose hidden states do not fit into caches; all of it for as many passes as
-    `tokens_at_once` requires. Decode has terms in v, v(t+s), t+s and a constant: products, keys and
-    values read, lengths, weights read.
+    """Compute the terms of a layer's time: float64 [terms]. Prefill has terms in v, s, vs, vs^2 and
+    a constant (hidden states, lengths, products, attention, weights read), in rows up to those at
+    which kernels change and beyond caches, for each pass of `tokens_at_once`. Decode: v, v(t+s),
+    t+s and a constant.
     """
     if phase == "decode":
         v, s = float(batch_size), float(length)
@@ -74,10 +71,8 @@ ATTENTION_TERMS: Mapping[Phase, Vector] = {
 def attention_features(
     phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
 ) -> Vector:
-    """Compute the terms of attention's time: float64 [terms].
-
-    Prefill has terms in a constant for each pass, v, vs and vs^2: calls, requests, keys and values
-    written, products. Decode has them in a constant, v, t+s and v(t+s), keys and values read.
+    """Compute the terms of attention's time: float64 [terms]; prefill in a constant a pass, v, vs
+    and vs^2, decode in a constant, v, t+s and v(t+s).
     """
     v, s, width = float(batch_size), float(length), float(layer.query_width)
     if phase == "decode":
@@ -93,9 +88,7 @@ def attention_features(
 def rest_features(
     phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
 ) -> Vector:
-    """Compute the terms of the time of a layer without attention, by the tokens of each pass:
-    float64 [terms]. They are those of `layer_features` that products with weights have.
-    """
+    """Compute the terms of a layer without attention, by tokens of each pass: float64 [terms]."""
 
     def one_pass(tokens: float) -> Vector:
         return np.array([tokens * layer.linear_parameters, *_weight_terms(layer, tokens)])
@@ -106,7 +99,6 @@ def rest_features(
 
 
 def _weight_terms(layer: LayerTerms, tokens: float) -> list[float]:
-    """The terms of products with weights in a pass, beside the one in its tokens."""
     return [
         float(layer.linear_parameters),
         *(min(tokens, rows) * layer.linear_parameters for rows in _KERNEL_ROWS),
@@ -117,7 +109,6 @@ def _weight_terms(layer: LayerTerms, tokens: float) -> list[float]:
 def _in_passes(
     one_pass: Callable[[int], Vector], batch_size: int, length: int, tokens_at_once: float
 ) -> Vector:
-    """Add up the terms of the passes in which a prefill goes through a layer."""
     if batch_size * length <= tokens_at_once:
         return one_pass(batch_size)
     together = int(min(max(tokens_at_once / length, 1), batch_size))
@@ -128,8 +119,8 @@ def _in_passes(
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A layer, or a part of one, as it is fitted: its terms, its seconds in those of a layer, and
-    the workload by which measured times correct it.
+    """A part of a layer as it is fitted: terms, its seconds in a layer's, the workload by which it
+    is corrected.
     """
 
     features: Callable[[Phase, LayerTerms, int, int, float], Vector]

@@ -23,7 +23,7 @@ WAYS: tuple[Way, ...] = ("gloo", "ray")
 
 
 def _full_name(name: str) -> str:
-    """The registry's name for it; of an accelerator that a cluster file describes, the same."""
+    """The registry's name, or that of an accelerator that a cluster file describes."""
     try:
         return find_accelerator(name).name
     except SpecError:
@@ -37,11 +37,8 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class LinkRow:
-    """A measured hop: median `seconds` for hidden states of `payload_bytes`, half of a round trip.
-
-    Packing, unpacking and copies from and to the devices are part of it. `sender` and `receiver`
-    are accelerators; the way back is assumed to take as long. `spread`: interquartile range over
-    the median of `repetitions`.
+    """A measured hop: median `seconds` for hidden states of `payload_bytes`, half of a round trip
+    with packing and copies. `spread`: interquartile range over the median of `repetitions`.
     """
 
     sender: AcceleratorName
@@ -55,19 +52,17 @@ class LinkRow:
 
     @property
     def link(self) -> tuple[str, str, Place]:
-        """The link that was measured, whichever end sent."""
         one, other = sorted((self.sender, self.receiver))
         return one, other, self.place
 
 
 def links_path(profile: str | Path) -> Path:
-    """The path of the hops that were measured with a profile."""
     return table_beside(profile, "links")
 
 
 def read_links(path: Path, own: Iterable[Accelerator] = ()) -> tuple[LinkRow, ...]:
-    """Read every row; SpecError names file and line of the first bad one. `own` are the
-    accelerators of the cluster file, which rows may name too.
+    """Read every row, which may name `own` accelerators; SpecError names file and line of the first
+    bad one.
     """
     rows = read_table(path, LinkRow)
     for index, row in enumerate(rows):
@@ -80,7 +75,6 @@ def read_links(path: Path, own: Iterable[Accelerator] = ()) -> tuple[LinkRow, ..
 
 
 def write_links(path: Path, rows: Iterable[LinkRow]) -> None:
-    """Write rows so that `read_links` gives them back."""
     write_table(path, LinkRow, rows)
 
 
@@ -91,9 +85,8 @@ def links_beside(profile: str | Path, own: Iterable[Accelerator] = ()) -> tuple[
 
 
 def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, ...]:
-    """Fit latency and rate of each link, of measurements with the transport that runs prefer.
-
-    A link that was measured with one payload only has no rate, and is left out.
+    """Fit each link by the transport that runs prefer; one measured with a single payload has no
+    rate and is left out.
     """
     found = []
     for link in sorted({row.link for row in rows}):
@@ -121,10 +114,8 @@ def fitted_line(payload_bytes: Sequence[int], seconds: Sequence[float]) -> tuple
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class SumRow:
-    """A measured all-reduce: median `seconds` in which `degree` devices of a node sum a tensor of
-    `summed_bytes` in 16 bits, so that each has the sum.
-
-    `spread`: interquartile range over the median of `repetitions`.
+    """A measured all-reduce: median `seconds` in which `degree` devices of a node sum 16-bit
+    numbers.
     """
 
     accelerator: AcceleratorName
@@ -136,19 +127,15 @@ class SumRow:
 
     @property
     def group(self) -> tuple[str, int]:
-        """The kind of group that was measured."""
         return self.accelerator, self.degree
 
 
 def sums_path(profile: str | Path) -> Path:
-    """The path of the sums that were measured with a profile."""
     return table_beside(profile, "sums")
 
 
 def read_sums(path: Path, own: Iterable[Accelerator] = ()) -> tuple[SumRow, ...]:
-    """Read every row; SpecError names file and line of the first bad one. `own` are the
-    accelerators of the cluster file, which rows may name too.
-    """
+    """Read every row; as `read_links`."""
     rows = read_table(path, SumRow)
     for index, row in enumerate(rows):
         try:
@@ -160,7 +147,6 @@ def read_sums(path: Path, own: Iterable[Accelerator] = ()) -> tuple[SumRow, ...]
 
 
 def write_sums(path: Path, rows: Iterable[SumRow]) -> None:
-    """Write rows so that `read_sums` gives them back."""
     write_table(path, SumRow, rows)
 
 
@@ -171,10 +157,7 @@ def sums_beside(profile: str | Path, own: Iterable[Accelerator] = ()) -> tuple[M
 
 
 def fit_sums(rows: Sequence[SumRow], source: str = "") -> tuple[MeasuredSum, ...]:
-    """Fit latency and seconds per byte of each kind of group.
-
-    One that was measured with a single size is left out.
-    """
+    """Fit latency and seconds per byte of each kind of group measured with several sizes."""
     found = []
     for group in sorted({row.group for row in rows}):
         own = [row for row in rows if row.group == group]

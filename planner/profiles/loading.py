@@ -29,9 +29,8 @@ _Count = Annotated[int, Field(ge=1, le=2**53)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class LoadRow:
-    """A measured load of a layer: median `seconds`, its bytes stored and its bytes held after.
-
-    Files were in the system's cache. `threads` is 0 where that is no property of the device.
+    """A measured load of a layer from files in the system's cache: median `seconds`; `threads` is 0
+    where no property.
     """
 
     device: str
@@ -48,18 +47,14 @@ class LoadRow:
 
 
 def loading_path(profile: str | Path) -> Path:
-    """The path of the loads that were measured with a profile."""
     return table_beside(profile, "loading")
 
 
 def loading_s(
     rows: Sequence[LoadRow], plan: PlanSpec, layer_bytes: int, origin: Origin
 ) -> float | None:
-    """Predict the seconds until the slowest stage has loaded its layers, which have `layer_bytes`
-    in 16 bits; None where a stage's device or bitwidth was not measured.
-
-    Times are proportional to the size of a layer; 16-bit layers always come from the checkpoint. A
-    disk that is slower than that adds the difference.
+    """Predict the seconds until the slowest stage has loaded its layers of `layer_bytes` in 16
+    bits, by their size, from a fast disk; None where a stage's device or bitwidth was not measured.
     """
     slowest_s = 0.0
     for stage in plan.stages:
@@ -76,7 +71,6 @@ def loading_s(
 def _per_byte_s(
     rows: Sequence[LoadRow], stage: StagePlan, bits: int, origin: Origin
 ) -> float | None:
-    """The median seconds per byte that was measured on such devices."""
     found = [
         row.seconds / row.checkpoint_bytes
         for row in rows
@@ -93,5 +87,4 @@ def read_loading(path: Path) -> tuple[LoadRow, ...]:
 
 
 def write_loading(path: Path, rows: Iterable[LoadRow]) -> None:
-    """Write rows so that `read_loading` gives them back."""
     write_table(path, LoadRow, rows)

@@ -15,8 +15,6 @@ from quant.scheme import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class TimeQuery:
-    """A query for times: of layers of these sizes on a device, at one precision and phase."""
-
     device: Device
     dtype: str
     layer: LayerTerms
@@ -25,12 +23,11 @@ class TimeQuery:
 
     @property
     def threads(self) -> int:
-        """Threads of the device; 1 where it has no such property."""
         return self.device.threads or 1
 
     def backend_of(self, row: ProfileRow) -> str:
-        """The kernel backend that is timed where a micro-batch is that of `row`, also where a CPU
-        emulates the device.
+        """The kernel backend timed for a micro-batch like `row`, also where a CPU emulates the
+        device.
         """
         dtype = ProfileRow.timed_dtype(self.device, self.dtype)
         rows = row.batch_size if self.phase == "decode" else 0
@@ -38,14 +35,11 @@ class TimeQuery:
         return backend_name(processor, self.bits, dtype, decode_rows=rows)
 
     def dtype_of(self, row: ProfileRow) -> str:
-        """The compute type of a row, or that of the device where the row has none."""
         return row.dtype or self.device.default_dtype
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition that rows have to fulfil, and the words for messages where none does."""
-
     holds: Callable[[TimeQuery, ProfileRow], bool]
     problem: Callable[[TimeQuery, Sequence[ProfileRow]], str]
 
@@ -89,8 +83,6 @@ def applies(row: ProfileRow, device: Device, dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """The rows for a query, and `problem`: why there are none, or none of this very model."""
-
     wanted: TimeQuery
     rows: tuple[ProfileRow, ...]
     problem: str | None
@@ -117,7 +109,6 @@ def select_all(
     layer: LayerTerms,
     bits: Iterable[int],
 ) -> list[SelectedRows]:
-    """Select rows for both phases at each bitwidth."""
     return [
         select_rows(profiles, TimeQuery(device, dtype, layer, each, phase))
         for each in bits
@@ -126,8 +117,8 @@ def select_all(
 
 
 def describe_selections(verb: str, found: Sequence[SelectedRows], estimate: str) -> str:
-    """Describe from which rows, files, bits and kernels times are taken (`verb` them), and for all
-    others `estimate` and the reason.
+    """Describe from which rows times are taken (`verb` them), and for others `estimate` and the
+    reason.
     """
     rows = [row for used in found for row in used.rows]
     missing = [used for used in found if not used.rows]
@@ -154,8 +145,8 @@ def refuse_estimates(
     bits: Sequence[int],
     path: str,
 ) -> None:
-    """Raise SpecError for the first of `devices`, each with its compute type, for which a time of
-    this very layer was not measured; the message says what is missing.
+    """Raise SpecError for the first device with its compute type that lacks a time of this very
+    layer.
     """
     for device, dtype in devices:
         lacking = [
@@ -170,7 +161,6 @@ def refuse_estimates(
 
 
 def _problems(found: Sequence[SelectedRows]) -> Iterator[str]:
-    """Yield what is lacking by reason, such as `decode of bits 3, 8: no rows`."""
     for problem in dict.fromkeys(used.problem for used in found):
         by_bits = {
             bits: tuple(

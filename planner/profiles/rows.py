@@ -59,7 +59,6 @@ class LayerTerms:
 
     @classmethod
     def of(cls, shape: ModelShape) -> LayerTerms:
-        """The sizes of a decoder layer of `shape`."""
         return cls(
             shape.hidden_size, shape.layer_linear_parameters, shape.query_width, shape.kv_width
         )
@@ -67,14 +66,10 @@ class LayerTerms:
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """A measured layer time.
-
-    `prompt_length` tokens of each request enter (1 in decode) after `context_length` others; the
-    batch counts requests. `attention_s` is the part of `seconds` that attention takes; None: not
-    measured apart. `backend`, `dtype` and `threads` are None where the file does not say, and then
-    match any. `layer` has the sizes of the model that was measured, `source` names the file.
-    `spread` is the interquartile range over `seconds`, the median of `repetitions`; None: unknown.
-    Requests of `unlike` lengths have `context_length` in the mean.
+    """A measured layer time: `prompt_length` tokens of each request enter (1 in decode) after
+    `context_length` others, in the mean where requests are `unlike`. `backend`, `dtype` and
+    `threads` match any where None. `spread` is the interquartile range over `seconds`, the median
+    of `repetitions`.
     """
 
     device: str
@@ -99,17 +94,14 @@ class ProfileRow:
 
     @staticmethod
     def timed_dtype(device: Device, dtype: str) -> str:
-        """The compute type of the accelerator that is timed, also where a CPU emulates it."""
         return device.accelerator.default_dtype if device.emulated and dtype != "float32" else dtype
 
 
 def read_profiles(
     path: str | Path, torn_end: bool = False, own: Iterable[Accelerator] = ()
 ) -> tuple[ProfileRow, ...]:
-    """Read every row of a profile; SpecError names file and line of the first bad one.
-
-    With `torn_end` a last row that was cut off while it was written is left out. `own` are the
-    accelerators of the cluster file, which rows may name too.
+    """Read every row; SpecError names file and line of the first bad one. With `torn_end` a last
+    row that was cut off is left out. Rows may name `own` accelerators of the cluster file.
     """
     path = Path(path)
     lines = read_lines(path, lambda found: _check_columns(found, path), "profile")
@@ -129,7 +121,6 @@ def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
 
 
 def _values(row: ProfileRow) -> dict[str, object]:
-    """The values of a row by column."""
     return {
         "device": row.device,
         "model": row.model,
@@ -166,7 +157,6 @@ def _check_columns(found: Sequence[str], path: Path) -> None:
 
 
 def _row(line: Line, source: str, own: Iterable[Accelerator]) -> ProfileRow:
-    """Read the row in `line` of the file `source`; SpecError names the field that is wrong."""
     fields = _Fields(line.fields(), line.place)
     return ProfileRow(
         device=fields.device(own),
@@ -193,8 +183,6 @@ def _row(line: Line, source: str, own: Iterable[Accelerator]) -> ProfileRow:
 
 @dataclass(frozen=True)
 class _Fields:
-    """The fields of one row as text; a method for each kind of value checks it."""
-
     values: dict[str, str]
     place: str
 

@@ -1,8 +1,5 @@
-"""The order of passes of a job, or of one batch, under the policy `exegpt` with a schedule `rra`
-(ExeGPT, section 4.1).
-
-`RraPolicy` decides, as for the first stage's actor (`actors.schedule.exegpt`); here are the numbers
-of tokens. As with `static`, decisions depend on lengths but not on time.
+"""The order of passes of a job or batch under `exegpt` with a schedule `rra` (ExeGPT section 4.1),
+by `RraPolicy`.
 """
 
 from __future__ import annotations
@@ -21,22 +18,18 @@ Request = TypeVar("Request")
 
 
 class DecodingRequests(Generic[Request]):
-    """The requests of a group that decode; `context_tokens` are those that all of them have before
-    the next step.
-    """
+    """The requests of a group that decode; `context_tokens`: of all before the next step."""
 
     def __init__(self) -> None:
         self.size = self.context_tokens = self.steps = 0
         self._ends: dict[int, list[tuple[Request, int]]] = {}
 
     def join(self, request: Request, prompt: int, steps: int) -> None:
-        """Take in a request of so many steps whose first token is there."""
         self.size += 1
         self.context_tokens += prompt
         self._ends.setdefault(self.steps + steps, []).append((request, prompt + steps))
 
     def step(self) -> list[Request]:
-        """Count a step; returns the requests that have ended with it."""
         self.steps += 1
         self.context_tokens += self.size
         ended = self._ends.pop(self.steps, [])
@@ -46,11 +39,8 @@ class DecodingRequests(Generic[Request]):
 
 
 class RraSchedule:
-    """The decisions of `actors.schedule.exegpt` and `actors.schedule.driver` for a queue of `rows`.
-
-    Every request runs all of its output tokens. Raises SpecError for sizes below 1, for a request
-    that needs more token slots than there are, and for a schedule of stages that only prefill or
-    decode.
+    """The runtime's decisions for `rows`; SpecError for sizes below 1, a request that needs more
+    slots than there are, and schedules whose stages only prefill or decode.
     """
 
     def __init__(self, rows: JobRows, sizes: TurnSizes, stages: int) -> None:
@@ -86,7 +76,6 @@ class RraSchedule:
 
     @property
     def prefilled(self) -> int:
-        """The requests that have taken part in a turn."""
         return self._next_request
 
     @property
@@ -169,7 +158,6 @@ class RraSchedule:
         return list(range(first, self._next_request))
 
     def _complete(self, group: TurnGroup, prefilled: list[int]) -> None:
-        """Take in the tokens of a pass: the requests that have their last one leave."""
         self._results += 1
         decoding = self._decoding[group.index]
         ended = [] if prefilled else decoding.step()

@@ -1,10 +1,7 @@
-"""Counting the passes of a whole job by its schedule, quickly enough for every candidate of a
-search.
-
-The order of passes depends on lengths but not on time, so that the schedule itself can be counted.
-It is run for a smaller job that is alike: fewer slots, prompts and tokens, but the same share of
-the slots in each micro-batch, and as many prefills for each token of an answer. More prompts than
-those add more of what came between the first fill and the last prefill.
+"""Counting the passes of a whole job by its schedule, which depends on lengths but not on time. It
+is run for a smaller job that is alike (same share of slots in each micro-batch, as many prefills
+for each token of an answer); more prompts add more of what came between the first fill and the last
+prefill.
 """
 
 from __future__ import annotations
@@ -87,13 +84,9 @@ class _Counted:
 
 
 def job_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPasses:
-    """The passes of `job` over `slots` KV slots in micro-batches of `sizes` on `stages` stages.
-
-    Within a few percent of those of the schedule of the whole job, which depend on the order of
-    its rows too. Where outputs are alike, groups of slots end and begin one after the other, which
-    leaves no bubble between them: each fill of all slots is one burst. Where prompts are unlike,
-    the longest prefill of a burst is the one that stages wait for, so a burst counts as often as
-    that is longer than the mean.
+    """The passes of `job` over `slots` KV slots, within a few percent. Where outputs are alike,
+    each fill of all slots is one burst; where prompts are unlike, a burst counts as often as its
+    longest prefill, which stages wait for, is longer than the mean.
     """
     slots = min(slots, job.prompts)
     sizes = MicroBatches(min(sizes.prefill, slots), min(sizes.decode, slots))
@@ -126,7 +119,6 @@ def job_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPas
 
 
 def _alike_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPasses:
-    """The passes of a job whose outputs are alike: its slots are filled again and again."""
     fills, rest = divmod(job.prompts, slots)
     steps = round(job.lengths.mean_output) - 1
     prefills = fills * -(-slots // sizes.prefill) + -(-rest // sizes.prefill)
@@ -147,10 +139,8 @@ def _alike_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> Job
 
 
 def _bursts_of_prefills(prefills: float, at_once: int, stages: int) -> float:
-    """Bursts that count for prefills without decode steps between them: where slots allow fewer
-    `at_once` than there are stages, each waits for one to come back, while stages run idle.
-
-    So many make one round of equal stages last `stages` times a stage, in place of `at_once` times.
+    """Bursts that count for prefills alone: of fewer `at_once` than stages, a round lasts `stages`
+    times a stage.
     """
     if at_once >= stages:
         return 1.0
@@ -159,7 +149,6 @@ def _bursts_of_prefills(prefills: float, at_once: int, stages: int) -> float:
 
 
 def _small_job(job: Job, slots: int, sizes: MicroBatches, stages: int) -> _SmallJob:
-    """The job to run in place of `job`."""
     fills = min(job.prompts / slots, MOST_FILLS)
     small, small_sizes = _uneven(slots, sizes, fills, job.lengths)
     groups = -(-slots // sizes.decode)
@@ -181,7 +170,6 @@ def _small_job(job: Job, slots: int, sizes: MicroBatches, stages: int) -> _Small
 def _uneven(
     slots: int, sizes: MicroBatches, fills: float, lengths: Lengths
 ) -> tuple[int, MicroBatches]:
-    """Fewer slots and sizes for outputs that vary: as many groups, and about as many prefills."""
     groups, prefills = -(-slots // sizes.decode), slots / sizes.prefill
     steps = max(1.0, lengths.mean_output - 1)
     if fills <= FEW_FILLS:
@@ -196,7 +184,6 @@ def _uneven(
 
 
 def _nearest(grid: Sequence[int], number: int) -> int:
-    """The number itself up to the least of `grid`, else the nearest of them by its ratio."""
     return (
         min(number, grid[0])
         if number <= grid[0]
@@ -205,13 +192,11 @@ def _nearest(grid: Sequence[int], number: int) -> int:
 
 
 def _rounded(share: float) -> float:
-    """To powers of 2 ** (1/8), so that jobs nearly alike share one run."""
     return float(2 ** (round(8 * log2(share)) / 8))
 
 
 @lru_cache(maxsize=4096)
 def _counted(small: _SmallJob) -> _Counted:
-    """Run the schedule of the small job."""
     _, outputs = small.lengths.rows(small.rows)
     steps = np.maximum(np.round((outputs - 1) * small.steps_share), np.minimum(outputs - 1, 1))
     rows = JobRows([1] * small.rows, [1 + int(each) for each in steps])
@@ -242,7 +227,6 @@ def _counted(small: _SmallJob) -> _Counted:
 
 @lru_cache(maxsize=1024)
 def _slowest_share(lengths: Lengths, requests: int, prefills: int) -> float:
-    """The longest of so many successive prefills of `requests` prompts, relative to the mean."""
     if len(set(lengths.prompt_tokens)) == 1:
         return 1.0
     drawn = np.random.default_rng(0).choice(

@@ -1,10 +1,7 @@
 """The policy `orca` (ORCA, Algorithm 1): whoever came first is selected, for every iteration anew.
-
-Where all requests are there from the beginning, whoever was selected together comes back together
-and is selected together again, with newcomers in the places of those that ended: when a micro-batch
-is back, all others are under way, and nobody else is ready. So the order of passes of a whole job
-has few cohorts, each of which is counted and not looked at one by one: only those count that come,
-that are prefilled in parts, and that end.
+Where all requests are there from the beginning, those selected together come back and are selected
+together again, with newcomers in the places of those that ended. So a job has few cohorts, which
+are counted: only requests that come, are prefilled in parts, or end are looked at.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ from quant.common.errors import SpecError
 
 
 class Waiting(NamedTuple):
-    """A request that waits, by the number of its arrival: `text` tokens are to be prefilled, and it
-    reserves `size` token slots. One that `is_urgent` goes before all that are not.
+    """A request that waits, by its arrival, with `text` tokens to prefill and `size` slots to
+    reserve; urgent ones go first.
     """
 
     request: int
@@ -32,24 +29,22 @@ class Waiting(NamedTuple):
 
 
 class WaitingQueue(Protocol):
-    """The requests that wait for a reservation, in the order of a policy."""
+    """The requests that wait for a reservation, in the order of a policy; `take` and `give_up` take
+    one out.
+    """
 
-    def __len__(self) -> int:
-        """The number of requests that wait."""
+    def __len__(self) -> int: ...
 
-    def add(self, waiting: Waiting) -> None:
-        """Put in a request."""
+    def add(self, waiting: Waiting) -> None: ...
 
     def next(self, available: int) -> Waiting | None:
-        """Find the next request for so many token slots; None where it does not fit, or none is
-        there. What does not fit now does not fit after another was taken.
+        """The next request for so many token slots; None where none fits, nor would after another
+        was taken.
         """
 
-    def take(self, waiting: Waiting) -> None:
-        """Take out the next request, which is admitted."""
+    def take(self, waiting: Waiting) -> None: ...
 
-    def give_up(self, request: int) -> None:
-        """Take out a request that is not to be admitted any more."""
+    def give_up(self, request: int) -> None: ...
 
 
 class FirstCome:
@@ -77,19 +72,12 @@ class FirstCome:
 
 
 class OrcaPolicy:
-    """The decisions of the policy: who of the ready requests and of those that wait makes up the
-    next micro-batch, and the part of its prompt that each gets.
-
-    Symbols of the paper: n_workers is `most_under_way`, max_bs is `sizes.max_batch_size`. Of its
-    request pool, those in state INITIATION are in `queue`, those in state INCREMENT are ready; what
-    is `available` is n_slots less n_rsrv. Beyond the paper, prompts may be given in parts, one an
-    iteration, and selection stops at the first request that would bring a micro-batch of several
-    beyond `sizes.max_batch_tokens`.
-
-    A request reserves only when every ready one was put into the same micro-batch before it and
-    there was still room in that. So afterwards all that have a reservation are in this micro-batch
-    or in one of the `stages - 1` at most that are under way then, each of at most `max_batch_size`
-    requests; the number grows at no other time.
+    """Who of the ready and waiting requests makes up the next micro-batch, with which part of its
+    prompt. Of the paper: n_workers is `most_under_way`, max_bs `sizes.max_batch_size`, n_slots less
+    n_rsrv is `available`; INITIATION is `queue`, INCREMENT ready. Beyond it, prompts may come in
+    parts, and a micro-batch of several stays within `sizes.max_batch_tokens`. A request reserves
+    only when every ready one is in the same micro-batch, so at most `stages` times `max_batch_size`
+    have a reservation.
     """
 
     def __init__(self, sizes: OrcaSizes, stages: int) -> None:
@@ -100,7 +88,6 @@ class OrcaPolicy:
         self.queue: WaitingQueue = FirstCome()
 
     def part(self, tokens: int) -> int:
-        """The next part of a prompt that has so many tokens left."""
         return min(tokens, self.chunk) if self.chunk else tokens
 
     def wants(self, ready: int) -> bool:
@@ -108,17 +95,15 @@ class OrcaPolicy:
         return len(self.queue) + ready < self.sizes.max_batch_size
 
     def selected(self, tokens: IntArray) -> int:
-        """How many of the ready requests are selected: `tokens` [ready] are those that the first,
-        the first two, ... would have together.
+        """How many ready requests are selected; `tokens` [ready] are those of the first, the first
+        two, ...
         """
         most = self.sizes.max_batch_tokens
         return max(1, int(tokens.searchsorted(most, "right"))) if most else len(tokens)
 
     def admitted(self, requests: int, tokens: int, available: int) -> list[Waiting]:
-        """Take those out of the queue that join a micro-batch of so many ready requests and their
-        tokens, where so many token slots are available.
-
-        Where the ready ones alone go beyond the bound of tokens, every newcomer does.
+        """Take out of the queue who joins so many ready requests; where these alone exceed the
+        tokens, nobody does.
         """
         most, most_tokens = self.sizes.max_batch_size, self.sizes.max_batch_tokens
         found: list[Waiting] = []
@@ -134,11 +119,9 @@ class OrcaPolicy:
 
 @dataclass(frozen=True, slots=True)
 class MixedPass(Pass):
-    """One pass in which `decodes` requests make a decode step, after `decode_context` tokens in the
-    mean, and the others a part of their prompt each: `parts` has the tokens before it and its own.
-
-    It counts as a prefill where it has such parts; `index` is its number. A single token that ends
-    a prompt given in parts is among the decode steps.
+    """A pass in which `decodes` requests make a step after `decode_context` tokens in the mean, and
+    others a part of their prompt: `parts` has the tokens before it and its own. With parts it
+    counts as prefill; a last single token of a prompt is among the steps.
     """
 
     decodes: int = 0
@@ -147,25 +130,19 @@ class MixedPass(Pass):
 
     @property
     def all_tokens(self) -> int:
-        """The tokens that all of its requests add."""
         return self.decodes + sum(count for _, count in self.parts)
 
 
 @dataclass(slots=True)
 class PromptParts:
-    """A request that is prefilled: its number and the tokens that are under way or there."""
-
     request: int
     written: int
 
 
 @dataclass(slots=True)
 class Cohort:
-    """Requests that run together: those that are prefilled, and `decoding` ones.
-
-    `context_tokens` are those before the next step of all that decode. `ends` has, by number of
-    the step that gives them their last token, requests and their context after it. `outgrows` has,
-    by number of the step, requests that have no room for its token; only `s3` uses it.
+    """Requests that run together. `ends` has, by step, requests and their context after it;
+    `outgrows`, of `s3`, those that have no room for that step's token.
     """
 
     prompts: list[PromptParts] = field(default_factory=list)
@@ -177,15 +154,12 @@ class Cohort:
 
     @property
     def requests(self) -> int:
-        """Number of its requests."""
         return len(self.prompts) + self.decoding
 
 
 class OrcaSchedule:
-    """The order of passes of a queue of `rows`, each of which runs all of its output tokens.
-
-    Raises SpecError for sizes below 1, and for a request that needs more token slots than there
-    are.
+    """The order of passes of `rows`; SpecError for sizes below 1, and a request that needs more
+    slots than there are.
     """
 
     def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
@@ -244,7 +218,6 @@ class OrcaSchedule:
             self._complete(ready)
 
     def _select(self, cohort: Cohort) -> list[tuple[int, int]]:
-        """Let newcomers join; returns the part of a prompt that each prefilled request gets."""
         policy = self._policy
         parts: list[tuple[int, int]] = []
         tokens = cohort.decoding
@@ -261,14 +234,12 @@ class OrcaSchedule:
         return parts
 
     def _draw(self, most: int) -> None:
-        """Have up to so many requests wait."""
         while self._queued < len(self._outputs) and len(self._policy.queue) < most:
             request = self._queued
             self._policy.queue.add(Waiting(request, self._texts[request], self._reserved[request]))
             self._queued += 1
 
     def _take(self, waiting: Waiting) -> None:
-        """Give a request its reservation."""
         self.prefilled += 1
         self._running += 1
         self._available -= waiting.size
@@ -296,7 +267,6 @@ class OrcaSchedule:
         )
 
     def _complete(self, cohort: Cohort) -> None:
-        """Take in the tokens of a pass: the requests that have their last one leave."""
         self._results += 1
         cohort.step += 1
         cohort.context_tokens += cohort.decoding
@@ -318,7 +288,6 @@ class OrcaSchedule:
         cohort.prompts = still
 
     def _decode(self, cohort: Cohort, request: int, text: int, steps: int) -> None:
-        """Let a request make its decode steps from the next pass on, `text` tokens before them."""
         cohort.decoding += 1
         cohort.context_tokens += text
         ends = cohort.ends.setdefault(cohort.step + steps, [])

@@ -22,10 +22,8 @@ many tokens keep a stage as busy, and each request takes a slot and a row of log
 def newcomers(
     schedule: RequestSchedule, stages: int, present: int, prefilling: int
 ) -> tuple[int, int]:
-    """How many requests should begin with the next turn on so many `stages`, and how many may.
-
-    A turn begins where at most `decode_requests` are `present`, those that decode and those that
-    will when the ones `prefilling` have been, less those that end until then.
+    """How many requests should begin with the next turn, and how many may; `present` are those that
+    decode or will.
     """
     if present > schedule.decode_requests:
         return 0, 0
@@ -39,8 +37,8 @@ def newcomers(
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """What a micro-batch may have: at most `most` prompts, about `usual_tokens`, and at most
-    `most_tokens`; one of up to `even_tokens` is as even as others.
+    """Limits of a micro-batch of prompts: one of up to `even_tokens` is as even as others of
+    `usual_tokens`.
     """
 
     most: int
@@ -50,8 +48,8 @@ class PrefillSizes:
 
     @classmethod
     def of(cls, schedule: RequestSchedule, longest: int, size: int | None = None) -> PrefillSizes:
-        """The sizes under a schedule for prompts of at most `longest` tokens, in micro-batches of
-        `size` of the mean length (None: those of the schedule).
+        """The sizes for prompts of at most `longest` tokens, in micro-batches of `size` mean ones
+        (None: as planned).
         """
         size = size or schedule.prefill_micro_batch
         usual = size * schedule.mean_prompt_tokens
@@ -59,8 +57,8 @@ class PrefillSizes:
         return cls(SHORT_PROMPTS * size, usual, even, size * longest)
 
     def next_part(self, waiting: Iterable[int], waiting_tokens: float) -> int:
-        """How many prompts of those `waiting`, which have so many tokens together, make the next
-        micro-batch: about as many tokens as usual, and of what is less than two of these, halves.
+        """How many of those `waiting` make the next micro-batch: about the usual tokens, or halves
+        of less than two.
         """
         wanted = self.usual_tokens
         if waiting_tokens < 2 * wanted:
@@ -76,7 +74,7 @@ class PrefillSizes:
 
 
 def joining(size: int, requests: int, groups: int, most_in_group: int) -> int:
-    """How many join a group of `size`, so that all `requests`, those that have come among them, are
-    in even groups, as far as these may be so large.
+    """How many join a group of `size`, so that all `requests` are in even groups, as far as these
+    may be so large.
     """
     return max(0, min(-(-requests // groups), most_in_group) - size)

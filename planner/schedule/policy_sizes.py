@@ -12,9 +12,8 @@ from planner.workload import Workload
 
 @dataclass(frozen=True)
 class OrcaSizes:
-    """Sizes as in `actors.schedule.scheduler.QueueSizes`: requests and tokens of a micro-batch,
-    token slots that may be reserved, and tokens of a part of a prompt (0: prompts are not parted);
-    `policy` is one of `TOKEN_POLICIES`.
+    """Sizes as in `actors.schedule.scheduler.QueueSizes`, of a policy of `TOKEN_POLICIES`; 0
+    `prefill_chunk_tokens`: prompts are whole.
     """
 
     max_batch_size: int
@@ -26,9 +25,8 @@ class OrcaSizes:
 
 @dataclass(frozen=True)
 class TurnSizes:
-    """Sizes of the policy `exegpt` as in `actors.schedule.scheduler.QueueSizes`: its schedule, the
-    most requests in flight, the token slots that may be reserved, and the most requests of a
-    prefill and of a decode micro-batch.
+    """Sizes of `exegpt` as in `actors.schedule.scheduler.QueueSizes`, the micro-batches' in
+    requests.
     """
 
     schedule: RequestSchedule
@@ -39,9 +37,7 @@ class TurnSizes:
 
     @classmethod
     def of(cls, schedule: RequestSchedule, n_slots: int) -> TurnSizes:
-        """The sizes that the schedule asks for: slots for as many requests as its tolerance allows,
-        and one turn more.
-        """
+        """Slots for as many requests as the schedule's tolerance allows, and one turn more."""
         return cls(
             schedule,
             schedule.most_in_flight + schedule.prefill_requests,
@@ -56,9 +52,9 @@ Sizes = MicroBatches | OrcaSizes | TurnSizes
 
 
 def policy_sizes(policy: PolicyOptions, workload: Workload, sizes: MicroBatches) -> Sizes:
-    """The sizes of `policy` for the KV cache of `workload`: `sizes` themselves for `static`. With
-    those that mix the phases the tokens of a micro-batch are those of the largest prefill, and one
-    of each request. SpecError for `exegpt` without its schedule.
+    """The sizes of `policy` for the KV cache of `workload`; with mixed phases a micro-batch has the
+    tokens of the largest prefill and one of each request. SpecError for `exegpt` without its
+    schedule.
     """
     slots = workload.reservable_tokens
     if policy.name in TOKEN_POLICIES:

@@ -1,8 +1,6 @@
 """The policy `s3` (S3, section 3): as `orca`, but requests reserve what is predicted of them, and
-of a pool the longest that fits joins first.
-
-In the order of passes of a whole job, requests that outgrow their reservation are found by the
-number of the step at which that happens, so that cohorts are counted as those of `orca`.
+of a pool the longest that fits joins first. Those that outgrow their reservation are found by step,
+so that cohorts are counted as those of `orca`.
 """
 
 from __future__ import annotations
@@ -38,24 +36,18 @@ def most_waiting(sizes: Sizes, stages: int) -> int:
 
 
 def first_reservation_of(prompt: int, most: int, expected: int | None, generated: int = 0) -> int:
-    """The token slots that a request reserves first, which may have `most` tokens: for its prompt
-    and the new tokens that are expected of it, at least one more than the `generated` ones.
+    """The token slots that a request reserves first: prompt and expected new tokens, one more than
+    `generated` at least.
     """
     likely = most - prompt if expected is None else expected
     return min(prompt + max(likely, generated + 1), most)
 
 
 class LongestFirst:
-    """A pool of which the longest reservation that fits is next, and among equal ones that which
-    came first (decreasing first fit).
-
-    Whoever is urgent, or was overtaken by later ones `most_overtakes` times, is next, whether it
-    fits or not; of several, the one that came first. Then nobody is overtaken more often: when one
-    is taken that came later, none that came before it has been overtaken that often, or it would be
-    next itself.
-
-    Taking one of thousands takes microseconds: sizes are looked up by bisection, and overtakes are
-    counted in an array.
+    """A pool of which the longest reservation that fits is next (decreasing first fit). Whoever is
+    urgent, or was overtaken `most_overtakes` times, is next, fit or not; so nobody is overtaken
+    more often. Sizes are bisected and overtakes counted in an array: taking one of thousands takes
+    microseconds.
     """
 
     def __init__(self, most_overtakes: int) -> None:
@@ -72,7 +64,6 @@ class LongestFirst:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody is next, fit or not."""
         return self._holds_for is not None
 
     def add(self, waiting: Waiting) -> None:
@@ -124,10 +115,8 @@ class LongestFirst:
 
 
 class S3Policy(OrcaPolicy):
-    """The decisions of the policy: those of `orca` for the longest that fits.
-
-    Prompts are given in parts as under `orca`, and never more than `max_batch_tokens` at once: what
-    is computed again may be longer than prompts are.
+    """As `orca` for the longest that fits; never more than `max_batch_tokens` at once, as what is
+    computed again may be longer than prompts.
     """
 
     def __init__(self, sizes: OrcaSizes, stages: int) -> None:
@@ -137,13 +126,12 @@ class S3Policy(OrcaPolicy):
         self._most_waiting = POOL_PER_SLOT * self.slots
 
     def wants(self, ready: int) -> bool:
-        """Whether the pool could be larger."""
         return len(self.queue) < self._most_waiting
 
 
 class Outgrown(NamedTuple):
-    """A ready request, by any number, whose next token has no room in the `size` token slots that
-    it has, and what it has after these are `doubled`, up to its most tokens.
+    """A ready request whose next token has no room in its `size` slots; `doubled` are up to its
+    most tokens.
     """
 
     number: int
@@ -152,17 +140,13 @@ class Outgrown(NamedTuple):
 
     @classmethod
     def of(cls, number: int, size: int, most: int) -> Outgrown:
-        """One that may have `most` tokens."""
         return cls(number, size, min(2 * size, most))
 
 
 def supervised(short: Sequence[Outgrown], available: int) -> Iterator[tuple[Outgrown, bool]]:
-    """Yield, one by one, requests in the order of their arrival, and whether each grows to its
-    doubled size, where so many token slots are available, or is preempted.
-
-    One that is preempted gives up what it has and returns to the pool, urgent and with the doubled
-    reservation. Of several that cannot grow the one that came last is preempted first, which may
-    make room for the others.
+    """Yield requests in the order of arrival, and whether each grows to its doubled size or is
+    preempted: back to the pool, urgent, with the doubled reservation. The last to come is preempted
+    first.
     """
     while short:
         left: list[Outgrown] = []
@@ -181,15 +165,13 @@ def supervised(short: Sequence[Outgrown], available: int) -> Iterator[tuple[Outg
 
 
 class _Decoding(NamedTuple):
-    """A request that decodes: the number of its first step, and the tokens before that."""
-
     step: int
     text: int
 
 
 class S3Schedule(OrcaSchedule):
-    """The order of passes of a queue of `rows`, of which the pool is filled up before each pass.
-    Keys and values of preempted requests are computed again. Raises as `OrcaSchedule`.
+    """The order of passes of `rows`, whose pool is filled before each pass; preempted requests are
+    computed again.
     """
 
     def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
@@ -206,11 +188,9 @@ class S3Schedule(OrcaSchedule):
         expected: Sequence[int | None] = rows.expected or [None] * len(self._most)
         return list(map(first_reservation_of, self._texts, self._most, expected))
 
-    def _begin(self) -> None:
-        """Draw requests before each pass only."""
+    def _begin(self) -> None: ...
 
     def _select(self, cohort: Cohort) -> list[tuple[int, int]]:
-        """Give room to those that have outgrown theirs, then let newcomers join."""
         self._draw(self._most_waiting)
         if cohort.step in cohort.outgrows:
             self._supervise(cohort, cohort.outgrows.pop(cohort.step))
@@ -230,7 +210,6 @@ class S3Schedule(OrcaSchedule):
             self._note_outgrowing(cohort, each.number)
 
     def _preempt(self, cohort: Cohort, outgrown: Outgrown) -> None:
-        """Put a request that decodes back into the pool, to be prefilled with all of its tokens."""
         request = outgrown.number
         began = self._decoding.pop(request)
         steps = cohort.step - began.step

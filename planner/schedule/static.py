@@ -1,8 +1,7 @@
-"""The policy `static`: decisions over the planned KV slots, and what they make of a whole job.
-
-The first requests fill all KV slots; every group of decode slots steps when all of its requests
-have their first token, and again when its last step came back (LLM-PQ section 4.3). Finished
-requests leave and newcomers take their slots: their prefills and the decode steps take turns.
+"""The policy `static`: decisions over the planned KV slots, and what they make of a whole job. The
+first requests fill all slots; a group of decode slots steps when all of its requests have their
+first token, and again when its step came back (LLM-PQ section 4.3). Newcomers take the slots of
+those that ended: prefills and decode steps take turns.
 """
 
 from __future__ import annotations
@@ -35,11 +34,8 @@ def refill_from(slots: int, prefill_size: int, stages: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class SlotGroup:
-    """The slots from `first` up to `end`, which decode together: `free`, `prefilling` and
-    `decoding` ones.
-
-    A group that `fills` has not stepped since it was last empty, and waits for all of its
-    newcomers.
+    """The slots from `first` up to `end`, which decode together; one that `fills` has not stepped
+    since it was empty, and waits for all newcomers.
     """
 
     index: int
@@ -53,15 +49,12 @@ class SlotGroup:
     is_ready: bool = False
 
     def __post_init__(self) -> None:
-        """Free all slots."""
         self.free = self.end - self.first
 
 
 class StaticPolicy:
-    """The decisions of the policy over `slots` KV slots: which are prefilled and which group steps.
-
-    They depend on who ends with which micro-batch but not on time, as the oldest micro-batch under
-    way is waited for, and never which of them is done.
+    """The decisions over `slots` KV slots. They depend on who ends when but not on time, as the
+    oldest micro-batch under way is always waited for.
     """
 
     def __init__(self, slots: int, sizes: MicroBatches, stages: int) -> None:
@@ -88,10 +81,8 @@ class StaticPolicy:
         return self.refills or self._empty_groups > 0
 
     def next(self, waiting: int) -> list[int] | SlotGroup | None:
-        """Choose the next micro-batch where so many requests wait: the slots that the first of them
-        take, or a group that steps; None where there is none now.
-
-        The first requests fill all slots, then prefills and decode steps take turns.
+        """The slots of the next prefill, or a group that steps; None where there is none now. The
+        first requests fill all slots, then prefills and decode steps take turns.
         """
         size = self._largest_prefill(waiting) if self.refills else 0
         group = None
@@ -147,7 +138,6 @@ class StaticPolicy:
         return [group]
 
     def leave(self, slot: int) -> None:
-        """Free the slot of a request that is done."""
         group = self.group_of[slot]
         group.decoding -= 1
         group.free += 1
@@ -167,13 +157,10 @@ class StaticPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of a micro-batch through all stages.
-
-    `index` is the number of a prefill in order of submission, or of the decode group in slot order;
-    `step` is 0 in prefill and counts a group's decode steps from 1. Each of `requests` requests
-    adds `tokens` tokens to `context_length` before them: their means, rounded, where lengths
-    differ; `prompts` has the lengths of a prefill's prompts then. `results_before` counts the
-    results that came back before it was submitted.
+    """One pass through all stages. `index`: of a prefill by submission, or of the decode group;
+    `step`: 0 in prefill, else from 1. Each request adds `tokens` to `context_length` (rounded
+    means); `prompts`: lengths of a prefill's unlike prompts. `results_before` results came back
+    before.
     """
 
     phase: Phase
@@ -187,16 +174,13 @@ class Pass:
 
     @property
     def all_tokens(self) -> int:
-        """The tokens that all of its requests add."""
         return sum(self.prompts) if self.prompts else self.requests * self.tokens
 
 
 @dataclass(frozen=True)
 class JobRows:
-    """Prompt and output tokens of a job's requests [R], in the order of their queue.
-
-    `reserved`: the most tokens that each may have when it is done; None where all run to that.
-    `expected`: the new tokens that a predictor expects of each; None: as many as it may get.
+    """Prompt and output tokens of a job's requests [R] in queue order, the most tokens each may
+    `reserve` (None: those), and the new tokens a predictor expects (None: the most).
     """
 
     prompts: Sequence[int]
@@ -206,13 +190,12 @@ class JobRows:
 
     @classmethod
     def alike(cls, workload: Workload) -> JobRows:
-        """The requests of one batch."""
         rows = workload.global_batch
         return cls([workload.prompt_length] * rows, [workload.new_tokens] * rows)
 
     @classmethod
     def of(cls, job: Job, count: int) -> JobRows:
-        """So many requests of the job's lengths, with what its predictor expects of them."""
+        """So many requests of the job's lengths, with what its predictor expects."""
         prompts, outputs = job.lengths.rows(count)
         reserved = job.lengths.reserved(prompts, outputs)
         expected = None if job.predictor is None else job.predictor.predicted(outputs)
@@ -220,17 +203,14 @@ class JobRows:
 
 
 def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tuple[Pass, ...]:
-    """All passes of one batch in the first stage's order of computing; all run n tokens."""
     schedule = JobSchedule(JobRows.alike(workload), workload.global_batch, sizes, stages)
     return tuple(schedule.passes())
 
 
 @dataclass(slots=True)
 class _GroupCount:
-    """Of a group: its steps so far, and the tokens before the next step of all that decode.
-
-    `ends` has, by number of the step that gives them their last token, slots and their context
-    after it.
+    """A group's steps so far, the tokens before its next step, and by ending step (slot, context
+    after it).
     """
 
     step: int = 0
@@ -239,10 +219,8 @@ class _GroupCount:
 
 
 class JobSchedule:
-    """The order of passes of a queue of `rows` under `policy`, a new `StaticPolicy` of these sizes.
-
-    Every request runs all of its output tokens. It costs something when it comes and when it
-    leaves, but nothing while it decodes, so that a pass takes a few microseconds.
+    """The order of passes of `rows`, each of which runs all of its output tokens. Requests cost
+    something when they come and leave only, so that a pass takes a few microseconds.
     """
 
     def __init__(self, rows: JobRows, slots: int, sizes: MicroBatches, stages: int) -> None:
@@ -280,7 +258,6 @@ class JobSchedule:
         return Pass("prefill", index, 0, size, tokens, 0, self._results, prompts)
 
     def _submitted(self) -> Iterator[list[int] | SlotGroup]:
-        """Yield the slots of each prefill, and each group that steps."""
         rows, next_of, most = len(self._outputs), self.policy.next, self.policy.most_under_way
         under_way: deque[tuple[list[int] | SlotGroup, int]] = deque()
         while True:
@@ -301,7 +278,6 @@ class JobSchedule:
                 return
 
     def _complete(self, done: list[int] | SlotGroup, first_request: int) -> None:
-        """Take in the tokens of a pass: the requests that have their last one leave."""
         self._results += 1
         if isinstance(done, SlotGroup):
             touched = self.policy.stepped(done.first)
@@ -317,7 +293,6 @@ class JobSchedule:
         self.policy.settle(touched)
 
     def _begin(self, request: int, slot: int) -> None:
-        """Let a request make its decode steps, which has its first token."""
         prompt, steps = self._prompts[request], self._outputs[request] - 1
         if not steps:
             self._leave(slot)

@@ -18,13 +18,9 @@ LATENCY_SHARE = 0.1
 
 @dataclass(frozen=True)
 class SteadyCycle:
-    """A cycle in which `prefill_requests` (B_E) newcomers are prefilled and every group of the
-    requests `in_flight` makes `decode_steps` (N_D) steps; it comes again until all `prompts` are
-    done. A request makes `mean_steps` steps in all. `groups` (B_m): None for as many as the size of
-    a decode step makes.
-
-    Stages that only prefill have no steps. Those that only decode have newcomers which others
-    prefill: `prefills` is false.
+    """A cycle of `prefill_requests` (B_E) newcomers and `decode_steps` (N_D) steps of every group
+    (B_m; None: by size), again until all `prompts` are done. Stages that only prefill have no
+    steps; those that only decode have newcomers that others prefill: `prefills` is false.
     """
 
     prefill_requests: int
@@ -36,9 +32,8 @@ class SteadyCycle:
     prefills: bool = True
 
     def passes(self, sizes: MicroBatches) -> JobPasses:
-        """The passes of the whole job in micro-batches of these sizes; all groups take their turn
-        one after the other, so that the pipeline fills once a cycle. Where stages only prefill, it
-        never runs empty; `LATENCY_SHARE` has the sum over stages count, for the latency.
+        """The passes of the job; groups take turns one after the other, so the pipeline fills once
+        a cycle. Where stages only prefill it never runs empty.
         """
         cycles = self.prompts / self.prefill_requests
         groups = self.groups or ceil(self.in_flight / sizes.decode)

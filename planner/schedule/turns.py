@@ -1,11 +1,7 @@
-"""What a schedule `rra` decides: when a group of requests takes its turn, and how many newcomers
-join it (ExeGPT, sections 4.1 and 5.2).
-
-A turn has `prefill_requests / groups` newcomers, and where the group is too small as many more as
-ended in it since its last turn, "to maintain consistent batch sizes" (section 4.1). So a group that
-fills up for the first time grows by the newcomers of one turn at a time: its requests have unlike
-ages, as in the steady state, and nobody waits for many more prompts of others than the forecast of
-latencies has. In simulations of six kinds of lengths groups that were filled at once had 0.8 to
+"""What a schedule `rra` decides: when a group takes its turn, and how many newcomers join it
+(ExeGPT sections 4.1, 5.2). A turn has `prefill_requests / groups` newcomers, and in too small a
+group as many more as ended in it. A group so grows by the newcomers of one turn at a time, and its
+requests have unlike ages: in simulations of six kinds of lengths groups filled at once had 0.8 to
 2.3 % of their first requests above the 99th percentile of the steady state, those that grow 0.5 to
 1.2 %; jobs of 3,000 requests took 0.2 to 0.7 % longer.
 """
@@ -24,11 +20,8 @@ from planner.scheduling import RequestSchedule
 
 @dataclass(slots=True, eq=False)
 class TurnGroup:
-    """A group of so many `requests`, of which `parts` are newcomers whose prefills are still to be
-    submitted. It has micro-batches `under_way`, and `steps_left` before its next turn.
-
-    `ended` counts requests since the last turn; `credit` is what it has left over of the newcomers
-    of earlier turns, in shares of a newcomer.
+    """A group whose `parts` are newcomers still to be prefilled; `ended` counts requests since the
+    last turn, `credit` what is left over of earlier turns, in shares of a newcomer.
     """
 
     index: int
@@ -42,14 +35,13 @@ class TurnGroup:
 
     @property
     def is_at_turn(self) -> bool:
-        """Whether newcomers may join when it is due next."""
         return not (self.parts or self.under_way or self.steps_left)
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of `groups` groups that follow `schedule`: in the steady state each of them has
-    `least` to `most` requests after its turn.
+    """The turns of `groups` groups, each of which has `least` to `most` requests after its turn in
+    the steady state.
     """
 
     schedule: RequestSchedule
@@ -59,8 +51,8 @@ class Turns:
 
     @classmethod
     def of(cls, schedule: RequestSchedule, most_requests: int | None = None) -> Turns:
-        """Turns of as many groups as the schedule has decode micro-batches; of more, where a group
-        would have more than `most_requests`.
+        """Turns of as many groups as the schedule has decode micro-batches, or as keep to
+        `most_requests` in each.
         """
         groups = schedule.decode_micro_batches
         found = cls._of_groups(schedule, groups)
@@ -81,16 +73,12 @@ class Turns:
         return group * self.schedule.prefill_requests % self.groups
 
     def next_credit(self, credit: int) -> int:
-        """The credit that is left after a turn."""
         return (credit + self.schedule.prefill_requests) % self.groups
 
     def is_near(self, steps_left: Iterable[int]) -> bool:
-        """Whether a group that has come to its turn waits for another one, as these groups come to
-        theirs in so many steps; one without requests never waits.
-
-        Prefills leave a bubble behind them, which those that follow at once share: turns of groups
-        that were apart by a step took up to 7 % of the tokens per second of 2 stages. A group that
-        waits makes steps meanwhile.
+        """Whether a group at its turn waits, and steps meanwhile, for others that come to theirs in
+        so many steps: prefills that follow at once share a bubble, which took up to 7 % of the
+        tokens per second of 2 stages.
         """
         near = self.schedule.decode_steps // 2
         return any(0 < each <= near for each in steps_left)
@@ -98,9 +86,8 @@ class Turns:
     def newcomers(
         self, group: TurnGroup, share: int, texts: Sequence[int], replayed: int = 0
     ) -> int:
-        """How many requests at the front of the queue, whose prompts have `texts` tokens [at most
-        `most`], join the group, if there is memory for all of them: at most `share`. The first
-        `replayed` of them have run before a fault.
+        """How many requests at the front, of `texts` tokens [at most `most`], join the group: at
+        most `share`. The first `replayed` have run before a fault.
         """
         wanted = (group.credit + self.schedule.prefill_requests) // self.groups
         missing = self.least - group.requests
@@ -117,9 +104,8 @@ class Turns:
 def evened(
     schedule: RequestSchedule, wanted: int, room: int, texts: Sequence[int], fewest: int = 0
 ) -> int:
-    """About `wanted`, at least `fewest` and at most `room`: so many prompts of `texts` tokens, in
-    this order, that the sum of their tokens is within the tolerance of that of `wanted` prompts of
-    the mean, where this is possible (ExeGPT section 5.2).
+    """About `wanted`, from `fewest` to `room`: so many prompts that the sum of their tokens is
+    within the tolerance of that of `wanted` mean ones, where possible (ExeGPT section 5.2).
     """
     tokens, tolerance = wanted * Fraction(schedule.mean_prompt_tokens), schedule.exact_tolerance
     low, high = ceil((1 - tolerance) * tokens), floor((1 + tolerance) * tokens)
@@ -148,8 +134,7 @@ class TurnQueue(Protocol):
     """Requests that wait for their turns, by the memory and slots that there are for them."""
 
     @property
-    def waiting(self) -> int:
-        """How many wait."""
+    def waiting(self) -> int: ...
 
     def front(self, most: int) -> tuple[Sequence[int], int]:
         """Tokens of the first prompts, at most so many, and how many of these run again."""
@@ -157,18 +142,14 @@ class TurnQueue(Protocol):
     def room_for(self, wanted: int) -> int:
         """For how many of the first `wanted` there is memory."""
 
-    def take(self, count: int) -> list[int]:
-        """Take the first requests; returns their numbers."""
+    def take(self, count: int) -> list[int]: ...
 
 
 class RraPolicy:
-    """The decisions of a schedule `rra`: which group goes on, and who joins it.
-
-    A group takes a turn of newcomers, whose prompts are prefilled in as few micro-batches as
-    possible; when all are back, its requests make `decode_steps` steps, each as soon as the one
-    before is back. Micro-batches are submitted in the order in which their group got ready. A group
-    without requests takes its turn as soon as one waits, of those it shares few with the other
-    groups, and a turn that found nobody waiting is made up for after any later step.
+    """Which group goes on, and who joins it. A turn's newcomers are prefilled in as few
+    micro-batches as possible; when all are back, the group makes `decode_steps` steps. Empty groups
+    take a turn as soon as a request waits, sharing few; a turn that found nobody is made up for
+    after any later step.
     """
 
     def __init__(self, schedule: RequestSchedule, most_in_group: int, most_in_part: int) -> None:
@@ -179,9 +160,8 @@ class RraPolicy:
         self.follow(schedule)
 
     def follow(self, schedule: RequestSchedule) -> None:
-        """Take turns by another schedule from now on: each group from its next turn on.
-
-        Groups that are too many for it take nobody any more; prefills are as large as before.
+        """Take turns by another schedule, each group from its next one; groups that are too many
+        take nobody any more.
         """
         turns = self._turns = Turns.of(schedule, self._most_in_group)
         for index in range(len(self.groups), turns.groups):
@@ -197,8 +177,8 @@ class RraPolicy:
         return (empty > 0 or takes_turn) and waiting < self._turns.most * max(1, empty)
 
     def next(self, queue: TurnQueue) -> tuple[TurnGroup, list[int]] | None:
-        """Choose the next micro-batch: a group, and those of its newcomers that are prefilled, or
-        nobody where it steps; None where there is none now.
+        """A group, and those of its newcomers that are prefilled next, or nobody where it steps;
+        None for now.
         """
         self._wake(queue.waiting)
         while self._due:
@@ -217,21 +197,19 @@ class RraPolicy:
         return None
 
     def leave(self, group: TurnGroup, requests: int) -> None:
-        """Have so many requests leave a group."""
         group.requests -= requests
         group.ended += requests
         if not group.requests:
             group.steps_left = 0
 
     def take_back(self, group: TurnGroup) -> None:
-        """Take back a micro-batch of a group, once those have left who ended with it."""
+        """Take back a micro-batch, once those have left who ended with it."""
         group.under_way -= 1
         if group.requests and not (group.under_way or group.parts):
             self._come_due(group)
 
     @property
     def _open_groups(self) -> list[TurnGroup]:
-        """Those that newcomers may join: a schedule before may have had more."""
         return self.groups[: self._turns.groups]
 
     @property
@@ -248,11 +226,9 @@ class RraPolicy:
                     group.ended = 0
 
     def _waits(self, group: TurnGroup) -> bool:
-        """Whether another group comes to its turn soon, and this one goes on until then."""
         return bool(group.requests) and self._turns.is_near(g.steps_left for g in self.groups)
 
     def _begin_turn(self, group: TurnGroup, queue: TurnQueue) -> None:
-        """Let newcomers join, where some wait."""
         joining = self._newcomers(group, queue) if group.index < self._turns.groups else 0
         group.ended = 0
         if not queue.waiting:

@@ -57,7 +57,6 @@ def plans_beside(
 
 
 def choice(costs: CostModel, solution: Solution, seconds: float) -> PlanChoice:
-    """The figures of a solution that takes so many seconds for the batch or the job."""
     _, bitwidth = expanded(solution.assignment, costs.options.group)
     return PlanChoice(
         in_flight=solution.workload.global_batch,
@@ -69,7 +68,7 @@ def choice(costs: CostModel, solution: Solution, seconds: float) -> PlanChoice:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The plan that is asked about: its costs at its theta, its predicted seconds, and the time for
+    """The plan that is asked about: costs at its theta, predicted seconds, and the time for
     answers.
     """
 
@@ -79,7 +78,6 @@ class _Plan:
     time_left: SearchTime
 
     def answer_options(self) -> PlanOptions:
-        """The options for an answer, which is less exact than the plan and has less time."""
         options = self.costs.options
         limit_s = min(ANSWER_TIME * options.search_time_limit, self.time_left.next_s())
         return replace(options, relative_gap=ANSWER_GAP, search_time_limit=limit_s)
@@ -101,8 +99,8 @@ class _Plan:
 
 
 def _curve(plan: _Plan, job: Job) -> Iterator[PlanChoice]:
-    """Yield the best plans for other numbers in flight, on the plan's devices in its order; without
-    those numbers that do not fit.
+    """Yield the best plans for other numbers in flight that fit, on the plan's devices in its
+    order.
     """
     own = plan.solution.workload.global_batch
     steps = range(-CURVE_REACH, CURVE_REACH + 1)
@@ -114,7 +112,6 @@ def _curve(plan: _Plan, job: Job) -> Iterator[PlanChoice]:
 
 
 def _at_number(plan: _Plan, job: Job, number: int) -> Solution | None:
-    """The plan with so many in flight; None where that does not fit."""
     solution, options = plan.solution, plan.costs.options
     workload = plan.costs.in_flight(job, number)
     costs = replace(solution.costs(plan.costs), workload=workload)
@@ -130,9 +127,7 @@ def _at_number(plan: _Plan, job: Job, number: int) -> Solution | None:
 
 
 def _more_devices(plan: _Plan, clock: Callable[[], float]) -> Iterator[MoreDevices]:
-    """Yield what one more of each kind of device brings, beside those that the plan uses; nothing
-    where the plan is better without it.
-    """
+    """Yield what one more of each kind of device brings; nothing where a plan is better without."""
     used, number = len(plan.solution.devices), plan.solution.workload.global_batch
     most = number if plan.costs.job is None else plan.costs.job.prompts
     known = {number, min(most, round(number * (used + 1) / used))}
@@ -157,7 +152,6 @@ def _with_one_more(
 
 
 def _beaten_by(plan: _Plan, clock: Callable[[], float]) -> PlanChoice | None:
-    """A plan with fewer prompts in flight that beats the plan of a batch in both."""
     costs, batch = plan.costs, plan.costs.workload.global_batch
     own = choice(costs, plan.solution, plan.predicted_s)
     options = costs.options

@@ -77,11 +77,9 @@ class BaselineChoice:
 
 @dataclass(frozen=True)
 class BaselinePolicy:
-    """The decisions of a baseline: the sizes it tries, its partition, what it looks for.
-
-    Of the orders of `baseline_orders` and all sizes it takes the least by the first of `least`, of
-    equal ones the least by the next. With `one_bitwidth` that is the highest at which anything
-    fits. The second of `sized` counts where nothing fits by the first, at any bitwidth.
+    """Of the orders and all sizes `sized` it takes the least by the first of `least`, of equal ones
+    by the next; with `one_bitwidth` the highest that fits. The second of `sized` counts where
+    nothing fits by the first.
     """
 
     sized: tuple[
@@ -102,7 +100,6 @@ class BaselinePolicy:
 
 
 def as_published(costs: CostModel) -> CostModel:
-    """The costs with the LM head on the last stage, and layers decided one by one."""
     return replace(costs, head_on_first=False, options=replace(costs.options, group=1))
 
 
@@ -114,9 +111,8 @@ def with_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
 
 
 def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:
-    """The device orders that a baseline tries: one for each pair of kinds at the ends, on which
-    memory depends, and the most promising one by the bounds of the search. The stages between the
-    ends change little: layers cost the same there wherever a device stands.
+    """One order for each pair of kinds at the ends, on which memory depends, and the most promising
+    one by the search's bounds; stages between change little.
     """
     together = replace(costs, options=replace(costs.options, all_orders=False))
     orders = list(end_choices(together))
@@ -128,9 +124,7 @@ def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:
 def choose(
     costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
 ) -> BaselineChoice:
-    """The baseline's choice; DoesNotFitError where nothing fits. `orders` are those of
-    `baseline_orders` where they are known.
-    """
+    """The baseline's choice; DoesNotFitError where nothing fits."""
     policy = POLICIES[name]
     orders = orders or baseline_orders(costs)
     for sized in policy.sized:
@@ -151,7 +145,6 @@ def choose(
 def _least(
     found: list[BaselineChoice], figures: Sequence[Callable[[BaselineChoice], float]]
 ) -> BaselineChoice:
-    """The least by the first figure; by the next among those within the solver's gap of it."""
     *first, last = figures
     for figure in first:
         limit = min(map(figure, found)) * (1 + ADABITS.relative_gap)
@@ -168,7 +161,6 @@ def _of_each_order(
 
 
 def _fits_evenly(problem: AssignmentProblem) -> bool:
-    """Whether some bitwidth fits where layers are spread evenly."""
     try:
         uniform_assignment(problem)
     except InfeasibleError:
@@ -201,12 +193,9 @@ POLICIES = {
 
 
 def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
-    """The plan of the baseline that `costs.options.method` names (`--method uniform` and
-    `pipeedge`), to be run like any other.
-
-    Of a job whose number in flight is not fixed it is the one with the best number. It has one
-    bitwidth; the costs changed so are returned with it. The lower bound is that of the baseline's
-    own order and sizes. Raises DoesNotFitError where it does not fit.
+    """The plan of the baseline that `costs.options.method` names, with the best number in flight,
+    and the costs with its one bitwidth. The bound is of its own order and sizes. DoesNotFitError
+    where it does not fit.
     """
     name, costs = costs.options.method, as_published(costs)
     if costs.job is not None and costs.options.in_flight == AUTO:
@@ -220,9 +209,8 @@ def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
 
 
 def _at_best_number(costs: CostModel, job: Job) -> BaselineChoice:
-    """The baseline's choice for the number in flight with which the job is simulated to end first:
-    of numbers ever twice as many, and then ever nearer to the best. DoesNotFitError where the
-    fewest that are allowed do not fit.
+    """The choice with which the job is simulated to end first, of numbers ever twice as many, then
+    nearer the best.
     """
     least, tried = costs.workload.global_batch, dict[int, tuple[float, BaselineChoice]]()
 
@@ -270,10 +258,8 @@ def baselines(costs: CostModel) -> tuple[Baseline, ...]:
 def baseline(
     costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
 ) -> Baseline:
-    """The baseline of that name, with these `orders` if they are known; without figures where it
-    does not fit.
-
-    All but the offloading estimates are simulated like the plan; the LM head is on the last stage.
+    """The baseline of that name, simulated like the plan but for offloading; without figures where
+    it does not fit.
     """
     try:
         if name in OFFLOADED:
@@ -291,9 +277,8 @@ def baseline(
 
 
 def offloading(costs: CostModel, name: str) -> OffloadingEstimate:
-    """FlexGen in the cluster's own order; hosts that state no memory are not limited.
-
-    Raises InfeasibleError where the hosts' memory is short.
+    """FlexGen in the cluster's own order; hosts that state no memory are not limited. Raises
+    InfeasibleError.
     """
     bits = OFFLOADED[name]
     costs = as_published(with_one_bitwidth(costs, bits))

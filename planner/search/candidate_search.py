@@ -45,7 +45,6 @@ class SearchTime:
 
     @property
     def is_over(self) -> bool:
-        """Whether time is up, so that only what has to be is searched for."""
         return self._clock() >= self._end_s
 
     def next_s(self) -> float:
@@ -54,11 +53,9 @@ class SearchTime:
 
 
 class CandidateSearch:
-    """Solves candidates one by one, best bound first, until none can be better than the gap.
-
-    Out of time (`search_time_limit`) it stops at the best plan so far, if there is one. Candidates
-    are solved for plans up to the share `slack` above the best, of which the best `most_kept`
-    (None: all) are kept as `solutions`.
+    """Solves candidates, best bound first, until none can be better than the gap, or out of time
+    (`search_time_limit`) with a plan. Plans up to `slack` above the best are kept, `most_kept` of
+    them (None: all).
     """
 
     def __init__(
@@ -79,8 +76,8 @@ class CandidateSearch:
         self._solved = 0
 
     def run(self, searched: Sequence[Candidates], gap: float, most: int | None = None) -> None:
-        """Search all of `searched` together, until none that is left can beat the best plan by more
-        than `gap`, or until `most` of them have been solved.
+        """Search all together, until none left can beat the best by more than `gap`, or `most` have
+        been solved.
         """
         for _ in range(most) if most is not None else itertools.count():
             if not searched or self.is_over:
@@ -97,7 +94,6 @@ class CandidateSearch:
 
     @property
     def best(self) -> SearchCandidate | None:
-        """The candidate that has the best plan so far."""
         return None if self._best is None else self._best[0]
 
     @property
@@ -106,10 +102,8 @@ class CandidateSearch:
         return self._best is not None and self._seconds_left() <= 0
 
     def solutions(self, searched: Sequence[Candidates]) -> list[Solution]:
-        """The best plan of all that were `searched`, and then the others within the slack, best
-        first; InfeasibleError if there is none.
-
-        An assignment is "optimal" only if that is proven over all candidates.
+        """The best plan of all `searched`, then others within the slack; InfeasibleError if there
+        is none. "optimal" only if proven over all candidates.
         """
         count = sum(candidates.count for candidates in searched)
         if self._best is None:
@@ -146,11 +140,9 @@ class CandidateSearch:
         return self._options.search_time_limit - (self._clock() - self._start)
 
     def _lowest(self) -> float:
-        """The best objective so far, in seconds."""
         return math.inf if self._best is None else self._best[1].objective
 
     def _most(self) -> float:
-        """Seconds up to which a plan is kept."""
         most = self._lowest() * (1 + self._slack)
         if self._most_kept is None or len(self._kept) < self._most_kept - 1:
             return most
@@ -159,7 +151,6 @@ class CandidateSearch:
         return min(most, others[max(self._most_kept - 2, 0)])
 
     def _try(self, candidate: SearchCandidate) -> None:
-        """Solve one candidate, as far as it can beat the best."""
         self._solved += 1
         try:
             found = self._solve(candidate)
@@ -174,7 +165,6 @@ class CandidateSearch:
             self._kept.append((candidate, found))
 
     def _solve(self, candidate: SearchCandidate) -> Assignment:
-        """Solve with the solver that was asked for, or from its first refusal on with HiGHS."""
         try:
             return self._solve_as_asked(candidate)
         except SolverUnavailableError as error:
@@ -183,7 +173,6 @@ class CandidateSearch:
             return self._solve_as_asked(candidate)
 
     def _solve_as_asked(self, candidate: SearchCandidate) -> Assignment:
-        """Solve by the method asked for; one set of tables serves all candidates."""
         options, problem = self._options, candidate.problem
         limit_s = options.ilp_time_limit
         if self._best is not None:
@@ -197,12 +186,9 @@ class CandidateSearch:
 
 
 def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> Solution:
-    """The best of every order and size of all devices, then of fewer while that is better.
-
-    The sets to begin with are searched together, so that none takes all of the time before the best
-    of them is known; later ones one by one. The bound holds for the candidates that were looked at:
-    all devices, and each set of devices that lacks one of a set that had the best plan, or has one
-    more.
+    """The best of every order and size of all devices, then of fewer while that is better. First
+    sets are searched together, later ones one by one. The bound holds for candidates looked at: all
+    devices, and sets one device away from a best one.
     """
     runner = CandidateSearch(costs.options, clock)
     searched: list[Candidates] = []
@@ -243,7 +229,6 @@ def untried_sets(
 
 
 def _candidates(costs: CostModel, devices: tuple[Device, ...]) -> list[Candidates]:
-    """The candidates of a set of devices; none where it does not fit."""
     try:
         return [Candidates(replace(costs, cluster=replace(costs.cluster, devices=devices)))]
     except DoesNotFitError:

@@ -33,9 +33,8 @@ ELSEWHERE = 10**6  # no device's index on its node
 
 @dataclass(frozen=True, eq=False)
 class SearchCandidate:
-    """One device order with one pair of micro-batch sizes and a place for the LM head.
-
-    `bound`: seconds that no plan of it is below.
+    """One device order with micro-batch sizes and the head's place; no plan is below `bound`
+    seconds.
     """
 
     workload: Workload
@@ -47,9 +46,8 @@ class SearchCandidate:
 
 
 class Candidates:
-    """All feasible candidates, most promising first.
-
-    Raises `DoesNotFitError` if there is none, and `SpecError` for sizes that cannot be searched.
+    """All feasible candidates, most promising first; `DoesNotFitError` if there is none,
+    `SpecError` for wrong sizes.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -83,12 +81,10 @@ class Candidates:
             )
 
     def __iter__(self) -> Iterator[SearchCandidate]:
-        """Take all candidates that are left."""
         while self._heap:
             yield self.pop()
 
     def _fill(self, costs: CostModel) -> None:
-        """Group the orders by their ends, on which alone it depends which sizes fit."""
         devices = canonical_devices(costs.cluster.devices)
         tree = order_tree(devices, costs.options.all_orders)
         prices = SharedPrices()
@@ -131,14 +127,13 @@ class OrdersByEnds:
 
     @cached_property
     def problem(self) -> AssignmentProblem:
-        """The problem of one of the orders."""
         sized = self.sized
         problem = sized.costs.problem([sized.devices[i] for i in self.tree.example], sized.sizes)
         return grouped(problem, sized.costs.options.group)
 
     def refine(self) -> None:
-        """Raise the bound: by prices that have been found for these sizes since, and otherwise by
-        those that are best for these ends, after which orders may be asked for.
+        """Raise the bound by prices found for these sizes since, else by those best for these ends;
+        then `pop` may be called.
         """
         if self.sized.prices.are_known and not self._by_own_prices:
             self._rough_bound, self._by_own_prices = self.sized.rough_bound(self._kinds), True
@@ -183,14 +178,10 @@ class SharedPrices:
 
     @property
     def are_known(self) -> bool:
-        """Whether any have been found."""
         return bool(self._by_kind)
 
     def keep(self, prices: Prices, kind_of_stage: Sequence[int], rows: Sequence[int]) -> None:
-        """Keep the prices of each stage's kind; `rows` [N] are the stages' rows of `prices`.
-
-        For a kind that is also between the ends, the prices that it has there are kept.
-        """
+        """Keep the prices by kind; `rows` [N] are the stages' rows. Those between the ends win."""
         self._trip = prices.trip
         columns = prices.prefill, prices.decode, prices.memory
         stages = list(zip(kind_of_stage, rows, strict=True))
@@ -213,9 +204,8 @@ class SharedPrices:
 
 @dataclass(frozen=True, eq=False)
 class _RoughPrices:
-    """What makes up a bound on orders by the kinds of device [K], in seconds: all layers where they
-    are cheapest, all else on a stage at the beginning, between the ends or at the end, the cheapest
-    transfer from a stage, and the way back from the last stage to the first [K, K].
+    """What bounds orders by kinds of device [K], in seconds: all layers where cheapest, all else on
+    a stage first, between or last, the cheapest transfer onward, and the way back [K, K].
     """
 
     layers: float
@@ -237,11 +227,9 @@ class _RoughPrices:
 
 
 class SizedOrders:
-    """Data that all orders of `devices` share at one pair of sizes: transfers, and prices.
-
-    `onward_s` [2, K, K, 2] are seconds per micro-batch: phase, kinds of sender and receiver, and
-    whether they share a node; `back_s` has the same axes, for the way back to the first stage.
-    `prices_of_others` are those found at other sizes: any prove a bound.
+    """What all orders share at one pair of sizes. `onward_s`, `back_s` [2, K, K, 2]: seconds by
+    phase, kinds of sender and receiver, and whether they share a node. Prices of other sizes prove
+    a bound too.
     """
 
     def __init__(
@@ -261,12 +249,10 @@ class SizedOrders:
 
     @cached_property
     def onward_s(self) -> FloatArray:
-        """Seconds of the transfers to the next stage."""
         return self._hops(self.costs.transfers(self.sizes, len(self.devices)).onward_s)
 
     @cached_property
     def back_s(self) -> FloatArray:
-        """Seconds of the transfers from the last stage to the first."""
         return self._hops(self.costs.transfers(self.sizes, len(self.devices)).back_s)
 
     def keep(self, prices: Prices, kind_of_stage: Sequence[int], rows: Sequence[int]) -> None:
@@ -275,8 +261,8 @@ class SizedOrders:
         self._prices_of_others.keep(prices, kind_of_stage, rows)
 
     def rough_bound(self, ends: tuple[int, int]) -> float | None:
-        """A bound in seconds on all orders between ends of two kinds, by shared prices; None where
-        there are none, and for a single stage.
+        """Seconds that no order between such ends is below, by shared prices; None without, and for
+        one stage.
         """
         own = self.prices.are_known
         prices = self.prices if own else self._prices_of_others
@@ -315,7 +301,6 @@ class SizedOrders:
 
 @lru_cache(maxsize=64)
 def _pairs_of_kinds(examples: tuple[Device, ...]) -> tuple[tuple[Device, Device], ...]:
-    """A sender and a receiver of each two kinds, on different nodes and on one."""
     pairs = []
     for sender, other, joined in itertools.product(examples, examples, (False, True)):
         node = sender.node if joined else f"not {sender.node}"

@@ -37,8 +37,6 @@ from quant.common.errors import BoundNotMetError, SpecError
 
 @dataclass(frozen=True, eq=False)
 class PricedPlan:
-    """A plan and the cost model that it was found with, which explains and simulates it."""
-
     plan: PlanSpec
     costs: CostModel
 
@@ -51,9 +49,8 @@ def find_plan(
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PlanSpec:
-    """The best plan for `shape` (found at `source`) on `cluster`.
-
-    Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
+    """The best plan for `shape`, found at `source`; SpecError for what cannot be planned,
+    InfeasibleError if nothing fits.
     """
     return find_priced_plan(cluster, shape, source, workload, options, clock).plan
 
@@ -66,7 +63,7 @@ def find_priced_plan(
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PricedPlan:
-    """Find the best plan as `find_plan` does, and return its cost model with it."""
+    """As `find_plan`, with the plan's cost model."""
     check_stored(shape, options)
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
@@ -79,7 +76,6 @@ def find_priced_plan(
 
 
 def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
-    """Find the plan, without its origin; refusals name no remedies."""
     options = request.options
     if options.kv_bits == AUTO:
         return with_fitting_cache(
@@ -100,7 +96,6 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
 
 
 def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) -> Chosen:
-    """The plan that is wanted: of a quality, by theta, within a bound, or a baseline's own."""
     options = costs.options
     if options.method in BASELINE_METHODS:
         if options.max_omega is not None or options.max_latency_s is not None:
@@ -126,10 +121,8 @@ def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) ->
 
 @dataclass(frozen=True, repr=False)
 class FrontPoint:
-    """One plan of the front, of a batch or a whole job; plan with its `theta` to get it again.
-
-    `objective_latency_s` is the closed form that was optimised, `latency_s` the simulation's,
-    `bits` the mean bitwidth of a layer.
+    """One plan of the front; plan with its `theta` to get it again. `objective_latency_s` is the
+    closed form that was optimised, `latency_s` the simulation's, `bits` the mean of a layer.
     """
 
     theta: float

@@ -30,10 +30,7 @@ Sizes = tuple[int, ...]
 
 
 def degrees_of(costs: CostModel) -> tuple[int, ...]:
-    """The degrees that groups may have: that asked for, or all that the model can be divided by.
-
-    SpecError where the model cannot be divided as asked.
-    """
+    """The degrees asked for, or all that the model can be divided by; SpecError for none."""
     asked = costs.options.tensor_parallel
     if asked == AUTO:
         return possible_degrees(costs.shape)
@@ -43,11 +40,7 @@ def degrees_of(costs: CostModel) -> tuple[int, ...]:
 
 
 def first_sets(costs: CostModel) -> list[tuple[Device, ...]]:
-    """The sets of devices that a search begins with: every grouping with its devices that fit.
-
-    Raises `DoesNotFitError` where there is none: of the groups that were asked for, or of single
-    devices where any groups are allowed.
-    """
+    """Every grouping with its devices that fit; `DoesNotFitError` where there is none."""
     if costs.options.tensor_parallel == 1:
         return fitting_sets(costs)
     found: list[tuple[Device, ...]] = []
@@ -64,9 +57,8 @@ def first_sets(costs: CostModel) -> list[tuple[Device, ...]]:
 
 
 def groupings(costs: CostModel) -> list[tuple[Device, ...]]:
-    """The cluster's devices in each grouping to try first, those in larger groups later.
-
-    SpecError where devices of no node can form a group of the degree asked for.
+    """The devices in each grouping to try first, larger groups later; SpecError where no node can
+    form one.
     """
     degrees = degrees_of(costs)
     pools = equal_devices(costs.cluster)
@@ -86,7 +78,7 @@ def groupings(costs: CostModel) -> list[tuple[Device, ...]]:
 
 
 def neighbours(costs: CostModel, devices: Sequence[Device]) -> Iterator[tuple[Device, ...]]:
-    """Yield the sets that differ from `devices` by two equal groups joined, or one group parted."""
+    """Yield the sets with two equal groups of `devices` joined, or one parted."""
     if costs.options.tensor_parallel != AUTO:
         return
     degrees = degrees_of(costs)
@@ -118,8 +110,8 @@ def unused_devices(costs: CostModel, devices: Sequence[Device]) -> list[Device]:
 def _choices(
     pools: Sequence[Sequence[Device]], degrees: Sequence[int]
 ) -> Iterator[tuple[Sizes, ...]]:
-    """Yield the sizes of groups in each pool: all choices, or one degree for each kind of device,
-    or for all devices, as many as there may be.
+    """Yield the sizes of groups in each pool: all choices, or one degree a kind, or for all, as
+    many as there may be.
     """
     every = [list(_partitions(len(pool), degrees)) for pool in pools]
     kinds: list[Hashable] = [pool[0].cost_kind for pool in pools]
@@ -138,7 +130,6 @@ def _choices(
 
 
 def _partitions(count: int, degrees: Sequence[int]) -> Iterator[Sizes]:
-    """Yield the ways to divide so many devices into groups of these degrees, largest first."""
     if count == 0:
         yield ()
     for degree in sorted(degrees, reverse=True):
@@ -148,7 +139,6 @@ def _partitions(count: int, degrees: Sequence[int]) -> Iterator[Sizes]:
 
 
 def _even(count: int, degrees: Sequence[int]) -> Sizes:
-    """As many groups of the largest degree as there are devices for, the rest in smaller ones."""
     sizes: list[int] = []
     for degree in sorted(degrees, reverse=True):
         sizes += [degree] * ((count - sum(sizes)) // degree)
@@ -156,6 +146,5 @@ def _even(count: int, degrees: Sequence[int]) -> Sizes:
 
 
 def _groups(pool: Sequence[Device], sizes: Sizes) -> list[Device]:
-    """The groups of these sizes of the devices of a pool, in order."""
     ends = itertools.accumulate(sizes)
     return [group_of(pool[end - size : end]) for size, end in zip(sizes, ends, strict=True)]

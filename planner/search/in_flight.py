@@ -58,8 +58,8 @@ more lets more of them in while they are short; fewer make steps shorter, and le
 
 
 class PlanSolver(Protocol):
-    """Finds the best plan at a theta; `quick`: near plans found before, on their devices; within
-    `limit_s` seconds, without it within `search_time_limit`.
+    """Finds the best plan at a theta; `quick`: near plans found before; within `limit_s`, or
+    `search_time_limit`.
     """
 
     def __call__(
@@ -70,8 +70,8 @@ class PlanSolver(Protocol):
 def plan_solver(
     costs: CostModel, clock: Callable[[], float] = time.perf_counter, known: Iterable[int] = ()
 ) -> PlanSolver:
-    """A solver for a batch, or for a job with the number in flight that serves it best. The search
-    for that begins at those `known` to be good.
+    """A solver for a batch, or a job with its best number in flight, searched from those `known` to
+    be good.
     """
     if costs.job is not None and costs.options.in_flight == AUTO:
         return JobSearch(costs, costs.job, clock, known).solve
@@ -97,20 +97,16 @@ def _near(costs: CostModel, found: Solution, clock: Callable[[], float]) -> Solu
 
 
 def _limited(costs: CostModel, limit_s: float | None) -> CostModel:
-    """The costs with this limit of a search, if there is one."""
     if limit_s is None:
         return costs
     return replace(costs, options=replace(costs.options, search_time_limit=limit_s))
 
 
 class Effort(NamedTuple):
-    """How closely numbers in flight are looked at.
-
-    `fine`: ratio of neighbours at last. While weights take the time, throughput grows with the
-    number up to the last that fits, so that is looked for closely. `around`: how many numbers
-    around the best are tried wherever they lie. `turns`: how often at most numbers for one order
-    are tried, and orders for one number. `exploring` and `proving`: how many candidates are solved
-    at most at a time while numbers are tried, and in the end; the gap counts the others.
+    """How closely numbers in flight are looked at. `fine`: ratio of neighbours at last (throughput
+    grows up to the last that fits). `around`: numbers tried around the best. `turns`: of numbers
+    for an order and orders for a number. `exploring`, `proving`: candidates solved at a time, and
+    in the end.
     """
 
     fine: float
@@ -165,7 +161,6 @@ class JobSearch:
         return found
 
     def _best_simulated(self, costs: CostModel, finalists: Sequence[Solution]) -> Solution:
-        """The solution that is best by simulation, of which the objective is a close form."""
         if len(finalists) == 1:
             return finalists[0]
 
@@ -182,9 +177,8 @@ class JobSearch:
         return min(finalists, key=objective_s)
 
     def _other_sets(self) -> list[tuple[Device, ...]]:
-        """Sets of devices to look at besides all of them: those of earlier plans, or where there
-        are none all but one kind, and each kind alone. Fewer devices have room for fewer requests,
-        so leaving them out one by one need not lead there.
+        """Sets of devices besides all of them: those of earlier plans, or all but one kind and each
+        kind alone, as leaving devices out one by one need not lead there.
         """
         options, devices = self._costs.options, self._costs.cluster.devices
         if self._sets or options.keep_all_devices or options.tensor_parallel not in (1, AUTO):
@@ -227,10 +221,8 @@ class _Run:
         self._tried: set[tuple[Hashable, int]] = set()
 
     def search(self, devices: tuple[Device, ...], known: list[int]) -> None:
-        """Search the numbers in flight of one set of devices, where it is not clearly behind.
-
-        Neighbours of the best number are tried with its order of devices, then all orders with the
-        number that is best then, in turns.
+        """Search the numbers in flight of one set of devices, where it is not clearly behind:
+        neighbours of the best with its order, then all orders with the best number, in turns.
         """
         most, best = self._job.most(devices), self.runner.best
         numbers = known or _halves(most)
@@ -259,7 +251,6 @@ class _Run:
         self.runner.run(self.searched, gap, self._effort.proving)
 
     def _try(self, devices: tuple[Device, ...], number: int) -> None:
-        """List the candidates of a number in flight, if it is new and fits."""
         key = cost_key(devices), number
         if number < self._job.least or key in self._tried or self.runner.is_over:
             return
@@ -270,9 +261,9 @@ class _Run:
             return
 
     def _try_neighbours(self, best: SearchCandidate, most: int, ratio: float) -> None:
-        """Try numbers ever nearer to the best one, with its order and prefill sizes near its own;
-        at last the most promising of all around it, wherever they lie, since micro-batches that do
-        not divide the slots evenly make throughput jagged.
+        """Try numbers ever nearer to the best, with its order and prefill sizes near its own; at
+        last the most promising around it, since micro-batches that do not divide the slots make
+        throughput jagged.
         """
         fine, tried = self._effort.fine, {best.workload.global_batch}
         while not self.runner.is_over:
@@ -299,8 +290,8 @@ class _Run:
             self.runner.consider(candidate, EXPLORING_GAP)
 
     def _alike(self, best: SearchCandidate, number: int) -> Iterator[SearchCandidate]:
-        """Yield what fits of so many in flight with the order and the head of `best`, and with its
-        prefill size, half and twice that.
+        """Yield what fits of so many in flight as `best`, with its prefill size, half and twice
+        that.
         """
         costs = self._job.at(self._costs, best.devices, number)
         costs = replace(costs, head_on_first=best.head_on_first)
@@ -317,7 +308,6 @@ class _Run:
 
 
 def _finalists(costs: CostModel, solutions: Sequence[Solution]) -> list[Solution]:
-    """The solutions that are simulated, of some that are given best first."""
     if costs.options.policy != PREDICTING:
         return list(solutions[:FINALISTS])
     found = list(solutions[: FINALISTS // 2])
@@ -330,7 +320,6 @@ def _finalists(costs: CostModel, solutions: Sequence[Solution]) -> list[Solution
 
 
 def _order_of(candidate: SearchCandidate) -> Hashable:
-    """A key that is equal for candidates whose neighbours are the same."""
     return candidate.devices, candidate.sizes, candidate.head_on_first
 
 
@@ -344,7 +333,6 @@ def _greatest(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def _halves(most: int) -> list[int]:
-    """The number, its half, and so on to 1."""
     numbers = [most]
     while numbers[-1] > 1:
         numbers.append(int(numbers[-1] / COARSE))
@@ -352,9 +340,8 @@ def _halves(most: int) -> list[int]:
 
 
 def with_best_batch_size(costs: CostModel, solution: Solution) -> Solution:
-    """The solution with the requests of a micro-batch of both phases (policies `orca` and `s3`)
-    that take the fewest seconds by simulation; unchanged under another policy, and where the user
-    has chosen a size.
+    """The solution with the micro-batch of both phases (`orca`, `s3`) that is fastest by
+    simulation; unchanged under other policies and a chosen size.
     """
     options = costs.options
     if options.policy not in TOKEN_POLICIES or options.max_batch_size is not None:
@@ -366,7 +353,6 @@ def with_best_batch_size(costs: CostModel, solution: Solution) -> Solution:
 
 
 def _fitting_batches(costs: CostModel, solution: Solution) -> Iterator[Solution]:
-    """Yield the solution with each size for which its stages have memory."""
     share, found = -(-solution.workload.global_batch // len(solution.devices)), solution.assignment
     sizes = {solution.sizes.decode, *(max(1, round(share * each)) for each in BATCH_SHARES)}
     for size in sorted(sizes):

@@ -25,8 +25,6 @@ Fits = Callable[[AssignmentProblem], bool]
 
 
 class SizedProblem(NamedTuple):
-    """One device order with one pair of micro-batch sizes."""
-
     devices: tuple[Device, ...]
     sizes: MicroBatches
     problem: AssignmentProblem
@@ -52,9 +50,8 @@ def smallest_sizes(options: PlanOptions) -> MicroBatches:
 def fitting_sizes(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[MicroBatches]:
-    """The sizes with which an order fits; empty only where no pair of sizes at all does.
-
-    Where all sizes near the even share need too much memory, smaller ones are taken.
+    """The sizes with which an order fits, smaller ones where none near the even share does; empty
+    where none fits.
     """
     near = searched_sizes(costs, len(devices))
     found = [each for each in near if _holds(costs, devices, each, fits)]
@@ -75,7 +72,6 @@ def fitting_sizes(
 def fitting_problems(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[SizedProblem]:
-    """The problems of an order that fit, with `fitting_sizes`."""
     return [_sized(costs, devices, each) for each in fitting_sizes(costs, devices, fits)]
 
 
@@ -90,9 +86,8 @@ def problems_near_share(
 def equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits, parts: int = 1
 ) -> list[SizedProblem]:
-    """The problems of all orders that fit with one size in both phases.
-
-    The size is a stage's share of the batch, divided into `parts`, unless sizes are fixed.
+    """The problems that fit with one size in both phases: a stage's share of the batch over
+    `parts`, unless fixed.
     """
     options, found = costs.options, []
     for order in orders:
@@ -105,7 +100,7 @@ def equal_problems(
 def smaller_equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits
 ) -> list[SizedProblem]:
-    """The problems of `equal_problems` with the share halved until some order fits."""
+    """As `equal_problems`, with the share halved until some order fits."""
     parts = 1
     while True:
         found = equal_problems(costs, orders, fits, parts)
@@ -120,9 +115,8 @@ def fits_somehow(costs: CostModel) -> bool:
 
 
 def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
-    """All devices if they have a plan, else the largest sets that have, if devices may be left out.
-
-    Raises `DoesNotFitError` where there is none.
+    """All devices, or the largest sets that have a plan if some may be left out; `DoesNotFitError`
+    if none.
     """
     if fits_somehow(costs):
         return [costs.cluster.devices]
@@ -169,16 +163,13 @@ def heads_of(costs: CostModel) -> list[CostModel]:
 
 
 def end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
-    """Yield one order of all devices for each pair of kinds at the ends, on which alone it depends
-    what fits.
-    """
+    """Yield one order for each pair of kinds at the ends, on which alone it depends what fits."""
     devices = canonical_devices(costs.cluster.devices)
     for part in order_tree(devices, costs.options.all_orders).by_ends.values():
         yield tuple(devices[index] for index in part.example)
 
 
 def _with_fixed(pairs: Sequence[MicroBatches], options: PlanOptions) -> list[MicroBatches]:
-    """The distinct pairs that are left with the user's sizes in place."""
     prefill, decode = options.prefill_micro_batch, options.decode_micro_batch
     fixed = {MicroBatches(prefill or pair.prefill, decode or pair.decode) for pair in pairs}
     return sorted(fixed, key=lambda pair: (pair.decode, pair.prefill))
@@ -190,8 +181,8 @@ def _sized(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches) -> 
 
 
 def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fits: Fits) -> bool:
-    """Whether memory allows these sizes; it is the same for a batch as for a job, whose passes take
-    long to count.
+    """Whether memory allows these sizes, the same for a job as for a batch, whose passes are quick
+    to count.
     """
     if fits is is_feasible:
         return costs.has_room(devices, sizes)
@@ -199,9 +190,7 @@ def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fit
 
 
 def _smallest(costs: CostModel) -> Iterator[tuple[CostModel, tuple[Device, ...], MicroBatches]]:
-    """Yield an order for each choice of the devices at both ends and of the head's place, with the
-    smallest sizes. The order of the devices between them changes no memory.
-    """
+    """Yield an order for each choice of the ends and the head's place, with the smallest sizes."""
     sizes = smallest_sizes(costs.options)
     for placed in heads_of(costs.of_batch):
         for devices in end_choices(costs):
@@ -213,7 +202,6 @@ def _with_devices(costs: CostModel, devices: tuple[Device, ...]) -> CostModel:
 
 
 def _useful(costs: CostModel) -> tuple[Device, ...]:
-    """The devices that can hold a layer between others; all of them where none can."""
     held = {}
     for kind, device in {each.cost_kind: each for each in costs.cluster.devices}.items():
         three = [replace(device, index=device.index + step) for step in range(3)]
@@ -224,7 +212,6 @@ def _useful(costs: CostModel) -> tuple[Device, ...]:
 
 
 def _fits_in_any_order(costs: CostModel, devices: tuple[Device, ...]) -> bool:
-    """Whether the devices fit in some order, or one of them does alone."""
     anyhow = replace(costs, options=replace(costs.options, all_orders=True))
     alone = ((device,) for device in {device.cost_kind: device for device in devices}.values())
     return any(fits_somehow(_with_devices(anyhow, each)) for each in (devices, *alone))

@@ -28,11 +28,9 @@ the following stages is computed exactly; a thousand take a tenth of a second.""
 
 @dataclass(frozen=True, eq=False)
 class PricedOrders:
-    """The orders of `tree`, whose `ends` are of two kinds of device, at some prices.
-
-    `first`, `last` and by kind of device `between` are rows of `stages`. `hop_s` [K, K, 2] are the
-    transfers' prices in seconds by the kinds of sender and receiver and whether they share a node;
-    `return_s` [2] is the price of the way back from the last stage to the first.
+    """The orders of `tree` between `ends` at some prices; `first`, `last` and `between` (by kind)
+    are rows of `stages`. `hop_s` [K, K, 2]: prices by sender, receiver and whether they share a
+    node; `return_s` [2]: of the way back.
     """
 
     tree: OrderTree
@@ -46,7 +44,6 @@ class PricedOrders:
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model."""
         return int(self.stages.running.shape[1]) - 1
 
     def rows(self, stages: NextStages, begins: bool, ends: bool) -> list[tuple[int, bool]]:
@@ -66,10 +63,8 @@ class PricedOrders:
         return within + float(self.hop_s[latest, stages.kind, int(stages.joined)])
 
     def rough_after(self, partial: PartialOrder) -> FloatArray:
-        """A bound on the price [L+1] of the stages after a partial order, without making any order.
-
-        Each layer is on the kind where it is cheapest, wherever that lies, as in the linear
-        programme; each transfer is the cheapest one from its stage.
+        """A bound on the price [L+1] of the stages after a partial order: layers and transfers
+        where cheapest.
         """
         each = np.diff(self.stages.running[self.stages.able], axis=1).min(axis=0)
         layers: FloatArray = np.append(each[::-1].cumsum()[::-1], 0.0)
@@ -77,7 +72,6 @@ class PricedOrders:
         return layers + float(self.stages.fixed[rows].sum()) + self._least_transfers_s(partial)
 
     def _rows_after(self, partial: PartialOrder) -> Iterator[int]:
-        """Yield the rows of the stages that are still to come."""
         kinds = partial.kinds_left()
         if not partial.placed:
             yield self.first
@@ -106,8 +100,6 @@ class _PricedPartial(NamedTuple):
 
 
 class OrderQueue:
-    """The orders of a tree, the most promising first."""
-
     def __init__(self, orders: PricedOrders) -> None:
         self._orders = orders
         self._after: dict[Hashable, FloatArray] = {}
@@ -124,9 +116,8 @@ class OrderQueue:
         return self._heap[0][0] if self._heap else math.inf
 
     def pop(self) -> tuple[float, tuple[int, ...]]:
-        """Take the best order that is left, as its bound and the indices of its devices.
-
-        Where the tree is too large for exact costs, a better one may still follow.
+        """Take the best order left, as bound and indices; in too large a tree a better one may
+        follow.
         """
         bound, _, priced = heapq.heappop(self._heap)
         while not priced.partials[0].is_complete:
@@ -139,7 +130,6 @@ class OrderQueue:
         return bound, self._orders.tree.indices(priced.partials[0])
 
     def _following(self, priced: _PricedPartial) -> Iterator[_PricedPartial]:
-        """Yield every continuation; complete orders singly, as their ways back may differ."""
         orders, latest = self._orders, priced.partials[0].latest_kind
         for stages, partials in orders.tree.next_stages(priced.partials).items():
             is_complete = partials[0].is_complete
@@ -157,8 +147,8 @@ class OrderQueue:
         )
 
     def _least_after(self, partial: PartialOrder) -> FloatArray:
-        """The least price [L+1] of the stages after a partial order, by its last boundary; infinite
-        where nothing can follow.
+        """The least price [L+1] of the stages after a partial order; infinite where nothing can
+        follow.
         """
         if partial.look not in self._after:
             if partial.is_complete:
@@ -171,7 +161,6 @@ class OrderQueue:
         return boundary(layers, layers) + float(self._orders.return_s[int(within_node)])
 
     def _find_all_after(self) -> None:
-        """Find the prices after all states, each of which comes after those that may follow it."""
         orders, after = self._orders, list[FloatArray]()
         states = orders.tree.states
         with_stages: dict[tuple[int, int, int, bool], FloatArray] = {}

@@ -29,7 +29,7 @@ KEPT_TREES = 64  # of the sets of devices that a search goes back to
 
 
 def canonical_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Sort devices so that the order in which a file has equal nodes makes no difference."""
+    """Sort devices so that the order of equal nodes makes no difference."""
     nodes: dict[str, list[Device]] = {}
     for device in devices:
         nodes.setdefault(device.node, []).append(device)
@@ -54,9 +54,8 @@ def cost_key(devices: Sequence[Device]) -> Hashable:
 
 @dataclass(frozen=True)
 class NextStages:
-    """The next stages of an order: `count` equal devices, of one node.
-
-    `joined` says whether that is the node of the stage before.
+    """The next stages of an order: `count` equal devices of one node; `joined`: that of the stage
+    before.
     """
 
     kind: int
@@ -66,9 +65,8 @@ class NextStages:
 
 @dataclass(frozen=True)
 class PartialOrder:
-    """The first stages of an order, `placed` as (node, kind, count), and the devices `left`.
-
-    `left` holds the (kind, count) pairs of each node.
+    """The first stages, `placed` as (node, kind, count), and the (kind, count) pairs `left` of each
+    node.
     """
 
     left: tuple[tuple[tuple[int, int], ...], ...]
@@ -76,12 +74,10 @@ class PartialOrder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every device is placed."""
         return not any(self.left)
 
     @property
     def latest_kind(self) -> int | None:
-        """The kind of the latest stage, if there is one."""
         return self.placed[-1][1] if self.placed else None
 
     @property
@@ -90,7 +86,6 @@ class PartialOrder:
         return [group for left in self.left for group in left]
 
     def kinds_left(self) -> Counter[int]:
-        """Number of devices left of each kind."""
         kinds = Counter[int]()
         for left in self.left:
             kinds.update(dict(left))
@@ -98,7 +93,6 @@ class PartialOrder:
 
     @property
     def returns_within_node(self) -> bool:
-        """Whether the latest stage is on the node of the first."""
         return self.placed[0][0] == self.placed[-1][0]
 
     @property
@@ -116,10 +110,8 @@ class PartialOrder:
 
 @dataclass(frozen=True)
 class OrderState:
-    """Partial orders that can be continued in the same ways, and these ways.
-
-    `steps` are what may come next, with the number of the state that it gives. Of complete orders
-    `returns_within_node` says whether the last stage is on the node of the first.
+    """Partial orders that can be continued in the same ways; `steps` has the number of the state
+    that each gives.
     """
 
     look: Hashable
@@ -130,17 +122,14 @@ class OrderState:
 
 @lru_cache(maxsize=KEPT_TREES)
 def order_tree(devices: tuple[Device, ...], all_orders: bool) -> OrderTree:
-    """The tree of all orders of a cluster's devices."""
     return OrderTree.of(devices, lambda d: d.cost_kind, lambda d: d.node, all_orders)
 
 
 @dataclass(frozen=True, eq=False)
 class OrderTree:
-    """All distinct orders of some devices, of kinds 0 to K-1, as a tree of partial orders.
-
-    By default equal devices of one node stay together; with `all_orders` they need not. With `ends`
-    the first and the last stage are of these kinds. `members` are the indices of the devices by
-    node and kind.
+    """All distinct orders of some devices, of kinds 0 to K-1. Equal devices of one node stay
+    together unless `all_orders`; with `ends` first and last stage are of these kinds. `members`:
+    indices of the devices by node and kind.
     """
 
     kind_of_device: tuple[int, ...]
@@ -157,9 +146,7 @@ class OrderTree:
         node_of: Callable[[AnyDevice], Hashable],
         all_orders: bool = False,
     ) -> OrderTree:
-        """The tree of all orders; `kind_of` must tell apart all that matters for cost, such as
-        memory or a node's link.
-        """
+        """The tree of all orders; `kind_of` must tell apart all that matters for cost."""
         kinds = {kind: index for index, kind in enumerate(dict.fromkeys(map(kind_of, devices)))}
         nodes = {node: index for index, node in enumerate(dict.fromkeys(map(node_of, devices)))}
         kind_of_device = tuple(kinds[kind_of(device)] for device in devices)
@@ -173,7 +160,6 @@ class OrderTree:
 
     @cached_property
     def by_ends(self) -> dict[tuple[int, int], OrderTree]:
-        """The orders by the kinds of their first and last stage."""
         groups = self.root.groups_left
         pieces = Counter(kind for kind, count in groups for _ in range(self._pieces(count)))
         kinds, found = range(1 + max(self.kind_of_device)), {}
@@ -184,8 +170,8 @@ class OrderTree:
         return found
 
     def steps(self, partial: PartialOrder) -> Iterator[tuple[NextStages, PartialOrder]]:
-        """Yield all stages that may come next, and the partial order that they give; those on the
-        node of the latest stage first.
+        """Yield all stages that may come next, those on the latest node first, and the partial
+        order they give.
         """
         latest = partial.placed[-1][0] if partial.placed else None
         first = partial.placed[0][0] if partial.placed else None
@@ -203,9 +189,7 @@ class OrderTree:
 
     @cached_property
     def states(self) -> list[OrderState]:
-        """All states of partial orders, each after those that may follow it; the last one is that
-        of the root.
-        """
+        """All states of partial orders, each after those that may follow it; the root's is last."""
         numbers: dict[Hashable, int] = {}
         found: list[OrderState] = []
         waiting = [(self.root, list(self.steps(self.root)))]
@@ -235,9 +219,8 @@ class OrderTree:
         return {stages: tuple(after.values()) for stages, after in found.items()}
 
     def orders(self) -> Iterator[tuple[int, ...]]:
-        """Yield every distinct order, as indices of the devices in stage order.
-
-        The given order of the groups comes first, with the devices of a node side by side.
+        """Yield every distinct order as indices of devices; the given one comes first, nodes side
+        by side.
         """
         waiting: list[tuple[PartialOrder, ...]] = [(self.root,)]
         while waiting:  # no recursion: there may be more stages than Python allows calls
@@ -248,7 +231,6 @@ class OrderTree:
 
     @cached_property
     def example(self) -> tuple[int, ...]:
-        """The first of the orders."""
         return next(self.orders())
 
     def indices(self, whole: PartialOrder) -> tuple[int, ...]:
@@ -294,7 +276,6 @@ class OrderTree:
         return known[look]
 
     def _may_follow(self, partial: PartialOrder, kind: int, after: PartialOrder) -> bool:
-        """Whether stages of `kind` respect the ends: one of the last kind stays for last."""
         if self.ends is None:
             return True
         first, last = self.ends
@@ -308,7 +289,6 @@ class OrderTree:
         return count if self.all_orders else 1
 
     def _places(self, left: Sequence[tuple[int, int]]) -> int:
-        """Count the steps in which the devices `left` of a node come."""
         return sum(self._pieces(count) for _, count in left)
 
 
@@ -320,7 +300,6 @@ def _without(partial: PartialOrder, node: int, kind: int, taken: int) -> Partial
 
 
 def _arrangements(pieces: Counter[tuple[int, int, int]], ends: tuple[int, int] | None) -> int:
-    """Count the distinct sequences of `pieces` (kind first) between ends of two kinds."""
     total = pieces.total()
     every = math.factorial(total) // math.prod(map(math.factorial, pieces.values()))
     if ends is None or total == 1:

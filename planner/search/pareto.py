@@ -36,10 +36,8 @@ LATENCY_TIE_BREAK = 1e-3
 
 @dataclass(frozen=True)
 class ThetaPoint(Generic[PlanT]):
-    """A plan on the front: `latency_s`, summed sensitivity `omega`, and the theta that gave it.
-
-    `bound` is a proven lower bound on latency_s + theta * omega over all plans. Points are ranked
-    by `latency_s`, a closed form; `predicted_s` is what the plan is predicted to take.
+    """A plan on the front. No plan's latency_s + theta * omega is below `bound`. Points are ranked
+    by `latency_s`, a closed form; `predicted_s` is by simulation.
     """
 
     theta: float
@@ -50,7 +48,6 @@ class ThetaPoint(Generic[PlanT]):
     predicted_s: float
 
     def cost(self, theta: float) -> float:
-        """The objective at another theta."""
         return self.latency_s + theta * self.omega
 
 
@@ -73,9 +70,8 @@ def theta_solver(
     known: Iterable[int] = (),
     search_time: SearchTime | None = None,
 ) -> PointSolver:
-    """A function that searches at any theta, for points of latency and quality; `known` and `quick`
-    as in `planner.search.in_flight`. The searches share `search_time`; without it each has all of
-    `search_time_limit`.
+    """A function that searches at any theta; `known` and `quick` as in `planner.search.in_flight`.
+    Searches share `search_time`, or have all of `search_time_limit` each.
     """
     solve = plan_solver(costs, clock, known)
 
@@ -113,9 +109,8 @@ def within_bounds(
 
 
 def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[ThetaPoint[PlanT], ...]:
-    """The hull's points from fastest to best quality, at most `most_points`, widest gaps first.
-
-    Points that another one beats, because the solver is not exact, are left out.
+    """The hull's points from fastest to best quality, widest gaps first, without those that another
+    one beats.
     """
     fastest, finest = _extremes(solve)
     points = [fastest] if _same(fastest, finest) else [fastest, finest]
@@ -137,7 +132,6 @@ def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[ThetaPoint[PlanT]
 
 
 def _extremes(solve: Solve[PlanT]) -> tuple[ThetaPoint[PlanT], ThetaPoint[PlanT]]:
-    """The fastest plan and the one of best quality; ties are broken by the other figure."""
     first = solve(0.0)
     scale = first.latency_s / first.omega if first.omega > 0 else 0.0
     if not scale:
@@ -157,9 +151,8 @@ def _between(
 
 
 def fastest_within(solve: Solve[PlanT], max_omega: float) -> BoundedChoice[PlanT]:
-    """The fastest plan found whose summed sensitivity is at most `max_omega`.
-
-    Raises `BoundNotMetError` with the best sensitivity that any plan has.
+    """The fastest plan of at most `max_omega`; `BoundNotMetError` with the best sensitivity of any
+    plan.
     """
 
     def is_inside(point: ThetaPoint[PlanT]) -> bool:
@@ -181,11 +174,9 @@ def fastest_within(solve: Solve[PlanT], max_omega: float) -> BoundedChoice[PlanT
 
 
 def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[PlanT]:
-    """The plan of the best quality found that is predicted to take at most `max_latency_s`.
-
-    The prediction is no part of the problem that is solved, so it is taken of every point on the
-    way. The gap is over plans whose ranking latency is within the bound or that of the plan chosen.
-    Raises `BoundNotMetError` with the least predicted latency of all points that were tried.
+    """The plan of best quality that is predicted to keep the bound; the prediction is taken of
+    every point tried. The gap is over plans whose ranking latency is within it. `BoundNotMetError`
+    has the least predicted latency.
     """
     tried = _tried_for_latency(solve, max_latency_s)
     inside = [point for point in tried if point.predicted_s <= max_latency_s]
@@ -204,9 +195,8 @@ def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[Pl
 
 
 def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[ThetaPoint[PlanT]]:
-    """Solve for points around where the prediction crosses the bound.
-
-    Where it lies above at both ends though the ranking latency does not, it may fall in between.
+    """Solve for points around where the prediction crosses the bound, which may lie between two
+    ends above it.
     """
 
     def is_inside(point: ThetaPoint[PlanT]) -> bool:
@@ -235,9 +225,8 @@ def _close_in(
     inside: ThetaPoint[PlanT],
     is_inside: Callable[[ThetaPoint[PlanT]], bool],
 ) -> list[ThetaPoint[PlanT]]:
-    """Solve for points of the hull ever nearer to where it crosses the bound, from both sides.
-
-    The last one solved has the slope of the edge that crosses it, whose dual bound is the best.
+    """Solve for points ever nearer to where the hull crosses the bound; the last edge's dual bound
+    is the best.
     """
     tried = [outside, inside]
     if is_inside(outside):
@@ -257,7 +246,6 @@ def _close_in(
 
 
 def _height(left: ThetaPoint[PlanT], right: ThetaPoint[PlanT]) -> float:
-    """The relative size of a span in both directions, which ranks where to look for a point."""
     latency = (right.latency_s - left.latency_s) / right.latency_s
     quality = (left.omega - right.omega) / left.omega if left.omega else 0.0
     return latency * quality

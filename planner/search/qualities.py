@@ -44,8 +44,8 @@ Qualities = Mapping[Quality, ThetaPoint[Solution]]
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """The plan that is taken, with the costs at its theta: of a `quality` where that was wanted,
-    beside the plans of the others, and the fastest with the most bits only (None: does not fit).
+    """The plan that is taken, with the costs at its theta; `finest`: the fastest with the most bits
+    only (None: does not fit).
     """
 
     costs: CostModel
@@ -82,8 +82,8 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
 
 
 def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the bitwidths among which `balanced` and `high` choose: those near 16 bit, and for
-    where these do not fit each time the next one too.
+    """Yield the bitwidths of `balanced` and `high`: those near 16 bit, then each time the next one
+    too.
     """
     fewer = sorted((each for each in bits if each < NEAR_FULL_BITS), reverse=True)
     for least in (NEAR_FULL_BITS, *fewer):
@@ -93,15 +93,14 @@ def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def has_only(bits: Sequence[int], costs: CostModel, solution: Solution) -> bool:
-    """Whether layers have none but these bitwidths."""
     return {costs.options.bits[each] for each in solution.assignment.bitwidth} <= set(bits)
 
 
 def _finest(
     costs: CostModel, solve: PointSolver, fast: ThetaPoint[Solution]
 ) -> ThetaPoint[Solution] | None:
-    """The fastest plan with the most bits only, by a solver of these; None where none fits. Its
-    theta is one at which no other plan is better.
+    """The fastest plan with the most bits only, with a theta at which none is better; None where
+    none fits.
     """
     try:
         found = solve(0.0, quick=True)
@@ -121,8 +120,8 @@ def _by_quality(
     known: Sequence[ThetaPoint[Solution]],
     finest: ThetaPoint[Solution] | None,
 ) -> Qualities:
-    """The plans of the qualities: those `known` and those of `solve` have bits for all of them. So
-    many `looks` at a job's numbers in flight are needed where none of these bits was known.
+    """The plans of the qualities, of those `known` and more; a job whose bits were unknown needs so
+    many `looks`.
     """
     if not fast.omega:
         return best_by_rules(fast, [fast])
@@ -146,10 +145,7 @@ def slowest_high_s(found: Sequence[ThetaPoint[PlanT]]) -> float:
 def best_by_rules(
     fast: ThetaPoint[PlanT], found: Sequence[ThetaPoint[PlanT]]
 ) -> Mapping[Quality, ThetaPoint[PlanT]]:
-    """The best by each rule: of all `fast`, of those `found` with bits for every quality the
-    others. Searches rank by a closed form, so that by the prediction one may be beaten by what
-    another found.
-    """
+    """Best by each rule; by the prediction a search's best may be beaten by what another found."""
     fast = min((fast, *found), key=lambda point: (point.predicted_s, point.omega))
     limit_s = slowest_high_s(found)
 

@@ -25,15 +25,12 @@ DIGITS = 4  # of a bound that is named
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change as the user would make it, and the request with it."""
-
     text: str
     request: PlanningRequest
 
 
 @contextmanager
 def naming_remedies(request: PlanningRequest) -> Iterator[None]:
-    """Add remedies to the error where `request` is refused."""
     try:
         yield
     except BoundNotMetError as error:
@@ -49,7 +46,6 @@ def naming_remedies(request: PlanningRequest) -> Iterator[None]:
 
 
 def remedies_of_memory(request: PlanningRequest) -> list[Remedy]:
-    """Single changes that make a request fit, without those that then miss a bound."""
     found = (remedy for kind in _KINDS for remedy in kind(request))
     return [remedy for remedy in found if _plans(remedy.request)]
 
@@ -73,7 +69,6 @@ def _sentence(error: InfeasibleError, start: str, remedies: list[Remedy]) -> str
 
 
 def rounded_up(value: float) -> float:
-    """Round up to `DIGITS` digits."""
     if value <= 0:
         return 0.0
     step = 10.0 ** (math.floor(math.log10(value)) + 1 - DIGITS)
@@ -81,13 +76,10 @@ def rounded_up(value: float) -> float:
 
 
 def _fits(request: PlanningRequest) -> bool:
-    """Whether memory allows a plan, at any micro-batch sizes."""
     return _succeeds(request, lambda costs: bool(first_sets(costs)))
 
 
 def _plans(request: PlanningRequest) -> bool:
-    """Whether the search has a candidate, or with a bound a plan within it."""
-
     def plan(costs: CostModel) -> bool:
         if costs.options.max_omega is None and costs.options.max_latency_s is None:
             sets = (replace(costs.cluster, devices=devices) for devices in first_sets(costs))
@@ -98,7 +90,6 @@ def _plans(request: PlanningRequest) -> bool:
 
 
 def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) -> bool:
-    """Whether an attempt succeeds with one of the sizes of keys and values."""
     bits = KV_BITWIDTHS if request.options.kv_bits == AUTO else (request.options.kv_bits,)
     for each in bits:
         with suppress(InfeasibleError, SpecError):
@@ -110,7 +101,6 @@ def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) ->
 
 
 def _other_method(request: PlanningRequest) -> Iterator[Remedy]:
-    """Try the default method, which mixes bitwidths and leaves devices out."""
     default = PlanOptions().method
     changed = request.with_options(method=default)
     if request.options.method != default and _fits(changed):
@@ -118,7 +108,6 @@ def _other_method(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 def _free_sizes(request: PlanningRequest) -> Iterator[Remedy]:
-    """Try searched micro-batch sizes in place of fixed ones."""
     names = ("prefill_micro_batch", "decode_micro_batch")
     fixed = [name for name in names if getattr(request.options, name) is not None]
     changed = request.with_options(**dict.fromkeys(fixed))
@@ -127,28 +116,24 @@ def _free_sizes(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 def _fewer_devices(request: PlanningRequest) -> Iterator[Remedy]:
-    """Try with devices that may be left out."""
     changed = request.with_options(keep_all_devices=False)
     if request.options.keep_all_devices and _fits(changed):
         yield Remedy("no --keep_all_devices", changed)
 
 
 def _free_groups(request: PlanningRequest) -> Iterator[Remedy]:
-    """Try groups of any degree, and single devices, in place of one degree."""
     changed = request.with_options(tensor_parallel=AUTO)
     if request.options.tensor_parallel not in (1, AUTO) and _fits(changed):
         yield Remedy(f"groups of any degree, and none (--tensor_parallel {AUTO})", changed)
 
 
 def _no_margin(request: PlanningRequest) -> Iterator[Remedy]:
-    """Try with all of the devices' memory."""
     changed = request.with_options(memory_margin=0.0)
     if request.options.memory_margin and _fits(changed):
         yield Remedy("nothing kept free (--memory_margin 0)", changed)
 
 
 def _smaller_cache(request: PlanningRequest) -> Iterator[Remedy]:
-    """Try keys and values in the fewest bits; with `auto` that has been tried."""
     present, fewest = request.options.kv_bits, min(KV_BITWIDTHS)
     changed = request.with_options(kv_bits=fewest)
     if isinstance(present, int) and present > fewest and _fits(changed):
@@ -156,7 +141,6 @@ def _smaller_cache(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 def _smaller_batch(request: PlanningRequest) -> Iterator[Remedy]:
-    """Find the largest batch that fits, not below the micro-batches that were fixed."""
     batch, options = request.workload.global_batch, request.options
     option = "global_bz" if request.job is None else "in_flight"
 
@@ -177,7 +161,6 @@ def _smaller_batch(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 def _fewer_bits(request: PlanningRequest) -> Iterator[Remedy]:
-    """Find the highest bitwidth below those allowed that makes it fit."""
     present = request.options.bits
     for bits in reversed([each for each in BITWIDTHS if each < min(present)]):
         changed = request.with_options(bits=(bits, *present))
@@ -188,7 +171,6 @@ def _fewer_bits(request: PlanningRequest) -> Iterator[Remedy]:
 
 
 def _more_devices(request: PlanningRequest) -> Iterator[Remedy]:
-    """Find the kind of device of which the fewest more are needed."""
     kinds = kinds_of_devices(request.cluster)
     nodes_of_type: dict[str, set[str]] = {}
     for kind in kinds:

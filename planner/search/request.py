@@ -34,7 +34,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class PlanningRequest:
-    """The inputs of a plan: of a `job`, `workload` has the fewest requests in flight that are
+    """The inputs of a plan; of a `job`, `workload` has the fewest requests in flight that are
     allowed.
     """
 
@@ -76,13 +76,12 @@ class PlanningRequest:
         return cls(cluster, shape, workload, options)
 
     def with_options(self, **changed: Any) -> PlanningRequest:
-        """The request with other options."""
         return replace(self, options=replace(self.options, **changed))
 
 
 def with_predictor(job: Job, options: PlanOptions) -> Job:
-    """The job with the predictor that the options name; one that it has already, as a job that was
-    planned before, is kept, as its folder may be gone or trained again.
+    """The job with the predictor that options name, unless it has one, whose folder may be gone by
+    now.
     """
     if options.policy != PREDICTING or job.predictor is not None:
         return job
@@ -91,9 +90,8 @@ def with_predictor(job: Job, options: PlanOptions) -> Job:
 
 
 def _least_in_flight(job: Job, options: PlanOptions) -> int:
-    """The fewest requests of a job in flight that are allowed: what the user fixed, but never more
-    than there are, or those of the micro-batches that the user fixed; SpecError where these are
-    more than the job has.
+    """The fewest in flight: what the user fixed, or its micro-batches; SpecError where these exceed
+    the job.
     """
     for name in ("prefill_micro_batch", "decode_micro_batch"):
         fixed = getattr(options, name)
@@ -129,7 +127,6 @@ def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Foun
 
 
 def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
-    """The cost model of a request, and the sensitivities it was made with."""
     return planning_costs(
         request.cluster, request.shape, request.workload, request.options, request.job
     )
@@ -142,10 +139,8 @@ def planning_costs(
     options: PlanOptions,
     job: Job | None = None,
 ) -> tuple[CostModel, Omega]:
-    """The cost model that the options ask for, and the sensitivities it was made with.
-
-    A bound of perplexity has become one of summed sensitivity. The costs are of `job`, where one
-    is given.
+    """The costs that options ask for (of `job`, if any), and the sensitivities; perplexity's bound
+    becomes max_omega.
     """
     options = with_stored_bits(options, shape)
     omega = omega_of(shape, options)
@@ -180,10 +175,8 @@ def cost_model(
 
 
 def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> LatencyModel:
-    """Layer times from the profiles that the options name, else from datasheets.
-
-    SpecError where the options are strict and the profiles lack a layer's time that they could
-    hold.
+    """Times from the profiles that options name, else datasheets; SpecError where strict profiles
+    lack one.
     """
     kv_bits = kv_bits_of(options)
     if options.profiles is None:
@@ -207,7 +200,6 @@ def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
 
 
 def files_of_costs(options: PlanOptions) -> tuple[Path, ...]:
-    """The files that costs are read from, where they exist."""
     times = options.profiles
     profiles = [] if times is None else [times, links_path(times), sums_path(times)]
     omega = [] if options.omega_file is None else [options.omega_file]

@@ -54,9 +54,8 @@ MORE = ", and more"  # in the title of a bar that stands for several
 
 @dataclass(frozen=True)
 class GanttOptions:
-    """The part of a batch to draw: from `start_s` to `end_s` (None: the end) in `width` pixels.
-
-    Raises SpecError for an empty span or a width of no use.
+    """The part of a batch to draw, in `width` pixels; SpecError for an empty span or a width of no
+    use.
     """
 
     start_s: float = 0.0
@@ -64,7 +63,6 @@ class GanttOptions:
     width: int = 1400
 
     def __post_init__(self) -> None:
-        """Check span and width."""
         if self.start_s < 0 or (self.end_s is not None and self.end_s <= self.start_s):
             raise SpecError(
                 f"a picture from {self.start_s} s to {self.end_s} s is empty; give an end after a "
@@ -88,10 +86,9 @@ class _Bar:
 def gantt_svg(
     simulated: Simulated, labels: Sequence[str], options: GanttOptions | None = None
 ) -> str:
-    """An SVG with a row per stage: its computations and, below them, its transfers.
-
-    Computations narrower than a pixel are drawn together, so that long batches stay small files.
-    Raises SpecError unless there is one label a stage, or where nothing happens in the span.
+    """An SVG with a row per stage: computations and, below, transfers; those narrower than a pixel
+    join, so that files stay small. Raises SpecError unless there is one label a stage, or where
+    nothing happens.
     """
     check_labels(simulated, labels)
     options = options or GanttOptions()
@@ -118,7 +115,6 @@ def gantt_svg(
 
 
 def _described(simulated: Simulated, labels: Sequence[str], view: _View) -> str:
-    """The picture in words, for those who do not see it."""
     shares = "; ".join(
         f"stage {stage} {label} {share:.0%}"
         for stage, (label, share) in enumerate(zip(labels, simulated.busy_share, strict=True))
@@ -139,8 +135,6 @@ def write_gantt(
 
 @dataclass(frozen=True)
 class _View:
-    """Maps seconds to pixels."""
-
     start_s: float
     end_s: float
     width: int
@@ -168,7 +162,6 @@ def _row(simulated: Simulated, stage: int, label: str, view: _View) -> Iterator[
 def _bars(
     passes: Sequence[Pass], starts: Sequence[float], ends: Sequence[float], view: _View
 ) -> Iterator[_Bar]:
-    """Yield bars in order of time; a bar narrower than a pixel joins a neighbour it touches."""
     waiting: _Bar | None = None
     for each, start_s, end_s in zip(passes, starts, ends, strict=True):
         if end_s <= view.start_s or start_s >= view.end_s or end_s <= start_s:
@@ -190,7 +183,6 @@ def _bars(
 
 
 def _rectangle(bar: _Bar, rows: tuple[int, int], colour: str, name: str) -> str:
-    """A bar over the pixel `rows` (first, count), in `colour` where no style names another."""
     top, height = rows
     return (
         f'<rect x="{LABEL_WIDTH + bar.left:.2f}" y="{top}" width="{bar.right - bar.left:.2f}" '

@@ -42,10 +42,8 @@ LEAST_FILLS, MOST_FILLS, FEW_ROWS = 3, 12, 512
 
 @dataclass(frozen=True, eq=False)
 class SimulatedJob:
-    """A job of `prompts` prompts in seconds from the first prefill to the last token.
-
-    `prefill_busy_s` and `decode_busy_s` [N] are the seconds in which each stage computes.
-    `ended_s` is when each prompt that was simulated had ended, ascending.
+    """A job in seconds from the first prefill; stages compute `prefill_busy_s` and `decode_busy_s`
+    [N], and each simulated prompt had ended at `ended_s`, ascending.
     """
 
     prompts: int
@@ -57,25 +55,20 @@ class SimulatedJob:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of all prompts."""
         return self.generated_tokens / self.seconds
 
     def busy_s(self, phase: Phase) -> FloatArray:
-        """Seconds in which each stage computes in `phase` [N]."""
         return self.prefill_busy_s if phase == "prefill" else self.decode_busy_s
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        """The share of the job in which each stage computes [N]."""
         shares = (self.prefill_busy_s + self.decode_busy_s) / self.seconds
         return tuple(float(share) for share in shares)
 
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """What was done when the result of a prefill was back: passes, requests prefilled, tokens
-    decoded.
-    """
+    """What was done when a prefill was back: passes, requests prefilled, tokens decoded."""
 
     passes: int
     prefilled: int
@@ -84,15 +77,12 @@ class _Mark:
 
 
 class _Busy:
-    """The seconds in which stages computed, by the number of passes since the beginning."""
-
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._taken: list[PassSeconds] = []
         self._decodes: list[bool] = []
 
     def add(self, taken: PassSeconds, is_decode: bool) -> None:
-        """Add the next pass; one that mixes the phases says itself what is decode."""
         self._taken.append(taken)
         self._decodes.append(is_decode)
 
@@ -129,10 +119,9 @@ def forecast_job(
     seconds_of: Callable[[Pass], PassSeconds],
     most_passes: int = MOST_PASSES,
 ) -> SimulatedJob:
-    """Run `job`, or of a long one a part of about `most_passes` passes: the rest goes on as the
-    part did between its first fill of the slots and its last prefill, but for as many decoded
-    tokens as it has. Where requests are chosen from a pool, it goes on as between the time in which
-    all of the first pool were chosen and the last time that the pool was full.
+    """Run `job`, or about `most_passes` of it: the rest goes on as between the first fill of the
+    slots and the last prefill (with a pool: between the first pool's end and the last full pool),
+    per decoded token.
     """
     if isinstance(sizes, TurnSizes):
         slots = sizes.schedule.decode_requests
@@ -173,11 +162,8 @@ def simulate_job_assignment(
     *,
     most_passes: int = MOST_PASSES,
 ) -> SimulatedJob:
-    """Forecast `costs.job`, or the batch as one, on `devices` in stage order, with
-    `costs.workload.global_batch` requests in flight under the policy.
-
-    Assignments as in `simulate_assignment`. Every pass takes the latency model's time for its
-    requests and for lengths within one percent of theirs.
+    """Forecast `costs.job`, or the batch as one, with `costs.workload.global_batch` in flight.
+    Assignments as in `simulate_assignment`; lengths within one percent share a time.
     """
     job = costs.job
     if job is None:
@@ -229,7 +215,6 @@ def _simulate(
 
 
 def _passes(job: Job, slots: int, sizes: Sizes, stages: int) -> float:
-    """About how many passes a job takes."""
     if isinstance(sizes, MicroBatches):
         counted = job_passes(job, slots, sizes, stages)
         return counted.prefills + counted.decode_steps
@@ -245,11 +230,9 @@ def _passes(job: Job, slots: int, sizes: Sizes, stages: int) -> float:
 
 
 def _simulated_rows(job: Job, slots: int, passes: float, most_passes: int, waiting: int = 0) -> int:
-    """How many prompts to simulate: all, or fewer by whole fills of the slots.
-
-    Where so many are `waiting` in a pool, it is two pools more, until it is as ever and after it
-    was full last; and more of them, as their order says less. In simulations of skewed lengths on 4
-    stages 512 rows had 4 % of error (root mean square), 1,024 had 2 %.
+    """How many prompts to simulate: all, or fewer by whole fills. With `waiting` in a pool two
+    pools more, and more rows, as their order says less: on 4 stages 512 rows erred by 4 % (root
+    mean square), 1,024 by 2 %.
     """
     most = most_passes * job.prompts / passes
     least, enough = LEAST_FILLS * slots, max(MOST_FILLS * slots, FEW_ROWS)
@@ -261,7 +244,7 @@ def _simulated_rows(job: Job, slots: int, passes: float, most_passes: int, waiti
 
 
 def _nearest(marks: Sequence[_Mark], prefilled: int) -> int:
-    """The number of the mark that is nearest to so many prefilled requests, but the last one."""
+    """The number of the mark nearest to so many prefilled requests, but the last one."""
     above = bisect_left(marks, prefilled, key=lambda each: each.prefilled)
     near = [i for i in (above - 1, above) if 0 <= i < len(marks) - 1]
     return min(near, key=lambda i: abs(marks[i].prefilled - prefilled))
@@ -269,12 +252,9 @@ def _nearest(marks: Sequence[_Mark], prefilled: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Forecast:
-    """Seconds of a batch or of a whole job, and its new tokens per second.
-
-    `prefill_s`: until every request of a batch has its first token; of a job, in which prefills
-    come all along, and under a policy that mixes the phases the share of the busiest stage's work
-    that is prefill. `busy_s`: seconds in which each stage computes in prefill [N] and in decode
-    [N]; `busy_share` [N] is of `seconds`.
+    """Figures of a batch or job. `prefill_s`: until every request of a batch has its first token;
+    of a job the busiest stage's share of prefill. `busy_s` [N] in prefill and in decode;
+    `busy_share` [N] is of `seconds`.
     """
 
     seconds: float
@@ -285,14 +265,12 @@ class Forecast:
 
     @classmethod
     def of_batch(cls, batch: Simulated) -> Forecast:
-        """The figures of a batch."""
         busy_s = batch.busy_s("prefill"), batch.busy_s("decode")
         rate = batch.tokens_per_s
         return cls(batch.latency_s, batch.prefill_s, rate, busy_s, batch.busy_share)
 
     @classmethod
     def of_job(cls, job: SimulatedJob) -> Forecast:
-        """The figures of a job."""
         prefill_s, decode_s = job.prefill_busy_s, job.decode_busy_s
         busiest = int((prefill_s + decode_s).argmax())
         share = float(prefill_s[busiest] / (prefill_s[busiest] + decode_s[busiest]))
@@ -309,9 +287,7 @@ def forecast_assignment(
     *,
     most_passes: int = MOST_PASSES,
 ) -> Forecast:
-    """Simulate the batch or the job of `costs`; assignments as in `simulate_assignment`,
-    `most_passes` as in `simulate_job_assignment`.
-    """
+    """Simulate the batch or the job of `costs` as the two functions named here do."""
     placed = costs, devices, sizes, first_layer, bitwidth
     if costs.job is None and costs.options.policy == "static":
         return Forecast.of_batch(simulate_assignment(*placed))

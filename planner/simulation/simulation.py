@@ -31,11 +31,8 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """Start and end of M passes, in order of submission, on N stages and links; seconds from 0.
-
-    The four arrays are [M, N]: stage j computes from `stage_start_s` to `stage_end_s`, the link
-    from stage j to the next one (from the last to the first) is busy from `link_start_s` to
-    `link_end_s`.
+    """Start and end of M passes, in order of submission, on N stages and the links behind them,
+    each [M, N] in seconds.
     """
 
     workload: Workload
@@ -47,7 +44,6 @@ class Simulated:
 
     @property
     def stages(self) -> int:
-        """Number of stages, N."""
         return int(self.stage_end_s.shape[1])
 
     @property
@@ -73,17 +69,14 @@ class Simulated:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second of all requests, each of which gets one in every pass."""
         return sum(each.requests for each in self.passes) / self.latency_s
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        """The share of the latency in which each stage computes [N]."""
         busy_s = (self.stage_end_s - self.stage_start_s).sum(axis=0)
         return tuple(float(share) for share in busy_s / self.latency_s)
 
     def busy_s(self, phase: Phase) -> FloatArray:
-        """Seconds in which each stage computes in `phase` [N]."""
         rows = self._rows_of(phase)
         busy: FloatArray = (self.stage_end_s[rows] - self.stage_start_s[rows]).sum(axis=0)
         return busy
@@ -99,10 +92,8 @@ def simulate(
     seconds_of: Callable[[Pass], PassSeconds],
     rows: JobRows | None = None,
 ) -> Simulated:
-    """Run one global batch over `stages` stages, or all of `rows` over as many slots as it has,
-    with the sizes of a policy; `seconds_of` a pass gives `stages` entries each.
-
-    Raises SpecError where micro-batches are empty or `seconds_of` has another number of stages.
+    """Run one global batch, or `rows` over as many slots; SpecError where micro-batches are empty
+    or `seconds_of` has another number of stages.
     """
     if isinstance(sizes, MicroBatches) and min(sizes.prefill, sizes.decode, stages) < 1:
         raise SpecError(
@@ -125,7 +116,6 @@ def simulate(
 def job_schedule(
     rows: JobRows, slots: int, sizes: Sizes, stages: int
 ) -> JobSchedule | OrcaSchedule | RraSchedule:
-    """The schedule of `rows` under the policy whose sizes these are."""
     if isinstance(sizes, TurnSizes):
         return RraSchedule(rows, sizes, stages)
     if isinstance(sizes, OrcaSizes):
@@ -135,7 +125,6 @@ def job_schedule(
 
 
 def sizes_of_policy(costs: CostModel, sizes: MicroBatches) -> Sizes:
-    """The sizes of the policy of `costs`."""
     return policy_sizes(costs.policy(sizes), costs.workload, sizes)
 
 
@@ -180,7 +169,7 @@ class PipelineClock:
         return starts
 
     def finish(self, each: Pass, taken: PassSeconds) -> None:
-        """Run the next pass as `run` does, for those who ask only when its result is back."""
+        """Run the next pass as `run`, faster, for those who ask only when its result is back."""
         at_s = self.returned_s[each.results_before]
         stage_free_s, link_free_s = self._stage_free_s, self._link_free_s
         hops = zip(taken.compute, taken.transfer, strict=True)
@@ -200,12 +189,9 @@ def simulate_assignment(
     bitwidth: Sequence[int],
     rows: JobRows | None = None,
 ) -> Simulated:
-    """Simulate the batch of `costs.workload`, or all of `rows`, on `devices` in stage order, as the
-    runtime runs it.
-
-    `first_layer` [N+1] and `bitwidth` [L] (indices into `costs.options.bits`) are by layer, not by
-    group; stages without layers are left out. Every pass takes the latency model's time for its own
-    size and context. Raises SpecError where the two do not cover the model's layers.
+    """Simulate the batch, or `rows`, on `devices` in stage order as the runtime runs it.
+    `first_layer` [N+1] and `bitwidth` [L] (indices into `costs.options.bits`) are by layer;
+    SpecError where they do not cover the model.
     """
     table = PassTable.of(costs, devices, first_layer, bitwidth)
     policy = sizes_of_policy(costs, sizes)

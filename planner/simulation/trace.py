@@ -16,10 +16,7 @@ STAGES_PROCESS, LINKS_PROCESS = 0, 1
 
 
 def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
-    """A simulated batch as JSON in Chrome's trace event format; `labels` [N] name the stages.
-
-    Stages and links are threads of two processes, every computation and transfer a complete event
-    with its micro-batch, step, requests and context. Raises SpecError unless there is one label a
+    """A simulated batch as JSON in Chrome's trace event format; SpecError unless `labels` has one a
     stage.
     """
     check_labels(simulated, labels)
@@ -30,16 +27,14 @@ def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
 def simulated_events(
     simulated: Simulated, labels: Sequence[str], title: str = "", first_process: int = 0
 ) -> list[dict[str, object]]:
-    """Chrome's events of a simulated batch.
-
-    They belong to two processes, numbered from `first_process`, whose names begin with `title`.
+    """Chrome's events of a batch, of two processes numbered from `first_process` and named with
+    `title`.
     """
     names = _thread_names(labels, title, first_process)
     return [*names, *_complete_events(simulated, first_process)]
 
 
 def write_chrome_trace(path: str | Path, simulated: Simulated, labels: Sequence[str]) -> None:
-    """Write `chrome_trace` to `path`; raises InputError where that is not possible."""
     write_text(Path(path), chrome_trace(simulated, labels))
 
 
@@ -62,7 +57,6 @@ def named_tracks(process: int, name: str, labels: Sequence[str]) -> Iterator[dic
 
 
 def _complete_events(simulated: Simulated, first_process: int) -> Iterator[dict[str, object]]:
-    """Yield every computation, and every transfer that takes time."""
     spans = (
         (STAGES_PROCESS, simulated.stage_start_s.tolist(), simulated.stage_end_s.tolist()),
         (LINKS_PROCESS, simulated.link_start_s.tolist(), simulated.link_end_s.tolist()),
