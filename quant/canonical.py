@@ -1,14 +1,7 @@
-"""The canonical form of a quantized weight: integer codes with a scale and a zero per group.
-
-3 and 4 bit are affine per group of a row, 8 bit is symmetric per row:
-
-    weight ~ (code - 2^(bits-1)) * scale + zero     3 and 4 bit, codes 0 .. 2^bits - 1
-    weight ~ code * scale                           8 bit, codes -127 .. 127
-
-`quantize` makes it of a float weight without calibration (`quant.rounding`), `quant.gptq.format`
-of a GPTQ checkpoint. Scale and zero of 3 and 4 bit are then bfloat16, the only type that torch's
-int4pack kernel takes with bfloat16 activations; it neither overflows nor underflows where a weight
-does not.
+"""The canonical form of a quantized weight: integer codes with a scale and a zero per group: 3 and
+4 bit affine per group of a row, (code - 2^(bits-1)) * scale + zero, codes 0 .. 2^bits - 1; 8 bit
+symmetric per row, code * scale, codes -127 .. 127. Scale and zero of rounded 3 and 4 bit are
+bfloat16, the only type that torch's int4pack kernel takes with bfloat16 activations.
 """
 
 from __future__ import annotations
@@ -38,11 +31,9 @@ long on an AVX-512 core), 64 MB keeps a GPU busy."""
 
 @dataclass(frozen=True)
 class CanonicalWeight:
-    """A weight `[out, in]` as codes; see the module's header for what they mean.
-
-    `codes`: uint8 (3 and 4 bit) or int8 (8 bit) `[out, in]`. `scale` and `zero`: `[out, groups]`,
-    bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is float32 `[out, 1]`
-    and `zero` None. `group`: columns that share a scale; it divides `in`.
+    """A weight `[out, in]`: `codes` uint8 (3 and 4 bit) or int8 `[out, in]`; `scale` and `zero`
+    `[out, groups]` bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is
+    float32 `[out, 1]` and `zero` None. `group` divides `in`.
     """
 
     codes: torch.Tensor
@@ -52,7 +43,6 @@ class CanonicalWeight:
     group: int
 
     def to(self, device: torch.device) -> CanonicalWeight:
-        """This weight on `device`; itself where it is there already."""
         if self.codes.device == device:
             return self
         zero = None if self.zero is None else self.zero.to(device)
@@ -68,12 +58,9 @@ def quantize(
     rounding: Rounding = DEFAULT,
     inputs: InputStatistics | None = None,
 ) -> CanonicalWeight:
-    """Round `weight` `[out, in]` (any float type) to the canonical form, on `device`.
-
-    `inputs`: statistics of what it is multiplied with, by which the rounding weighs its columns.
-
-    Works through blocks of rows, so that temporaries stay at a few megabytes next to the codes.
-    SpecError for other bitwidths than 3, 4 and 8; CheckpointError for weights that are not finite.
+    """Round `weight` `[out, in]` on `device`, its columns weighed by `inputs`, in row blocks, so
+    that temporaries stay at megabytes. SpecError for other bits than 3, 4 and 8; CheckpointError if
+    it is not finite.
     """
     way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
     return _quantized(weight, way, rounding.generator())
@@ -87,10 +74,8 @@ def quantize_part(
     rounding: Rounding = DEFAULT,
     inputs: InputStatistics | None = None,
 ) -> CanonicalWeight:
-    """Round a part of `weight` `[out, in]`: `part_of` what `quantize` makes of the whole.
-
-    Beside the part only those columns are read that share a scale with it. `inputs` are those of
-    the whole. Errors as in `quantize`.
+    """Return `part_of` what `quantize` makes of the whole, of which only columns that share a scale
+    with the part are read; `inputs` are of the whole.
     """
     way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
     draws = rounding.generator()
@@ -113,7 +98,6 @@ def quantize_part(
 
 
 def part_of(canonical: CanonicalWeight, cut: Cut) -> CanonicalWeight:
-    """A part of a weight, with the same codes; parts of a group have the scale of the group."""
     codes, scale, zero = canonical.codes[cut.index], canonical.scale, canonical.zero
     if cut.dimension == ROWS:
         zero = None if zero is None else zero[cut.index]
@@ -134,10 +118,8 @@ def part_of(canonical: CanonicalWeight, cut: Cut) -> CanonicalWeight:
 
 @dataclass(frozen=True)
 class _Way:
-    """What decides how the rows of a weight are rounded on `device`.
-
-    `importance` `[in]`: of the columns where scales are fitted, by a `compiled` loop or by torch's
-    operations; None where codes are the nearest or drawn.
+    """How rows are rounded on `device`; `importance` `[in]` where scales are fitted, by a
+    `compiled` loop or torch; None: codes are nearest or drawn.
     """
 
     bits: int
@@ -170,14 +152,12 @@ class _Way:
         return cls(bits, group, device, importance, is_compiled(weight, device))
 
     def of_columns(self, span: range) -> _Way:
-        """That of some whole groups alone."""
         if self.importance is None:
             return self
         return replace(self, importance=self.importance[span.start : span.stop])
 
 
 def _quantized(weight: torch.Tensor, way: _Way, draws: torch.Generator | None) -> CanonicalWeight:
-    """Round all rows of `weight`; its columns are whole groups."""
     rows, columns = weight.shape
     result = _empty(rows, columns, way.group, way.bits, way.device)
     for block, part in moved_blocks(weight, row_blocks(rows, columns, way.device), way.device):
@@ -189,7 +169,6 @@ def _quantized(weight: torch.Tensor, way: _Way, draws: torch.Generator | None) -
 
 
 def dequantize(canonical: CanonicalWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Restore the weight `[out, in]` that the codes stand for."""
     rows, columns = canonical.codes.shape
     out = torch.empty(rows, columns, dtype=dtype, device=canonical.codes.device)
     for block in row_blocks(rows, columns, out.device):
@@ -205,10 +184,7 @@ def decode(
     bits: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode codes `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`.
-
-    `out`: memory for the result.
-    """
+    """Decode `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`."""
     values = codes.float() if out is None else out.copy_(codes)
     grouped = values.view(codes.shape[0], scale.shape[1], -1)
     scale = scale.float().unsqueeze(-1)
@@ -220,7 +196,6 @@ def decode(
 
 
 def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
-    """Yield ranges of rows of about the block size of `device`, each but the last a `multiple`."""
     step = (
         max(
             1,
@@ -233,10 +208,7 @@ def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack two 4-bit codes per byte: uint8 `[rows, in]` to `[rows, ceil(in / 2)]`.
-
-    Byte j holds column j in its low half and column j + ceil(in / 2) in its high half.
-    """
+    """Pack two codes per byte: column j in the low half, j + ceil(in / 2) in the high half."""
     half = -(-codes.shape[1] // 2)
     packed = codes[:, :half].clone()
     packed[:, : codes.shape[1] - half] |= codes[:, half:] << 4
@@ -246,7 +218,6 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def unpack_nibbles(
     packed: torch.Tensor, columns: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Unpack the codes `[rows, columns]` of `pack_nibbles`; `out`: memory for the result."""
     half = packed.shape[1]
     codes = packed.new_empty(len(packed), columns) if out is None else out
     torch.bitwise_and(packed, 15, out=codes[:, :half])
@@ -255,9 +226,8 @@ def unpack_nibbles(
 
 
 def pack_planes(codes: torch.Tensor) -> torch.Tensor:
-    """Pack three planes of one bit per weight: uint8 `[rows, in]` to `[3, rows, ceil(in / 8)]`.
-
-    With s = ceil(in / 8), bit k of byte j of a plane belongs to column k * s + j.
+    """Pack planes of one bit: uint8 `[rows, in]` to `[3, rows, ceil(in / 8)]`; with s = ceil(in /
+    8), bit k of byte j is column k * s + j.
     """
     rows, columns = codes.shape
     stride = -(-columns // 8)
@@ -269,7 +239,6 @@ def pack_planes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_planes(planes: torch.Tensor, columns: int) -> torch.Tensor:
-    """Unpack the codes `[rows, columns]` of `pack_planes`."""
     rows, stride = planes.shape[1:]
     lowest_bit = 1
     if stride % 4 == 0:  # four bytes at a time
@@ -301,7 +270,7 @@ def _quantize_block(
     block: slice,
     draws: torch.Generator | None,
 ) -> None:
-    """Fill rows `block` of `result`; float32 copies of these rows are the largest temporaries."""
+    """Fill rows `block`; float32 copies of these rows are the largest temporaries."""
     values = weight.to(device=result.codes.device, dtype=torch.float32, copy=True)
     grouped = values.view(values.shape[0], -1, result.group)
     if result.zero is None:
@@ -319,7 +288,6 @@ def _fit_block(
     importance: torch.Tensor,
     compiled: bool,
 ) -> None:
-    """Fill rows `block` of the affine `result` by the fit of `quant.rounding.weighted`."""
     assert result.zero is not None, "3- and 4-bit codes are affine"
     codes, scale, zero, bad = fit(weight, importance, result.bits, result.group, "free", compiled)
     check_finite(bad, scale.numel())

@@ -1,8 +1,6 @@
-"""The part of a stored tensor that one rank of a tensor-parallel stage holds, without torch.
-
-Column-parallel linears (queries, keys, values, the first ones of the MLP) are cut along the rows of
-their weights, row-parallel ones (the output of attention, the last one of the MLP) along the
-columns (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""The part of a stored tensor that one rank holds, without torch: column-parallel linears are cut
+along the rows of their weights, row-parallel ones along the columns (Megatron-LM, Shoeybi et al.
+2019, section 3).
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ ROWS, COLUMNS = 0, 1
 
 @dataclass(frozen=True)
 class Cut:
-    """The half-open range `begin` to `end` of the `size` rows (`dimension` 0) or columns (1) of a
-    stored tensor.
-    """
+    """Half-open `begin` to `end` of `size` rows (`dimension` 0) or columns (1) of a tensor."""
 
     dimension: int
     begin: int
@@ -32,16 +28,13 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Number of rows or columns held."""
         return self.end - self.begin
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index that takes this part of a tensor."""
         return (slice(None),) * self.dimension + (slice(self.begin, self.end),)
 
     def whole_shape(self, held: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the stored tensor of which a part of shape `held` is kept."""
         before, after = held[: self.dimension], held[self.dimension + 1 :]
         return (*before, self.size, *after)
 
@@ -52,23 +45,18 @@ class Cut:
         return self.dimension < dimensions
 
     def whole_groups(self, group: int) -> range:
-        """The least range of whole groups of `group` neighbours that holds this part."""
         return range(self.begin // group * group, min(-(-self.end // group) * group, self.size))
 
     def within(self, span: range) -> Cut:
-        """This part of what `span` has left of the tensor."""
         return Cut(self.dimension, self.begin - span.start, self.end - span.start, len(span))
 
 
 def part_group(group: int, cut: Cut) -> int:
-    """Columns of a part that share a scale where `group` of the whole do: as many unless the cut
-    goes through a group, whose parts then have the same scale.
-    """
+    """Columns of a part that share a scale: `group`, unless the cut goes through a group."""
     return group if cut.dimension == ROWS else gcd(group, cut.begin, cut.length)
 
 
 def part_shape(shape: LinearShape, cut: Cut) -> LinearShape:
-    """The shape of a part of a linear of `shape`, with the group that its codes have."""
     if cut.dimension == ROWS:
         return LinearShape(shape.in_features, cut.length, shape.stored_group)
     group = part_group(shape.group, cut)

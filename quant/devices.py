@@ -14,10 +14,8 @@ from quant.scheme import Processor
 
 
 def take_device(kind: str) -> torch.device:
-    """The device of this `kind`, cpu or cuda, for a process that computes on it: its first GPU.
-
-    Without cuDNN's attention: torch puts it first on GPUs of 9.0, and it makes a plan for every
-    length anew, which is at every decode step.
+    """Take cpu or the first cuda GPU, without cuDNN's attention, which torch puts first on 9.0 and
+    which makes a plan for every length anew: at every decode step.
     """
     if kind != "cuda":
         return torch.device(kind)
@@ -26,7 +24,6 @@ def take_device(kind: str) -> torch.device:
 
 
 def local_processor(device: torch.device) -> Processor:
-    """The processor of `device` on this machine; DeviceError for anything but CPU and CUDA."""
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(f"{device} is asked for, but torch {torch.__version__} finds no GPU")
@@ -48,30 +45,20 @@ _BUFFERS = 2
 
 @dataclass(frozen=True)
 class Sent:
-    """A copy that was started: the tensor on the device, and the event that marks its end."""
-
     tensor: torch.Tensor
     done: Any
 
 
 class CopyStream(Protocol):
-    """Asynchronous copies to a device."""
+    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor: ...
 
-    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate host memory `[elements]` to send from."""
-        ...
-
-    def send(self, host: torch.Tensor) -> Sent:
-        """Start to copy a part of a buffer."""
-        ...
+    def send(self, host: torch.Tensor) -> Sent: ...
 
     def receive(self, sent: Sent) -> torch.Tensor:
         """The copied tensor, for work that is queued from now on."""
         ...
 
-    def wait(self, sent: Sent) -> None:
-        """Wait until the copy is done, so that its host memory may change."""
-        ...
+    def wait(self, sent: Sent) -> None: ...
 
 
 class CudaCopyStream:
@@ -106,10 +93,7 @@ class CudaCopyStream:
 def moved_blocks(
     weight: torch.Tensor, blocks: Iterable[slice], device: torch.device
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield each of `blocks`, ranges of rows of `weight`, with these rows on `device`.
-
-    The rows keep their type; on the host they are views.
-    """
+    """Yield ranges of rows with these rows on `device`, of unchanged type; views on the host."""
     if device.type == "cuda" and weight.device.type == "cpu":
         yield from staged_blocks(weight, list(blocks), CudaCopyStream(device))
         return
@@ -120,7 +104,7 @@ def moved_blocks(
 def staged_blocks(
     weight: torch.Tensor, blocks: Sequence[slice], stream: CopyStream
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield what `moved_blocks` does, copied by `stream` while the block before is in use."""
+    """As `moved_blocks`, copied by `stream` while the block before is in use."""
     elements = max((weight[block].numel() for block in blocks), default=0)
     buffers = [stream.buffer(elements, weight.dtype) for _ in blocks[:_BUFFERS]]
     sent: deque[Sent] = deque(maxlen=_BUFFERS)

@@ -22,12 +22,7 @@ from quant.scheme import FULL_BITS, ROUNDINGS, LinearShape, Processor
 
 @dataclass(frozen=True)
 class LayerForm:
-    """The form in which a decoder layer is held: its linears with `bits`, norms and biases in
-    `dtype`.
-
-    `processor` is that of `device`. `backend` names an entry of `quant.backends.table`, None takes
-    the preferred one; `rounding` is one of `quant.scheme.ROUNDINGS`.
-    """
+    """The form of a layer; `backend` None: the preferred one; norms and biases are in `dtype`."""
 
     bits: int
     processor: Processor
@@ -37,10 +32,6 @@ class LayerForm:
     rounding: str = ROUNDINGS[0]
 
     def rule_of(self, shape: LinearShape) -> KernelRule:
-        """The kernel backend of a linear of `shape`: the named one, or one that takes any shape.
-
-        SpecError for a bitwidth, compute type or backend that is unknown.
-        """
         return layer_rule(self.processor, self.bits, shape, dtype_name(self.dtype), self.backend)
 
 
@@ -56,10 +47,8 @@ class QuantizedLinear(nn.Module):
         rule: KernelRule,
         input_order: torch.Tensor | None = None,
     ) -> None:
-        """Wrap `packed`, which was made for activations of `dtype`; `bias` is `[out]` or None.
-
-        `input_order` `[in]`: the input that belongs to each column of `packed`; None: they are in
-        order.
+        """`bias` is `[out]` or None; `input_order` `[in]`: the input of each column (None: in
+        order).
         """
         super().__init__()
         self.packed = packed
@@ -72,7 +61,6 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("input_order", input_order)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[..., in]` to `[..., out]`, in the type of `x`."""
         own = x.to(self.compute_dtype)
         if self.input_order is not None:
             own = own.index_select(-1, self.input_order)
@@ -82,7 +70,6 @@ class QuantizedLinear(nn.Module):
         return out.to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Shape, bitwidth and backend."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, bits={self.bits}, backend={type(self.packed).__name__}"
@@ -90,7 +77,6 @@ class QuantizedLinear(nn.Module):
 
 
 def warm_up_kernels(model: nn.Module) -> None:
-    """Compile in advance what the kernels of `model` need, once for each kind and width."""
     found = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     different = {(type(each.packed), each.in_features): each for each in found}
     for (_, in_features), linear in different.items():
@@ -104,15 +90,11 @@ def quantize_linear(
     name: str = "",
     inputs: InputStatistics | None = None,
 ) -> nn.Module:
-    """A linear layer of `weight` `[out, in]` in `form`; 16 bit gives an `nn.Linear`.
-
-    `inputs`: statistics of what it is multiplied with, where they are known.
-
-    `weight` and `bias` are read, never kept, whatever their type: they may be views of a file.
-    Stochastic rounding draws from a seed of the tensor's `name`; backends with codes of their own,
-    such as nf4, always round to the nearest. SpecError for an impossible combination,
-    CheckpointError for values that are not finite, DeviceError where the backend needs more bytes
-    than its rule says or a package that is missing.
+    """Make a linear of `weight` `[out, in]`; 16 bit gives an `nn.Linear`. `weight` and `bias` are
+    never kept: they may be views of a file. Stochastic rounding draws from a seed of `name`;
+    backends with codes of their own, such as nf4, round to the nearest. SpecError for an impossible
+    form, CheckpointError for values that are not finite, DeviceError for bytes beyond the rule or a
+    missing package.
     """
     dtype, device = form.dtype, form.device
     own_bias = None if bias is None else copy_of(bias, dtype, device)
@@ -134,11 +116,8 @@ def quantize_linear_part(
     name: str = "",
     inputs: InputStatistics | None = None,
 ) -> nn.Module:
-    """A linear layer, without a bias, of the part of `weight` `[out, in]` that `cut` takes.
-
-    Its codes are those that the whole weight has there; backends with codes of their own, whose
-    scales are of whole rows (LLM.int8(), oneDNN), round the part by itself. `inputs` are those of
-    the whole. All else is as in `quantize_linear`.
+    """Make a linear of what `cut` takes, with the codes of the whole weight, but for backends of
+    own codes with scales of whole rows (LLM.int8(), oneDNN); `inputs` are the whole's.
     """
     dtype, device = form.dtype, form.device
     shape = part_shape(LinearShape(weight.shape[1], weight.shape[0]), cut)
@@ -162,11 +141,8 @@ def quantize_linear_part(
 def linear_of_codes(
     canonical: CanonicalWeight, input_order: torch.Tensor | None, form: LayerForm
 ) -> QuantizedLinear:
-    """A linear layer of codes of `form.bits` that are chosen already, without a bias.
-
-    `canonical` may lie on the host; its columns belong to the inputs `input_order` (None: in
-    order). A backend with codes of its own, such as nf4, cannot hold them at 3 and 4 bit: the next
-    one that can takes its place, with a warning. Errors as in `quantize_linear`.
+    """Make a linear of chosen codes, which may lie on the host. A backend with codes of its own
+    cannot hold them at 3 and 4 bit: the next one takes its place, with a warning.
     """
     assert canonical.bits == form.bits, "checked by the caller, who can name the tensor"
     rows, columns = canonical.codes.shape
@@ -186,7 +162,6 @@ def linear_of_codes(
 
 
 def _backend_for_codes(backend: str) -> str | None:
-    """`backend`, or None with a warning where it has codes of its own."""
     if backend not in BACKENDS or issubclass(BACKENDS[backend], CanonicalPacked):
         return backend
     warnings.warn(
@@ -210,7 +185,6 @@ def _check_bytes(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a compute type as plans write it: `torch.float16` is `float16`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -21,7 +21,6 @@ _one_at_a_time = threading.Lock()
 
 @cache
 def has_numba() -> bool:
-    """Whether loops can be compiled; logs a warning once where they cannot."""
     found = find_spec("numba") is not None
     if not found:
         logging.getLogger(__name__).warning(
@@ -32,10 +31,7 @@ def has_numba() -> bool:
 
 @contextmanager
 def torch_threads() -> Iterator[None]:
-    """Let compiled loops run on as many threads as torch has here.
-
-    Only one thread at a time may enter numba's thread pool: others wait.
-    """
+    """Let compiled loops use torch's threads. One thread at a time may enter numba's pool."""
     import numba
 
     settings: Any = numba.config
@@ -45,14 +41,11 @@ def torch_threads() -> Iterator[None]:
 
 
 def compiled_loop(function: Any, parallel: bool) -> Any:
-    """`function` compiled with sums in any order, its `prange` on several threads if `parallel`."""
     return _compiled(function, parallel, _FAST_SUMS)
 
 
 def exact_loop(function: Any, parallel: bool) -> Any:
-    """`function` compiled with every operation as it is written, so that torch's own operations
-    give the same bits; `parallel` as in `compiled_loop`.
-    """
+    """Compile every operation as written, so that torch's own operations give the same bits."""
     return _compiled(function, parallel, set())
 
 
@@ -66,7 +59,6 @@ def _compiled(function: Any, parallel: bool, fast: set[str]) -> Any:
 
 @cache
 def widening(dtype: torch.dtype) -> Any:
-    """A compiled function that makes a float32 of a stored element of `dtype`."""
     import numba
     from llvmlite import ir
     from numba.core import types
@@ -87,9 +79,7 @@ def widening(dtype: torch.dtype) -> Any:
 
 @cache
 def prefetching() -> Any:
-    """A compiled function that has a processor fetch the element of a matrix in this row and
-    column, to be read soon. The place may lie beyond the matrix.
-    """
+    """Compile a fetch of a matrix's element to be read soon; it may lie beyond the matrix."""
     from llvmlite import ir
     from numba.core import cgutils, types
     from numba.extending import intrinsic

@@ -32,11 +32,8 @@ GROUP_SIZES = (128, 64, 32)
 
 @dataclass(frozen=True)
 class LinearShape:
-    """The shape of a weight matrix `[out_features, in_features]`.
-
-    `stored_group`: weights that share a scale and a zero where the checkpoint is quantized already,
-    None where it is not. `cut_group`: the same where columns are a rank's of a wider matrix, whose
-    groups they keep. `stored_bits`: those of the checkpoint where they are not its layer's.
+    """A matrix `[out_features, in_features]`; what is stored holds for quantized checkpoints,
+    `cut_group` for columns of a rank, which keep the groups of the wider matrix.
     """
 
     in_features: int
@@ -47,22 +44,16 @@ class LinearShape:
 
     @property
     def group(self) -> int:
-        """Weights that share a scale and a zero at 3 and 4 bit."""
         return self.cut_group or self.stored_group or group_size(self.in_features)
 
     @property
     def parameters(self) -> int:
-        """Number of weights, bias not counted."""
         return self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
 class Processor:
-    """The properties of a device that decide on kernels.
-
-    `compute_capability` is that of an NVIDIA GPU, `rocm_architecture` (`gfx942`) that of an AMD
-    GPU; a CPU has neither.
-    """
+    """What decides on kernels: a CPU has neither capability nor architecture (`gfx942`)."""
 
     compute_capability: tuple[int, int] | None = None
     instruction_sets: frozenset[str] = frozenset({"avx512_bf16", "avx512_vnni"})
@@ -70,10 +61,8 @@ class Processor:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether kernels run on the host processor."""
         return self.compute_capability is None and self.rocm_architecture is None
 
 
 def group_size(in_features: int) -> int:
-    """Weights that share a scale and a zero at 3 and 4 bit: 128, 64, 32 or else the whole row."""
     return next((size for size in GROUP_SIZES if in_features % size == 0), in_features)

@@ -63,13 +63,11 @@ FIGURES = {
 @dataclass(frozen=True)
 class Accelerator:
     """A type of device; sizes in bytes, rates per second, links in one direction.
-
-    `link_bytes_per_s` is the rate to a device of its type on the node (NVLink, where it has that),
-    `host_link_bytes_per_s` that to the host's memory and to devices of other types.
-    `compute_capability` is that of an NVIDIA GPU, `rocm_architecture` that of an AMD GPU; a CPU has
-    neither. `ray_type` is None where Ray has no name for it. The rates of the CPU are those of one
-    core. `reported_as`: names that drivers have for it beside its own and its aliases, which other
-    types may share. `source`: where the figures are from.
+    `link_bytes_per_s` joins devices of its type on a node (NVLink, where it has that),
+    `host_link_bytes_per_s` the host's memory and other types. A CPU has neither
+    `compute_capability` (NVIDIA) nor `rocm_architecture` (AMD), and rates of one core. `ray_type`
+    is None where Ray has no name for it; `reported_as` are drivers' names for it, which types may
+    share.
     """
 
     name: str
@@ -95,14 +93,13 @@ class Accelerator:
 
     @cached_property
     def processor(self) -> Processor:
-        """The properties that decide on kernels (`quant.backends.table`)."""
         return Processor(
             compute_capability=self.compute_capability, rocm_architecture=self.rocm_architecture
         )
 
     @property
     def default_dtype(self) -> str:
-        """The 16-bit type it computes in: `bfloat16`, or `float16` below compute capability 8."""
+        """Return `bfloat16`, or `float16` below compute capability 8."""
         return "bfloat16" if self.bf16 else "float16"
 
     @property
@@ -111,8 +108,8 @@ class Accelerator:
         return _by_full_name_or_alias().get(name_key(self.name)) == self
 
     def is_reported_as(self, name: str) -> bool:
-        """Whether a driver may call it `name`. Of one that a cluster file describes without saying
-        so, any name may be meant that the registry does not have.
+        """Whether a driver may call it `name`; one described without saying so has any unregistered
+        name.
         """
         known = (self.name, *self.aliases, *self.reported_as)
         if any(_are_equal(name, each) for each in known):
@@ -127,11 +124,8 @@ def registry() -> tuple[Accelerator, ...]:
 
 
 def find_accelerator(name: str, own: Iterable[Accelerator] = ()) -> Accelerator:
-    """Find an accelerator by name, alias, Ray type or what drivers call it; case, `_`, `-` and
-    spaces do not matter, nor for those of the registry the order of words.
-
-    `own` are those that a cluster file describes, which are found by their names. Raises SpecError
-    for an unknown name, with the nearest known ones.
+    """Find an accelerator by name, alias, Ray type or driver's name, or by the name of one of
+    `own`, whatever the case, `_`, `-` and spaces. SpecError for an unknown name names the nearest.
     """
     key, by_own = name_key(name), {name_key(each.name): each for each in own}
     found = by_own.get(key) or _registered(name)
@@ -150,7 +144,6 @@ def find_accelerator(name: str, own: Iterable[Accelerator] = ()) -> Accelerator:
 
 
 def _no_data_sheet(name: str) -> str | None:
-    """Why the registry has no `name` that a driver may report, and what to do; None for others."""
     if _OTHER_MAKERS.match(name):
         return "llmpq runs on NVIDIA GPUs, on AMD GPUs with ROCm, and on CPUs"
     if _BEFORE_PASCAL.match(name_key(name)):
@@ -167,16 +160,12 @@ def _no_data_sheet(name: str) -> str | None:
 
 
 def reported_accelerator(name: str, memory_bytes: int) -> Accelerator:
-    """The accelerator that a driver calls `name`; of several, the one of the nearest size.
-
-    Raises SpecError as `find_accelerator`.
-    """
+    """Return the accelerator that a driver calls `name`; of several, that of the nearest size."""
     found = [each for each in registry() if each.is_reported_as(name)] or [find_accelerator(name)]
     return min(found, key=lambda each: abs(each.nominal_memory_bytes - memory_bytes))
 
 
 def assumption(name: str, own: Iterable[Accelerator] = ()) -> str | None:
-    """A note on which accelerator is assumed where `name` fits several; None where it fits one."""
     meant = find_accelerator(name, own)
     if not meant.is_registered:
         return None
@@ -192,9 +181,8 @@ def assumption(name: str, own: Iterable[Accelerator] = ()) -> str | None:
 
 @cache
 def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
-    """The accelerators that a short name may mean, by its key: those whose full names have all its
-    parts (those of `V100` differ in memory, those of `V100-16GB` in links), and where it has no
-    size those that drivers report alike.
+    """Return the accelerators that a short name may mean: `V100` those of all sizes, `V100-16GB`
+    those of all links, and without a size those that drivers report alike.
     """
     found = {}
     for entry in registry():
@@ -210,19 +198,17 @@ def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
 
 
 def _parts(name: str) -> set[str]:
-    """Split a name into its parts: `{"v100", "16gb"}` for `Tesla_V100-16G`."""
+    """Split `Tesla_V100-16G` into `{"v100", "16gb"}`."""
     parts = re.split(r"[^a-z0-9]+", name.lower())
     return {re.sub(r"^(\d+)g$", r"\1gb", part) for part in parts} - {"nvidia", "tesla"}
 
 
 def _registered(name: str) -> Accelerator | None:
-    """The accelerator of the registry with the letters and digits of `name`, or with its words."""
     return _by_full_name_or_alias().get(name_key(name)) or _by_words().get(_words(name))
 
 
 @cache
 def _by_words() -> dict[tuple[str, ...], Accelerator]:
-    """The registry by the words of names; where several have them, the first."""
     return {
         _words(name): entry
         for entry in reversed(registry())
@@ -235,9 +221,7 @@ def _are_equal(one: str, other: str) -> bool:
 
 
 def _words(name: str) -> tuple[str, ...]:
-    """The letters and the numbers of a name in the order of the alphabet, without words that tell
-    nothing: those of `NVIDIA A100 80GB PCIe` are those of `A100-PCIE-80GB`.
-    """
+    """Sort letters and numbers of a name: `NVIDIA A100 80GB PCIe` has those of `A100-PCIE-80GB`."""
     kept = " ".join(_parts(name) - _SAY_NOTHING)
     return tuple(sorted(re.findall(r"[a-z]+|[0-9]+", kept)))
 
@@ -251,7 +235,6 @@ def _by_full_name_or_alias() -> dict[str, Accelerator]:
 
 
 def name_key(name: str) -> str:
-    """The letters and digits of a name, by which two spellings of it are equal."""
     key = "".join(character for character in name.lower() if character.isalnum())
     for vendor in ("nvidia", "tesla"):
         key = key.removeprefix(vendor)
@@ -259,7 +242,6 @@ def name_key(name: str) -> str:
 
 
 def accelerator_of(entry: Mapping[str, Any]) -> Accelerator:
-    """The accelerator of an entry with the keys that `accelerators.toml` explains."""
     share = _USABLE_SHARE_INLINE_ECC if entry.get("inline_ecc", False) else _USABLE_SHARE
     capability, architecture = _capability(entry), entry.get("rocm_architecture")
     newer = architecture is not None or capability is None or capability >= _BF16_CAPABILITY

@@ -35,7 +35,6 @@ _HOST_LINK_OF_ROCM = 32
 
 
 def _as_text(value: object) -> object:
-    """A capability as YAML has it: `8.6` is a number there."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if is_number else value
 
@@ -48,10 +47,7 @@ Text = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class AcceleratorEntry(BaseModel):
-    """An accelerator as `planner/cluster/accelerators.toml` explains the keys.
-
-    With `like`, the name of another, what is not stated is as there.
-    """
+    """An accelerator with the keys of `accelerators.toml`; what is not stated is as in `like`."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -89,10 +85,7 @@ class DescriptionError(Exception):
 def described_accelerator(
     name: str, entry: AcceleratorEntry, before: Sequence[Accelerator] = ()
 ) -> Accelerator:
-    """The accelerator that `entry` describes; its `like` may be one described `before`.
-
-    Raises DescriptionError.
-    """
+    """Make `entry`'s accelerator, `like` one of `before` or registered; else DescriptionError."""
     _check_name(name, before)
     values = entry.stated()
     like = values.pop("like", None)
@@ -106,7 +99,6 @@ def described_accelerator(
 
 
 def entry_of(accelerator: Accelerator) -> AcceleratorEntry:
-    """The entry that describes `accelerator` in full, so that it reads back equal."""
     return AcceleratorEntry(**_values_of(accelerator))
 
 
@@ -140,7 +132,6 @@ def _base(like: str, before: Sequence[Accelerator]) -> Accelerator:
 
 
 def _derived(values: Mapping[str, Any], base: Accelerator) -> dict[str, Any]:
-    """The stated values, and for the others those of `base`, whose names drivers report."""
     same = _values_of(base)
     same["reported_as"] = [base.name, *base.aliases, *base.reported_as]
     if "inline_ecc" in values:
@@ -200,7 +191,7 @@ def _values_of(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _short(amount: float, unit: float) -> float:
-    """`amount` in `unit` with the fewest decimals from which it is read back."""
+    """Write `amount` in `unit` with the fewest decimals from which it is read back."""
     exact = amount / unit
     for digits in range(1, 16):
         short = round(exact, digits)

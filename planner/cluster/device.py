@@ -42,20 +42,13 @@ AS_MODELLED = Slowdown()
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator of a node, or a tensor-parallel group of equal ones.
-
-    `ranks` are the devices of a group, whose other fields are those of the first of them, so memory
-    is that of one rank; a single device has none.
-
-    `index` counts devices of the same type on the node; `memory_bytes` is the budget of the process
-    (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` is the rate to a
-    device of the same type on the node, in one direction; `stated_host_link_bytes_per_s` that to
-    the host where the cluster file states it; `threads` and rates per core belong to CPUs.
-    `custom_resource` names the Ray resource that places the device where Ray has no accelerator
-    type for it. An `emulated` device computes on the host's CPU while its times are those of
-    `accelerator`; with `stand_in` a small model does so in place of the planned one, whose bytes
-    and types are then those of the accelerator. `host_memory_bytes` and `node_price_per_hour` are
-    those of the whole node. `slowdown` is what a run has measured, which no cluster file says.
+    """An accelerator of a node, or a tensor-parallel group of equal ones (`ranks`, empty for one),
+    whose other fields are those of its first rank. `index` counts devices of a type on the node;
+    `memory_bytes` is the process's budget (for CPUs and emulated devices net of all but the model);
+    link rates are in one direction. `custom_resource` is the Ray resource for a type that Ray does
+    not know. An `emulated` device computes on the host's CPU with the times of `accelerator`; with
+    `stand_in` a small model does, while bytes and types are the accelerator's. `host_memory_bytes`
+    and `node_price_per_hour` are the node's; `slowdown` is measured by a run.
     """
 
     accelerator: Accelerator
@@ -75,9 +68,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The name, unique in the cluster, such as `node0/T4-16GB:1`; of a group that of the first
-        rank.
-        """
+        """Return the name, unique in the cluster, of the first rank: `node0/T4-16GB:1`."""
         return f"{self.node}/{self.accelerator.name}:{self.index}"
 
     @property
@@ -86,7 +77,6 @@ class Device:
 
     @property
     def members(self) -> tuple[Device, ...]:
-        """The single devices: those of the group, or this one."""
         return self.ranks or (self,)
 
     @property
@@ -95,13 +85,12 @@ class Device:
 
     @property
     def label(self) -> str:
-        """The name for people, with all numbers of a group: `node0/T4-16GB:0+1`."""
+        """Return the name for people, with all numbers of a group: `node0/T4-16GB:0+1`."""
         numbers = "+".join(str(device.index) for device in self.members)
         return f"{self.node}/{self.accelerator.name}:{numbers}"
 
     @cached_property
     def time_kind(self) -> Hashable:
-        """A key that is equal for devices that hold and compute a layer alike."""
         slowdown = self.slowdown.prefill, self.slowdown.decode
         kind = self.accelerator.name, self.threads, self.emulated, self.stand_in, slowdown
         if not self.ranks:
@@ -110,7 +99,6 @@ class Device:
 
     @cached_property
     def cost_kind(self) -> Hashable:
-        """A key that is equal for devices with which plans cost the same, but for their nodes."""
         links = self.link_bytes_per_s, self.host_link_bytes_per_s
         return self.time_kind, self.memory_bytes, links
 
@@ -121,7 +109,7 @@ class Device:
         return self.accelerator.host_link_bytes_per_s
 
     def node_link_bytes_per_s(self, other: Device) -> float:
-        """The rate to another device of the node: NVLink joins only GPUs of one type."""
+        """Return the rate to another device of the node: NVLink joins only GPUs of one type."""
         links = [self.link_bytes_per_s, other.link_bytes_per_s]
         if self.accelerator != other.accelerator:
             links += [self.host_link_bytes_per_s, other.host_link_bytes_per_s]
@@ -136,26 +124,22 @@ class Device:
 
     @property
     def runs_on_cpu(self) -> bool:
-        """Whether the planned model's kernels run on the host processor."""
         return self.accelerator.is_cpu or (self.emulated and not self.stand_in)
 
     @property
     def processor(self) -> Processor:
-        """The processor whose kernels run the planned model, hence whose byte rules hold."""
         return Processor() if self.runs_on_cpu else self.accelerator.processor
 
     @property
     def runtime_bytes(self) -> int:
-        """Bytes of `memory_bytes` that the runtime takes before any tensor."""
         return 0 if self.runs_on_cpu else CUDA_CONTEXT_BYTES
 
     @property
     def default_dtype(self) -> str:
-        """The compute type that `auto` stands for: the host's on an emulated device."""
         return "bfloat16" if self.runs_on_cpu else self.accelerator.default_dtype
 
     def compute_dtype(self, requested: str = "auto") -> str:
-        """The compute type here; SpecError for an unknown one, or one it could only emulate."""
+        """Return the compute type; SpecError for an unknown one, or one it could only emulate."""
         if requested == "auto":
             return self.default_dtype
         if requested not in DTYPE_BYTES:
@@ -177,10 +161,7 @@ Way = Literal["gloo", "ray"]
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A link measured between two types of accelerators, with its latency and rate.
-
-    `source` names the file of the measurements.
-    """
+    """A link measured between two types of accelerators; `source` names the file."""
 
     one: str
     other: str
@@ -201,11 +182,7 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class MeasuredSum:
-    """A measured all-reduce among `degree` devices of a type: its latency, and seconds per byte of
-    the tensor that is summed.
-
-    `source` names the file of the measurements.
-    """
+    """A measured all-reduce of a type: latency, and seconds per byte of the summed tensor."""
 
     accelerator: str
     degree: int

@@ -33,9 +33,7 @@ _IMPOSSIBLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError
 
 
 def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
-    """Parse `text` to its values and its nodes with their lines. SpecError, which names `label`,
-    for invalid YAML, for a document that is too large when written out, and for a repeated key.
-    """
+    """Parse to values and lined nodes; SpecError for invalid or huge YAML and repeated keys."""
     if len(text) > MOST_BYTES:
         raise SpecError(f"{label} has {len(text)} characters; a cluster takes at most {MOST_BYTES}")
     try:
@@ -52,9 +50,7 @@ def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
 
 
 def _check_nodes(document: yaml.Node | None, label: str) -> None:
-    """Count keys and values with all aliases written out, and refuse repeated keys, visiting each
-    node once.
-    """
+    """Count keys and values with aliases written out, visiting each node once; refuse repeats."""
     if document is None:
         return
     sizes: dict[int, int] = {}
@@ -124,12 +120,9 @@ class _Strict(BaseModel):
 
 
 class NodeEntry(_Strict):
-    """A machine; `accelerators` is `{T4: 3}`, `T4:3` or `T4`.
-
-    `threads` and `memory_gib` are those of each CPU accelerator; `usable_memory_gib` is a number
-    for every accelerator of the node or one per type; `link_gbyte_per_s`, between accelerators of
-    one type, and `host_link_gbyte_per_s`, to the host's memory, are 10^9 bytes/s in one direction.
-    `price_per_hour` is that of the whole machine, in the user's currency.
+    """A machine; `accelerators` is `{T4: 3}`, `T4:3` or `T4`. `threads` and `memory_gib` are of
+    each CPU; `usable_memory_gib` is for each accelerator or by type; links are 10^9 bytes/s in one
+    direction.
     """
 
     name: Annotated[str, Field(min_length=1)] | None = None
@@ -160,17 +153,13 @@ class NetworkEntry(_Strict):
 
 
 class Emulation(_Strict):
-    """Emulation of the devices by CPU actors that take `time_scale` times the modelled time (0:
-    none); `stand_in` is the path of a small model that computes in place of the planned one.
-    """
+    """Times are multiplied by `time_scale` (0: none); `stand_in` is the path of a small model."""
 
     time_scale: TimeScale = 1.0
     stand_in: Annotated[str, Field(min_length=1)] | None = None
 
 
 class ClusterEntry(_Strict):
-    """The whole cluster file; `accelerators` are those that the registry does not have."""
-
     name: Annotated[str, Field(min_length=1)]
     accelerators: Annotated[dict[str, AcceleratorEntry], Field(max_length=MOST_DESCRIBED)] = {}
     nodes: Annotated[list[NodeEntry], Field(min_length=1)]
@@ -180,8 +169,6 @@ class ClusterEntry(_Strict):
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of a mapping, for messages; `document` is None where it was no file."""
-
     label: str
     document: yaml.Node | None = None
 
@@ -202,8 +189,6 @@ class Source:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """A cluster file that was checked, with the accelerators that it describes itself."""
-
     entry: ClusterEntry
     own: tuple[Accelerator, ...]
     source: Source
@@ -212,7 +197,7 @@ class ClusterFile:
         return find_accelerator(name, self.own)
 
     def assumptions(self) -> tuple[str, ...]:
-        """Notes on what is assumed where a name fits several accelerators, one for each name."""
+        """Note what is assumed where a name fits several accelerators, once for each name."""
         found: dict[str, str] = {}
         for index, node in enumerate(self.entry.nodes):
             for name in node.accelerators:
@@ -238,9 +223,7 @@ def read_yaml(path: Path) -> tuple[object, Source]:
 
 
 def local_cpus(count: int) -> dict[str, Any]:
-    """The entry of a node of `count` CPUs that share this machine's cores, and what its memory has
-    to spare.
-    """
+    """Make the entry of a node of `count` CPUs that share this machine's cores and free memory."""
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
@@ -253,7 +236,6 @@ def local_cpus(count: int) -> dict[str, Any]:
 
 
 def parse_cluster(values: object, source: Source) -> ClusterFile:
-    """Check the entries of a cluster file; SpecError names the first that is wrong."""
     if not isinstance(values, Mapping):
         raise SpecError(f"{source.label}: a cluster is a mapping with the keys name and nodes")
     try:
@@ -347,7 +329,7 @@ def _known(name: str, location: Sequence[str | int], file: ClusterFile) -> str:
 
 
 def _first_problem(error: ValidationError, source: Source) -> SpecError:
-    """Make an error of the deepest problem that pydantic found; unknown keys come first."""
+    """Report the deepest problem that pydantic found; unknown keys come first."""
     problems = error.errors()
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     problem = max(unknown or problems, key=lambda each: len(each["loc"]))
@@ -380,7 +362,6 @@ def _keys_at(parent: Sequence[str | int]) -> list[str]:
 
 
 def _child(node: yaml.Node | None, step: str | int) -> tuple[yaml.Node, int] | None:
-    """Find the node below `node` and its one-based line; a mapping entry is found at its key."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.value == str(step):

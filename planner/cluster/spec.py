@@ -40,11 +40,9 @@ INTERNODE_LATENCY_S = 1.2e-4
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes.
-
-    `measured_links` and `measured_sums`, which are no part of the file, come before what it says.
-    `notes`: what was assumed of names that fit several accelerators. `described`: accelerators that
-    the file describes, whether or not a node has them.
+    """The devices to plan for, node by node. `measured_links` and `measured_sums`, which no file
+    has, come before what it says; `notes` are assumptions about names; `described` accelerators
+    need not be on a node.
     """
 
     name: str
@@ -67,13 +65,11 @@ class ClusterSpec:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ClusterSpec:
-        """Read a cluster file; SpecError names file, line, key and the nearest known key."""
         values, source = read_yaml(Path(path))
         return _from_values(values, source)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "cluster") -> ClusterSpec:
-        """Make a cluster of a parsed mapping; messages name `source`."""
         return _from_values(values, Source(source))
 
     @classmethod
@@ -83,9 +79,7 @@ class ClusterSpec:
         device_numbers: Sequence[int],
         internode_gbit_per_s: float = DEFAULT_INTERNODE_GBIT_PER_S,
     ) -> ClusterSpec:
-        """Make a cluster with one node for each device type, as on the paper's command line; CPUs
-        share this machine.
-        """
+        """Make one node for each device type (paper's command line); CPUs share this machine."""
         if len(device_names) != len(device_numbers):
             raise SpecError(
                 f"{len(device_names)} device names but {len(device_numbers)} numbers; give one each"
@@ -116,7 +110,7 @@ class ClusterSpec:
 
     @property
     def price_per_hour(self) -> float | None:
-        """The price of all nodes, whether or not a plan uses them; None where one has no price."""
+        """Sum over all nodes, used or not; None where one has no price."""
         prices = {device.node: device.node_price_per_hour for device in self.devices}
         known = [price for price in prices.values() if price is not None]
         return sum(known) if len(known) == len(prices) else None
@@ -133,7 +127,7 @@ class ClusterSpec:
         return self.internode_bytes_per_s
 
     def link_latency_s(self, sender: Device, receiver: Device) -> float:
-        """Seconds that a message takes beside its bytes; 0 from a device to itself."""
+        """Return seconds beside the bytes; 0 from a device to itself."""
         if sender == receiver:
             return 0.0
         measured = self._measured_link(sender, receiver)
@@ -142,9 +136,7 @@ class ClusterSpec:
         return LINK_LATENCY_S if sender.node == receiver.node else INTERNODE_LATENCY_S
 
     def link_provenance(self, sender: Device, receiver: Device) -> str | None:
-        """Name the measurement of a hop's time; None where it follows from cluster file and
-        datasheets.
-        """
+        """Name the measurement of a hop's time; None where files and datasheets give it."""
         if sender == receiver:
             return None
         found = self._measured_link(sender, receiver)
@@ -158,15 +150,12 @@ class ClusterSpec:
 
     @property
     def own_accelerators(self) -> tuple[Accelerator, ...]:
-        """The accelerators that the registry does not have: those described, then others."""
         used = (each.accelerator for each in self.devices if not each.accelerator.is_registered)
         return tuple(dict.fromkeys((*self.described, *used)))
 
     def fingerprint(self) -> str:
-        """A digest of what a plan depends on: devices, budgets and links, not the name or prices.
-
-        Host links are part of it where the cluster file states them, and the figures of
-        accelerators where it describes them.
+        """Digest what a plan depends on: devices, budgets and links, not the name or prices; host
+        links and figures of accelerators only where the cluster file states them.
         """
         devices = [
             [
@@ -197,9 +186,8 @@ class ClusterSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
-        """Write a cluster file that reads back equal.
-
-        SpecError where devices of one type on a node differ, which the file cannot say.
+        """Write a cluster file that reads back equal; SpecError where devices of one type differ on
+        a node.
         """
         values: dict[str, Any] = {
             "name": self.name,
@@ -222,13 +210,11 @@ def _described_values(accelerators: Sequence[Accelerator]) -> dict[str, Any]:
 
 
 def _figures(accelerator: Accelerator) -> dict[str, Any]:
-    """The values on which plans depend: not how drivers or Ray call it, nor the source."""
     values = entry_of(accelerator).stated()
     return {k: v for k, v in values.items() if k not in ("ray_type", "reported_as", "source")}
 
 
 def _stated_host_link(device: Device) -> list[object]:
-    """Part of the digest, empty where the stated rate is that of the registry."""
     rate = device.host_link_bytes_per_s
     return [] if rate == device.accelerator.host_link_bytes_per_s else ["host link", rate]
 
@@ -262,7 +248,7 @@ def _from_values(values: object, source: Source) -> ClusterSpec:
 
 
 def _node_devices(name: str, node: NodeEntry, file: ClusterFile) -> Iterator[Device]:
-    """The devices of one node; Ray names only the first GPU type of a node that mixes several."""
+    """Make the devices of a node; Ray names only the first GPU type where a node mixes several."""
     emulate = file.entry.emulate
     kinds = [(file.find(kind), count) for kind, count in node.accelerators.items()]
     mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
@@ -365,10 +351,7 @@ Grouping = tuple[tuple[str, ...], ...]
 
 
 def group_of(devices: Sequence[Device]) -> Device:
-    """One device that stands for all of `devices`; a single one stays as it is.
-
-    SpecError unless they are equal and of one node.
-    """
+    """Make one device of `devices`; SpecError unless they are equal and of one node."""
     first, *others = devices
     if not others:
         return first
@@ -379,7 +362,6 @@ def group_of(devices: Sequence[Device]) -> Device:
 
 
 def equality_key(device: Device) -> Hashable:
-    """A key that is equal for devices that may be ranks of one group."""
     return device.node, device.cost_kind
 
 
@@ -388,9 +370,8 @@ def ungrouped(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def grouped_cluster(cluster: ClusterSpec, grouping: Grouping) -> ClusterSpec:
-    """The cluster with one device for each group; devices in no group are left out.
-
-    SpecError for a name that the cluster lacks.
+    """Return the cluster with one device for each group, without others; SpecError for unknown
+    names.
     """
     known = {device.name: device for device in ungrouped(cluster.devices)}
     if unknown := [name for group in grouping for name in group if name not in known]:
@@ -400,12 +381,10 @@ def grouped_cluster(cluster: ClusterSpec, grouping: Grouping) -> ClusterSpec:
 
 
 def devices_of(cluster: ClusterSpec, grouping: Grouping) -> tuple[Device, ...]:
-    """The device, or group of devices, of each tuple of names; errors as in `grouped_cluster`."""
     return grouped_cluster(cluster, grouping).devices
 
 
 def equal_devices(cluster: ClusterSpec) -> list[tuple[Device, ...]]:
-    """The single devices by node and kind: those of one entry may be ranks of one group."""
     found: dict[Hashable, list[Device]] = {}
     for device in ungrouped(cluster.devices):
         found.setdefault(equality_key(device), []).append(device)
@@ -418,7 +397,6 @@ def kinds_of_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
 
 
 def grown(cluster: ClusterSpec, kind: Device, count: int) -> ClusterSpec:
-    """The cluster with `count` more devices like one of its own, on the same node."""
     of_type = [
         d.index for d in cluster.devices if (d.node, d.accelerator) == (kind.node, kind.accelerator)
     ]

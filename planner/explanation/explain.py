@@ -1,9 +1,4 @@
-"""Why a plan is as it is: what binds each stage, and what other bits would bring for each layer.
-
-Every figure comes from pricing the changed plan by the objective (LLM-PQ eq. 4 to 8, or the
-pipeline's) and the memory model; answers that need a new plan come from
-`planner.explanation.what_if`.
-"""
+"""Why a plan is as it is: what binds each stage, and what other bits would bring for each layer."""
 
 from __future__ import annotations
 
@@ -31,10 +26,8 @@ NUDGE = 1e-3  # relative growth of a stage's time by which its price is measured
 
 @dataclass(frozen=True)
 class Headroom:
-    """Amount of a resource that a stage may use, and the least that any change asks for.
-
-    Bytes, or seconds of one micro-batch before this stage slows the phase. Changes are a further
-    layer and more bits for one of its layers; `least_step` is infinite where none takes more.
+    """What a stage may still use, in bytes or in seconds of a micro-batch before it slows the
+    phase, and the least that one more layer or more bits of one ask for (infinite where none does).
     """
 
     spare: float
@@ -47,9 +40,7 @@ class Headroom:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """The limits of one stage. A price is how many seconds longer a batch takes for each second
-    more of one of the stage's passes.
-    """
+    """A price is how many seconds longer a batch takes per second more of the stage's passes."""
 
     stage: int
     memory: Headroom
@@ -70,10 +61,7 @@ class StageLimits:
 
 @dataclass(frozen=True)
 class Room:
-    """A way to make room on a stage: some of its layers go to a neighbour, or get fewer bits.
-
-    `to_stage` is the stage itself if they stay; `bits` are what they have then.
-    """
+    """A way to make room on a stage: `layers` go to `to_stage`, or stay there at `bits`."""
 
     layers: range
     to_stage: int
@@ -83,10 +71,8 @@ class Room:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One layer (or group) at other bits: `extra_bytes` on its stage and what it would bring.
-
-    `room`: where it does not fit, the best way to make it fit by one more change, whose effect
-    includes the new bits; None where no single change does.
+    """One layer (or group) at other bits; `room` is the best single change that makes it fit, whose
+    effect includes the new bits, None where it fits or no change does.
     """
 
     bits: int
@@ -97,9 +83,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Two groups of one stage that exchange their bits: same memory, same times, other quality.
-
-    `quality_s` is theta times the change of the summed sensitivity.
+    """Two groups of one stage that exchange bits; `quality_s` is theta times the change of
+    sensitivity.
     """
 
     layers: range
@@ -109,10 +94,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class LayerReason:
-    """Layers decided together, their stage and bits, and every other choice with its price.
-
-    `spare_bytes`: what is left on the stage. `exchange`: the best one with other layers of the
-    stage, None where all of them have the same bits.
+    """Layers decided together, and every other choice with its price; `spare_bytes` are left on the
+    stage, `exchange` is the best one within it (None: all have the same bits).
     """
 
     layers: range
@@ -125,8 +108,6 @@ class LayerReason:
 
 @dataclass(repr=False, frozen=True, eq=False)
 class Explanation:
-    """A plan's reasons: per stage, per layer, what would change it, and its simulated batch."""
-
     costs: CostModel
     stages: tuple[StageLimits, ...]
     layers: tuple[LayerReason, ...]
@@ -142,7 +123,7 @@ class Explanation:
 
 
 def explain(plan: PlanSpec, costs: CostModel, options: WhatIfOptions | None = None) -> Explanation:
-    """The reasons for `plan`, which was made with `costs`; PlanMismatchError for other costs."""
+    """Give the reasons for `plan`; PlanMismatchError unless it was made with `costs`."""
     planned = planned_assignment(plan, costs)
     return Explanation(
         costs=costs,
@@ -182,7 +163,6 @@ def stage_limits(planned: PlannedAssignment) -> tuple[StageLimits, ...]:
 
 
 def _least_step(planned: PlannedAssignment, stage: int, table: FloatArray) -> float:
-    """The least increase of one more group, or of more bits for one of the stage's own."""
     row, available = table[stage], planned.problem.available[stage]
     mine = set(planned.bitwidth[slice(*planned.first_layer[stage : stage + 2])])
     usable = [choice for choice in range(len(row)) if available[choice]]
@@ -207,7 +187,6 @@ def _price(planned: PlannedAssignment, stage: int, phase: Phase, scale_s: float)
 
 
 def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
-    """The reasons for every group of layers, in order; equal groups are priced once."""
     problem, bounds = planned.problem, planned.first_layer
     spare = problem.memory_bytes - planned.times.bytes
     known: dict[tuple[object, ...], tuple[Alternative, ...]] = {}
@@ -270,10 +249,7 @@ def _best_room(
 
 
 def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int) -> Iterator[Room]:
-    """Ways to move the stage's first group to the stage before, or its last to the one after.
-
-    A moved `unit` keeps its new bits.
-    """
+    """Yield moves of the stage's first group to the stage before, or its last to the one after."""
     problem, bounds = planned.problem, planned.first_layer
     if bounds[stage + 1] - bounds[stage] < 2:
         return
@@ -293,9 +269,7 @@ def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int
 def _lowered(
     planned: PlannedAssignment, unit: int, changed: list[int], stage: int
 ) -> Iterator[Room]:
-    """Ways to give another group of the stage fewer bits: for each bitwidth the one that loses
-    least.
-    """
+    """Yield, for each bitwidth, the group of the stage that loses least when lowered to it."""
     problem, bounds = planned.problem, planned.first_layer
     omega = problem.sensitivity
     others = [each for each in range(bounds[stage], bounds[stage + 1]) if each != unit]

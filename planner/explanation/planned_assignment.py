@@ -27,11 +27,9 @@ from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a change to a plan, all else equal; negative is better.
-
-    `latency_s` is per batch by the plan's objective, `decode_round_s` per token of every request,
-    `quality_s` is theta times the change of the summed sensitivity. `short_bytes`: by how much the
-    changed plan exceeds the memory of its worst stage, 0 where it fits.
+    """The effect of a change to a plan; negative is better. `latency_s` is per batch,
+    `decode_round_s` per token of every request, `quality_s` theta times the change of sensitivity,
+    `short_bytes` what the worst stage lacks.
     """
 
     latency_s: float
@@ -41,7 +39,6 @@ class Effect:
 
     @property
     def objective_s(self) -> float:
-        """Latency and quality together, as the solver weighs them."""
         return self.latency_s + self.quality_s
 
     @property
@@ -51,10 +48,8 @@ class Effect:
 
 @dataclass(frozen=True, eq=False)
 class PlannedAssignment:
-    """The stages of a plan that hold layers, as an assignment of `problem`.
-
-    `first_layer` [N+1] and `bitwidth` [L] count groups of `costs.options.group` layers; stage j of
-    the plan is stage j of the problem.
+    """A plan on `problem`; `first_layer` [N+1] and `bitwidth` [L] count groups of `options.group`
+    layers.
     """
 
     costs: CostModel
@@ -79,7 +74,6 @@ class PlannedAssignment:
         return int(np.searchsorted(self.first_layer, unit, side="right")) - 1
 
     def effect(self, first_layer: Sequence[int], bitwidth: Sequence[int]) -> Effect:
-        """The effect of these boundaries and bitwidths in place of the plan's own."""
         before, after = self.times, stage_times(self.problem, first_layer, bitwidth)
         rounds = (decode_round_s(self.problem, times) for times in (after, before))
         over = (after.bytes - self.problem.memory_bytes).max()
@@ -91,7 +85,6 @@ class PlannedAssignment:
         )
 
     def simulate(self) -> Simulated:
-        """Every event of one global batch, or of the first fills of a job's slots."""
         rows = first_rows(self.costs.job, self.costs.workload.global_batch)
         return simulate_assignment(self.costs, self.devices, self.sizes, *self._by_layer, rows)
 
@@ -105,11 +98,7 @@ class PlannedAssignment:
 
 
 def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
-    """Put `plan` on the cost model it was made with, at the plan's own theta and with the bits of
-    its quality.
-
-    PlanMismatchError for a cost model of another problem.
-    """
+    """Put `plan` on its cost model, theta and bits; PlanMismatchError for another problem."""
     _check_same(plan, costs)
     most, chunk = plan.policy.max_batch_size, plan.policy.prefill_chunk_tokens
     options = replace(costs.options, max_batch_size=most, prefill_chunk_tokens=chunk)
@@ -135,7 +124,6 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
 
 
 def _usable_bits(plan: PlanSpec, bits: Sequence[int]) -> tuple[int, ...] | None:
-    """The bitwidths among which the plan's quality chose; None for all."""
     if plan.beside.quality in (None, "fast"):
         return None
     used = {each for stage in plan.stages for each in stage.bitwidths}
@@ -143,9 +131,8 @@ def _usable_bits(plan: PlanSpec, bits: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def decode_round_s(problem: AssignmentProblem, times: AssignmentCosts) -> float:
-    """Seconds until every request has one more token: the slowest stage or link, or one way round.
-
-    As the pipeline runs it, whatever the objective.
+    """Seconds until every request has one more token: the slowest stage or link, or one way round,
+    as the pipeline runs it, whatever the objective.
     """
     form = decode_round_form(problem)
     rounds_s, trip_s = form.rounds_s(times.decode_s.max()), form.trips_s(times.decode_s.sum())
@@ -177,11 +164,8 @@ _REMEDY = "plan again with llmpq plan"
 
 
 def rebuilt_costs(plan: PlanSpec) -> CostModel:
-    """The cost model that `plan` was made with, from its origin, its model and the files named
-    there.
-
-    Raises `SpecError` where the plan does not say what it was made from, where its model or a file
-    is gone or has changed, and where this version of llmpq computes other figures.
+    """Make the cost model anew from the plan's origin; SpecError where the model, a file or this
+    version's figures differ, or the plan has no origin.
     """
     origin = plan.origin
     if origin is None:

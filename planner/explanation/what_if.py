@@ -1,7 +1,5 @@
-"""Plans under changed conditions: made anew with more memory, faster links or another theta.
-
-Each question is solved like the plan itself, on the same devices in the same order with all
-micro-batch sizes searched; a full search over orders could only find better.
+"""Plans under changed conditions, on the same devices in order: more memory, faster links, other
+theta.
 """
 
 from __future__ import annotations
@@ -34,12 +32,8 @@ Kind = Literal["same", "memory", "links", "theta"]
 
 @dataclass(frozen=True)
 class WhatIfOptions:
-    """The questions to ask: `extra_bytes` more on each stage, faster links, other thetas.
-
-    Links get `link_factor` times as fast, theta is multiplied by each of `theta_factors` (a plan
-    made with theta 0: `OTHER_THETA_S`).
-    `budget_s` wall seconds for all questions, `solve_s` for one problem; what is left out for want
-    of time is named in `Answers.left_out`.
+    """`extra_bytes` more on each stage, links `link_factor` times as fast, theta times each factor
+    (for theta 0: `OTHER_THETA_S`). `budget_s` wall seconds for all, `solve_s` for one problem.
     """
 
     extra_bytes: int = GIB
@@ -52,8 +46,6 @@ class WhatIfOptions:
 
 @dataclass(frozen=True)
 class Question:
-    """A change: `amount` bytes more on `stage`, links faster by that factor, or that theta."""
-
     kind: Kind
     amount: float
     stage: int | None = None
@@ -61,11 +53,9 @@ class Question:
 
 @dataclass(frozen=True)
 class WhatIfAnswer:
-    """The best plan found under a changed condition, against the present plan without it.
-
-    `latency_s` and `sensitivity` by the plan's objective, `predicted_s` by simulation. Changes are
-    new minus present by the objective, quality in seconds at the `theta` that holds under the
-    condition. `proven`: solved to the gap; otherwise even better plans may exist.
+    """The best plan found under a change, against the present plan without it. Latency and
+    sensitivity are the objective's, `predicted_s` simulated; quality is in seconds at the new
+    `theta`. `proven`: solved to the gap.
     """
 
     question: Question
@@ -82,14 +72,11 @@ class WhatIfAnswer:
 
     @property
     def objective_change_s(self) -> float:
-        """Latency and quality together, as the solver weighs them under the condition."""
         return self.latency_change_s + self.quality_change_s
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers that were found, and the questions for which there was no time."""
-
     given: tuple[WhatIfAnswer, ...]
     left_out: tuple[Question, ...]
 
@@ -109,9 +96,7 @@ def ask(planned: PlannedAssignment, options: WhatIfOptions) -> Answers:
 
 
 def _questions(planned: PlannedAssignment, options: WhatIfOptions) -> Iterator[Question]:
-    """All questions; first the default method where the plan has another, theta only where quality
-    can vary.
-    """
+    """Yield all questions; the default method first, theta only where quality can vary."""
     if planned.costs.options.method != METHOD:
         yield Question("same", 1.0)
     for stage in range(planned.problem.stages):
@@ -151,7 +136,6 @@ def _answer(
 def _changed(
     planned: PlannedAssignment, question: Question
 ) -> tuple[CostModel, tuple[Device, ...]]:
-    """The cost model and the devices in stage order under the question's condition."""
     costs, devices, amount = planned.costs, planned.devices, question.amount
     changed = {device: device for device in devices}
     cluster = costs.cluster
@@ -176,8 +160,8 @@ def _changed(
 def _search(
     present: PlannedAssignment, options: WhatIfOptions, deadline: float
 ) -> tuple[PlannedAssignment, bool]:
-    """The best plan over all micro-batch sizes, most promising first, at worst `present`; and
-    whether all of them were solved to the gap.
+    """Search all micro-batch sizes for a better plan than `present`; and say whether all were
+    solved.
     """
     best, proven, costs = present, True, present.costs
     problems = [
@@ -207,7 +191,6 @@ def _search(
 def _solve(
     costs: CostModel, problem: AssignmentProblem, target: float, limit_s: float
 ) -> Assignment | None:
-    """Solve the problem for less than `target`; None where it has no plan after all."""
     try:
         return solve(
             problem,

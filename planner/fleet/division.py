@@ -1,8 +1,6 @@
-"""The division of a cluster into pipelines: an integer programme over priced make-ups, the devices
-of each pipeline, and their plans.
-
-Nodes are packed exactly: a pool of equal devices is cut by one of the ways to divide it into blocks
-of the sizes that occur, and no more blocks are used than are cut.
+"""The division of a cluster into pipelines: an integer programme over priced make-ups. Nodes are
+packed exactly: a pool of equal devices is cut by one of the ways to divide it into blocks of the
+sizes that occur, and no more blocks are used than are cut.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ Cut = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FleetDivision:
-    """How many pipelines of each column [C], how often each kind of pool is cut in each way, and
-    the most value that any choice has.
+    """How many pipelines of each column [C], how often each pool is cut in each way, the most
+    value.
     """
 
     counts: tuple[int, ...]
@@ -47,7 +45,6 @@ class FleetDivision:
 
     @property
     def gap(self) -> float:
-        """The most by which the value can be below the best one, relative to it."""
         return max(0.0, (self.bound - self.value) / self.bound) if self.bound > 0 else 0.0
 
 
@@ -67,10 +64,8 @@ def divide(
     least_tokens_per_s: float = 0.0,
     time_limit_s: float = 5.0,
 ) -> FleetDivision:
-    """The counts of `columns` that have the most value together, in `pools` (kind and size, with
-    how many there are), with `number` pipelines in all, or any (None).
-
-    InfeasibleError where there is none.
+    """Count the `columns` of most value in `pools` (kind and size, how many); InfeasibleError if
+    none.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
@@ -122,7 +117,7 @@ def divide(
 
 
 def _cuts(size: int, sizes: Sequence[int]) -> list[Cut]:
-    """The ways to divide `size` devices into blocks of `sizes` that no block can be added to."""
+    """List ways to divide `size` devices into blocks of `sizes` that no block can be added to."""
     found = []
     for cut in _sums(size, sorted(sizes, reverse=True)):
         found.append(cut)
@@ -145,7 +140,6 @@ Placing = tuple[int, tuple[tuple[Device, ...], ...]]
 
 
 def place(division: FleetDivision, make_ups: Sequence[MakeUp], pools: Pools) -> Iterator[Placing]:
-    """Yield every pipeline; its blocks are taken from one node if one has them."""
     free = _free_blocks(division, pools)
     columns = (column for column, count in enumerate(division.counts) for _ in range(count))
     for column in columns:
@@ -162,7 +156,6 @@ def place(division: FleetDivision, make_ups: Sequence[MakeUp], pools: Pools) -> 
 def _free_blocks(
     division: FleetDivision, pools: Pools
 ) -> dict[tuple[int, int], list[tuple[Device, ...]]]:
-    """The blocks that the nodes are cut into, by kind and size, in the order of the nodes."""
     waiting = {
         pool: [cut for cut, count in cuts for _ in range(count)]
         for pool, cuts in division.cuts.items()
@@ -185,9 +178,7 @@ def fleet_plans(
     chosen: Sequence[Priced],
     placed: Iterable[Placing],
 ) -> Iterator[PlanSpec]:
-    """Yield the plan of every pipeline: one is built for each make-up, its copies are on other
-    devices. `source` is the model's.
-    """
+    """Yield the plan of every pipeline: one is built for each make-up, its copies are moved."""
     nodes: dict[str, list[Device]] = {}
     for device in cluster.devices:
         nodes.setdefault(device.node, []).append(device)

@@ -18,11 +18,8 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True, config=STRICT)
 class FleetRecord:
-    """How the fleet was found.
-
-    `seconds` of the search, in which `priced` make-ups of a pipeline were planned. `gap`: the most
-    that the choice among these can be from the best one, relative to it. `ceiling_tokens_per_s`: no
-    division of the cluster, among those or not, generates more.
+    """How the fleet was found: `priced` make-ups in `seconds`, `gap` from the best choice among
+    them; no division of the cluster exceeds `ceiling_tokens_per_s`.
     """
 
     seconds: Seconds
@@ -33,11 +30,7 @@ class FleetRecord:
 
 @dataclass(frozen=True, config=STRICT)
 class FleetSpec:
-    """Pipelines that share the rows of one job, each with a plan of its own.
-
-    `latency_s` and `tokens_per_s` are of all together, by simulating rows that are handed out as
-    slots become free. `unused_devices` are in no pipeline.
-    """
+    """Pipelines that share the rows of a job; latency and rate are of all, by simulation."""
 
     version: int
     cluster: str
@@ -60,7 +53,6 @@ class FleetSpec:
         return fleet
 
     def check(self, source: str = "fleet") -> None:
-        """Raise `SpecError` unless all plans are of one model and each device is in one of them."""
         first = self.replicas[0]
         for index, plan in enumerate(self.replicas):
             where = f"{source}: field replicas.{index}"
@@ -82,7 +74,6 @@ class FleetSpec:
         return sum(plan.workload.global_batch for plan in self.replicas)
 
     def make_ups(self) -> dict[str, list[PlanSpec]]:
-        """The plans by their devices, such as `4 T4-16GB + 1 V100-SXM2-32GB`, in order."""
         found: dict[str, list[PlanSpec]] = {}
         for plan in self.replicas:
             found.setdefault(make_up_text(plan), []).append(plan)
@@ -94,7 +85,6 @@ def plan_devices(plan: PlanSpec) -> tuple[str, ...]:
 
 
 def make_up_text(plan: PlanSpec) -> str:
-    """The devices of a plan by type, groups marked by their degree: `2x4 T4-16GB + 1 A30`."""
     kinds = Counter((stage.accelerator, stage.degree) for stage in plan.stages)
     return " + ".join(
         f"{count} {name}" if degree == 1 else f"{count}x{degree} {name}"
@@ -103,10 +93,7 @@ def make_up_text(plan: PlanSpec) -> str:
 
 
 def joined_plan(fleet: FleetSpec) -> PlanSpec:
-    """One plan whose stages are those of all pipelines, for what shows stages one by one.
-
-    It is not to be run: layers come several times.
-    """
+    """Make one plan of all stages, to show, not to run: layers come several times."""
     stages = [stage for plan in fleet.replicas for stage in plan.stages]
     numbered = tuple(replace(stage, index=number) for number, stage in enumerate(stages))
     shares = tuple(share for plan in fleet.replicas for share in plan.predicted.busy_share)

@@ -1,7 +1,5 @@
-"""Make-ups of a pipeline: how many devices of which kind, in blocks that lie on one node each.
-
-A cluster of hundreds of devices has few kinds of them, and nodes with few numbers of each. So a
-pipeline is described without names: two nodes' worth of four T4, or one V100 with two T4.
+"""Make-ups of a pipeline: how many devices of which kind, in blocks that lie on one node each;
+without names, as a cluster of hundreds of devices has few kinds and sizes of nodes.
 """
 
 from __future__ import annotations
@@ -48,9 +46,8 @@ class DevicePool:
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """All devices of a cluster by node and kind; `kinds` has an example of each kind.
-
-    They are used in groups of `degree`, of which every pool has whole ones.
+    """All devices by node and kind, with an example of each kind; pools have whole groups of
+    `degree`.
     """
 
     kinds: tuple[Device, ...]
@@ -59,9 +56,6 @@ class Pools:
 
     @classmethod
     def of(cls, cluster: ClusterSpec, degree: int = 1) -> Pools:
-        """The pools of a cluster, kinds in the order in which it names them, without the devices
-        for which there is no group.
-        """
         numbers: dict[Hashable, int] = {}
         kinds: list[Device] = []
         pools = []
@@ -83,15 +77,12 @@ class Pools:
         return sum(len(pool.devices) for pool in self.pools if pool.kind == kind)
 
     def largest(self, kind: int) -> int:
-        """Devices of a kind on the node that has most of them."""
         return max(len(pool.devices) for pool in self.pools if pool.kind == kind)
 
     def in_groups(self, count: int) -> int:
-        """The devices of the fewest groups that have so many."""
         return -(-count // self.degree) * self.degree
 
     def blocks(self, kind: int, count: int) -> MakeUp:
-        """`count` devices of a kind, in whole groups, in blocks as large as its nodes allow."""
         most = self.largest(kind)
         whole, rest = divmod(self.in_groups(count), most)
         last = (NodeBlock(kind, rest, self.degree),) if rest else ()
@@ -101,7 +92,6 @@ class Pools:
 def example_devices(
     make_up: MakeUp, kinds: Sequence[Device] | Mapping[int, Device]
 ) -> tuple[Device, ...]:
-    """Devices of this make-up on nodes of their own, named by the number of their block."""
     found: list[Device] = []
     for number, block in enumerate(make_up):
         kind = replace(kinds[block.kind], node=str(number))
@@ -121,12 +111,9 @@ def make_ups(
     fits: Callable[[MakeUp], bool],
     speed: Callable[[MakeUp], float],
 ) -> Iterator[MakeUp]:
-    """Yield the make-ups to price, most promising first: of each kind alone, then even shares of
-    the cluster, then mixtures of two kinds.
-
-    `fastest`: the kinds, the fastest first. `number`: pipelines that are asked for, if any. `fits`:
-    whether a make-up holds the model. `speed`: tokens per second of a make-up that was yielded, 0
-    where it has none.
+    """Yield make-ups to price, most promising first: each kind alone, even shares of the cluster,
+    then mixtures of two kinds. `fits`: whether the model does; `speed`: tokens per second of one
+    that was yielded, 0 for none.
     """
     least = {kind: least_devices(pools, kind, fits) for kind in range(len(pools.kinds))}
     most = most_devices(pools, least)
@@ -142,15 +129,12 @@ def make_ups(
 
 
 def _numbers(pools: Pools, has_smaller: bool) -> Sequence[int]:
-    """The numbers of pipelines for which the cluster is divided evenly: those with small shares,
-    where the model has smaller make-ups than shares.
-    """
+    """Numbers of even divisions: those with small shares, if the model has smaller make-ups."""
     devices = sum(len(pool.devices) for pool in pools.pools)
     return [each for each in FEW if devices <= MOST_SHARE * each or not has_smaller]
 
 
 def _in_turns(sources: Iterable[Iterator[MakeUp]]) -> Iterator[MakeUp]:
-    """Yield one of each source in turn until all have ended."""
     left = list(sources)
     while left:
         for each in list(left):
@@ -175,10 +159,8 @@ def least_devices(pools: Pools, kind: int, fits: Callable[[MakeUp], bool]) -> in
 def single_kind(
     pools: Pools, kind: int, least: int, speed: Callable[[MakeUp], float]
 ) -> Iterator[MakeUp]:
-    """Yield make-ups of one kind: from the fewest devices that hold the model on ever twice as
-    many, while tokens per second grow with the devices; then sizes around the best.
-
-    `speed`: tokens per second of a make-up that was yielded, 0 where it has none.
+    """Yield make-ups of one kind: from the fewest devices on twice as many, while speed grows with
+    them; then sizes around the best.
     """
     most, node = pools.devices_of(kind), pools.largest(kind)
     each: dict[int, float] = {}
@@ -196,18 +178,11 @@ def single_kind(
 
 
 def most_devices(pools: Pools, least: Mapping[int, int]) -> int:
-    """The most devices of a pipeline; `least`: devices of a kind that hold the model alone, more
-    than there are where none do.
-    """
     held = [count for kind, count in least.items() if count <= pools.devices_of(kind)]
     return max(USUAL_DEVICES, 2 * min(held, default=0))
 
 
 def mixed_kinds(pools: Pools, one: int, least: Mapping[int, int]) -> Iterator[MakeUp]:
-    """Yield make-ups of kind `one` with a later one: about the shares that hold the model together.
-
-    `least` as in `most_devices`.
-    """
     most = most_devices(pools, least)
     for other in range(one + 1, len(pools.kinds)):
         for share in (0.5, 0.25, 0.75):
@@ -220,9 +195,7 @@ def mixed_kinds(pools: Pools, one: int, least: Mapping[int, int]) -> Iterator[Ma
 
 
 def even_shares(pools: Pools, numbers: Sequence[int], fastest: Sequence[int]) -> Iterator[MakeUp]:
-    """Yield what each of these `numbers` of equal pipelines has: of all kinds, then without the
-    slowest ones, at last of each kind alone. `fastest` orders the kinds.
-    """
+    """Yield equal shares of all kinds, then without the slowest, at last of each kind alone."""
 
     def share(kind: int, number: int) -> int:
         return pools.devices_of(kind) // (number * pools.degree) * pools.degree
@@ -239,7 +212,6 @@ def even_shares(pools: Pools, numbers: Sequence[int], fastest: Sequence[int]) ->
 
 
 def grouped_make_ups(make_up: MakeUp, degrees: Sequence[int]) -> Iterator[MakeUp]:
-    """Yield the make-up with its blocks in groups of each of these degrees that divides some."""
     for degree in degrees:
         if degree > 1 and any(block.size % degree == 0 for block in make_up):
             yield tuple(

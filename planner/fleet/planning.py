@@ -1,8 +1,6 @@
-"""Dividing a cluster into pipelines that together finish a job soonest.
-
-By decomposition: make-ups of a pipeline are priced one by one, each by the search for a plan of its
-own; an integer programme chooses how many of each there are and how nodes are cut for them. The
-choice among what was priced is proven up to its gap; what was not priced is bounded by the ceiling.
+"""Dividing a cluster into pipelines that together finish a job soonest, by decomposition: make-ups
+are priced by the search for a plan each, an integer programme chooses among them, proven up to its
+gap; what was not priced is bounded by the ceiling.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ HIGH_WORTH = 4.0
 
 @dataclass(frozen=True, eq=False)
 class FleetRequest:
-    """What is to be planned: pipelines of `shape` (found at `source`) on `cluster` that share
-    `job`, `number` of them, or as many as are best (None).
+    """Pipelines of `shape` (found at `source`) that share `job`; `number` None: as many as are
+    best.
     """
 
     cluster: ClusterSpec
@@ -64,10 +62,6 @@ class FleetRequest:
 
 
 def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_counter) -> FleetSpec:
-    """The pipelines that share the request's job.
-
-    Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
-    """
     _check(request)
     asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
     with naming_remedies(asked):
@@ -90,7 +84,6 @@ def number_of(replicas: int | str) -> int | None:
 
 
 def as_job(workload: Workload | Job) -> Job:
-    """A job as it is; of a batch one of so many prompts that are all alike."""
     if isinstance(workload, Job):
         return workload
     return Job.of(workload.global_batch, workload.prompt_length, workload.new_tokens)
@@ -161,9 +154,6 @@ def _pricing(
 def _make_ups(
     request: FleetRequest, costs: CostModel, pools: Pools, pricing: Pricing
 ) -> Iterator[MakeUp]:
-    """Yield the make-ups to price, most promising first; where any groups are allowed, each of them
-    also in groups.
-    """
     degrees = degrees_of(costs) if request.options.tensor_parallel == AUTO else ()
     fastest = sorted(range(len(pools.kinds)), key=lambda kind: -pricing.shares[kind])
     for make_up in make_ups(pools, fastest, request.number, pricing.fits, pricing.speed):
@@ -174,7 +164,6 @@ def _make_ups(
 def _chosen(
     request: FleetRequest, pricing: Pricing, pools: Pools
 ) -> tuple[FleetDivision, list[Priced]]:
-    """The division of the quality that is wanted, and the priced make-ups that it counts."""
     fast, quality = _fastest(request, pricing, pools), quality_of(request.options)
     worth = _worth(request, pricing, fast)
     if worth <= TIE_BREAK:
@@ -199,9 +188,6 @@ def _chosen(
 
 
 def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> FleetDivision:
-    """The division of the most tokens per second; InfeasibleError where there are fewer pipelines
-    than are asked for.
-    """
     try:
         return divide(_columns(pricing.priced, 0.0), pools.counts(), request.number)
     except InfeasibleError as error:
@@ -214,7 +200,6 @@ def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> FleetDivi
 
 
 def _worth(request: FleetRequest, pricing: Pricing, fast: FleetDivision) -> float:
-    """The share of its time that a pipeline's worst sensitivity counts for."""
     quality, worst = quality_of(request.options), pricing.worst_sensitivity
     if request.options.theta is not None:
         seconds = request.job.output_tokens / _tokens_per_s(pricing.priced, fast)
@@ -226,9 +211,6 @@ def _worth(request: FleetRequest, pricing: Pricing, fast: FleetDivision) -> floa
 
 
 def _columns(priced: Sequence[Priced], worth: float) -> list[Column]:
-    """The priced make-ups as columns: what counts is tokens per second, less what sensitivity is
-    worth of them.
-    """
     return [
         Column(p.make_up, p.tokens_per_s, p.tokens_per_s * (1 - worth * p.sensitivity))
         for p in priced
@@ -253,7 +235,6 @@ def _fleet(
     found: tuple[FleetDivision, Sequence[Priced], Iterable[Placing]],
     began: float,
 ) -> FleetSpec:
-    """The fleet's file, with the forecast of all pipelines together by simulation."""
     division, chosen, placed = found
     cluster, job = request.cluster, request.job
     plans = tuple(fleet_plans(cluster, request.source, omega_source, chosen, placed))

@@ -27,8 +27,6 @@ few devices; with more of them as many more seconds."""
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A pipeline of one make-up, on example devices, with its plan and what that gives."""
-
     make_up: MakeUp
     costs: CostModel
     solution: Solution
@@ -42,11 +40,7 @@ class Priced:
 
 @dataclass(eq=False)
 class Pricing:
-    """Prices make-ups of `kinds` of devices for their shares of `job`, until time is up.
-
-    `shares`: by kind, the share of the job that one device is about to do. Time is up `limit_s`
-    after `began_s`.
-    """
+    """Price make-ups until `limit_s` after `began_s`; `shares` of the job, by kind, of a device."""
 
     costs: CostModel
     job: Job
@@ -61,7 +55,7 @@ class Pricing:
     _seconds: dict[MakeUp, float] = field(default_factory=dict)
 
     def of_bits(self, bits: tuple[int, ...]) -> Pricing:
-        """The same for layers that have only these bitwidths, in the time that is left."""
+        """Return the same for these bitwidths alone, in the time that is left."""
         costs = replace(self.costs, usable_bits=bits)
         return replace(self, costs=costs, priced=[], _tried=set(), _unfit=set())
 
@@ -71,11 +65,10 @@ class Pricing:
 
     @property
     def worst_sensitivity(self) -> float:
-        """The summed sensitivity with the fewest bits; 1 where bits cost none."""
+        """Sum with the fewest bits; 1 where bits cost none."""
         return float(self.costs.sensitivity[:, 0].sum()) or 1.0
 
     def costs_of(self, make_up: MakeUp) -> CostModel:
-        """The costs of a pipeline of this make-up, for its share of the job."""
         devices = example_devices(make_up, self.kinds)
         share = sum(self.shares[block.kind] * block.size for block in make_up)
         job = replace(
@@ -86,7 +79,6 @@ class Pricing:
         return replace(self.costs, cluster=cluster, job=job, options=options)
 
     def speed(self, make_up: MakeUp) -> float:
-        """The most tokens per second of a make-up's blocks, in groups or not; 0 where none fits."""
         alike = [(block.kind, block.size) for block in make_up]
         own = (
             each.tokens_per_s
@@ -99,9 +91,8 @@ class Pricing:
         return fits_somehow(self.costs_of(make_up))
 
     def price(self, make_up: MakeUp, worth: float = TIE_BREAK) -> Priced | None:
-        """Plan a pipeline: `worth` is the share of its time that the worst sensitivity counts for.
-
-        None where it does not fit, was priced so before, or time is up.
+        """Plan a pipeline, the worst sensitivity worth `worth` of its time; None where it does not
+        fit, was priced so before, or time is up.
         """
         same = tuple(sorted(make_up, key=repr))
         if self.is_over or (same, worth) in self._tried or same in self._unfit:
@@ -122,13 +113,11 @@ class Pricing:
         return self.priced[-1]
 
     def _limit_s(self, make_up: MakeUp) -> float:
-        """Seconds for the search for one plan: as its devices need them, of those that are left."""
         devices = sum(block.size // block.degree for block in make_up)
         left_s = self.began_s + self.limit_s - self.clock()
         return max(LEAST_SOLVE_S, min(ONE_S * max(1.0, devices / FEW_DEVICES), left_s))
 
     def _seconds_per_sensitivity(self, make_up: MakeUp, costs: CostModel) -> float:
-        """About the seconds of a pipeline's share of the job, over the worst sensitivity."""
         worst = float(costs.sensitivity[:, 0].sum())
         if make_up in self._seconds and worst:
             return self._seconds[make_up] / worst
@@ -136,14 +125,11 @@ class Pricing:
 
 
 def ceiling_tokens_per_s(costs: CostModel, job: Job, devices: Sequence[Device]) -> float:
-    """Tokens per second that no division of `devices` into pipelines exceeds.
-
-    Every layer of every token is computed somewhere. A device that computes the share f of a
-    pipeline's layers, in T seconds a token for all of them, lets at most 1 / (f T) tokens pass. So
-    a pipeline generates at most the sum of 1 / T over its devices, and a cluster the sum over all:
-    with the fastest bitwidth, the largest micro-batch that fits beside one layer, and hops,
-    embedding and head for nothing. A group of k ranks computes no more than k devices alone, as its
-    sums only add.
+    """Bound tokens per second of any division of `devices`. A device that computes the share f of
+    the layers, in T seconds a token for all of them, lets 1 / (f T) tokens pass, so a cluster
+    generates at most the sum of 1 / T: with the fastest bitwidth, the largest micro-batch beside
+    one layer, and hops, embedding and head for nothing. A group of k ranks computes no more than k
+    devices alone.
     """
     kinds: dict[object, float] = {}
     total = 0.0
@@ -155,9 +141,7 @@ def ceiling_tokens_per_s(costs: CostModel, job: Job, devices: Sequence[Device]) 
 
 
 def device_tokens_per_s(costs: CostModel, job: Job, device: Device) -> float:
-    """Generated tokens per second of one device that computes all layers, of which it need hold but
-    one.
-    """
+    """Rate of one device that computes all layers, of which it need hold but one."""
     dtype, lengths, layer = costs.dtype(device), job.lengths, costs.latency
     most = _most_requests(costs, job, device)
     sizes = [*(1 << power for power in range(most.bit_length())), most]
@@ -172,9 +156,7 @@ def device_tokens_per_s(costs: CostModel, job: Job, device: Device) -> float:
 
 
 def _most_requests(costs: CostModel, job: Job, device: Device) -> int:
-    """Requests whose keys and values of one layer fit beside that layer: in a group every rank has
-    those of some heads only, so of as many more.
-    """
+    """Requests whose cache of one layer fits beside it; a rank has those of some heads."""
     ranks = 1 if costs.options.tensor_parallel == 1 else DEGREES[-1]
     limit = costs.limit_bytes(device) - min(
         layer_weight_bytes(costs.shape, bits, device, costs.dtype(device))
@@ -189,11 +171,9 @@ MOST_ROWS = 200_000
 
 
 def simulate_fleet(pipelines: Sequence[tuple[int, float]], job: Job) -> float:
-    """Seconds until the last row of `job` is done by `pipelines`: the slots of each, and the rows a
-    second that pass through them when all are taken.
-
-    Rows take a slot for a time in proportion to the tokens of their answers. A row goes to the slot
-    that is free first; while all are free, to the fastest pipeline.
+    """Seconds until the last row is done by pipelines of so many slots and rows a second. A row
+    goes to the slot that is free first, for a time in proportion to its answer; while all are free,
+    to the fastest pipeline.
     """
     outputs = job.lengths.output_tokens
     mean = job.lengths.mean_output

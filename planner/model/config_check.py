@@ -40,9 +40,7 @@ def check_values(config: ConfigFile, keys: ConfigKeys, shape: ModelShape) -> Non
 def check_end_tokens(
     value: Any, vocab_size: int, place: str, refuse: type[Exception]
 ) -> tuple[int, ...]:
-    """Check an `eos_token_id`: a token id, a list of them, or None. Returns the ids; raises
-    `refuse` where one is not in a vocabulary of `vocab_size`.
-    """
+    """Check an `eos_token_id` (an id, a list, None) and return the ids; raises `refuse`."""
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -151,9 +149,8 @@ Entries = tuple[str, Mapping[str, Any]]
 
 
 def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:
-    """Raise SpecError for an entry with which heads of `head_dim` elements cannot be computed.
-
-    `keys`: how the family calls the entries beside `entries`.
+    """Raise SpecError for rotary entries with which heads of `head_dim` elements cannot be
+    computed.
     """
     key, parameters = entries
     rope_type = _rope_type(config, key, parameters)
@@ -177,8 +174,8 @@ def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim:
 
 
 def rope_entries(config: ConfigFile) -> Entries:
-    """Find the entries about rotary positions as transformers 5 does: in `rope_parameters`, or, in
-    older files, in `rope_scaling`, which is used where both are there. SpecError for no object.
+    """Find rotary entries as transformers 5 does: in `rope_parameters`, or older `rope_scaling`,
+    which is used where both are there.
     """
     for key in ("rope_scaling", "rope_parameters"):
         value = config.values.get(key)
@@ -196,11 +193,9 @@ def rope_entries(config: ConfigFile) -> Entries:
 
 
 def reach(config: ConfigFile, positions: int) -> int:
-    """The positions that requests may have, of the `positions` in a checked configuration.
-
-    Types that stretch them by a factor reach so much further, as in vLLM
-    (`_get_and_verify_max_len`). `dynamic` does not here: beyond `positions` its frequencies depend
-    on the longest request of a batch.
+    """Return the positions that requests may have: a stretching type multiplies them, as in vLLM
+    (`_get_and_verify_max_len`), but not `dynamic`, whose frequencies then depend on the longest
+    request of a batch.
     """
     key, parameters = rope_entries(config)
     rope_type = _rope_type(config, key, parameters)

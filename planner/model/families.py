@@ -35,7 +35,6 @@ _GATED = Architecture(
 
 
 def _shape(config: ConfigFile, **own: Any) -> ModelShape:
-    """The shape by the usual names of entries, but for a family's `own` values."""
     hidden = own["hidden_size"] = own.get("hidden_size") or config.size("hidden_size")
     heads = own["heads"] = own.get("heads") or config.size("num_attention_heads")
     usual: dict[str, Callable[[], Any]] = {
@@ -54,11 +53,7 @@ def _shape(config: ConfigFile, **own: Any) -> ModelShape:
 
 
 def _gated_shape(config: ConfigFile, default_head_dim: int | None = None, **own: Any) -> ModelShape:
-    """LLaMA-like: rotary positions, a gated MLP, RMS norms, grouped heads.
-
-    `default_head_dim`: size of a head where the configuration has none; None: hidden size over
-    heads.
-    """
+    """Read a LLaMA-like shape; `default_head_dim` None: hidden size over heads."""
     hidden = config.size("hidden_size")
     own["heads"] = config.size("num_attention_heads")
     is_given = config.values.get("head_dim") is not None
@@ -72,7 +67,6 @@ def _gated_shape(config: ConfigFile, default_head_dim: int | None = None, **own:
 
 
 def _sliding_window(config: ConfigFile) -> int | None:
-    """Tokens that attention looks back; None for all of them."""
     return None if config.values.get("sliding_window") is None else config.size("sliding_window")
 
 
@@ -112,13 +106,12 @@ def _qwen3(config: ConfigFile) -> ModelShape:
 
 
 def _qwen_kv_heads(config: ConfigFile) -> int | None:
-    """The number of attention heads where key/value heads are null; else None: the file has it."""
     is_null = config.values.get("num_key_value_heads", 0) is None
     return config.size("num_attention_heads") if is_null else None
 
 
 def _qwen_window(config: ConfigFile) -> int | None:
-    """The window where every layer has it; with full layers among them, plan for full attention."""
+    """Return the window where every layer has it; with full layers among them, None."""
     config.integer("sliding_window", default=0)
     if config.values.get("max_window_layers", 0) is None:
         raise config.refusal("max_window_layers", None, "a whole number")

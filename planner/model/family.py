@@ -13,8 +13,6 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The entries `values` of the model `name`; messages call the file `place`."""
-
     name: str
     values: Mapping[str, Any]
     place: str
@@ -23,7 +21,6 @@ class ConfigFile:
         return SpecError(f"{self.place}: {key} is {shown(value)}; it must be {needed}")
 
     def integer(self, *keys: str, default: int | None = None) -> int:
-        """Read the first of `keys` that is set, a whole number (older files have other names)."""
         for key in keys:
             value = self.values.get(key)
             if value is None:
@@ -36,7 +33,6 @@ class ConfigFile:
         return default
 
     def size(self, *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """Read a whole number from 1 to `most`, as `integer` does."""
         value = self.integer(*keys, default=default)
         if not 1 <= value <= most:
             key = next((key for key in keys if self.values.get(key) is not None), keys[0])
@@ -63,22 +59,17 @@ def is_number(value: Any, least: float, most: float) -> bool:
 
 
 def shown(value: Any) -> str:
-    """The value as Python writes it, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names of a family's modules in transformers, and how its layers are called.
-
-    `decoder`: full name of the module that holds embedding and layers. Among its children are
-    `layers`, the list of decoder layers; `embedding`, those that only the first stage has (the
-    token embedding first); and `final`, those that only the last stage has (the final norm first).
-    In a layer: `attention` (queries, keys and values, or the three fused, then the output), `mlp`
-    and the two `norms`. `head_names`: names under which checkpoints store an untied LM head.
-    `layer_returns_tuple`: a layer returns its hidden states in a tuple. `context_as_cache`: a
-    layer passes no keyword arguments on to its attention, nothing but the KV cache.
+    """Names of a family's modules in transformers. `decoder` is the module whose children are
+    `layers`, `embedding` (the first stage's, token embedding first) and `final` (the last stage's,
+    final norm first). In a layer: `attention` (queries, keys, values or all fused, then output),
+    `mlp`, `norms`. `head_names` are those of an untied head. `layer_returns_tuple`: hidden states
+    come in a tuple; `context_as_cache`: a layer passes nothing but the KV cache on to attention.
     """
 
     decoder: str
@@ -108,10 +99,8 @@ class Architecture:
 
 @dataclass(frozen=True)
 class RotaryKeys:
-    """Entries of `config.json` about rotary positions in older files.
-
-    `theta`: the base of the frequencies. `share`: the part of a head that is rotated; a family
-    with `default_share` may rotate less than all of it.
+    """Entries about rotary positions in older files; `share` of a head is rotated, or
+    `default_share`.
     """
 
     theta: str = "rope_theta"
@@ -121,12 +110,8 @@ class RotaryKeys:
 
 @dataclass(frozen=True)
 class UnusedEntries:
-    """Entries that generation does not use, or that only change how it is done; transformers
-    builds no model where they have a wrong type.
-
-    `flags` are true or false; `shares` any number (dropout in training); `deviation` is a number
-    with a decimal point; `counts` are whole numbers. With `may_be_null` shares and counts may be
-    null.
+    """Entries that generation does not use, but of whose wrong types transformers builds no model:
+    `flags`, `shares` (any number), `deviation` (with a decimal point), whole `counts`.
     """
 
     flags: tuple[str, ...] = ("use_cache",)
@@ -138,10 +123,8 @@ class UnusedEntries:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """Names of a family's entries in `config.json` that are checked beside the sizes.
-
-    `activation` and `norm_eps` are None where the family has no such entry, `rotary` where its
-    positions are not rotary. `has_padding_row`: the embedding is built with `pad_token_id`.
+    """Entries checked beside the sizes; None where the family has none. `has_padding_row`: the
+    embedding is built with `pad_token_id`.
     """
 
     activation: str | None = "hidden_act"
@@ -153,9 +136,7 @@ class ConfigKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `read_shape` raises SpecError for entries that are missing or impossible;
-    `attention_bias` and `mlp_bias` name the entries that give linears biases, None for none.
-    """
+    """`read_shape` raises SpecError; `attention_bias` and `mlp_bias` are entries, None for none."""
 
     read_shape: Callable[[ConfigFile], ModelShape]
     architecture: Architecture

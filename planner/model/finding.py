@@ -65,11 +65,8 @@ _TUNED_END = re.compile(r"(-(instruct|chat|base|it|hf|gptq|awq|gguf))+$")
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
     """Find the shape of a folder, GGUF file or `config.json`, a built-in name, or a hub id, in this
-    order.
-
-    Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
-    is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
-    cannot be planned.
+    order; only `config.json` of a hub id that is not built in is fetched. SpecError names the
+    nearest built-in.
     """
     text = str(name_or_path)
     found = shape_at_hand(text)
@@ -85,7 +82,6 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 
 
 def shape_at_hand(text: str) -> ModelShape | None:
-    """Find a shape as `model_shape` does, without the network; None where it would be needed."""
     local = _local_shape(text)
     if local is not None:
         return local
@@ -94,12 +90,7 @@ def shape_at_hand(text: str) -> ModelShape | None:
 
 
 def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = None) -> ModelShape:
-    """Read the shape from the parsed `config.json` of `name`; `place` is the file's path.
-
-    SpecError, naming the file, for mixture-of-experts and encoder-decoder models, for types not in
-    `supported_model_types`, for quantized weights that cannot be read, and for entries that are
-    missing or with which the model could not be run.
-    """
+    """Read the shape from a parsed `config.json`; SpecError for what cannot be planned or read."""
     config = ConfigFile(name, values, place or f"config.json of {name}")
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
@@ -140,7 +131,6 @@ def _has_experts(config: ConfigFile) -> bool:
 
 
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
-    """Read the entries of the `config.json` that `model_shape` uses; errors as there."""
     text = str(name_or_path)
     path = local_model(text, _REMEDY, SpecError)
     if path is not None:
@@ -150,12 +140,10 @@ def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """The first name without owner of every built-in shape."""
     return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
 
 
 def names_of_builtin(name: str) -> tuple[str, ...]:
-    """Every name of the built-in shape `name`, hub ids first; none where there is no such shape."""
     entry = _builtin_configs().get(name.lower())
     if entry is None:
         return ()
@@ -221,7 +209,6 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _nearest(text: str) -> str:
-    """The built-in names near to `text`; for one of another owner, the shape of that name first."""
     wanted = _without_owner(text.rstrip("/").lower())
     if "/" in text and wanted in _builtin_configs():
         return f"to plan with the built-in shape of that name, give {wanted}"
@@ -241,9 +228,7 @@ def _without_owner(name: str) -> str:
 
 
 def _names_of(entry: Mapping[str, Any]) -> Iterator[str]:
-    """Every name of a shape: those stated, hub ids without their owner, and the short names with
-    the ending of a tuned model that the entry names (`llama-3-8b-instruct`).
-    """
+    """Yield names: those stated, hub ids without owner, and short ones with a tuned ending."""
     names = [name.lower() for name in entry["names"]]
     yield from names
     yield from map(_without_owner, names)
@@ -259,6 +244,6 @@ def _builtin_entries() -> tuple[dict[str, Any], ...]:
 
 @cache
 def _builtin_configs() -> dict[str, dict[str, Any]]:
-    """The built-in shapes by every name; where two have one, the first that is in the table."""
+    """The built-in shapes by every name; where two have one, the first in the table."""
     entries = reversed(_builtin_entries())
     return {name: entry for entry in entries for name in _names_of(entry)}

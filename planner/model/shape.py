@@ -42,18 +42,11 @@ _POSITIVE = (
 @dataclass(frozen=True)
 class ModelShape:
     """The properties of a model that planning needs; sizes count elements (LLM-PQ table 2).
-
-    `position_rows`: rows of a learned position table, 0 for rotary positions or ALiBi.
-    `word_embedding_size`: width of the token embedding and the LM head; where it differs from
-    `hidden_size`, projections without bias lie between (OPT-350m).
-    `norm_parameters`: of one normalisation over the hidden size (weight, and bias if it has one);
-    every layer has two. `final_norm` and `embedding_norm` are as wide as the hidden size too,
-    `qk_norm` are two over the head size.
-    `sliding_window`: tokens that attention looks back, None for all of them.
-    `stored`: how the checkpoint's linears are quantized already, None where they are not.
-    `alibi`: attention adds a bias by distance in place of positions, and no length is its end.
-    `activation_buffers`: elements of the MLP's width that its activation needs beside its result.
-    `cut_groups`: of what a rank of a tensor-parallel group holds, the columns that share a scale in
+    `position_rows` are of a learned table (0: rotary or ALiBi); a `word_embedding_size` other than
+    `hidden_size` has projections without bias between (OPT-350m). `norm_parameters` are of one norm
+    over the hidden size, `qk_norm` of two over the head size. `sliding_window` None: all tokens.
+    `stored`: how the checkpoint is quantized. `alibi`: no length is its end. `activation_buffers`
+    of the MLP's width beside its result. `cut_groups`: columns of a rank that share a scale in
     attention's output and in the MLP's last linear (`planner.model.tensor_parallel`).
     """
 
@@ -112,7 +105,7 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def layer_linears(self) -> tuple[LinearShape, ...]:
-        """The weight matrices of one decoder layer, fused where transformers fuses them."""
+        """Weight matrices of a decoder layer, fused where transformers fuses them."""
         return self._layer_linears
 
     @cached_property
@@ -145,7 +138,7 @@ class ModelShape:
 
     @property
     def layer_other_parameters(self) -> int:
-        """Number of parameters of a layer's norms and biases, which stay in the compute type."""
+        """Norms and biases, which stay in the compute type."""
         biases = self.qkv_bias * sum(linear.out_features for linear in self._qkv_linears())
         biases += self.output_bias * self.hidden_size
         biases += self.mlp_bias * sum(linear.out_features for linear in self._mlp_linears())
@@ -157,33 +150,26 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Number of parameters of the LM head, tied or not; it has no bias."""
         return self.vocab_size * self.word_embedding_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding: tokens, positions, projection in, norm."""
         tokens = self.vocab_size * self.word_embedding_size
         positions = self.position_rows * self.hidden_size
         return tokens + positions + self._projection + self.embedding_norm * self.norm_parameters
 
     @property
     def final_parameters(self) -> int:
-        """Number of parameters of final norm, projection out and LM head.
-
-        A tied head counts too: a last stage that is not the first needs a copy of its own.
-        """
+        """Final norm, projection out and head, tied too: a last stage needs a copy of its own."""
         return self.final_norm * self.norm_parameters + self._projection + self.head_parameters
 
     @property
     def total_parameters(self) -> int:
-        """Number of parameters of the model; tied embeddings count once."""
         shared = self.head_parameters if self.tied_embeddings else 0
         ends = self.embedding_parameters + self.final_parameters - shared
         return self.layers * self.layer_parameters + ends
 
     def fingerprint(self) -> str:
-        """A digest of what decides on the tensors' shapes: equal for equal architectures."""
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -194,9 +180,6 @@ class ModelShape:
         return self.word_embedding_size * self.hidden_size
 
     def _as_stored(self, place: int, linear: LinearShape) -> LinearShape:
-        """The linear with the columns that share a stored scale, in groups of at most the usual
-        size, and with its stored bits where they are not those of the others.
-        """
         stored = self.stored
         if stored is None:
             return linear

@@ -1,6 +1,4 @@
-"""What stored weights tell beside the configuration: how linears are quantized already, and whether
-the LM head is the embedding.
-"""
+"""What stored weights tell beside the configuration: how linears are quantized, an untied head."""
 
 from __future__ import annotations
 
@@ -22,7 +20,6 @@ from quant.scheme import FULL_BITS, LinearShape
 
 
 def as_configured(config: GptqConfig, shape: ModelShape) -> GptqConfig:
-    """`config` for the linears of `shape`, of which it may name those that are quantized."""
     if not config.modules:
         return config
     given = [
@@ -35,10 +32,8 @@ def as_configured(config: GptqConfig, shape: ModelShape) -> GptqConfig:
 
 
 def as_stored(config: GptqConfig, shape: ModelShape, folder: Path) -> GptqConfig:
-    """`config` with bits and groups by the weights in `folder`, where they are: which modules rules
-    (`dynamic`) change, they tell best. It is `mixed` where layers have different bits.
-
-    CheckpointError as in `stored_tensors`.
+    """Return `config` with bits and groups of the weights in `folder`, as rules (`dynamic`) may
+    change them; `mixed` where layers differ.
     """
     tensors = stored_tensors(folder)
     if not tensors:
@@ -62,7 +57,6 @@ def as_stored(config: GptqConfig, shape: ModelShape, folder: Path) -> GptqConfig
 
 
 def _linear_names(shape: ModelShape) -> tuple[str, ...]:
-    """The names of a layer's linears within it, in the order of `layer_linears`."""
     names = FAMILIES[shape.model_type].architecture
     return (*names.attention, *names.mlp)
 
@@ -70,7 +64,6 @@ def _linear_names(shape: ModelShape) -> tuple[str, ...]:
 def _parts(
     module: str, base: str, tensors: Mapping[str, StoredTensor]
 ) -> tuple[StoredTensor | None, StoredTensor | None]:
-    """The words and the scales of a linear; None for those that are not stored."""
     words, scales = (
         next((tensors[n] for n in spellings(f"{module}.{part}", base) if n in tensors), None)
         for part in ("qweight", "scales")
@@ -81,7 +74,6 @@ def _parts(
 def _stored(
     linear: LinearShape, words: StoredTensor | None, scales: StoredTensor | None
 ) -> StoredLinear | None:
-    """How one linear is stored; None where its tensors do not tell."""
     if words is None:
         return StoredLinear(FULL_BITS, linear.in_features)
     if not words.shape or scales is None or not scales.shape:
@@ -94,9 +86,7 @@ def _stored(
 def _of_linears(
     config: GptqConfig, shape: ModelShape, linears: Sequence[StoredLinear]
 ) -> GptqConfig:
-    """`config` with what differs from it in `linears`; its bits are those of most weights where
-    none has its own.
-    """
+    """Return `config` with what differs in `linears`; its bits are then those of most weights."""
     weights = Counter[int]()
     for stored, linear in zip(linears, shape.layer_linears(), strict=True):
         weights[stored.bits] += linear.parameters
@@ -111,11 +101,8 @@ _BLOCK_BYTES = 1 << 24
 
 
 def has_own_head(folder: Path, model_type: str) -> bool:
-    """Whether `folder` has an LM head that differs from its embedding; False where it is unknown.
-
-    As in transformers 5 such a head is used, whatever `tie_word_embeddings` says.
-
-    Both are read until they differ. CheckpointError for damaged files.
+    """Whether `folder` has a head that differs from its embedding; False where unknown. As in
+    transformers 5 it is used, whatever `tie_word_embeddings` says. Both are read until they differ.
     """
     names = FAMILIES[model_type].architecture
     stored = stored_tensors(folder)
@@ -151,7 +138,6 @@ def _place(folder: Path, name: str, tensor: StoredTensor) -> TensorPlace:
 def _differ(
     first: FileIdentity, second: FileIdentity, one: TensorPlace, other: TensorPlace
 ) -> bool:
-    """Whether the bytes at two places of two files differ, as the files are now."""
     if one.stop - one.start != other.stop - other.start:
         return True
     left, right = (np.memmap(each.path, np.uint8, "r") for each in (first, second))

@@ -1,11 +1,7 @@
-"""Dividing the layers of a model among the ranks of a tensor-parallel stage (Megatron-LM, Shoeybi
-et al. 2019, section 3).
-
-Attention is divided by heads, the MLP by the columns between its linears, embedding and LM head by
-rows of the vocabulary. Ranks whose number does not divide these get parts that differ by one unit,
-the first ones the larger parts. The columns of the MLP are cut between the quantization groups of
-its last linear where there are enough. Where a cut goes through a group, as between heads that are
-narrower, ranks have the scale of the group in common (`quant.cuts.part_group`).
+"""Dividing layers among the ranks of a tensor-parallel stage (Megatron-LM, Shoeybi et al. 2019,
+section 3): attention by heads, the MLP by columns, embedding and head by the vocabulary. Parts
+differ by one unit at most. MLP columns are cut between quantization groups where there are enough;
+where a cut goes through a group, ranks share its scale (`quant.cuts.part_group`).
 """
 
 from __future__ import annotations
@@ -31,10 +27,8 @@ _FINER_UNITS = (16, 8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class RankShare:
-    """The part of every layer, of the embedding and of the LM head that a rank holds.
-
-    All are half-open ranges: of query heads, of the key/value heads that these need (held by
-    several ranks where there are fewer than ranks), of the MLP's columns, of the vocabulary's rows.
+    """Half-open ranges of a rank: query heads, the key/value heads these need (which ranks may
+    share), columns of the MLP, rows of the vocabulary.
     """
 
     rank: int
@@ -47,10 +41,6 @@ class RankShare:
 
 @cache
 def rank_share(shape: ModelShape, degree: int, rank: int) -> RankShare:
-    """The part of a model of `shape` that `rank` of `degree` ranks holds.
-
-    SpecError, with the number and the remedy, for what cannot be divided so often.
-    """
     if not 0 <= rank < degree:
         raise SpecError(f"rank {rank} is none of a stage of {degree} ranks; 0 to {degree - 1} are")
     if degree > 1 and shape.stored is not None and shape.stored.desc_act:
@@ -89,7 +79,6 @@ def possible_degrees(shape: ModelShape) -> tuple[int, ...]:
 
 @cache
 def largest_rank_shape(shape: ModelShape, degree: int) -> ModelShape:
-    """The shape of what no rank of `degree` exceeds in any part, to plan memory and times by."""
     if degree == 1:
         return shape
     shares = [rank_share(shape, degree, rank) for rank in range(degree)]
@@ -107,9 +96,8 @@ def largest_rank_shape(shape: ModelShape, degree: int) -> ModelShape:
 
 @cache
 def cut_groups(shape: ModelShape, degree: int) -> tuple[int, int]:
-    """Columns that share a scale on every rank, of attention's output and of the MLP's last linear.
-
-    They are those of the undivided linear, or finer where a cut between two ranks falls inside.
+    """Columns that share a scale on every rank, of attention's output and the MLP's last linear:
+    those of the undivided linear, or finer where a cut between two ranks falls inside.
     """
     output, down = shape.output_linear.group, shape.layer_linears()[-1].group
     shares = [rank_share(shape, degree, rank) for rank in range(degree)]
@@ -121,7 +109,6 @@ def cut_groups(shape: ModelShape, degree: int) -> tuple[int, int]:
 def layer_cuts(
     shape: ModelShape, share: RankShare, architecture: Architecture
 ) -> Mapping[str, Cut]:
-    """The part of each linear of a decoder layer that a rank holds, by the linear's name."""
     *projections, output = architecture.attention
     *first, last = architecture.mlp
     heads = _cut(ROWS, share.heads, shape.heads, shape.head_dim)
@@ -139,19 +126,15 @@ def vocabulary_cut(shape: ModelShape, share: RankShare) -> Cut:
 
 
 def spread(count: int, parts: int) -> list[range]:
-    """Divide `count` neighbours into `parts` ranges whose lengths differ by one at most, the first
-    being the longer ones.
-    """
+    """Divide `count` into `parts` neighbouring ranges, the first longer by at most one."""
     least, more = divmod(count, parts)
     bounds = [part * least + min(part, more) for part in range(parts + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def _heads(shape: ModelShape, degree: int) -> list[tuple[range, range]]:
-    """Query heads and key/value heads of every rank.
-
-    A rank has whole groups of query heads with their key/value heads; where there are fewer of
-    these than ranks, the query heads of one are divided among the ranks that hold it.
+    """List query heads and key/value heads of every rank; where there are fewer key/value heads
+    than ranks, the query heads of one are divided among the ranks that hold it.
     """
     per_kv_head = shape.heads // shape.kv_heads
     if shape.kv_heads >= degree:
@@ -175,9 +158,7 @@ def _heads(shape: ModelShape, degree: int) -> list[tuple[range, range]]:
 
 
 def _mlp_unit(shape: ModelShape, degree: int) -> int:
-    """Columns of the MLP that no cut takes apart: a group of its last linear, where it has enough
-    of them.
-    """
+    """Columns of the MLP that no cut takes apart: a group of its last linear, if it has enough."""
     stored = shape.layer_linears()[-1].stored_group
     groups = [*GROUP_SIZES] if stored is None else [stored, *GROUP_SIZES]
     columns = shape.intermediate_size
@@ -199,5 +180,4 @@ def _check_enough(shape: ModelShape, what: str, count: int, degree: int) -> None
 
 
 def _cut(dimension: int, part: range, count: int, width: int = 1) -> Cut:
-    """The cut of units of `width` neighbours, of which there are `count`."""
     return Cut(dimension, part.start * width, part.stop * width, count * width)

@@ -38,12 +38,9 @@ _ORIGINAL = "the checkpoint is quantized already; give the original one in 16 or
 
 
 def check_weights(folder: Path, shape: ModelShape) -> str | None:
-    """Check the weights in `folder`; returns a warning about tensors that nothing takes.
-
-    Where there are no weights yet, nothing is checked, and the warning says so. CheckpointError
-    naming file, tensor and remedy for files that cannot be read, for a tensor that is missing, of
-    another shape or no float, for layers beyond those of the configuration, and for tensors without
-    which results would be others, though the configuration has no place for them.
+    """Check tensors in `folder`; return a warning about those that nothing takes, or that there are
+    none yet. CheckpointError names file, tensor and remedy for what is unreadable, missing,
+    misshaped, or changes results without a place for it.
     """
     unread = unread_weights(folder)
     if unread is not None:
@@ -68,8 +65,6 @@ def check_weights(folder: Path, shape: ModelShape) -> str | None:
 
 
 class _Weights:
-    """The tensors `stored` in `folder`, and the names of those that belong to `shape`."""
-
     def __init__(self, folder: Path, shape: ModelShape, stored: Mapping[str, StoredTensor]) -> None:
         self.folder, self.shape, self.stored = folder, shape, stored
         described = gguf_index(folder)
@@ -81,7 +76,6 @@ class _Weights:
         self.known: set[str] = set()
 
     def check_layer_count(self) -> None:
-        """Check that there are as many layers as config.json says: more would be ignored."""
         stacks = spellings(self.names.layers_path, self.names.base)
         of_layer = re.compile(rf"(?:{'|'.join(map(re.escape, stacks))})\.(\d{{1,9}})\.")
         found = {int(match[1]) for match in map(of_layer.match, self.stored) if match}
@@ -101,7 +95,6 @@ class _Weights:
             self.check(name, size)
 
     def check_layers(self) -> None:
-        """Check every tensor of every decoder layer; packed ones stand in place of the weight."""
         tensors = layer_tensors(self.shape)
         linears = {f"{name}.weight" for name in (*self.names.attention, *self.names.mlp)}
         for index in range(self.shape.layers):
@@ -112,10 +105,7 @@ class _Weights:
                     self.check(full, size)
 
     def left_out(self) -> str | None:
-        """A warning about tensors that nothing takes; None where there are none that matter.
-
-        CheckpointError where results depend on one of them.
-        """
+        """Warn of tensors that nothing takes; CheckpointError where results depend on one."""
         left = [n for n in self.stored if n not in self.known and not is_harmless(n)]
         modules = {name.rpartition(".")[0] for name in self.known} | {*self.names.head_names}
         biases = [name for name in left if is_bias(name, modules)]
@@ -138,7 +128,6 @@ class _Weights:
         )
 
     def _may_be_zeros(self, name: str) -> bool:
-        """Whether a tensor is of zeros, or not here yet: then loading will look at it."""
         tensor = self.stored[name]
         return tensor.shape is None or has_only_zeros(self.folder / tensor.file, name)
 
@@ -202,7 +191,6 @@ class _Weights:
         )
 
     def _check_packed(self, module: str, size: tuple[int, ...]) -> bool:
-        """Whether the linear `module`, `[out, in]`, is stored in GPTQ's format; if so, check it."""
         found = self._find(f"{module}.qweight")
         if found is None:
             return False
@@ -227,7 +215,6 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_tensors(shape: ModelShape) -> Shapes:
-    """The shapes of the tensors of one decoder layer, by their names within it."""
     names = FAMILIES[shape.model_type].architecture
     modules = (*names.attention, *names.mlp)
     output = len(names.attention) - 1
@@ -245,7 +232,6 @@ def layer_tensors(shape: ModelShape) -> Shapes:
 
 
 def end_tensors(shape: ModelShape) -> Shapes:
-    """The shapes of all tensors outside the layers, by full names, without the LM head."""
     names, hidden = FAMILIES[shape.model_type].architecture, shape.hidden_size
     embedding = names.embedding_path
     found: Shapes = {f"{embedding}.weight": (shape.vocab_size, shape.word_embedding_size)}

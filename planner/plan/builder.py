@@ -32,11 +32,8 @@ from quant.backends.selection import backend_name
 
 @dataclass(frozen=True)
 class Solution:
-    """The assignment that won, for its device order and sizes, and how much work finding it was.
-
-    `workload` has the requests in flight. `lower_bound` holds for every candidate that was
-    considered. `max_batch_size`: requests of a micro-batch of both phases, where it was
-    chosen.
+    """The assignment that won. `workload` has the requests in flight, `lower_bound` holds for every
+    candidate; `max_batch_size`: requests of a micro-batch of both phases, where it was chosen.
     """
 
     workload: Workload
@@ -53,14 +50,11 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The most that the plan can be from the optimum of the whole search, relative to it."""
+        """The most that the plan can be from the optimum of the search, relative to it."""
         objective = self.assignment.objective
         return (objective - self.lower_bound) / objective if objective > 0 else 0.0
 
     def costs(self, searched: CostModel) -> CostModel:
-        """The costs that were `searched`, with this solution's requests in flight, head and
-        micro-batches of both phases.
-        """
         options = searched.options
         if self.max_batch_size is not None:
             options = replace(options, max_batch_size=self.max_batch_size)
@@ -76,9 +70,7 @@ def build_plan(
     baselines: tuple[Baseline, ...] = (),
     forecast: Forecast | None = None,
 ) -> PlanSpec:
-    """The plan of `solution`; middle stages without layers drop out. Without a `forecast` the batch
-    or the job is simulated.
-    """
+    """Build the plan; middle stages without layers drop out. Without `forecast` it is simulated."""
     costs = solution.costs(costs)
     cluster, shape = costs.cluster, costs.shape
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
@@ -122,9 +114,7 @@ def solution_quality(costs: CostModel, solution: Solution) -> float:
 def forecast_solution(
     costs: CostModel, solution: Solution, most_passes: int = MOST_PASSES
 ) -> Forecast:
-    """The forecast of the batch or of the job under `solution`, by simulation; of a long job at
-    most about so many passes are simulated.
-    """
+    """Simulate the batch, or of a long job about `most_passes` passes."""
     costs = solution.costs(costs)
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
     placed = costs, solution.devices, solution.sizes, first_layer, bitwidth
@@ -230,7 +220,6 @@ def _stages(
 
 
 def _provenance(costs: CostModel, device: Device, following: Device) -> str:
-    """Where the times of a stage and of its hop come from."""
     hop = costs.cluster.link_provenance(device, following)
     source = costs.latency.provenance(device, costs.dtype(device), costs.options.bits)
     text = f"{device.accelerator.name} {source}"
@@ -240,7 +229,7 @@ def _provenance(costs: CostModel, device: Device, following: Device) -> str:
 def _modelled(
     costs: CostModel, sizes: MicroBatches, occupied: OccupiedStages, bitwidth: Sequence[int]
 ) -> tuple[ModelledTimes | None, ...]:
-    """Times that each stage [N] keeps to; None where its device is real, or has no time scale."""
+    """Times that stages [N] keep to; None where the device is real or has no time scale."""
     devices, emulate = occupied.devices, costs.cluster.emulate
     if emulate is None or not emulate.time_scale:
         return (None,) * len(devices)

@@ -1,8 +1,6 @@
-"""Checking before a run what would crash or hang it: devices, kernels and bytes of every stage.
-
-A file that was edited is refused by its digest when it is read (`planner.plan.file`). Here are the
-plans whose digest was taken out, those of earlier versions, and those whose bytes another version's
-memory model counted.
+"""Checking before a run what would crash or hang it: devices, kernels and bytes of every stage. The
+digest refuses edited files (`planner.plan.file`); here are those without one, of earlier versions,
+and bytes of another version's memory model.
 """
 
 from __future__ import annotations
@@ -32,10 +30,8 @@ Derived = tuple[str, object, object, str]
 
 
 def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -> None:
-    """Compute again what follows from workload, micro-batches, devices and layers.
-
-    `shape` is the planned model's; without it bytes are only added up. Raises `SpecError` naming
-    `source`, the first field that differs, what stands there, what it should be, and the remedy.
+    """Compute again what follows from workload, micro-batches, devices and layers; without `shape`,
+    bytes are only added up. SpecError names the first field that differs, and the remedy.
     """
     for stage in plan.stages:
         _refuse_first(_device_fields(plan, stage, source), source)
@@ -63,7 +59,6 @@ def _refuse_first(fields: Iterator[Derived] | list[Derived], source: str) -> Non
 
 
 def _device_fields(plan: PlanSpec, stage: StagePlan, source: str) -> Iterator[Derived]:
-    """Names that are placed by, and what a device of the stage's type has."""
     where = f"stages.{stage.index}"
     try:
         accelerator = stage.kind
@@ -85,7 +80,6 @@ def _device_fields(plan: PlanSpec, stage: StagePlan, source: str) -> Iterator[De
 
 
 def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
-    """The devices, of which a run that loses some makes another plan."""
     if plan.origin is None:
         return
     try:
@@ -99,7 +93,6 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
 
 
 def _device(plan: PlanSpec, stage: StagePlan) -> Device:
-    """The stage's device, as far as memory and kernels depend on it."""
     accelerator = stage.kind
     numbers = [name.rpartition(":")[2] for name in stage.device_names]
     indices = [int(each) if each.isdecimal() and len(each) <= 9 else 0 for each in numbers]
@@ -120,10 +113,7 @@ def _device(plan: PlanSpec, stage: StagePlan) -> Device:
 
 
 def _kernels_and_bytes(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> list[Derived]:
-    """The kernel of each bitwidth, and the parts of the bytes.
-
-    A checkpoint that is quantized already also runs with the plan for its 16-bit original.
-    """
+    """Kernel and bytes of each bitwidth; quantized checkpoints run with their original's plan."""
     found = list(_fields_of(plan, stage, shape))
     if shape.stored is None or all(one == other for _, one, other, _ in found):
         return found
@@ -152,7 +142,6 @@ def _fields_of(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[
 def _stage_memory(
     plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
 ) -> StageMemory:
-    """Memory as the planner counts it; `quantized` as in `planner.costs.memory.StageWork`."""
     mixed = plan.policy.mixed_requests
     sizes, kv_bits = plan.micro_batches, plan.kv_bits
     vocabulary, shape = shape.vocab_size, largest_rank_shape(shape, stage.degree)

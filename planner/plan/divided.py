@@ -8,25 +8,20 @@ from planner.plan.spec import PlanSpec, StagePlan
 
 
 def parts_of(plan: PlanSpec) -> tuple[PlanSpec, ...]:
-    """The plans of pipelines that `plan` consists of: of the stages that prefill and of those that
-    decode, or itself. Both have the origin of the whole.
+    """The plans of stages that prefill and that decode, or `plan`; both have the origin of the
+    whole.
     """
     prefills = plan.prefill_plan
     return (plan,) if prefills is None else (replace(prefills, origin=plan.origin), plan)
 
 
 def all_stages(plan: PlanSpec) -> tuple[StagePlan, ...]:
-    """The stages of `plan`, those that prefill before those that decode, numbered anew."""
     stages = [stage for part in parts_of(plan) for stage in part.stages]
     return tuple(replace(stage, index=number) for number, stage in enumerate(stages))
 
 
 def undivided(plan: PlanSpec) -> PlanSpec:
-    """One plan with all stages, for what shows stages one by one; `plan` itself where it has no
-    others.
-
-    It is not to be run: layers come twice.
-    """
+    """Make one plan of all stages, to show and not to run: layers come twice."""
     prefills = plan.prefill_plan
     if prefills is None:
         return plan

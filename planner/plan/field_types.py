@@ -23,7 +23,6 @@ MAX_SECONDS = 1e9
 
 
 def _as_range(value: Any) -> Any:
-    """Turn `[first, end]` into a range; ValueError, which pydantic reports, for anything else."""
     match value:
         case range():
             return value

@@ -30,14 +30,12 @@ def is_fleet(content: object) -> bool:
 
 
 def to_text(adapter: TypeAdapter[T], spec: T) -> str:
-    """The spec as indented JSON, with its digest in a line of its own after the version."""
     text = adapter.dump_json(spec, indent=1).decode() + "\n"
     brace, version, rest = text.split("\n", 2)
     return f'{brace}\n{version}\n "{DIGEST}": "{_digest(text)}",\n{rest}'
 
 
 def save(text: str, path: str | Path, kind: Kind) -> None:
-    """Write the file; an existing one is replaced whole or not at all, else SpecError."""
     target = Path(path)
     if not target.name:
         raise SpecError(f"cannot write the {kind} to {str(path)!r}: no file name; name a file")
@@ -48,7 +46,6 @@ def save(text: str, path: str | Path, kind: Kind) -> None:
 
 
 def read(path: str | Path) -> str:
-    """The text of a file; SpecError where there is none."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -56,11 +53,8 @@ def read(path: str | Path) -> str:
 
 
 def parsed(text: str, source: str, kind: Kind, adapter: TypeAdapter[T]) -> T:
-    """The plan or fleet in `text`; SpecError naming `source` and the field.
-
-    A file that was changed since it was written is refused. One without a digest (of an earlier
-    version, or where the user took it out to keep a change) is read: `planner.plan.check` looks at
-    what would crash a run.
+    """Parse a plan or fleet; SpecError for one changed since it was written. One without a digest
+    (older, or taken out to keep a change) is read: `planner.plan.check` sees what would crash.
     """
     try:
         content = json.loads(text)

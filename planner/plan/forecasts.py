@@ -15,11 +15,9 @@ from planner.workload import Job
 
 @dataclass(frozen=True, config=STRICT)
 class JobForecast:
-    """The forecast of a job under a plan whose `workload.global_batch` prompts are in flight.
-
-    `seconds` from the first prefill to the last token, without loading, by simulation; `passes` as
-    the objective counts them. `price_per_hour` is that of all nodes of the cluster, in the
-    currency of the cluster file.
+    """The forecast of a job with `workload.global_batch` prompts in flight: simulated `seconds`
+    from the first prefill to the last token, without loading. Prices are in the cluster file's
+    currency.
     """
 
     job: Job
@@ -30,12 +28,10 @@ class JobForecast:
 
     @property
     def cost(self) -> float | None:
-        """What the job costs; None where a node has no price."""
         return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
 
     @property
     def cost_per_million_tokens(self) -> float | None:
-        """What a million generated tokens cost; None where a node has no price."""
         if self.price_per_hour is None:
             return None
         return self.price_per_hour / 3600 / self.tokens_per_s * 1e6
@@ -43,13 +39,9 @@ class JobForecast:
 
 @dataclass(frozen=True, config=STRICT)
 class LatencyForecast:
-    """The forecast of requests of these `lengths` under a plan's schedule, by simulation.
-
-    A request's latency is from when its prefill begins to its last token: a share `quantile` of
-    all has at most `latency_s`. `bound_s` is what was asked for (None: nothing).
-    `admission_wait_s`: the longest that a request waits for the next turn, which is not counted,
-    where fewer come than `requests_per_s`. `prompts`: how many requests there are in all, where
-    that is known.
+    """Simulated requests of `lengths`: from its prefill's start a share `quantile` ends within
+    `latency_s`; `bound_s` was asked for. `admission_wait_s`, the longest wait for the next turn
+    where fewer than `requests_per_s` come, is not counted.
     """
 
     lengths: RequestLengths
@@ -65,9 +57,6 @@ class LatencyForecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that all requests take, where their number is known: at the steady rate, and a
-        mean latency in which requests in flight become as many, and fewer at the end.
-        """
         if self.prompts is None:
             return None
         return self.prompts / self.requests_per_s + self.mean_latency_s

@@ -17,7 +17,6 @@ class HandoverLink:
     token_s: float
 
     def seconds(self, tokens: int) -> float:
-        """Seconds of so many tokens."""
         return self.latency_s + tokens * self.token_s
 
     def beside(self, other: HandoverLink) -> HandoverLink:
@@ -28,10 +27,8 @@ class HandoverLink:
 def handover_link(
     plan: PlanSpec, prefill: PlanSpec, pair: tuple[StagePlan, StagePlan], layers: int
 ) -> HandoverLink | None:
-    """The modelled link for so many layers of a `pair`: a stage of `prefill` and one of `plan`.
-
-    None where either device is real, where modelled times are off, within a node, and where the
-    plan does not say which cluster it is for.
+    """The link for `layers` of a `pair` (a stage of `prefill`, one of `plan`); None where either is
+    real, times are off, both are on a node, or the cluster is unknown.
     """
     source, target = pair
     if not (source.emulated and target.emulated and plan.time_scale) or plan.origin is None:

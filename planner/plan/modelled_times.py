@@ -1,9 +1,6 @@
-"""The latency model's seconds of one stage for any micro-batch, as a plan carries them to emulated
-devices.
-
-Latency models need not be linear: kernels choose other algorithms for more rows, and measured
-layers fit no formula. So a stage's time is tabulated over requests and length, thinned to the
-points between which it is linear; every pass of the planned batch is exact.
+"""The latency model's seconds of a stage for any micro-batch, as plans carry them to emulated
+devices: tabulated over requests and length, as kernels need not be linear, and thinned to the
+points between which they are; every pass of the planned batch is exact.
 """
 
 from __future__ import annotations
@@ -41,14 +38,11 @@ _GROWTH = 1.25  # from there on each is longer by this factor, and between them 
 
 @dataclass(frozen=True, config=STRICT)
 class LengthCurve:
-    """Seconds of a micro-batch of `requests` by the length of each of them, linear in between."""
-
     requests: Annotated[int, Field(ge=1)]
     lengths: Annotated[tuple[_Count, ...], Field(min_length=1)]
     seconds: Annotated[tuple[Seconds, ...], Field(min_length=1)]
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which pydantic reports, unless lengths ascend and match."""
         ascending = list(self.lengths) == sorted(set(self.lengths))
         if not ascending or len(self.lengths) != len(self.seconds):
             raise ValueError(
@@ -57,7 +51,7 @@ class LengthCurve:
             )
 
     def mean_s(self, lengths: Lengths) -> float:
-        """Mean over requests of these `lengths`: exact where time is a sum over requests."""
+        """Mean over requests of `lengths`: exact where time is a sum over requests."""
         return float(np.interp(lengths, self.lengths, self.seconds).mean())
 
 
@@ -66,11 +60,8 @@ Curves = Annotated[tuple[LengthCurve, ...], Field(min_length=1)]
 
 @dataclass(frozen=True, config=STRICT)
 class ModelledTimes:
-    """One stage's seconds: all that computes there, and the transfer of its result.
-
-    `prefill` over prompt lengths and `decode` over the tokens before the new one have a curve for
-    each of ascending numbers of requests. A result takes `link_latency_s`, and so much for every
-    token and every request in it.
+    """A stage's seconds, by ascending requests: `prefill` over prompt lengths, `decode` over tokens
+    before the new one; a result takes `link_latency_s` and more for each token and request.
     """
 
     prefill: Curves
@@ -80,7 +71,6 @@ class ModelledTimes:
     link_s_per_request: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which pydantic reports with the field, unless the requests ascend."""
         for curves in (self.prefill, self.decode):
             sizes = [curve.requests for curve in curves]
             if sizes != sorted(set(sizes)):
@@ -88,14 +78,12 @@ class ModelledTimes:
 
     @classmethod
     def constant(cls, prefill_s: float, decode_s: float) -> ModelledTimes:
-        """Times that are the same for every micro-batch of a phase, without transfers."""
         prefill, decode = ((LengthCurve(1, (1,), (each,)),) for each in (prefill_s, decode_s))
         return cls(prefill, decode)
 
     def compute_s(self, is_decode: bool, lengths: Lengths) -> float:
-        """Seconds of a micro-batch whose requests have these `lengths` [requests].
-
-        They are linear between two numbers of requests, and constant beyond the last one.
+        """Seconds for `lengths` [requests], linear between two numbers of requests, constant
+        beyond.
         """
         curves = self.decode if is_decode else self.prefill
         requests = len(lengths)
@@ -111,9 +99,7 @@ class ModelledTimes:
         return between(requests, *sizes, lambda size: known[size].mean_s(lengths))
 
     def pass_s(self, starts: Lengths, counts: Lengths) -> float:
-        """Seconds of a micro-batch whose requests add `counts` tokens to `starts` earlier ones.
-
-        A part of a prompt takes what the prompt up to its end takes longer than that up to its
+        """Seconds of `counts` tokens after `starts`: the prompt up to its end less that up to its
         start, and the constant.
         """
         decodes = (counts == 1) & (starts > 0)
@@ -129,7 +115,6 @@ class ModelledTimes:
         return float(together_s(*np.array([prefill_s, decode_s, least_s])))
 
     def transfer_s(self, tokens: int, requests: int) -> float:
-        """Seconds of the result of `requests` with `tokens` tokens to the next stage."""
         per_part = tokens * self.link_s_per_token + requests * self.link_s_per_request
         return self.link_latency_s + per_part
 
@@ -137,7 +122,6 @@ class ModelledTimes:
 def modelled_times(
     costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, compute: Compute
 ) -> tuple[ModelledTimes, ...]:
-    """The times of every stage [N] on `devices`; `compute` gives the seconds of computing."""
     workload = costs.workload
     prompts = range(workload.prompt_length, workload.prompt_length + 1)
     longest = workload.prompt_length + max(1, workload.new_tokens - 1)
@@ -152,7 +136,6 @@ def modelled_times(
 def _tables(
     phase: Phase, size: int, planned: range, workload: Workload, compute: Compute
 ) -> list[tuple[LengthCurve, ...]]:
-    """Curves of each stage [N]; those of the planned batch have every length in `planned`."""
     ragged = workload.global_batch % size
     exact = {size, ragged} - {0}
     grid = set(_grid(workload.total_length))
@@ -165,7 +148,6 @@ def _tables(
 
 
 def _grid(most: int) -> Iterator[int]:
-    """Numbers from 1 to `most`: all small ones, then ever fewer."""
     at = 1
     while at < most:
         yield at

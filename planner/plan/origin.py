@@ -1,6 +1,4 @@
-"""The origin of a plan, which is kept with it so that a plan that was loaded can explain itself and
-be made again for fewer devices.
-"""
+"""The origin of a plan, by which it can explain itself and be made again for fewer devices."""
 
 from __future__ import annotations
 
@@ -26,10 +24,8 @@ FILE_OPTIONS = ("omega_file", "profiles", "importance")
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class PlanOrigin:
-    """`cluster` is the text of its file; `options` name files by absolute path; `lost` are the
-    cluster's devices that were gone when the plan was made. `files`: SHA-256 of every file that
-    costs were read from, by absolute path; None where there was none. `slowdowns`: what a run has
-    measured of its devices, by name.
+    """`cluster` is the text of its file, `lost` its devices that were gone; `files` are SHA-256 by
+    absolute path (None: no file), `slowdowns` measured by a run.
     """
 
     cluster: str
@@ -39,9 +35,7 @@ class PlanOrigin:
     slowdowns: dict[str, Slowdown] = field(default_factory=dict)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster without the lost devices; raises `InfeasibleError` where none is left,
-        `SpecError` for a text that is no cluster.
-        """
+        """The cluster without lost devices; InfeasibleError where none is left."""
         where = "the plan's origin.cluster"
         values, _ = parse_yaml(self.cluster, where)
         if not isinstance(values, dict):
@@ -57,14 +51,12 @@ class PlanOrigin:
         return replace(whole, devices=left)
 
     def changed_files(self) -> Iterator[str]:
-        """Paths of the files that are not what they were when the plan was made."""
         return (path for path, digest in self.files.items() if _digest(Path(path)) != digest)
 
     def without(self, devices: Collection[str]) -> PlanOrigin:
         return replace(self, lost=tuple(dict.fromkeys((*self.lost, *devices))))
 
     def slowed(self, slowdowns: Mapping[str, Slowdown]) -> PlanOrigin:
-        """This origin with what was measured beside times that were modelled by it."""
         found = dict(self.slowdowns)
         for device, now in slowdowns.items():
             before = found.get(device, AS_MODELLED)
@@ -75,9 +67,7 @@ class PlanOrigin:
 def origin_of(
     cluster: ClusterSpec, options: PlanOptions, files: Collection[str | Path] = ()
 ) -> PlanOrigin | None:
-    """The origin of a plan whose costs were read from `files`; None for a cluster that no cluster
-    file can describe.
-    """
+    """Origin of a plan with costs from `files`; None if no cluster file describes the cluster."""
     try:
         text = cluster.to_yaml()
         same = ClusterSpec.from_dict(yaml.safe_load(text)) == cluster
@@ -99,7 +89,6 @@ def _absolute(path: str | Path | None) -> str | None:
 
 
 def _digest(path: Path) -> str | None:
-    """SHA-256 of a file; None where there is none that can be read (a pipe or device is none)."""
     if not path.is_file():
         return None
     try:

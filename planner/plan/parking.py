@@ -32,8 +32,8 @@ kept in it: torch rounds each up to a power of two."""
 
 
 class Parking(NamedTuple):
-    """Requests with at least `tokens_from` tokens are parked when they are preempted (0: none), up
-    to `most_tokens` of all together.
+    """Requests of at least `tokens_from` tokens are parked when preempted (0: none), `most_tokens`
+    in all.
     """
 
     tokens_from: int
@@ -41,7 +41,6 @@ class Parking(NamedTuple):
 
 
 def parking(plan: PlanSpec) -> Parking:
-    """What is cheaper by the plan's own times, within the host memory that there is."""
     longest = plan.workload.total_length
     copies = host_copies(plan)
     stages = [
@@ -54,14 +53,11 @@ def parking(plan: PlanSpec) -> Parking:
 
 
 def host_tokens(plan: PlanSpec) -> int:
-    """The tokens whose keys and values have room in host memory on every stage: those that wait for
-    stages which decode, or to be restored there.
-    """
+    """Tokens whose keys and values have room in host memory on every stage."""
     return min(_rooms(plan, host_copies(plan)))
 
 
 def _devices(plan: PlanSpec) -> dict[str, Device]:
-    """The devices of the cluster file by name; none where the plan does not have it."""
     if plan.origin is None:
         return {}
     try:
@@ -71,8 +67,8 @@ def _devices(plan: PlanSpec) -> dict[str, Device]:
 
 
 def host_copies(plan: PlanSpec) -> list[HostCopies]:
-    """Find how each stage's keys and values go to its host's memory `[stages]`, at the rate of the
-    cluster file or that of the datasheet.
+    """How each stage's cache goes to its host `[stages]`, at the cluster file's or datasheet's
+    rate.
     """
     devices = _devices(plan)
     return [
@@ -86,8 +82,8 @@ def host_copies(plan: PlanSpec) -> list[HostCopies]:
 
 
 def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
-    """Seconds by which a micro-batch is longer with a prompt of 1 to `longest` tokens `[longest]`:
-    weights are read and kernels started for the others anyway.
+    """Seconds that a prompt of 1 to `longest` tokens adds to a micro-batch `[longest]`: weights are
+    read and kernels started for the others anyway.
     """
     tokens = np.arange(1, longest + 1, dtype=np.float64)
     times = stage.modelled
@@ -100,10 +96,7 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
 
 
 def _rooms(plan: PlanSpec, copies: Sequence[HostCopies]) -> list[int]:
-    """The tokens that each stage with layers has host memory for.
-
-    On a CPU that is the memory which weights and cache have left of the plan's limit.
-    """
+    """Tokens in host memory of each stage with layers; on a CPU what the plan's limit has left."""
     devices = _devices(plan)
     all_stages = zip(plan.stages, copies, strict=True)
     stages = [(stage, each.kv_bytes_per_token) for stage, each in all_stages if stage.layers]

@@ -1,6 +1,4 @@
-"""The Chrome trace of a real run (Perfetto opens it too), with the simulated batch on tracks of its
-own beside it.
-"""
+"""The Chrome trace of a real run (Perfetto opens it too), beside that of the simulated batch."""
 
 from __future__ import annotations
 
@@ -24,11 +22,9 @@ SHOWN_S = 2e-5  # waits and sends that are shorter are in the numbers of their m
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStage:
-    """The micro-batches that a stage computed, in order `[M]`; all seconds are of one clock.
-
-    A micro-batch was computed from `began_s` to `ended_s` and passed on until `sent_s`. `dropped`
-    micro-batches came after the last one. `decode_requests` of the `requests` made a decode step.
-    `clock_error_s`: how far this stage may be shifted.
+    """Micro-batches of a stage in order `[M]`, in seconds of one clock: computed from `began_s` to
+    `ended_s`, passed on until `sent_s`; `dropped` came later. `clock_error_s`: how far the stage
+    may be shifted.
     """
 
     began_s: FloatArray
@@ -44,10 +40,8 @@ class MeasuredStage:
 
 
 def run_trace(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> str:
-    """JSON in Chrome's trace event format; None stands for a stage that did not answer.
-
-    The run's stages are threads of one process and show waits for input, computations and sends;
-    the simulated batch's stages and links are two more. Both begin at 0.
+    """JSON in Chrome's trace format; None: a stage that did not answer. Run and simulation begin at
+    0.
     """
     labels = [stage.label for stage in plan.stages]
     starts = [s.began_s[0] for s in stages if s is not None and len(s.began_s)]
@@ -64,9 +58,7 @@ def run_trace(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> str:
 
 
 def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
-    """Raise InputError where a trace could not be written, or would replace one of the `taken`
-    files; called before a run, not after it.
-    """
+    """Raise InputError before a run whose trace could not be written, or would replace `taken`."""
     if path.resolve() in [other.resolve() for other in taken]:
         raise InputError(f"the trace would replace {str(path)!r}; give it a file of its own")
     if not names_a_file(path):
@@ -78,7 +70,6 @@ def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
 def write_run_trace(
     path: str | Path, plan: PlanSpec, stages: Sequence[MeasuredStage | None]
 ) -> None:
-    """Write `run_trace` to `path`; raises InputError where that is not possible."""
     write_text(Path(path), run_trace(plan, stages))
 
 
@@ -100,7 +91,6 @@ def _notes(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> dict[str, 
 
 
 def _events(index: int, stage: MeasuredStage, zero_s: float) -> Iterator[dict[str, object]]:
-    """The spans of each micro-batch: computing, and waiting and sending where they can be seen."""
     free_s = zero_s
     numbers: Counter[str] = Counter()
     columns = (stage.began_s, stage.ended_s, stage.sent_s, stage.decode_requests, stage.requests)

@@ -22,18 +22,14 @@ APPROXIMATION = (
 
 
 def planned_s(plan: PlanSpec, stage: StagePlan, phase: Phase) -> float:
-    """Seconds that a full micro-batch should take on `stage` when run; 0 where the plan is not
-    followed, on emulated devices without a time scale.
-    """
+    """Seconds of a full micro-batch; 0 on emulated devices without a time scale."""
     seconds = stage.prefill_s if phase == "prefill" else stage.decode_s
     return seconds * plan.time_scale if stage.emulated else seconds
 
 
 def simulate_plan(plan: PlanSpec) -> Simulated:
-    """Simulate one batch of `plan`, or the first `FILLS_SHOWN` fills of the slots of its job, or so
-    many times the requests in flight of its schedule, at the `time_scale` of its run.
-
-    Where all stages hold modelled times, each pass takes its own; else see `APPROXIMATION`.
+    """Simulate a batch, or the first `FILLS_SHOWN` fills of a job's slots or requests in flight, at
+    the run's `time_scale`. Each pass takes its modelled time, else see `APPROXIMATION`.
     """
     scale = time_scale(plan)
     sizes = policy_sizes(plan.policy, plan.workload, plan.micro_batches)
@@ -51,9 +47,6 @@ def simulate_plan(plan: PlanSpec) -> Simulated:
 
 
 def _shown_rows(plan: PlanSpec) -> JobRows | None:
-    """The rows of `plan` that are simulated; of a schedule without a job they have random lengths
-    of those that it is for.
-    """
     schedule, slots = plan.policy.schedule, plan.workload.global_batch
     if schedule is not None:
         slots = schedule.decode_requests
@@ -70,9 +63,6 @@ def _shown_rows(plan: PlanSpec) -> JobRows | None:
 
 
 def first_rows(job: Job | None, slots: int) -> JobRows | None:
-    """The rows of a job that are simulated to be shown, the first fills of its slots; None for a
-    batch.
-    """
     if job is None:
         return None
     count = min(job.prompts, FILLS_SHOWN * slots)
@@ -80,12 +70,10 @@ def first_rows(job: Job | None, slots: int) -> JobRows | None:
 
 
 def is_approximate(plan: PlanSpec) -> bool:
-    """Whether some stage's times are those of full micro-batches only."""
     return any(stage.modelled is None for stage in plan.stages)
 
 
 def _seconds(plan: PlanSpec, stage: StagePlan, each: Pass) -> tuple[float, float]:
-    """Seconds in which `stage` computes `each`, and in which the result gets to the next stage."""
     if isinstance(each, MixedPass):
         return _mixed_seconds(plan, stage, each)
     is_decode = each.phase == "decode"
@@ -115,13 +103,11 @@ def _mixed_seconds(plan: PlanSpec, stage: StagePlan, each: MixedPass) -> tuple[f
 
 
 def _prefill_tokens(plan: PlanSpec) -> float:
-    """The tokens of the prefill whose seconds the plan's stages hold."""
     if plan.job is None:
         return plan.micro_batches.prefill * plan.workload.prompt_length
     return plan.job.passes.prefill_requests * plan.job.job.lengths.mean_prompt
 
 
 def time_scale(plan: PlanSpec) -> float:
-    """The factor of the plan's seconds in a run: 1 but for emulated devices with a time scale."""
     emulated = all(stage.emulated for stage in plan.stages)
     return plan.time_scale if emulated and plan.time_scale else 1.0

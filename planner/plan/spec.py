@@ -1,6 +1,4 @@
-"""The plan: what runs where, with how many bits, in which micro-batches, what it should cost, and
-why.
-"""
+"""The plan: what runs where, with how many bits, in which micro-batches, at what cost, and why."""
 
 from __future__ import annotations
 
@@ -58,10 +56,6 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, config=STRICT)
 class PlanChoice:
-    """A plan: prompts in flight, generated tokens per second of the batch or the whole job, summed
-    sensitivity, and the mean bitwidth of a layer.
-    """
-
     in_flight: Count
     tokens_per_s: Positive
     sensitivity: Amount
@@ -73,8 +67,6 @@ class PlanChoice:
 
 @dataclass(frozen=True, config=STRICT)
 class QualityChoice:
-    """The best plan of one quality; `theta` gives it again."""
-
     quality: Quality
     theta: Amount
     plan: PlanChoice
@@ -82,8 +74,6 @@ class QualityChoice:
 
 @dataclass(frozen=True, config=STRICT)
 class MoreDevices:
-    """The best plan with `count` more devices like those called `accelerator` on `node`."""
-
     accelerator: str
     node: str
     count: Count
@@ -92,14 +82,9 @@ class MoreDevices:
 
 @dataclass(frozen=True, config=STRICT)
 class PlansBeside:
-    """Plans beside the one that was taken.
-
-    `quality`: which of `qualities` the plan is; None where theta, a bound or a method decided.
-    `full_precision`: the fastest plan with all layers in the most bits allowed, None where that
-    does not fit or was not looked for. `curve`: the best plans found for other numbers in flight,
-    at the plan's theta, ascending. `more_devices`: what one more device of each kind would bring.
-    `beaten_by`: a plan with fewer prompts in flight that has more tokens per second and less
-    sensitivity, where a batch was given for which there is one.
+    """`quality` is that of `qualities` which was taken (None: theta, a bound or a method decided).
+    `full_precision` is the fastest at the most bits allowed, `curve` the best for other numbers in
+    flight, `beaten_by` a plan of fewer prompts that is faster and loses less.
     """
 
     quality: Quality | None = None
@@ -115,8 +100,6 @@ Role = Literal["both", "prefill", "decode"]
 
 @dataclass(frozen=True, config=STRICT)
 class PlannedModel:
-    """The planned model: as the user named it, its family and the fingerprint of its shape."""
-
     source: str
     name: str
     model_type: str
@@ -126,16 +109,11 @@ class PlannedModel:
 
 @dataclass(frozen=True, config=STRICT)
 class StagePlan:
-    """One stage: its device, its layers with a bitwidth each, its memory and its times.
-
-    `layers` is half-open; `backends` names the kernel backend of each bitwidth in use. Times are of
-    one full micro-batch, transfers of its hidden states to the next stage (from the last: token ids
-    back). `memory_limit_bytes` is what the plan may fill: the device's memory without
-    `memory_margin_bytes`, which stay free. `modelled` has the seconds of any micro-batch, to which
-    an emulated device is held. `described` are the figures of an accelerator that the registry does
-    not have, as the cluster file stated them. `devices` are those of a tensor-parallel group, the
-    first of which is `device`; memory is then that of one rank. Empty for a single device.
-    `role`: the phase that the stage computes where others compute the other one.
+    """One stage. `layers` is half-open; times are of a full micro-batch, and of its hidden states
+    to the next stage (from the last: token ids back). `memory_limit_bytes` leaves
+    `memory_margin_bytes` free. `modelled` seconds hold an emulated device; `described` are figures
+    of an unregistered accelerator. `devices` are the ranks of a group (first: `device`), memory is
+    then one rank's. `role`: its phase where others compute the other one.
     """
 
     index: int
@@ -173,7 +151,6 @@ class StagePlan:
 
     @property
     def label(self) -> str:
-        """The device for people; of a group with the numbers of all ranks: `node0/T4-16GB:0+1`."""
         kind, _, _ = self.device.rpartition(":")
         return f"{kind}:{'+'.join(name.rpartition(':')[2] for name in self.device_names)}"
 
@@ -191,13 +168,9 @@ class StagePlan:
 
 @dataclass(frozen=True, config=STRICT)
 class Prediction:
-    """The time that one global batch, or a whole job, should take, by simulating what is run.
-
-    `prefill_s` until every request has its first token, `decode_s` from then on (of a job, by the
-    shares of the busiest stage's work); the bottlenecks
-    are the stages that compute longest in a phase, `busy_share` is what each stage computes of the
-    latency. `objective_latency_s` is the closed form of the plan's objective, by which plans were
-    ranked.
+    """The simulated time of a global batch or a job. `prefill_s`: until every request has its first
+    token (of a job, by work of the busiest stage); `busy_share` is what each stage computes of the
+    latency; `objective_latency_s`, the closed form, ranked plans.
     """
 
     latency_s: Positive
@@ -212,11 +185,8 @@ class Prediction:
 
 @dataclass(frozen=True, config=STRICT)
 class PerplexityForecast:
-    """The perplexity that the plan's bitwidths should cost, by the points of the omega file.
-
-    `increase` over `baseline`, the perplexity at 16 bit on the text measured; `low` and `high` are
-    the ends of its interval. Where `max_increase` was asked for, `max_omega` is the summed
-    sensitivity that it came to.
+    """The expected `increase` over `baseline` (16 bit), with its interval; `max_omega` is what
+    `max_increase` came to.
     """
 
     baseline: float
@@ -230,10 +200,7 @@ class PerplexityForecast:
 
 @dataclass(frozen=True, config=STRICT)
 class SolverRecord:
-    """Record of how the plan was found, and how far from the optimum it can be.
-
-    `objective` is latency plus `theta` times the summed sensitivity; `gap` is relative to it.
-    """
+    """`objective` is latency plus `theta` times the summed sensitivity; `gap` is relative to it."""
 
     objective_kind: str
     method: str
@@ -250,10 +217,7 @@ class SolverRecord:
 
 @dataclass(frozen=True, config=STRICT)
 class Baseline:
-    """A simpler plan for the same cluster; `bitwidth` is None where bits are mixed.
-
-    All figures are None where it does not fit.
-    """
+    """A simpler plan; `bitwidth` None: mixed. All figures are None where it does not fit."""
 
     name: str
     bitwidth: int | None
@@ -272,20 +236,14 @@ class Baseline:
 
 @dataclass(frozen=True, config=STRICT)
 class PlanSpec:
-    """Everything `llmpq run` needs, as versioned JSON with these very names.
-
-    With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
-    is how stages round weights while they load. `stand_in`: the small model that computes in place
-    of the planned one on emulated devices. `origin`: what the plan was made from, to explain it and
-    to make it again when devices are lost. `job`: the forecast of a whole job, where one was
-    planned: `workload` has as many requests as are in flight then, and `predicted` is of the job.
-    `long_rows`: the plan for those of its rows that `workload` has no room for. `beside`: the
-    figures of other plans. `policy` schedules the requests: with `orca` and `s3` in micro-batches
-    of at most `policy.max_batch_size`, over the token slots of `workload.kv_tokens`. What was
-    assumed of the predictor of `s3` is `job.job.predictor`. `importance`: what weights are rounded
-    by; None: what stages measure on random ids when they load. `latency`: the forecast of a
-    schedule under a bound on latency, with `exegpt`. `prefill_plan`: the plan of stages that
-    prefill for these, which then only decode; each of both plans has all layers.
+    """Everything `llmpq run` needs, as versioned JSON with these very names. LM head and sampling
+    live on the first stage with `head_on_first`, else on the last. `stand_in`: the small model that
+    computes on emulated devices. With a `job`, `workload` has the requests in flight and
+    `predicted` is the job's; `long_rows` plans rows beyond `workload`. `orca` and `s3` take
+    micro-batches of at most `policy.max_batch_size` over the slots of `workload.kv_tokens`. Weights
+    are rounded by `importance`; None: by what stages measure on random ids when they load.
+    `prefill_plan`: stages that prefill for these, which only decode; each of both plans has all
+    layers.
     """
 
     version: int
@@ -316,10 +274,7 @@ class PlanSpec:
     prefill_plan: PlanSpec | None = None
 
     def needs_importance(self, stored: bool) -> bool:
-        """Whether anything is rounded by importance: weights, or keys at 8 bit.
-
-        `stored`: the checkpoint is quantized already, so that no weight is rounded.
-        """
+        """Whether weights, or keys at 8 bit, are rounded by importance; not `stored` weights."""
         if self.stand_in is not None:  # a small model at 16 bit computes
             return False
         rounds = any(bits != FULL_BITS for stage in self.stages for bits in stage.bitwidths)
@@ -346,12 +301,10 @@ class PlanSpec:
         return file.to_text(_ADAPTER, self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; an existing file is replaced whole or not at all."""
         file.save(self.to_json(), path, "plan")
 
     @classmethod
     def load(cls, path: str | Path) -> PlanSpec:
-        """Read a plan; raises `SpecError` naming file and field."""
         return cls.from_json(file.read(path), str(path))
 
     @classmethod
@@ -361,9 +314,7 @@ class PlanSpec:
         return plan
 
     def check(self, source: str = "plan") -> None:
-        """Raise `SpecError` unless the stages, in order, cover every layer once, each on a device
-        of its own. `planner.plan.check` checks bytes and kernels.
-        """
+        """Raise SpecError unless stages cover every layer once; bytes: see `planner.plan.check`."""
         problem = next(self._problems(), None)
         if problem is not None:
             raise SpecError(f"{source}: {problem}")

@@ -1,10 +1,6 @@
-"""Predicting the perplexity of a plan from its summed sensitivity, by a few measured points.
-
-Small noise raises the loss in proportion to its variance, and sensitivities are such variances up
-to the indicator's error. So perplexity above that at 16 bit is fitted as a power of the summed
-sensitivity, by least squares of logarithms over the points that lie above their error. The bound
-for a promised increase is conservative: the curve is raised by the prediction interval, and at
-least until no measured point lies above it, and never used beyond the largest sensitivity measured.
+"""Predicting a plan's perplexity from its summed sensitivity. The rise above 16 bit is fitted as a
+power of the sensitivity by least squares of logarithms. The bound is conservative: raised by the
+prediction interval, above every measured point, never beyond the largest sensitivity measured.
 """
 
 from __future__ import annotations
@@ -32,10 +28,8 @@ _EXPONENTS = (0.5, 2.0)
 
 @dataclass(frozen=True)
 class PerplexityFit:
-    """The fit increase = `coefficient` * omega ^ `exponent`, within a factor `spread` either way,
-    and below `envelope` times it at every measured point.
-
-    `baseline`: perplexity at 16 bit; `largest_omega`: the largest sensitivity measured.
+    """increase = `coefficient` * omega ^ `exponent`, within a factor `spread` either way, below
+    `envelope` times it at every measured point, up to `largest_omega`.
     """
 
     baseline: float
@@ -62,10 +56,7 @@ class PerplexityFit:
 
 
 def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit:
-    """Fit a curve to `points`: one at 16 bit, and three or more above it by more than their error.
-
-    Raises `SpecError` naming `source` where they do not.
-    """
+    """Fit one point at 16 bit and three or more above it by more than their error; or SpecError."""
     full = [point.perplexity for point in points if point.omega == 0]
     if not full:
         raise SpecError(
@@ -107,17 +98,13 @@ def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit
 
 
 def omega_bound(omega: Omega, max_increase: float) -> float:
-    """Find the summed sensitivity that keeps the increase of perplexity within `max_increase`.
-
-    Raises `SpecError` where too little was measured to say.
-    """
+    """Find the sensitivity within an increase; SpecError where too little was measured."""
     return fit_perplexity(omega.points, f"sensitivity {omega.source}").omega_within(max_increase)
 
 
 def perplexity_forecast(
     omega: Omega, summed: float, max_increase: float | None
 ) -> PerplexityForecast | None:
-    """Predict the perplexity at a summed sensitivity; None where too little was measured."""
     try:
         fit = fit_perplexity(omega.points, omega.source)
     except SpecError:

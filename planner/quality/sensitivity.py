@@ -41,7 +41,6 @@ _MOST_BYTES = 1 << 26
 
 
 def read_content(path: Path) -> Any:
-    """Read a file: JSON values, or an array of numbers; SpecError if it is neither."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise SpecError(
@@ -60,7 +59,6 @@ def read_content(path: Path) -> Any:
 
 
 def _read_npy(path: Path) -> npt.NDArray[Any]:
-    """Read an array, mapped, so that a header with a wrong size allocates nothing."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (*_NO_ARRAY, OSError) as error:
@@ -83,11 +81,9 @@ def _refusal(path: Path) -> str:
 
 
 def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) -> Matrix:
-    """Take the columns `[layers, K]` of ascending `bitwidths` from a bare array.
-
-    As many columns as bitwidths are taken as these; four are those of 3, 4, 8 and 16 bit, in this
-    order or in that of the prototype, which sorts bitwidths as text: 16, 3, 4, 8. The order shows
-    in the values, as a layer loses next to nothing at 16 bit.
+    """Take the columns `[layers, K]` of a bare array: as many as bitwidths, or those of 3, 4, 8, 16
+    bit; the prototype sorts them as text (16, 3, 4, 8), which shows as a layer loses next to
+    nothing at 16 bit.
     """
     matrix = as_matrix(rows, path)
     columns: Sequence[int] = bitwidths
@@ -103,7 +99,6 @@ def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) 
 
 
 def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[int], Matrix]:
-    """Read bitwidths and matrix of `{layer: {bits: value}}`; SpecError where one is missing."""
     wanted = [str(layer) for layer in range(layers)]
     if sorted(content) != sorted(wanted):
         raise SpecError(
@@ -131,7 +126,6 @@ def as_matrix(rows: object, path: Path) -> Matrix:
 
 
 def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
-    """Raise SpecError where the matrix is not layers by bitwidths of finite sensitivities."""
     if matrix.shape != expected:
         raise SpecError(
             f"omega file {path} holds an array {list(matrix.shape)}; {expected[0]} layers by "
@@ -150,7 +144,6 @@ def is_falling(matrix: Matrix) -> bool:
 
 
 def check_falling(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
-    """Raise SpecError where a layer loses more at a higher bitwidth."""
     for column, (low, high) in enumerate(pairwise(bitwidths)):
         rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column])
         if rising.size:
@@ -184,10 +177,7 @@ _LONGEST = 40
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """The measured perplexity of the model with `bitwidths`, one for each layer.
-
-    `error`: standard error of its distance to the perplexity at 16 bit on the same text.
-    """
+    """The perplexity with `bitwidths` [layers]; `error` of its distance to 16 bit."""
 
     bitwidths: tuple[int, ...]
     perplexity: float
@@ -196,8 +186,6 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class WeighedPoint:
-    """A measured perplexity by its summed sensitivity."""
-
     omega: float
     perplexity: float
     error: float
@@ -234,24 +222,16 @@ class OmegaContent:
 
 
 def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """Estimate sensitivities [L, K]: noise grows with the squared step, (2^b - 1)^-2.
-
-    They are 0 at 16 bit; `bitwidths` [K] ascend. They are normalised so that all layers at 4 bit
-    sum to 1.
-    """
+    """Estimate sensitivities [L, K] as squared steps, (2^b - 1)^-2: 0 at 16 bit, in all 1 at 4."""
     noise = np.array([0.0 if bits == FULL_BITS else _noise(bits) for bits in bitwidths])
     row = noise / (_noise(REFERENCE_BITS) * shape.layers)
     return np.tile(row, (shape.layers, 1))
 
 
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
-    """Read measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
-
-    Three forms are read: `{"bits": [...], "model_fingerprint": "...", "matrix": [L][K]}`, with what
-    `llmpq indicator` adds to it; a bare array [L][K], as JSON or `.npy`; `{layer: {bits: value}}`.
-    SpecError for a pickle (the published prototype's: it runs code when it is read), another
-    model's file, a wrong shape, a bitwidth that is missing, and entries that are negative,
-    not finite or rise with the bitwidth.
+    """Read measured sensitivities (omega, LLM-PQ section 4.2) at ascending `bitwidths` in three
+    forms: llmpq's own, a bare array [L][K] (JSON, `.npy`), `{layer: {bits: value}}`. SpecError for
+    a pickle (which runs code), another model's file, and wrong entries.
     """
     path = Path(path)
     content = read_content(path)
@@ -278,7 +258,6 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:
-    """Write an omega file; an existing one is replaced whole or not at all, else SpecError."""
     target = Path(path)
     if not target.name:
         raise SpecError(f"cannot write sensitivities to {str(path)!r}: name a file")
@@ -294,7 +273,6 @@ def _noise(bits: int) -> float:
 
 
 def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[list[Any], Matrix]:
-    """Read bits and matrix of the keyed form; SpecError where it belongs to another shape."""
     missing = [key for key in _KEYS if key not in content]
     if missing:
         raise SpecError(
@@ -313,7 +291,6 @@ def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[l
 
 
 def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[WeighedPoint]:
-    """Yield the measured points by their sensitivity; SpecError for one that cannot be used."""
     if not isinstance(items, list):
         raise SpecError(f"omega file {path}: points is no list of measured perplexities")
     layers = len(measured.matrix)
@@ -337,7 +314,6 @@ def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[Weigh
 
 
 def _provenance_text(provenance: object) -> str:
-    """The provenance that plans repeat, in brackets."""
     given = provenance if isinstance(provenance, Mapping) else {}
     items = [
         f"{key.replace('_', ' ')} {given[key]}" if key.startswith("calibration") else given[key]
@@ -355,10 +331,7 @@ FINGERPRINT_ENTRY = "importance"
 
 
 def planned_importance(options: PlanOptions, shape: ModelShape) -> PlannedImportance | None:
-    """What a plan by `options` rounds by; None: what stages measure when they load.
-
-    SpecError for a file that is no importance, or that of a model of another shape.
-    """
+    """What a plan rounds by; None: what stages measure when they load."""
     if options.importance is not None:
         return _of_file(Path(options.importance), shape)
     if options.omega_file is None:

@@ -39,12 +39,7 @@ class PackedWeight(Protocol):
         device: torch.device,
         rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
-    ) -> Self:
-        """Pack `weight` `[out, in]` for activations of `dtype` on `device`.
-
-        `inputs`: statistics of what it is multiplied with, where they are known.
-        """
-        ...
+    ) -> Self: ...
 
     @classmethod
     def represent(
@@ -52,50 +47,36 @@ class PackedWeight(Protocol):
         weight: torch.Tensor,
         rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
-    ) -> torch.Tensor:
-        """Round `weight` to the float32 weight `[out, in]` that the backend multiplies with."""
-        ...
+    ) -> torch.Tensor: ...
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors held."""
-        ...
+    def nbytes(self) -> int: ...
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x` `[..., in]` with the transposed weight: `[..., out]` in the type of `x`."""
-        ...
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def warm_up(self, in_features: int) -> None:
-        """Compile in advance what products with `in_features` inputs need."""
-        ...
+    def warm_up(self, in_features: int) -> None: ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Tensors to store in a file, from which `from_state` restores this weight; numbers are
-        int64 tensors without dimensions.
+        """Tensors from which `from_state` restores this weight; numbers are int64 without
+        dimensions.
         """
         ...
 
     @classmethod
     def from_state(
         cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
-    ) -> Self:
-        """Restore a weight of `shape` for activations of `dtype`; tensors stay on their device."""
-        ...
+    ) -> Self: ...
 
 
 class CanonicalPacked(ABC):
-    """A backend that packs weights in canonical form, which are quantized to its `bits` before.
-
-    `rounds_again`: weights that have that form are rounded once more, to codes of its own.
-    """
+    """Packs codes of its `bits`; `rounds_again`: rounded once more, to codes of its own."""
 
     bits: ClassVar[int]
     rounds_again: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
-    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Pack codes of `bits` bits."""
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self: ...
 
     @classmethod
     def from_weight(
@@ -118,10 +99,9 @@ class CanonicalPacked(ABC):
         return dequantize(quantize(weight, cls.bits, rounding=rounding, inputs=inputs))
 
     def warm_up(self, in_features: int) -> None:  # noqa: B027  (few backends compile anything)
-        """See `PackedWeight`; by default there is nothing to compile."""
+        ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The fields of the backend, a dataclass of tensors and numbers, by name."""
         held = {field.name: getattr(self, field.name) for field in _fields(self)}
         return {
             name: torch.tensor(value) if isinstance(value, int) else value
@@ -137,15 +117,12 @@ class CanonicalPacked(ABC):
 
 
 def _fields(packed: Any) -> Any:
-    """The fields of a backend class or object, each of which is a dataclass."""
     return fields(packed)
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy `tensor`, which may be a view of a file, and check that its values are finite.
-
-    The copy goes in blocks of rows, each cast on `device`: a copy of the whole to a GPU would be
-    cast in host memory first. CheckpointError for NaN, and for values that are infinite in `dtype`.
+    """Copy, in row blocks cast on `device` (the host's memory would hold a whole copy);
+    CheckpointError for NaN, and for values infinite in `dtype`.
     """
     out = torch.empty(tensor.shape, dtype=dtype, device=device)
     source, target = torch.atleast_1d(tensor), torch.atleast_1d(out)
@@ -162,13 +139,11 @@ def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Whether all `values` are finite: NaN and infinity show in the extremes."""
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def tensor_bytes(*tensors: torch.Tensor) -> int:
-    """Sum of the bytes of the tensors' storages."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -178,10 +153,9 @@ def linear_by_blocks(
     decode_rows: Callable[[slice], torch.Tensor],
     row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply `x` `[..., in]` with a weight of `rows` rows that is decoded a few rows at a time.
-
-    `decode_rows` gives the weight `[block, in]` of a half-open range of at most `decoded_rows(x)`
-    rows; it may use the same memory each time. Sums are multiplied by `row_scale` `[rows]`.
+    """Multiply `x` `[..., in]` with a weight of `rows` rows that `decode_rows` gives `[block, in]`,
+    at most `decoded_rows(x)` at once, in the same memory if it likes. Sums are multiplied by
+    `row_scale` `[rows]`.
     """
     compute = _compute_type(x)
     tokens = x.reshape(-1, x.shape[-1]).to(compute)
@@ -201,7 +175,6 @@ def linear_by_blocks(
 def _filled(
     weight: torch.Tensor, step: int, first: int, decode_rows: Callable[[slice], torch.Tensor]
 ) -> torch.Tensor:
-    """Decode the rows from `first` on into `weight` `[rows, in]`, or return what was decoded."""
     rows = len(weight)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -213,15 +186,13 @@ def _filled(
 
 
 def decoded_rows(x: torch.Tensor) -> int:
-    """Number of rows that `linear_by_blocks` decodes at once for `x` `[..., in]`."""
     weights = _CPU_DECODED_WEIGHTS if x.device.type == "cpu" else _GPU_DECODED_WEIGHTS
     return max(1, weights // max(1, x.shape[-1]))
 
 
 class DecodeMemory:
-    """Memory that `linear_by_blocks` decodes to again and again: fresh pages would take longer.
-
-    `codes` uint8 and `values` float32 are `[decoded_rows(x), in]`, or `[rows, in]` if that is less.
+    """Memory that `linear_by_blocks` decodes to again, as fresh pages take longer: `codes` uint8
+    and `values` float32 `[decoded_rows(x), in]`.
     """
 
     def __init__(self, x: torch.Tensor, rows: int) -> None:

@@ -55,9 +55,7 @@ def _check_version(version: str) -> None:
 
 @dataclass(frozen=True)
 class BnbNf4:
-    """A 4-bit weight. `packed`: uint8 `[out * in / 2, 1]` in blocks of 64; `quantized`: their
-    maxima and the table of values.
-    """
+    """`packed` uint8 `[out * in / 2, 1]` in blocks of 64; `quantized`: maxima and values."""
 
     packed: torch.Tensor
     quantized: Any
@@ -116,8 +114,7 @@ class BnbNf4:
     def nbytes(self) -> int:
         return tensor_bytes(self.packed, self.quantized.absmax, self.quantized.code)
 
-    def warm_up(self, in_features: int) -> None:
-        """Do nothing: bitsandbytes brings compiled kernels."""
+    def warm_up(self, in_features: int) -> None: ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
@@ -126,7 +123,7 @@ class BnbNf4:
 
 @dataclass(frozen=True)
 class BnbInt8:
-    """An 8-bit weight. `codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
+    """`codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
 
     codes: torch.Tensor
     maxima: torch.Tensor
@@ -167,8 +164,7 @@ class BnbInt8:
     def nbytes(self) -> int:
         return tensor_bytes(self.codes, self.maxima)
 
-    def warm_up(self, in_features: int) -> None:
-        """Do nothing: bitsandbytes brings compiled kernels."""
+    def warm_up(self, in_features: int) -> None: ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bitsandbytes = _bitsandbytes()
@@ -184,9 +180,7 @@ class BnbInt8:
 
 
 def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """What LLM.int8() makes of activations `[..., in]`: 8 bit with a scale a token, but for the
-    features that are large in any token, which stay as they are.
-    """
+    """LLM.int8()'s activations `[..., in]`: 8 bit with a scale a token, but for outliers."""
     rows = x.reshape(-1, x.shape[-1]).float()
     large = rows.abs() >= _OUTLIER_THRESHOLD
     scale = rows.masked_fill(large, 0.0).abs().amax(-1, keepdim=True).clamp_(min=1e-30) / 127
@@ -204,11 +198,9 @@ _ROUNDS = 3
 def fit_maxima(
     weight: Tensor, importance: Tensor, packed: Tensor, maxima: Tensor, table: Tensor
 ) -> None:
-    """Replace the codes and maxima that bitsandbytes has chosen for `weight` `[out, in]`.
-
-    `importance` float32 `[in]`; `packed` uint8 `[out * in / 2, 1]`, the first of two codes in the
-    high half; `maxima` float32 `[blocks]`; `table` float32 `[16]`, ascending. The last block may be
-    shorter than the others; it stays as it is.
+    """Replace what bitsandbytes has chosen for `weight` `[out, in]`. `importance` float32 `[in]`;
+    `packed` uint8 `[out * in / 2, 1]`, the first code high; `maxima` float32 `[blocks]`; `table`
+    float32 `[16]`, ascending. A shorter last block stays as it is.
     """
     whole = weight.numel() // NF4_BLOCK
     blocks = weight.reshape(-1)[: whole * NF4_BLOCK].view(whole, NF4_BLOCK)
@@ -227,14 +219,12 @@ def fit_maxima(
 
 
 def decoded(packed: Tensor, maxima: Tensor, table: Tensor, shape: torch.Size) -> Tensor:
-    """The weight of `shape` that codes and maxima stand for, which are as in `fit_maxima`."""
     codes = torch.stack((packed.view(-1) >> 4, packed.view(-1) & 15), -1).view(-1)
     blocks = maxima.repeat_interleave(NF4_BLOCK)[: shape.numel()]
     return (table[codes[: shape.numel()].int()] * blocks).view(shape)
 
 
 def _best_maxima(values: Tensor, importance: Tensor, maxima: Tensor, table: Tensor) -> Tensor:
-    """The maxima `[blocks]` of the least weighted squared error that was found."""
     best, least = maxima, _error(values, importance, maxima, table)
     for share in _SHARES:
         maximum = maxima * share
@@ -256,6 +246,5 @@ def _error(values: Tensor, importance: Tensor, maxima: Tensor, table: Tensor) ->
 
 
 def _codes(values: Tensor, maxima: Tensor, table: Tensor) -> Tensor:
-    """Places of the nearest values of the table, int64 `[blocks, block]`."""
     middles = (table[1:] + table[:-1]) / 2
     return torch.bucketize(values / maxima.clamp(min=1e-38).unsqueeze(-1), middles)

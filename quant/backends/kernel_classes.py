@@ -14,7 +14,6 @@ from quant.backends.table import KERNEL_RULES
 
 
 def _kernel_class(path: str) -> type[PackedWeight]:
-    """The class at `path`, `module.Class` below `quant.backends`."""
     module, _, name = path.rpartition(".")
     found: type[PackedWeight] = getattr(import_module(f"quant.backends.{module}"), name)
     return found
@@ -34,9 +33,8 @@ on normal values, bfloat16 0.004; a kernel that misreads a scale, a zero or a co
 def usable_backend(
     name: str, bits: int, dtype: torch.dtype, device: torch.device
 ) -> type[PackedWeight]:
-    """The backend of that name or, with a warning, the pure torch one if it fails its self-test.
-
-    It is tested once per process, compute type and device. DeviceError if a package is missing.
+    """Return the backend or, warning, the torch one if it fails its self-test (once per process,
+    type and device); DeviceError if a package is missing.
     """
     backend = BACKENDS[name]
     fallback = fallback_rule(bits).name
@@ -53,7 +51,6 @@ def usable_backend(
 
 
 def self_test(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Compare a backend with dequantize-and-matmul; returns what is wrong, or None."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_TEST_SHAPE, generator=generator)
     try:

@@ -20,9 +20,7 @@ from quant.canonical import (
 
 @dataclass(frozen=True)
 class Torch3Bit(CanonicalPacked):
-    """A 3-bit weight. `planes`: uint8 `[3, out, ceil(in / 8)]`; `scale`, `zero`: `[out,
-    groups]`.
-    """
+    """`planes`: uint8 `[3, out, ceil(in / 8)]`; `scale`, `zero`: `[out, groups]`."""
 
     bits: ClassVar[int] = 3
 
@@ -53,7 +51,7 @@ class Torch3Bit(CanonicalPacked):
 
 @dataclass(frozen=True)
 class Torch4Bit(CanonicalPacked):
-    """A 4-bit weight. `nibbles`: uint8 `[out, ceil(in / 2)]`; `scale`, `zero`: `[out, groups]`."""
+    """`nibbles`: uint8 `[out, ceil(in / 2)]`; `scale`, `zero`: `[out, groups]`."""
 
     bits: ClassVar[int] = 4
 
@@ -85,7 +83,7 @@ class Torch4Bit(CanonicalPacked):
 
 @dataclass(frozen=True)
 class Torch8Bit(CanonicalPacked):
-    """An 8-bit weight. `codes`: int8 `[out, in]`; `scale`: float32 `[out, 1]`."""
+    """`codes`: int8 `[out, in]`; `scale`: float32 `[out, 1]`."""
 
     bits: ClassVar[int] = 8
 
@@ -94,7 +92,6 @@ class Torch8Bit(CanonicalPacked):
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Hold 8-bit codes as they are."""
         return cls(canonical.codes, canonical.scale)
 
     @property

@@ -20,11 +20,8 @@ def rule_for(
     backend: str | None = None,
     decode_rows: int = 0,
 ) -> KernelRule:
-    """The rule of `backend`, or of the first backend that takes this weight and is not outdone in
-    decode steps of `decode_rows` (0: not known).
-
-    SpecError for an unknown bitwidth, compute type or backend, or where the named backend cannot
-    hold the weight.
+    """Return the rule of `backend`, or of the first that takes this weight and is not outdone in
+    decode steps of `decode_rows` (0: not known); SpecError where there is none.
     """
     rules = _rules_of(bits, dtype)
     if backend is None:
@@ -44,17 +41,14 @@ def rule_for(
 
 
 def fallback_rule(bits: int) -> KernelRule:
-    """The rule of the backend for `bits` that runs everywhere, on any shape and compute type."""
     return next(rule for rule in reversed(KERNEL_RULES) if rule.bits == bits)
 
 
 def layer_rule(
     processor: Processor, bits: int, shape: LinearShape, dtype: str, backend: str | None = None
 ) -> KernelRule:
-    """The rule of one linear of a layer planned for `backend`.
-
-    Differs from `rule_for` where the named backend does not take the shape: the backend that takes
-    every shape holds it then.
+    """As `rule_for`, but where the named backend does not take the shape, that which takes every
+    shape.
     """
     if backend is None:
         return rule_for(processor, bits, shape, dtype)
@@ -65,11 +59,7 @@ def layer_rule(
 def backend_name(
     processor: Processor, bits: int, dtype: str, is_stored: bool = False, decode_rows: int = 0
 ) -> str:
-    """The preferred backend for weights of ordinary shape, in decode steps of `decode_rows` (0: not
-    known); odd shapes may get another one.
-
-    `is_stored`: for weights that the checkpoint holds quantized already.
-    """
+    """Name the preferred backend of ordinary shapes; `is_stored`: the checkpoint is quantized."""
     shape = replace(_ORDINARY_SHAPE, stored_group=GROUP_SIZES[0]) if is_stored else _ORDINARY_SHAPE
     return rule_for(processor, bits, shape, dtype, decode_rows=decode_rows).name
 

@@ -1,11 +1,7 @@
-"""The table of kernel backends: for each its sizes, devices, speed and kernel class, without torch.
-
-The planner sizes and times stages with these entries and the kernels allocate by them too, so that
-a plan and the bytes really allocated cannot drift apart. Bytes are those of the tensors; what an
-allocator rounds up to is the planner's slack.
-
-A new backend is one file with its kernel (a `quant.backends.base.PackedWeight`) and one entry of
-`KERNEL_RULES`, which names that class.
+"""The table of kernel backends: sizes, devices, speed and kernel class, without torch. The planner
+sizes and times stages with these entries and the kernels allocate by them, so that a plan and the
+bytes really allocated cannot drift apart. A new backend is one file (a
+`quant.backends.base.PackedWeight`) and one entry of `KERNEL_RULES`.
 """
 
 from __future__ import annotations
@@ -29,13 +25,10 @@ NF4_BLOCK = 64
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The time of a kernel beside that of the plain 16-bit product, for estimates.
-
-    `rate`: share of the 16-bit arithmetic rate. `integer`: the product runs at the int8 rate
-    instead. `passes`: bytes moved per weight to restore it to 16 bits, from `restores_from` rows
-    on; `few_passes`: the same for fewer rows. `scalar`: share of the datasheet's float32 rate that
-    products of fewer rows reach where they do not run on the matrix units, else None.
-    `overhead_s`: small kernels around each product.
+    """The time of a kernel beside the plain 16-bit product. `rate`: share of its arithmetic rate,
+    of the int8 rate with `integer`; `passes`: bytes moved per weight to restore it, from
+    `restores_from` rows on, `few_passes` below; `scalar`: share of the float32 rate off the matrix
+    units; `overhead_s`: small kernels around.
     """
 
     rate: float = 1.0
@@ -49,12 +42,9 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class KernelRule:
-    """A backend at `bits`: which weight matrices it can hold, and the bytes that it allocates.
-
-    `supports(processor, shape, dtype)` and `nbytes(shape, dtype)`; `dtype` is the compute type's
-    name (a key of `DTYPE_BYTES`). Biases are not counted: they stay in the compute type.
-    `kernel` is the class that packs and multiplies, as `module.Class` below `quant.backends`; None
-    for a plain `nn.Linear`.
+    """A backend at `bits`: `supports(processor, shape, dtype)`, and `nbytes(shape, dtype)` without
+    biases; `dtype` is a key of `DTYPE_BYTES`. `kernel` is `module.Class` below `quant.backends`,
+    None for a plain `nn.Linear`.
     """
 
     name: str
@@ -69,7 +59,6 @@ class KernelRule:
     """Whether a backend further down is much faster in decode steps of so many rows."""
 
     def cost_of(self, processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
-        """The cost on `processor` of a weight of `shape`."""
         return self.cost if self.own_cost is None else self.own_cost(processor, shape, dtype)
 
 
@@ -78,18 +67,15 @@ def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:
 
 
 def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Check what `_convert_weight_to_int4pack_for_cpu` and its matmul do, and for bfloat16.
-
-    The kernel also takes float32 and float16, at a hundredth of the speed.
+    """Check what `_convert_weight_to_int4pack_for_cpu` does, and for bfloat16: other types run at a
+    hundredth of the speed.
     """
     whole_groups = shape.group in GROUP_SIZES
     return processor.is_cpu and dtype == "bfloat16" and whole_groups and not shape.out_features % 16
 
 
 def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for VNNI, else u8 x s8 products saturate, and for 64 x 64 tiles, else there is
-    padding.
-    """
+    """Ask for VNNI, else u8 x s8 products saturate, and 64 x 64 tiles, else there is padding."""
     whole_tiles = shape.in_features % 64 == 0 and shape.out_features % 64 == 0
     vnni = processor.is_cpu and "avx512_vnni" in processor.instruction_sets
     return vnni and whole_tiles and dtype in ("bfloat16", "float32")
@@ -102,17 +88,14 @@ def _int8pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
 
 
 def _nf4_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for compute capability 6.0, rows of whole blocks, as bitsandbytes' decode kernel does,
-    and a weight that is not quantized already: its codes are not those of nf4.
-    """
+    """Ask for compute capability 6.0, rows of whole blocks (decode kernel), and plain weights."""
     whole_blocks = shape.in_features % NF4_BLOCK == 0
     return _has_capability(processor, (6, 0)) and whole_blocks and shape.stored_group is None
 
 
 def _nf4_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
-    """bitsandbytes multiplies with the packed weight up to some number of rows: a few without the
-    matrix units, and with them, where it uses these, the more the wider the output is. Beyond, it
-    writes the weight in 16 bit and reads it again.
+    """bitsandbytes multiplies packed up to some number of rows: few without matrix units, with them
+    the more the wider the output is; beyond, it writes the weight in 16 bit.
     """
     least = processor.compute_capability or (0, 0)
     if least < (7, 5) or dtype == "float32":
@@ -124,8 +107,8 @@ def _nf4_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCos
 
 
 def _nf4_is_outdone(processor: Processor, shape: LinearShape, dtype: str, rows: int) -> bool:
-    """Whether nf4 would be restored for rows that our kernel multiplies packed, on GPUs where that
-    takes four times as long by the count of bytes.
+    """Whether nf4 would be restored for rows that our kernel multiplies packed, where that takes
+    four times as long by the count of bytes.
     """
     restored = _NF4_SCALAR_COST.restores_from <= rows <= FUSED_TOKENS
     old = processor.compute_capability is not None and processor.compute_capability <= (7, 0)
@@ -133,12 +116,10 @@ def _nf4_is_outdone(processor: Processor, shape: LinearShape, dtype: str, rows: 
 
 
 def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for INT8 tensor cores: compute capability 7.5."""
     return _has_capability(processor, (7, 5))
 
 
 def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for groups of whole runs of 32 columns, the 8 rows of a block, and a type of the GPU."""
     least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
     if least is None or not _has_capability(processor, least):
         return False
@@ -154,37 +135,29 @@ def _plain_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _groups_bytes(shape: LinearShape) -> int:
-    """Bytes of scale and zero of every group, 16 bit each (bfloat16)."""
     return 4 * shape.out_features * (shape.in_features // shape.group)
 
 
 def _packed_3bit_bytes(shape: LinearShape, dtype: str) -> int:
-    """Bytes of three planes of one bit per weight, rows padded to whole bytes, and the groups."""
     return 3 * shape.out_features * -(-shape.in_features // 8) + _groups_bytes(shape)
 
 
 def _packed_4bit_bytes(shape: LinearShape, dtype: str) -> int:
-    """Bytes of two codes per byte, each row padded to whole bytes, and the groups."""
     return shape.out_features * -(-shape.in_features // 2) + _groups_bytes(shape)
 
 
 def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
-    """Bytes of one 8-bit code per weight and a 32-bit scale per output row."""
     return shape.parameters + 4 * shape.out_features
 
 
 def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
-    """Bytes of codes, a 32-bit compensation (in the packed blob) and scale per row, one zero, and a
-    32-bit factor per input.
-
-    Measured with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides to 64 and adds
-    4 bytes per padded row.
+    """Codes, a 32-bit compensation and scale per row, one zero, a 32-bit factor per input; oneDNN
+    pads both sides to 64 (`torch.ops.mkldnn._nbytes`, torch 2.13).
     """
     return shape.parameters + 8 * shape.out_features + 4 + 4 * shape.in_features
 
 
 def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
-    """Bytes of two codes per byte, a 32-bit maximum per block, and a table of 16 32-bit values."""
     return shape.parameters // 2 + 4 * (shape.parameters // NF4_BLOCK) + 4 * 16
 
 

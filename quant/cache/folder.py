@@ -1,11 +1,7 @@
-"""The cache: a folder of packed layers, one safetensors file each, for all stages of a node.
-
-A stage that starts again finds its packed layers and neither reads nor quantizes weights. The
-content of a file is identified by its key (`quant.cache.layer`): a hash of the key is in the name,
-its text is inside. Files are written atomically. Those that a live stage uses or writes carry its
-shared lock and stay; of the others the least recently used are deleted where room is needed, and
-unfinished ones in any case. The cache leaves files of other names alone. Whatever is wrong with the
-folder, a stage loads without it and warns once.
+"""The cache: a folder of packed layers, one safetensors file each, for all stages of a node. A
+file's name has a hash of its key (`quant.cache.layer`), its text is inside. Files are written
+atomically; those in use carry a shared lock and stay, of the others the least recently used go.
+Whatever is wrong with the folder, a stage loads without it and warns once.
 """
 
 from __future__ import annotations
@@ -46,14 +42,11 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class CacheKey:
-    """The identity of a cached layer: `label` is for people, `text` says all that it depends on."""
-
     label: str
     text: str
 
     @property
     def file_name(self) -> str:
-        """The label and a hash, in characters that every file system takes."""
         label = re.sub(r"[^A-Za-z0-9._-]", "_", self.label).strip(".")[:80]
         return f"{label}-{hashlib.sha256(self.text.encode()).hexdigest()[:32]}{_SUFFIX}"
 
@@ -68,16 +61,13 @@ class CachedTensors:
 
     @property
     def notes(self) -> Mapping[str, str]:
-        """The metadata of the file."""
         return self.header.metadata
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
         return frozenset(self.header.places)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor into memory of its own; DamagedFileError if it is missing or damaged."""
         if name not in self.header.places:
             raise DamagedFileError(f"it lacks {name}")
         return read_tensor(self.file, self.header.places[name], self.crc32[name])
@@ -85,8 +75,6 @@ class CachedTensors:
 
 @dataclass(frozen=True)
 class NewEntry:
-    """A layer to write: `tensors` yields its tensors by name, of at most `nbytes` in all."""
-
     key: CacheKey
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     notes: Mapping[str, str]
@@ -94,11 +82,8 @@ class NewEntry:
 
 
 class ShardCache:
-    """The cache in `folder`, which is created by the first write.
-
-    `limit_bytes` limits all its files together; None takes the default. As a context manager it
-    writes in a thread of its own and waits for it on leaving; otherwise `store` writes before it
-    returns. `ahead` is the reader that brings its files into memory, if there is one.
+    """The cache in `folder`; `limit_bytes` is for all files. As a context manager it writes in a
+    thread of its own and waits for it on leaving; else `store` writes before it returns.
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
@@ -113,7 +98,6 @@ class ShardCache:
         self._pending: list[Future[str | None]] = []
 
     def __enter__(self) -> ShardCache:
-        """Write in the background from now on."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-cache")
         return self
 
@@ -131,14 +115,10 @@ class ShardCache:
         self._pending = []
 
     def path_of(self, key: CacheKey) -> Path:
-        """The path at which the layer of that key is stored, if it is."""
         return self.folder / key.file_name
 
     def restore(self, key: CacheKey, build: Callable[[CachedTensors], Built]) -> Built | None:
-        """Read a layer and pass its tensors to `build`; None if it is not in the cache.
-
-        A damaged file is removed, with one warning.
-        """
+        """Read a layer, pass it to `build`; None if not there. A damaged file is removed."""
         path = self.path_of(key)
         try:
             file = path.open("rb")
@@ -167,7 +147,6 @@ class ShardCache:
         return built
 
     def store(self, entry: NewEntry) -> None:
-        """Write a layer, whose tensors must not change until the cache is left."""
         if not self._is_writable:
             return
         if self._writer is None:
@@ -187,7 +166,6 @@ class ShardCache:
             self._warn("write", complaint)
 
     def _warn(self, kind: str, problem: str) -> None:
-        """Warn once for each kind of problem: a folder that fails once fails for every layer."""
         if kind in self._warned:
             return
         self._warned.add(kind)
@@ -195,7 +173,6 @@ class ShardCache:
         warnings.warn(f"packed-shard cache: {problem}; {remedy}", RuntimeWarning, stacklevel=4)
 
     def _write(self, entry: NewEntry) -> str | None:
-        """Write one layer; returns what went wrong, after which nothing more is written."""
         if not self._is_writable:
             return None
         path = self.path_of(entry.key)
@@ -212,7 +189,6 @@ class ShardCache:
         return None
 
     def _write_file(self, path: Path, entry: NewEntry) -> bool:
-        """Write the file and rename it when it is complete; returns whether there was room."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as unfinished:
             with self._locked():
@@ -238,7 +214,6 @@ class ShardCache:
         return True
 
     def _hold(self, path: Path, file: BinaryIO) -> None:
-        """Mark the file as used now and keep it open: its lock tells others that it is in use."""
         _lock_shared(file)
         with contextlib.suppress(OSError):  # a folder that may only be read
             os.utime(file.fileno())
@@ -249,13 +224,11 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock, so that one writer at a time makes room or renames a file."""
         with (self.folder / _LOCK_FILE).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _make_room(self, size: int) -> bool:
-        """Delete unused files, least recently used first, if that makes room for `size` bytes."""
         self._sweep()
         files = self._files()
         excess = sum(found.st_size for found in files.values()) + size - self._limit()
@@ -272,14 +245,12 @@ class ShardCache:
         return True
 
     def _sweep(self) -> None:
-        """Delete unfinished files of writers that were killed: nobody locks them."""
         for path in self._files():
             with contextlib.ExitStack() as locks:
                 if _is_part(path.name) and _is_unused(path, locks):
                     path.unlink(missing_ok=True)
 
     def _files(self) -> dict[Path, os.stat_result]:
-        """The files that count towards the limit: layers, also those that are being written."""
         files = {}
         for item in os.scandir(self.folder):
             if _is_part(item.name) or _LAYER_NAME.fullmatch(item.name):
@@ -295,7 +266,6 @@ class ShardCache:
 
 
 def open_cache(settings: CacheSettings) -> ShardCache | None:
-    """Open the cache of these settings; None where it is switched off."""
     return ShardCache(settings.path, settings.limit_bytes) if settings.enabled else None
 
 
@@ -305,7 +275,6 @@ def _close_all(files: Mapping[Path, BinaryIO]) -> None:
 
 
 def file_range(path: Path) -> FileRange:
-    """The whole file as a range."""
     return FileRange(path, 0, path.stat().st_size)
 
 
@@ -317,7 +286,7 @@ def _checked(file: BinaryIO, key: CacheKey) -> CachedTensors:
 
 
 def _lock_shared(file: BinaryIO) -> bool:
-    """Lock a file for reading; False if it is being removed, True also where locks are missing."""
+    """Lock for reading; False if the file is being removed, True also where locks are missing."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -332,7 +301,6 @@ def _is_part(name: str) -> bool:
 
 
 def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
-    """Whether a file can be removed; nobody can use it then until `locks` are released."""
     try:
         file = locks.enter_context(path.open("r+b"))  # NFS needs write access for an exclusive lock
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

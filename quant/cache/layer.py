@@ -58,12 +58,8 @@ def layer_key(
     importance: LayerImportance | None = None,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> CacheKey:
-    """The key of the layer that `module`, on the meta device, will become in `form`.
-
-    `fingerprint` is that of its part of the checkpoint, `importance` what its weights are rounded
-    by, `cuts` the parts of its linears that a rank holds. The source code of this package stands
-    for what it does to a weight, so that no version number has to be kept. Errors as in
-    `quantize_linear`.
+    """The key of what `module`, on the meta device, becomes in `form`. The source code of this
+    package stands for what it does to a weight, so that no version number has to be kept.
     """
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     depends_on = {
@@ -89,10 +85,7 @@ def layer_key(
 
 
 def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) -> NewEntry | None:
-    """Make an entry for the cache of a filled layer; None if weights of a backend cannot be stored.
-
-    `nbytes` are the bytes that the layer holds.
-    """
+    """Make an entry of a filled layer; None if weights of a backend cannot be stored."""
     linears = {
         n: child for n, child in module.named_modules() if isinstance(child, QuantizedLinear)
     }
@@ -113,9 +106,8 @@ def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) ->
 
 @functools.cache
 def comes_back(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a weight of `backend` is the same after it was stored and restored; warns if not.
-
-    It is tried once per process on a small weight, as libraries may change their layouts.
+    """Whether a weight of `backend` survives storing; tried once per process, as libraries may
+    change their layouts.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_TEST_SHAPE.out_features, _TEST_SHAPE.in_features, generator=generator)
@@ -142,14 +134,11 @@ def comes_back(backend: type[PackedWeight], dtype: torch.dtype, device: torch.de
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """The parts of a layer that was read from the cache, on its device."""
-
     linears: Mapping[str, QuantizedLinear]
     tensors: Mapping[str, torch.Tensor]
 
 
 def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> CachedLayer:
-    """Read the parts for `module`, which is not changed; DamagedFileError if one is missing."""
     try:
         names: dict[str, str] = dict(json.loads(cached.notes[_LINEARS]))
         places = {name: (module.get_submodule(name), _RULES[own]) for name, own in names.items()}
@@ -170,7 +159,6 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
 
 
 def fill_from(module: nn.Module, layer: CachedLayer) -> None:
-    """Put the parts of `layer` in their places in `module`."""
     for name, linear in layer.linears.items():
         put_submodule(module, name, linear)
     for name, tensor in layer.tensors.items():
@@ -183,7 +171,6 @@ def fill_from(module: nn.Module, layer: CachedLayer) -> None:
 def _read_linear(
     meta: nn.Module, name: str, rule: KernelRule, cached: CachedTensors, form: LayerForm
 ) -> QuantizedLinear:
-    """Read the linear that replaces `meta`; its bias is still that of `meta`."""
     if not isinstance(meta, nn.Linear):
         raise DamagedFileError(f"{name} is no linear layer")
     shape = LinearShape(meta.in_features, meta.out_features)
@@ -204,12 +191,10 @@ def _read_linear(
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory is short; for host memory torch has no error of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _backends(module: nn.Module, form: LayerForm, cuts: Mapping[str, Cut]) -> dict[str, str]:
-    """Class of the backend that takes each linear on this machine, by the linear's name."""
     chosen = {}
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear):
@@ -223,13 +208,11 @@ def _backends(module: nn.Module, form: LayerForm, cuts: Mapping[str, Cut]) -> di
 
 
 def _unpacked(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors but packed weights: norms, biases and the like."""
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 @functools.cache
 def _code_fingerprint() -> str:
-    """Digest of every source file of this package."""
     digest = sha256()
     for path, content in sorted(_sources(resources.files("quant"), "")):
         digest.update(f"{path} {len(content)} ".encode() + content)
@@ -265,6 +248,5 @@ def _library_versions() -> dict[str, str]:
 
 
 def put_submodule(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Replace the submodule with the dotted `name`."""
     parent, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(parent), attribute, child)

@@ -15,10 +15,7 @@ DEFAULT_LIMIT_BYTES = 100 << 30
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Settings of the cache; None for the user's own `folder` on each node, or the default limit.
-
-    Raises `SpecError` for a limit that is no positive number.
-    """
+    """None: the user's `folder` on each node, or the default limit; SpecError if not above 0."""
 
     folder: str | None = None
     limit_gib: float | None = None
@@ -33,21 +30,17 @@ class CacheSettings:
 
     @property
     def path(self) -> Path:
-        """The folder on this node; SpecError where it lies in the home of an unknown user."""
         return default_folder() if self.folder is None else _expanded(self.folder)
 
     @property
     def limit_bytes(self) -> int | None:
-        """The limit in bytes; None for the default."""
         return None if self.limit_gib is None else int(self.limit_gib * (1 << 30))
 
 
 def cache_settings(
     folder: str | Path | None, limit_gib: float | None, no_cache: bool
 ) -> CacheSettings:
-    """Make settings of what a user gave. The folder is made absolute on this machine, for the
-    others too. SpecError as in `CacheSettings`, and for an unknown user in the folder's path.
-    """
+    """Make settings of a user's; the folder is made absolute here, for others too."""
     absolute = None if folder is None else str(_expanded(folder).absolute())
     return CacheSettings(absolute, limit_gib, not no_cache)
 
@@ -56,7 +49,6 @@ NO_CACHE = CacheSettings(enabled=False)
 
 
 def default_folder() -> Path:
-    """The folder `llmpq/shards` in the user's cache folder (XDG base directories)."""
     try:
         return user_cache_folder() / "shards"
     except RuntimeError as error:

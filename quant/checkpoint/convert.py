@@ -1,7 +1,4 @@
-"""Turning PyTorch `.bin` checkpoints into safetensors, one shard in memory at a time.
-
-The target appears only when it is complete: it is written beside it, and then renamed.
-"""
+"""Turning PyTorch `.bin` checkpoints into safetensors, one shard in memory at a time."""
 
 from __future__ import annotations
 
@@ -26,11 +23,7 @@ _BIN_INDEX = "pytorch_model.bin.index.json"
 
 @dataclass(frozen=True)
 class ConvertSummary:
-    """The result of `convert`: `tensors` of `tensor_bytes` in `shards` files, in `target`.
-
-    `aliases` are (left out, kept) pairs of tensors that share memory, such as a head tied to the
-    embedding; `copied` are the configuration and tokenizer files.
-    """
+    """`aliases` are (left out, kept) tensors that share memory; `copied` settings' files."""
 
     target: Path
     shards: int
@@ -42,8 +35,6 @@ class ConvertSummary:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Names and bytes of one written file, and the aliases left out of it."""
-
     file: str
     tensor_bytes: dict[str, int]
     aliases: tuple[tuple[str, str], ...]
@@ -52,13 +43,9 @@ class _Shard:
 def convert(
     source: Path, target: Path, progress: Callable[[int, int], None] | None = None
 ) -> ConvertSummary:
-    """Write the `.bin` checkpoint in folder `source` as safetensors into the new folder `target`.
-
-    Tensors that share memory are written once, with the names left out in the file's metadata,
-    unless `config.json` says that embeddings are not tied. CheckpointError if `target` exists, lies
-    in `source` or cannot be written, if `source` has no `.bin` weights or configuration, or if a
-    file is missing, damaged, or holds anything but tensors; nothing is left behind then.
-    `progress` is called with the number of files done and of all.
+    """Write the `.bin` checkpoint as safetensors into the new folder `target`. Tensors that share
+    memory are written once, unless `config.json` says that embeddings are not tied. CheckpointError
+    leaves nothing behind; `progress` gets files done and all.
     """
     try:
         if target.exists():
@@ -94,7 +81,6 @@ def _convert_files(
     tied: bool,
     progress: Callable[[int, int], None] | None,
 ) -> list[_Shard]:
-    """Write every weight file as a shard in `target`, with an index where there are several."""
     shards: list[_Shard] = []
     for number, file in enumerate(files, start=1):
         shards.append(_convert_file(source / file, target / _shard_name(number, len(files)), tied))
@@ -106,7 +92,6 @@ def _convert_files(
 
 
 def _bin_files(source: Path) -> list[str]:
-    """The weight files of `source`; CheckpointError where one does not exist."""
     if not source.is_dir():
         raise CheckpointError(
             f"there is no folder {source}; give the one that holds the .bin files"
@@ -129,7 +114,6 @@ def _bin_files(source: Path) -> list[str]:
 
 
 def _ties_embeddings(source: Path) -> bool:
-    """Whether the head may share the embedding's memory; transformers' default is yes."""
     path = source / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{source} has no config.json, without which nothing can load it")
@@ -162,7 +146,6 @@ def _convert_file(source: Path, target: Path, tied: bool) -> _Shard:
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load the state dict in `path`, mapped where its format allows; only tensors are accepted."""
     try:
         mappable = zipfile.is_zipfile(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
@@ -184,7 +167,6 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _aliases(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The names of tensors that occupy the memory of an earlier one, each with the earlier name."""
     first_name: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name, tensor in tensors.items():

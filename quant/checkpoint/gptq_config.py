@@ -1,7 +1,5 @@
-"""Reading how a checkpoint is quantized from its configuration, for GPTQ formats; without torch.
-
-GPTQModel writes it into `config.json` (`quantization_config`), auto-gptq into a file of its own,
-`quantize_config.json`.
+"""How a checkpoint is quantized in GPTQ formats, without torch: GPTQModel writes it into
+`config.json` (`quantization_config`), auto-gptq into `quantize_config.json`.
 """
 
 from __future__ import annotations
@@ -40,21 +38,15 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class StoredLinear:
-    """The bits of a linear, 16 where it is not quantized, and the columns that share a scale."""
-
     bits: int
     group_size: int
 
 
 @dataclass(frozen=True)
 class GptqConfig:
-    """The storage of the linears of a GPTQ checkpoint.
-
-    `bits` and `group_size` (-1: whole rows) are those of most modules; `mixed`: layers have
-    different bits, or may have by rules in the configuration. `desc_act`: columns were quantized in
-    an order of their own, so that the columns of a group may lie apart. `zero_offset` has to be
-    added to stored zeros. `modules`: names of those linears that are quantized, none for all.
-    `linears`: of each linear of a layer, where they are not all alike.
+    """`bits` and `group_size` (-1: whole rows) are most modules'; `mixed`: layers may differ. With
+    `desc_act` columns of a group may lie apart. `zero_offset` is added to stored zeros. `modules`:
+    quantized linears, none for all; `linears`: of each, where they are not alike.
     """
 
     bits: int
@@ -67,15 +59,11 @@ class GptqConfig:
 
 
 def bits_of_words(words: int, columns: int) -> int | None:
-    """The bits at which `columns` take that many words; None where none of `STORED_BITS` does."""
     return next((b for b in STORED_BITS if words == -(-columns * b // WORD_BITS)), None)
 
 
 def read_gptq_config(folder: Path) -> GptqConfig | None:
-    """Read the quantization of the checkpoint in `folder`; None where it holds plain weights.
-
-    SpecError for another method than GPTQ, a format that cannot be read, and a damaged file.
-    """
+    """Read how `folder` is quantized; None: plain weights. SpecError for what cannot be read."""
     values = quantization_entries(_read_json(folder / CONFIG_FILE))
     if values is not None:
         return parse_gptq_config(values, str(folder))
@@ -87,7 +75,6 @@ def read_gptq_config(folder: Path) -> GptqConfig | None:
 
 
 def quantization_entries(config: Mapping[str, Any]) -> Any:
-    """What the entries of a `config.json` say of quantized weights; None where they are plain."""
     values = config.get(CONFIG_KEY)
     if values is not None:
         return values
@@ -96,7 +83,6 @@ def quantization_entries(config: Mapping[str, Any]) -> Any:
 
 
 def parse_gptq_config(values: Any, place: str) -> GptqConfig:
-    """Check the entries of a `quantization_config`, in the file `place`; errors as above."""
     if not isinstance(values, Mapping):
         raise SpecError(f"{place}: {CONFIG_KEY} is {values!r:.40}; it must be an object")
     method = str(values.get("quant_method", "unnamed")).lower()
@@ -135,7 +121,6 @@ def parse_gptq_config(values: Any, place: str) -> GptqConfig:
 
 
 def _modules(value: Any, place: str) -> tuple[str, ...]:
-    """The names in a list, or in lists of those that were quantized together."""
     listed = value if isinstance(value, list) else [] if value is None else [value]
     names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
     if not all(isinstance(name, str) for name in names) or isinstance(value, str):
@@ -147,7 +132,6 @@ def _modules(value: Any, place: str) -> tuple[str, ...]:
 
 
 def _is_mixed(rules: Any, bits: int, place: str) -> bool:
-    """Whether rules by module name leave modules out or give them other bits than `bits`."""
     if not rules:
         return False
     if not isinstance(rules, Mapping):

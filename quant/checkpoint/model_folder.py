@@ -18,10 +18,8 @@ _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 
 @contextmanager
 def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
-    """Yield a folder to fill; on leaving it becomes `target`, with parents that are missing.
-
-    It is made in the nearest parent that exists, so that one rename is enough. With `replace` an
-    existing folder `target` is replaced, and restored if that fails.
+    """Yield a folder that becomes `target` on leaving, made in the nearest parent that exists, so
+    that one rename is enough. With `replace` an old one is restored on failure.
     """
     target = Path(os.path.realpath(target))  # a loop of links fails in renaming
     base = next(parent for parent in target.parents if parent.exists())
@@ -45,10 +43,8 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise `InputError` for a folder that cannot be written or must not be replaced.
-
-    That is, if `target` exists (unless `overwrite` and it is a model's folder), or if one of
-    `target` and the model's folder `source` is the other or lies in it.
+    """Raise InputError if `target` exists (unless `overwrite` and a model's), or lies in `source`
+    or around it.
     """
     try:
         if overlap(source, target):
@@ -67,9 +63,8 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def overlap(source: Path, target: Path) -> bool:
-    """Whether one of two folders is the other or lies in it, under whatever names.
-
-    OSError for paths that cannot be looked at.
+    """Whether a folder is or lies in the other under whatever names; OSError if it cannot be looked
+    at.
     """
 
     def holds(outer: Path, inner: Path) -> bool:
@@ -81,7 +76,6 @@ def overlap(source: Path, target: Path) -> bool:
 
 
 def copy_settings(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy configuration, tokenizer and licence files; returns their names."""
     copied = []
     for path in sorted(source.iterdir()):
         wanted = path.suffix in _COPIED_SUFFIXES or path.name.upper().startswith("LICENSE")
@@ -92,6 +86,5 @@ def copy_settings(source: Path, target: Path) -> tuple[str, ...]:
 
 
 def write_index(path: Path, file_of: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a checkpoint in several files: the file of each tensor."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(file_of)}
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

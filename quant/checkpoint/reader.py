@@ -1,8 +1,6 @@
-"""Reading the weights of a model one tensor at a time, from safetensors or GGUF files.
-
-Files are mapped, not read: a tensor is a view of the file until it is copied, so that a stage never
-holds more of a checkpoint in memory than what it keeps. With `reading_ahead` another thread brings
-the tensors that are needed next into the system's cache.
+"""Reading the weights of a model one tensor at a time, from safetensors or GGUF files. Files are
+mapped: a tensor is a view until it is copied, so that a stage never holds more of a checkpoint than
+what it keeps.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ _SETTINGS_FILES = ("config.json", "quantize_config.json")
 
 
 class TensorFiles(Protocol):
-    """Files of one format: `file_of` has the file of each tensor, below the model's folder or with
-    an absolute path. The methods raise what those of `Checkpoint` do; names are in `file_of`.
-    """
+    """`file_of` has the file of each tensor, below the model's folder or absolute."""
 
     @property
     def file_of(self) -> Mapping[str, str]: ...
@@ -50,11 +46,8 @@ class TensorFiles(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a local folder of safetensors files, a GGUF file, or a model on the hub.
-
-    `path` is a folder, a GGUF file, or a hub id such as `facebook/opt-125m` (taken from the local
-    cache where the hub cannot be reached). `folder` has its settings, `place` is what messages call
-    it. CheckpointError if there are no weights to read.
+    """The tensors of a folder of safetensors, a GGUF file or a hub id. `folder` has its settings,
+    `place` is for messages. CheckpointError if there are no weights to read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -66,18 +59,14 @@ class Checkpoint:
         self._file_of = self._files.file_of
 
     def names(self) -> list[str]:
-        """Names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def check_files(self) -> None:
-        """Open every file's header; CheckpointError names one that is missing or damaged."""
         self._files.check()
 
     def read(self, name: str) -> torch.Tensor:
-        """Map the tensor `name` as a view of its file, or, where it is of blocks of a GGUF file,
-        dequantize it to float32; copy it to keep it, and do not write to it.
-
-        CheckpointError if it is missing or its file is missing or damaged.
+        """Map a tensor (blocks of a GGUF file are dequantized to float32); copy it to keep it, and
+        never write to it. CheckpointError if it is missing or damaged.
         """
         self._check_has(name)
         if self._ahead is not None:
@@ -89,12 +78,10 @@ class Checkpoint:
         return self._files.read(name)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor `name`, from its file's header; errors as in `read`."""
         self._check_has(name)
         return self._files.shape_of(name)
 
     def range_of(self, name: str) -> FileRange:
-        """The file and bytes of the tensor `name`; errors as in `read`."""
         self._check_has(name)
         return self._files.range_of(name)
 
@@ -102,10 +89,7 @@ class Checkpoint:
     def reading_ahead(
         self, ranges: Sequence[FileRange], window_bytes: int = READ_AHEAD_BYTES
     ) -> Iterator[ReadAhead]:
-        """Bring `ranges` into memory in that order, `window_bytes` ahead, inside this context.
-
-        The ranges may be of other files too. `read` waits for its tensor.
-        """
+        """Bring `ranges` (of other files too) into memory in order; `read` waits for its tensor."""
         with ReadAhead(ranges, window_bytes) as ahead:
             self._ahead = ahead
             try:
@@ -114,18 +98,14 @@ class Checkpoint:
                 self._ahead = None
 
     def names_below(self, name_prefix: str) -> list[str]:
-        """The stored names of the tensors of the module `name_prefix`, in any spelling, sorted."""
         base, _, rest = name_prefix.partition(".")
         prefixes = (f"{name_prefix}.", f"{rest}.", f"{base}.{name_prefix}.")
         return sorted(name for name in self._file_of if name.startswith(prefixes))
 
     def fingerprint(self, name_prefix: str) -> str:
-        """A digest that differs for other tensors below `name_prefix`, made without reading them.
-
-        It depends on the names, on the files that hold them (path, inode, size, and the times of
-        the last change to the content and to anything, the latter of which no program can set), and
-        on the files that say how tensors are read. It waits until the last change is a clock tick
-        ago, so that a later one is noticed. CheckpointError if a file is missing.
+        """A digest of names, of the files that hold them (path, inode, size, times of change, one
+        of which no program can set) and of those that say how they are read. Waits until the last
+        change is a clock tick ago, so that a later one is noticed.
         """
         file_of = {name: self._file_of[name] for name in self.names_below(name_prefix)}
         files = {file: self._identity(file) for file in sorted(set(file_of.values()))}
@@ -137,7 +117,6 @@ class Checkpoint:
         return hashlib.sha256(json.dumps([file_of, identities, content]).encode()).hexdigest()
 
     def is_unchanged(self, name_prefix: str) -> bool:
-        """Whether the files with tensors below `name_prefix` did not change since `fingerprint`."""
         files = {self._file_of[name] for name in self.names_below(name_prefix)}
         try:
             return all(FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
@@ -145,11 +124,8 @@ class Checkpoint:
             return False
 
     def find(self, name: str, prefix: str = "") -> str:
-        """Find the name under which a tensor is stored.
-
-        Tries `prefix.name`, `name`, and `name` without `prefix`: checkpoints are saved with or
-        without the base model's prefix (OPT's lack `model.`, BLOOM's `transformer.`).
-        CheckpointError names the tensor if none is there.
+        """Find a stored name: `prefix.name`, `name`, or `name` without `prefix`, as checkpoints are
+        saved with or without the base model's prefix (OPT's lack `model.`, BLOOM's `transformer.`).
         """
         candidates = spellings(name, prefix)
         for candidate in candidates:
@@ -165,7 +141,6 @@ class Checkpoint:
 
     @cached_property
     def gptq(self) -> GptqConfig | None:
-        """The storage of quantized linears; None for plain weights, SpecError if unknown."""
         return read_gptq_config(self.folder)
 
     def _check_has(self, name: str) -> None:

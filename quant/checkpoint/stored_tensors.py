@@ -30,17 +30,11 @@ _ORIGINAL = "give the original checkpoint, a Hugging Face folder of safetensors 
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether `folder` has the file or the index of safetensors that are read, or the index of a
-    GGUF file's tensors.
-    """
     return any((folder / name).is_file() for name in (INDEX_FILE, SINGLE_FILE, GGUF_INDEX_FILE))
 
 
 def unread_weights(folder: Path) -> str | None:
-    """Why the weights in `folder` cannot be read, and what helps.
-
-    None where they can be, and where there are none at all.
-    """
+    """Why weights cannot be read, and what helps; None where they can be or there are none."""
     if has_weights(folder):
         return None
     if (folder / ADAPTER_CONFIG).is_file() or _first(folder, _ADAPTER_FILES):
@@ -65,7 +59,6 @@ def unread_weights(folder: Path) -> str | None:
 
 
 def unread_file(path: Path) -> str | None:
-    """Why the file `path` is no model to give, and what helps; None where it may be one."""
     if any(path.match(pattern) for pattern in _OTHER_FORMATS):
         return f"{path} holds weights in a format that is not read; {_ORIGINAL}"
     if path.suffix in _WEIGHT_SUFFIXES:
@@ -74,13 +67,12 @@ def unread_file(path: Path) -> str | None:
 
 
 def _first(folder: Path, patterns: tuple[str, ...]) -> str | None:
-    """The name of the first file in `folder` that matches, None where there is none."""
     names = (path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file())
     return min(names, default=None)
 
 
 def _base_of(config: Path) -> str:
-    """`" of MODEL"` by an adapter's own configuration; empty where it names none."""
+    """Write `" of MODEL"` by an adapter's own configuration; empty where it names none."""
     try:
         base = json.loads(config.read_bytes()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -95,9 +87,7 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's file, its type as safetensors names it, and its shape; type and shape are None
-    where the file is not on this machine.
-    """
+    """A tensor's file, safetensors' type and shape; both are None where the file is not here."""
 
     file: str
     dtype: str | None
@@ -105,12 +95,9 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
-    """List the tensors of `folder` by name; none where it has neither safetensors file nor index.
-    A single file comes before an index, as in transformers: one that lies beside it is stale.
-    Tensors of a GGUF file have absolute paths as files, and the type in which they are read.
-
-    CheckpointError names a file that is missing, cut or damaged. Shards of a snapshot in the hub's
-    cache may be missing: they are downloaded when they are needed.
+    """List tensors by name. A single file comes before an index, as in transformers: the index is
+    then stale. Tensors of a GGUF file have absolute paths. Shards of a hub snapshot may be missing:
+    they are downloaded later; else CheckpointError.
     """
     described = gguf_index(folder)
     if described is not None:
@@ -133,7 +120,7 @@ def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
 def _placed(
     folder: Path, name: str, file: str, in_file: Mapping[str, StoredTensor] | None
 ) -> StoredTensor:
-    """The tensor `name` of the index. `in_file`: the tensors of its file; None: it comes later."""
+    """`in_file`: the tensors of its file; None: it comes later."""
     if in_file is None:
         return StoredTensor(file, None, None)
     if name not in in_file:
@@ -145,7 +132,6 @@ def _placed(
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read the file name of each tensor from an index of shards; CheckpointError if malformed."""
     values = read_json_object(path, "download it again", CheckpointError, "index of shards")
     weight_map = values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -160,16 +146,13 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def spellings(name: str, prefix: str) -> list[str]:
-    """Names under which the tensor `name` may be stored, in order of preference: checkpoints are
-    saved with or without the base model's `prefix` (OPT's lack `model.`, BLOOM's `transformer.`).
-    """
+    """Names in order: checkpoints are saved with or without `prefix` (OPT's lack `model.`)."""
     if not prefix:
         return [name]
     return [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]
 
 
 def shard_path(folder: Path, file: str) -> Path:
-    """The path of a file of weights; CheckpointError where it does not exist."""
     path = folder / file
     if not os.path.isfile(path):  # not Path.is_file, which raises where a name is too long
         raise CheckpointError(
@@ -180,9 +163,7 @@ def shard_path(folder: Path, file: str) -> Path:
 
 
 def missing_in_hub_cache(folder: Path) -> str | None:
-    """The files of weights that a snapshot in the hub's cache lacks, and the command that fetches
-    them; None where it has all, and for any other folder. CheckpointError for a malformed index.
-    """
+    """Name the files that a hub snapshot lacks, and the command that fetches them; else None."""
     if not is_in_hub_cache(folder) or (folder / SINGLE_FILE).is_file():
         return None
     lacks = "its weights"
@@ -200,14 +181,12 @@ def missing_in_hub_cache(folder: Path) -> str | None:
 
 
 def is_offline() -> bool:
-    """Whether the hub is not asked (HF_HUB_OFFLINE)."""
     from huggingface_hub import is_offline_mode
 
     return is_offline_mode()
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Make an error: the file at `path`, of that size, cannot be used."""
     size = path.stat().st_size if path.is_file() else 0
     return CheckpointError(
         f"{path} ({size} bytes) is truncated or damaged: {error}; download it again"
@@ -215,12 +194,10 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def is_in_hub_cache(folder: Path) -> bool:
-    """Whether `folder` is a snapshot in the hub's cache, where files come as they are needed."""
     return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
 
 
 def _comes_later(folder: Path, file: str) -> bool:
-    """Whether `file` is missing from the hub's cache, and so will be downloaded."""
     return is_in_hub_cache(folder) and not os.path.isfile(folder / file)
 
 
@@ -253,23 +230,20 @@ _ZEROS_BYTES = 1 << 24
 
 
 def is_harmless(name: str) -> bool:
-    """Whether the tensor `name` belongs to no computation of the decoder, by its name alone."""
     return _HARMLESS.search(name) is not None
 
 
 def is_bias(name: str, modules: Container[str]) -> bool:
-    """Whether `name` is the bias of one of `modules`: left out, it changes results unless zero."""
+    """Whether `name` is a bias of `modules`: left out, it changes results unless it is zero."""
     module, _, part = name.rpartition(".")
     return part == "bias" and module in modules
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name` belongs to a low-rank adapter that was never merged into the weights."""
     return _ADAPTER.search(name) is not None
 
 
 def is_norm(name: str) -> bool:
-    """Whether `name` is the weight of a norm, of which a layer may have more than its family's."""
     return _NORM.search(name) is not None
 
 
@@ -285,9 +259,7 @@ def patterns(names: Iterable[str]) -> str:
 
 
 def has_only_zeros(path: Path, name: str) -> bool:
-    """Whether the tensor `name` of the safetensors file `path` is of zeros, as auto-gptq writes
-    biases that a model lacks; False where it cannot be told.
-    """
+    """Whether a tensor is of zeros, as auto-gptq writes biases that a model lacks; else False."""
     try:
         with path.open("rb") as file:
             place = read_header(file).places[name]

@@ -55,10 +55,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
-    """Read the tensor at `place` into memory of its own, on the CPU.
-
-    DamagedFileError if the bytes are missing, do not make up that shape or have another checksum.
-    """
+    """Read into memory of its own; DamagedFileError for another size, shape or checksum."""
     if place.dtype not in _DTYPES or any(size < 0 for size in place.shape):
         raise DamagedFileError(f"a tensor claims type {place.dtype} and shape {place.shape}")
     dtype = _DTYPES[place.dtype]
@@ -84,8 +81,6 @@ def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
 
 
 class TensorWriter:
-    """A writer of tensors into an empty file, one by one; `finish` makes it a safetensors file."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._places: dict[str, TensorPlace] = {}
@@ -94,7 +89,6 @@ class TensorWriter:
         file.seek(_RESERVED_BYTES)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Append `tensor`, from whatever device; OSError where the disk refuses."""
         on_host = tensor.detach().cpu().contiguous()
         view = _bytes_of(on_host)
         self._file.write(view)
@@ -104,7 +98,6 @@ class TensorWriter:
         self._crc32[name] = zlib.crc32(view)
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Write the header in front, with `metadata` and checksums, and flush the file to disk."""
         notes = {**metadata, "crc32": json.dumps(self._crc32)}
         notes[_HEADER_CRC32] = str(_header_crc32(Header(self._places, notes)))
         entries = {
@@ -127,15 +120,11 @@ class TensorWriter:
 
 
 def reserved_bytes(data_bytes: int) -> int:
-    """Size of a file with tensors of `data_bytes` in all."""
     return _RESERVED_BYTES + data_bytes
 
 
 def checksums(header: Header) -> dict[str, int]:
-    """The CRC-32 of every tensor in a file that `TensorWriter` wrote.
-
-    DamagedFileError if one is missing, or if that of the header is wrong.
-    """
+    """The CRC-32 of every tensor that `TensorWriter` wrote; DamagedFileError if one is missing."""
     try:
         found = json.loads(header.metadata["crc32"])
         of_tensors = {name: int(found[name]) for name in header.places}
@@ -148,23 +137,18 @@ def checksums(header: Header) -> dict[str, int]:
 
 
 def _header_crc32(header: Header) -> int:
-    """The CRC-32 of all that a header says but this number: types, shapes, places and notes."""
     places = {name: asdict(place) for name, place in header.places.items()}
     notes = {name: note for name, note in header.metadata.items() if name != _HEADER_CRC32}
     return zlib.crc32(json.dumps([places, notes], sort_keys=True).encode())
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """View the memory of a contiguous tensor on the CPU, without a copy."""
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 class SafetensorsFiles:
-    """The tensors of `folder`. `before_open` is told a file's name before its content is looked at.
-
-    `CheckpointError` if there are no weights to read.
-    """
+    """The tensors of `folder`; `before_open` is told a file's name before it is looked at."""
 
     def __init__(self, folder: Path, before_open: Callable[[str], object]) -> None:
         self._folder, self._before_open = folder, before_open
@@ -173,12 +157,10 @@ class SafetensorsFiles:
         self.file_of = self._list_tensors()
 
     def check(self) -> None:
-        """Open every file's header; CheckpointError names one that is missing or damaged."""
         for file in dict.fromkeys(self.file_of.values()):
             self._open(file)
 
     def read(self, name: str) -> torch.Tensor:
-        """Map the tensor `name`; errors as in `Checkpoint.read`."""
         handle = self._handle(name)
         try:
             tensor: torch.Tensor = handle.get_tensor(name)
@@ -187,14 +169,12 @@ class SafetensorsFiles:
         return tensor
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor `name`, from its file's header; errors as in `read`."""
         try:
             return tuple(self._handle(name).get_slice(name).get_shape())
         except SafetensorError as error:
             raise unreadable(self._folder / self.file_of[name], error) from error
 
     def range_of(self, name: str) -> FileRange:
-        """The file and bytes of the tensor `name`; errors as in `read`."""
         self._handle(name)
         file = self.file_of[name]
         if file not in self._places:
@@ -208,7 +188,6 @@ class SafetensorsFiles:
         return FileRange(self._folder / file, place.start, place.stop)
 
     def _handle(self, name: str) -> Any:
-        """The open file that holds `name`."""
         file = self.file_of[name]
         handle = self._open(file)
         if name not in handle.keys():  # noqa: SIM118  (the handle is no mapping)
@@ -229,7 +208,6 @@ class SafetensorsFiles:
         return self._opened[file]
 
     def _list_tensors(self) -> dict[str, str]:
-        """The file of each tensor."""
         if (self._folder / SINGLE_FILE).is_file():  # before an index, as `stored_tensors` has it
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         if (self._folder / INDEX_FILE).is_file():

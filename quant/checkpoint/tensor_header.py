@@ -18,13 +18,11 @@ MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Rec
 
 
 class DamagedFileError(Exception):
-    """The file is no safetensors file, is cut short, or holds other bytes than were written."""
+    pass
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """One tensor in a file: its type as safetensors names it, shape, half-open range of bytes."""
-
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -33,14 +31,11 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Header:
-    """The places of all tensors in a file, by name, and the file's metadata."""
-
     places: Mapping[str, TensorPlace]
     metadata: Mapping[str, str]
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the header of an open file; DamagedFileError if it is malformed or incomplete."""
     file_bytes = os.fstat(file.fileno()).st_size
     file.seek(0)
     header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")

@@ -25,8 +25,8 @@ class SpecError(LlmpqError):
 
 
 class FieldError(SpecError):
-    """A field of a row, a request or an option that cannot be followed: `name`, and `why`, which
-    goes on from there.
+    """A field `name` of a row, a request or an option that cannot be followed; `why` goes on from
+    it.
     """
 
     def __init__(self, name: str, why: str) -> None:
@@ -36,7 +36,6 @@ class FieldError(SpecError):
 
 
 def invalid_field(error: ValidationError, source: str) -> SpecError:
-    """The first problem that pydantic found in `source`, with the field and what stands there."""
     first = error.errors()[0]
     found = "" if isinstance(first["input"], dict | list) else f" (found {first['input']!r:.40})"
     where = ".".join(map(str, first["loc"]))
@@ -45,9 +44,7 @@ def invalid_field(error: ValidationError, source: str) -> SpecError:
 
 
 class InfeasibleError(LlmpqError):
-    """No plan fits; the message says which resource is short by how much, and what would fit: the
-    `problem`, and each of the `remedies` that were tried, by themselves.
-    """
+    """No plan fits; the message is the `problem`, and each of the `remedies` that were tried."""
 
     def __init__(self, message: str, problem: str = "", remedies: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -60,10 +57,7 @@ class DoesNotFitError(InfeasibleError):
 
 
 class BoundNotMetError(InfeasibleError):
-    """Plans fit, but none was found within a bound of quality or latency.
-
-    `option` is the bound's name, `reachable` the least value of it that a plan was found for.
-    """
+    """Plans fit, but none within bound `option`, of which `reachable` is the least found value."""
 
     def __init__(
         self,
@@ -99,15 +93,11 @@ class StageLostError(Exception):
 
 
 class HeadLostError(Exception):
-    """A process of the local Ray that this process started has ended. It is no mistake of the user;
-    a local Ray does not come back, so the run is over.
-    """
+    """A local Ray has ended, which does not come back, so that the run is over."""
 
 
 class DeviceLostError(StageLostError):
-    """Devices are gone and did not come back in time: `stages` of the plan have no device,
-    `devices` are the names of those lost. The others may still hold the model with another plan.
-    """
+    """`devices` did not come back in time: `stages` have none; another plan may hold the model."""
 
     def __init__(self, message: str, stages: tuple[int, ...], devices: tuple[str, ...]) -> None:
         super().__init__(message)

@@ -17,7 +17,6 @@ from quant.common.errors import LlmpqError
 
 
 def names_a_file(path: Path) -> bool:
-    """Whether `path` is no folder itself but in a folder that exists, with a valid name."""
     try:
         return bool(path.name) and not path.is_dir() and path.parent.is_dir()
     except OSError:  # too long a name, no access
@@ -25,11 +24,8 @@ def names_a_file(path: Path) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to a temporary file in the same folder, and rename it once it is complete.
-
-    The temporary name is random and must be new, so that nobody can have put a file or link there.
-    Permissions follow the user's umask. Raises OSError where the file cannot be written and
-    ValueError for an impossible path; nothing is left behind then.
+    """Write to a new temporary file of a random name, and rename it when complete; OSError, or
+    ValueError for an impossible path, leaves nothing behind.
     """
     if not path.name:
         raise ValueError("no file name; name a file")
@@ -56,11 +52,8 @@ MAX_DEPTH = 64
 def read_json_object(
     path: Path, remedy: str, refuse: type[LlmpqError], what: str = "JSON object"
 ) -> dict[str, Any]:
-    """Read the entries of the JSON object in the file at `path`.
-
-    Raises `refuse`, which names the file, the problem and `remedy`, for a file that cannot be read,
-    is larger than `MAX_BYTES`, is no `what`, is nested deeper than `MAX_DEPTH`, or has NaN or
-    Infinity.
+    """Read a JSON object; raises `refuse` for what is unreadable, larger than `MAX_BYTES`, deeper
+    than `MAX_DEPTH`, has NaN or Infinity, or is no `what`.
     """
     try:
         size = path.stat().st_size
@@ -77,7 +70,6 @@ def read_json_object(
 
 
 def parsed_json(text: str) -> Any:
-    """The value of `text`; ValueError where it is no JSON, nested too deep or not finite."""
     too_deep = f"it is nested deeper than {MAX_DEPTH} levels"
     try:
         values = json.loads(text)
@@ -92,7 +84,6 @@ def parsed_json(text: str) -> Any:
 
 
 def _inside(name: str, outer: Any) -> Iterator[tuple[str, Any]]:
-    """The lists and objects directly inside `outer`, each with its path below `name`."""
     if not isinstance(outer, dict | list):
         return
     for key, value in outer.items() if isinstance(outer, dict) else enumerate(outer):
@@ -111,7 +102,7 @@ _COARSE_TICK_S = 2.0
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """A file in one state: equal as long as nobody changes it. No program can set `changed_ns`."""
+    """A file in one state. No program can set `changed_ns`."""
 
     path: str
     inode: int
@@ -121,7 +112,6 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
-        """The identity of the file at `path`; OSError where it cannot be looked at."""
         found = os.stat(path)
         times = (found.st_mtime_ns, found.st_ctime_ns)
         return cls(str(path.resolve()), found.st_ino, found.st_size, *times)
@@ -132,9 +122,8 @@ class FileIdentity:
         return self._unsettled_s() <= 0
 
     def settle(self) -> None:
-        """Wait until the last change is a clock tick ago, which takes milliseconds.
-
-        If the file's time lies ahead of this machine's clock, wait for one tick.
+        """Wait until `is_settled`, milliseconds; one tick where the file's time lies ahead of the
+        clock.
         """
         sleep(min(self._tick_s, max(0.0, self._unsettled_s())))
 
@@ -147,8 +136,5 @@ class FileIdentity:
 
 
 def user_cache_folder() -> Path:
-    """The folder `llmpq` in the user's cache folder (XDG base directories); RuntimeError where the
-    user has no home.
-    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "llmpq"

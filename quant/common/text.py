@@ -37,8 +37,8 @@ a header."""
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """`text` without secrets, its control characters escaped as in Python, as they could control a
-    terminal or hide and reorder words. The middle is left out of more than `most` characters.
+    """Escape control characters, which could control a terminal, hide secrets, and cut the middle
+    out beyond `most` characters.
     """
     text = without_secrets(text)
     if most is not None and len(text) > most:
@@ -56,7 +56,6 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text` with stars in place of what looks like a secret or is a secret of this process."""
     for name in SECRET_VARIABLES:
         value = os.environ.get(name, "")
         if len(value) >= _LEAST_SECRET:
@@ -70,7 +69,6 @@ def _starred(found: re.Match[str]) -> str:
 
 
 def without_user(address: str) -> str:
-    """`address` without user and password, whatever characters they contain."""
     scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|", address)
     begin = "" if scheme is None else scheme[0]
     return f"{begin}{address[len(begin) :].rpartition('@')[2]}"
@@ -84,9 +82,6 @@ _SHARE_OF_PATTERN = 0.15
 
 
 def near_names(wanted: str, names: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of `names` whose keys are nearest to `wanted`, up to three, nearest first; none
-    where no key is near.
-    """
     best: dict[str, float] = {}
     for key, name in names.items():
         best[name] = max(best.get(name, 0.0), _likeness(wanted, key))
@@ -97,8 +92,8 @@ def near_names(wanted: str, names: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _likeness(one: str, other: str) -> float:
-    """The share of letters and digits in common, and for a part of it of their pattern: wrong
-    digits are more likely than others.
+    """The share of letters and digits in common, and for a part of their pattern: digits err more
+    often.
     """
     patterns = [re.sub(r"\d", "0", text) for text in (one, other)]
     same, alike = (SequenceMatcher(None, *pair).ratio() for pair in ((one, other), patterns))
@@ -126,11 +121,8 @@ def text_after(
     token_ids: Sequence[int],
     skip_special_tokens: bool = True,
 ) -> str:
-    """The text that `token_ids` add to that of the tokens `before` them.
-
-    It is a difference of two texts, as decoders treat the beginning of a text in their own way:
-    those of SentencePiece leave out its first space. A character that begins in `before` is part of
-    it. Special tokens in `before` have no text, whatever is asked of those in `token_ids`.
+    """The text that `token_ids` add to that of `before`: a difference of two texts, as decoders
+    treat the beginning differently (SentencePiece leaves out its first space).
     """
 
     def text(ids: list[int], skip: bool = True) -> str:
@@ -171,7 +163,6 @@ _SENTENCE_END = re.compile(r"((?<=[.!?;])\s+|\n+)")
 
 
 def without_library_advice(text: str) -> str:
-    """Replace sentences that propose another library's argument by llmpq's advice at the end."""
     if not any(argument in text for argument in _OURS):
         return text
     advised: dict[str, None] = {}
@@ -188,7 +179,6 @@ def without_library_advice(text: str) -> str:
 
 
 def library_reason(error: BaseException) -> str:
-    """The type of an error of another library and the first lines of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = without_library_advice(" ".join(lines[:4]))
     return f"{type(error).__name__}: {said:.400}" if said else type(error).__name__

@@ -23,10 +23,8 @@ _FIRST_PART, _SECOND_PART = 21, 11
 
 @dataclass(frozen=True)
 class GptqWeight:
-    """A weight `[out, in]` in the terms of the format: `(code - zero) * scale`.
-
-    `codes` uint8 `[out, in]`; `scale` float `[out, groups]`; `zero` uint8 `[out, groups]`;
-    `group_of_column` int32 `[in]`.
+    """A weight `(code - zero) * scale`: `codes` uint8 `[out, in]`; `scale` float `[out, groups]`;
+    `zero` uint8 `[out, groups]`; `group_of_column` int32 `[in]`.
     """
 
     codes: torch.Tensor
@@ -36,7 +34,6 @@ class GptqWeight:
     bits: int
 
     def dequantize(self) -> torch.Tensor:
-        """Restore the float32 weight `[out, in]` that the codes stand for."""
         out = torch.empty(self.codes.shape)
         rows, columns = self.codes.shape
         for block in row_blocks(rows, columns, out.device):
@@ -44,7 +41,6 @@ class GptqWeight:
         return out
 
     def rows(self, block: slice) -> torch.Tensor:
-        """Restore some rows."""
         columns = self.group_of_column.long()
         centred = self.codes[block].float().sub_(self.zero[block].float()[:, columns])
         return centred.mul_(self.scale[block].float()[:, columns])
@@ -52,7 +48,7 @@ class GptqWeight:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A canonical weight, and the inputs of its columns, int32 `[in]`; None: they are in order."""
+    """A canonical weight, and the inputs of its columns, int32 `[in]`; None: in order."""
 
     canonical: CanonicalWeight
     input_order: torch.Tensor | None
@@ -61,10 +57,8 @@ class StoredWeight:
 def read_gptq(
     checkpoint: Checkpoint, module: str, shape: tuple[int, int], kept: slice | None = None
 ) -> GptqWeight:
-    """Read the weight of `module`, of `shape` `[out, in]`, to the host, or the `kept` rows of it.
-
-    Its bits and groups follow from the stored shapes. CheckpointError, naming the tensor, for
-    shapes that do not fit together and for scales that are not finite.
+    """Read a weight `[out, in]`, or its `kept` rows, to the host; bits and groups follow from
+    stored shapes. CheckpointError for shapes that do not fit and infinite scales.
     """
     assert checkpoint.gptq is not None, "read where a GPTQ configuration is"
     prefix = module.partition(".")[0]
@@ -95,10 +89,7 @@ def read_gptq(
 
 
 def to_canonical(weight: GptqWeight) -> StoredWeight:
-    """Convert to the canonical form: exact at 3 and 4 bit, quantized again per row at 8 bit.
-
-    CheckpointError for groups that do not share the columns evenly.
-    """
+    """Exact at 3 and 4 bit, quantized again per row at 8; CheckpointError for uneven groups."""
     columns = weight.codes.shape[1]
     if weight.bits == 8:
         return StoredWeight(_symmetric_rows(weight), None)
@@ -125,7 +116,6 @@ def to_canonical(weight: GptqWeight) -> StoredWeight:
 
 
 def _symmetric_rows(weight: GptqWeight) -> CanonicalWeight:
-    """Quantize to 8 bit with one scale per row, a few rows at a time."""
     rows, columns = weight.codes.shape
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scale = torch.empty(rows, 1)
@@ -136,27 +126,21 @@ def _symmetric_rows(weight: GptqWeight) -> CanonicalWeight:
 
 
 def _parts_of_group(group: int, columns: int) -> int:
-    """Number of parts of the usual size into which a larger group is split.
-
-    Kernels that take groups of 128 columns but not whole rows can run then, in the planned bytes.
-    """
+    """Split a larger group to the usual size: kernels that do not take whole rows can run then."""
     usual = group_size(columns)
     return group // usual if group > usual and group % usual == 0 else 1
 
 
 def fills_words(rows: int, columns: int, bits: int) -> bool:
-    """Whether the codes of `columns` inputs and the zeros of `rows` outputs fill whole words, as
-    the kernels of GPTQModel require.
+    """Whether codes of inputs and zeros of outputs fill whole words, as GPTQModel's kernels
+    require.
     """
     period = WORD_BITS if bits == 3 else WORD_BITS // bits
     return rows % period == 0 and columns % period == 0
 
 
 def gptq_tensors(weight: GptqWeight, zero_offset: int) -> dict[str, torch.Tensor]:
-    """The tensors of a module, by the last part of their name; `zero_offset` as in `GptqConfig`.
-
-    `weight` has to fulfil `fills_words`.
-    """
+    """The tensors of a module by their last name; `weight` has to fulfil `fills_words`."""
     rows, columns = weight.codes.shape
     assert fills_words(rows, columns, weight.bits), "checked before anything is computed"
     assert not zero_offset or bool(weight.zero.all()), "format gptq cannot hold a zero of 0"
@@ -172,7 +156,7 @@ def gptq_tensors(weight: GptqWeight, zero_offset: int) -> dict[str, torch.Tensor
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes `[rows, n]` to int32 words `[rows, n * bits / 32]`; n has to fill whole words."""
+    """Pack `[rows, n]` to int32 words `[rows, n * bits / 32]`; n has to fill whole words."""
     rows = codes.shape[0]
     if bits != 3:
         shifts = torch.arange(0, WORD_BITS, bits)
@@ -187,7 +171,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Unpack codes uint8 `[rows, count]` from int32 words `[rows, ceil(count * bits / 32)]`."""
+    """Unpack uint8 `[rows, count]` from int32 words `[rows, ceil(count * bits / 32)]`."""
     words, rows = words.contiguous(), words.shape[0]
     if bits != 3:
         shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
@@ -203,7 +187,6 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _stored_bits(qweight: torch.Tensor, columns: int, rows: int, place: str) -> int:
-    """The bitwidth at which `columns` inputs take this number of words."""
     bits = bits_of_words(qweight.shape[0], columns) if qweight.dim() == 2 else None
     if bits is not None and qweight.dtype == torch.int32 and qweight.shape[1] == rows:
         return bits
@@ -228,10 +211,8 @@ def _stored_groups(scales: torch.Tensor, shape: tuple[int, int], place: str) -> 
 
 
 def _stored_zeros(qzeros: torch.Tensor, bits: int, rows: int, offset: int) -> torch.Tensor:
-    """Unpack zeros uint8 `[out, groups]`.
-
-    The offset is added as GPTQModel adds it: at 4 and 8 bit to whole words, which undoes what its
-    writer's subtraction borrowed, at 3 bit to each zero.
+    """Unpack zeros uint8 `[out, groups]`, the offset added as GPTQModel does: at 4 and 8 bit to
+    whole words, which undoes its writer's borrowing, at 3 bit to each zero.
     """
     largest = (1 << bits) - 1
     if bits != 3:
@@ -244,7 +225,6 @@ def _stored_zeros(qzeros: torch.Tensor, bits: int, rows: int, offset: int) -> to
 
 
 def _group_of_column(checkpoint: Checkpoint, stem: str, columns: int, groups: int) -> torch.Tensor:
-    """The group of each input, int32 `[in]`; groups are consecutive where no index is stored."""
     name = f"{stem}.g_idx"
     if not checkpoint.has(name):
         return torch.arange(columns, dtype=torch.int32) // max(1, -(-columns // groups))
@@ -265,11 +245,8 @@ def gptq_linear(
     form: LayerForm,
     cut: Cut | None = None,
 ) -> nn.Module | None:
-    """Load the linear `module`, stored with `shape` `[out, in]`, or the part of it that `cut`
-    takes, without bias, with the bits that it is stored with; None for plain weights.
-
-    CheckpointError and DeviceError as in `quant.linear.linear_of_codes`, and CheckpointError for
-    columns that cannot be cut.
+    """Load the linear `[out, in]`, or what `cut` takes, without bias, with stored bits; None:
+    plain. CheckpointError for columns that cannot be cut.
     """
     if _qweight(checkpoint, module) is None:
         return None
@@ -294,11 +271,7 @@ def _columns(weight: StoredWeight, cut: Cut) -> StoredWeight:
 
 
 def check_planned_bits(checkpoint: Checkpoint, columns: Mapping[str, int], bits: int) -> None:
-    """Raise PlanMismatchError where no linear of a layer is stored with the `bits` of its plan.
-
-    `columns`: inputs of each linear by its full name. Those that a checkpoint gives other bits, or
-    leaves out, stand beside others.
-    """
+    """Raise PlanMismatchError where no linear of a layer is stored with `bits`; some may differ."""
     stored = {module: _bits_of_module(checkpoint, module, n) for module, n in columns.items()}
     if bits in stored.values() or None in stored.values():  # None: reading it tells why
         return
@@ -319,6 +292,5 @@ def _bits_of_module(checkpoint: Checkpoint, module: str, columns: int) -> int | 
 
 
 def _qweight(checkpoint: Checkpoint, module: str) -> str | None:
-    """The stored name of a linear's words; None where it is not quantized."""
     name, prefix = f"{module}.qweight", module.partition(".")[0]
     return checkpoint.find(name, prefix) if checkpoint.has(name, prefix) else None

@@ -14,11 +14,9 @@ MOST_DAMPING = 1.0
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """Options of GPTQ. `symmetric`: the zero is the middle code, as some kernels require (Marlin).
-    `act_order`: columns with the largest inputs are rounded first, under scales that are fixed
-    before, so that columns stay in their places and kernels are not affected; else columns are
-    rounded in their order, and each group's scale is chosen when it is reached. `damping`: share of
-    the mean diagonal added to it.
+    """`symmetric`: the zero is the middle code (Marlin). `act_order`: columns with the largest
+    inputs are rounded first under fixed scales, so that they stay in place; else each group's scale
+    is chosen when it is reached. `damping`: share of the mean diagonal added.
     """
 
     symmetric: bool = False

@@ -1,14 +1,9 @@
-"""GPTQ: rounding a weight column by column so that its outputs on calibration inputs change least.
-
-Frantar et al., "GPTQ" (ICLR 2023), Algorithm 1. For inputs X `[tokens, in]` the error of a row w is
-(w - q) X^T X (w - q)^T. Columns are rounded in turn, and what a column is off by is made up for in
-those that follow: by its error over the diagonal of the upper Cholesky factor of the inverse of
-X^T X, times the rest of the factor's row. Columns wait in blocks for the errors of earlier blocks.
-
-Scale and zero of a group are those that fit its weights best before, weighed by the squared inputs
-(`quant.rounding.weighted`). In the checkpoint format (`quant.gptq.format`) the zero is a code, and
-scales are values that float16, the format's type, and bfloat16 both have: what backends hold in 16
-bits, scale and zero times scale, is then exact in float16. The canonical form has a free zero.
+"""GPTQ (Frantar et al., ICLR 2023, Algorithm 1). For inputs X `[tokens, in]` the error of a row w
+is (w - q) X^T X (w - q)^T. Columns are rounded in turn; what one is off by is made up for in those
+that follow, by its error over the diagonal of the upper Cholesky factor of the inverse of X^T X.
+Scale and zero fit a group's weights, weighed by squared inputs; in the checkpoint format the zero
+is a code, and scales are values that float16 and bfloat16 both have, so that what backends hold is
+exact.
 """
 
 from __future__ import annotations
@@ -28,12 +23,9 @@ _BLOCK = 128
 
 
 def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions) -> GptqWeight:
-    """Round `weight` `[out, in]` for inputs whose X^T X is `gram` `[in, in]`, on their device.
-
-    Groups are the usual ones (`quant.scheme.group_size`). It takes three times the memory of
-    `gram`, and the weight in float32. SpecError for other bitwidths than 3, 4 and 8, and where
-    `gram` cannot be inverted; CheckpointError for weights that are not finite or too large for
-    float16 scales.
+    """Round `weight` `[out, in]` for `gram` X^T X `[in, in]` on their device, in three times its
+    memory. SpecError for other bits than 3, 4 and 8, and where it cannot be inverted;
+    CheckpointError for weights that are not finite or too large for float16 scales.
     """
     form: Grid = "middle" if options.symmetric else "integer"
     codes, scales = _rounded(weight, gram, bits, options, form)
@@ -49,11 +41,9 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptio
 def gptq_canonical(
     weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions
 ) -> CanonicalWeight:
-    """Round as `gptq` does, to the canonical form on the device of `weight`.
-
-    Its zeros are free bfloat16 values; `options.symmetric` does not matter. 8 bit has one scale a
-    row there, where rounding errors are too small to be worth making up for: each weight takes its
-    nearest code. Errors are those of `gptq`, but for scales, which are bfloat16.
+    """Round as `gptq` does to the canonical form, with free bfloat16 zeros, whatever
+    `options.symmetric`; at 8 bit, where errors are too small to be made up for, to the nearest
+    code.
     """
     if bits == 8:
         return quantize(weight, bits)
@@ -71,7 +61,6 @@ def gptq_canonical(
 def _rounded(
     weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions, form: Grid
 ) -> tuple[torch.Tensor, _Scales]:
-    """Codes uint8 `[out, in]`, and the scales that they belong to."""
     if bits not in CANONICAL_BITS:
         raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
     columns = weight.shape[1]
@@ -90,10 +79,8 @@ def _rounded(
 
 
 class _Scales:
-    """Scales and zeros `[groups, out]`, float32: a weight is (code - zero) * scale.
-
-    `stored_zero`: the zero as its form has it, which is the value of the middle code for `free`.
-    `importance` `[in]`: the weight of each column in the error that is minimised.
+    """Scales and zeros `[groups, out]`; `stored_zero` is the value of the middle code for `free`;
+    `importance` `[in]` weighs columns.
     """
 
     def __init__(
@@ -110,12 +97,10 @@ class _Scales:
         self._compiled = is_compiled(weight, weight.device)
 
     def choose_all(self, weight: torch.Tensor) -> None:
-        """Choose scales and zeros of all groups of `weight` `[out, in]`."""
         for block in row_blocks(weight.shape[0], weight.shape[1], weight.device):
             self._choose(weight[block], block, slice(0, len(self.scale)))
 
     def choose(self, first: int, values: torch.Tensor) -> None:
-        """Choose those of the group of columns from `first` on, `values` `[group, out]`."""
         own = first // self.group
         self._choose(values.t(), slice(None), slice(own, own + 1))
 
@@ -169,15 +154,12 @@ def _round_columns(
 def _codes(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """The nearest codes of `values` `[..., out]`, as float32."""
     return (values / scale).add_(zero).round_().clamp_(0, (1 << bits) - 1)
 
 
 def _inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
-    """Compute the upper Cholesky factor of the inverse of the damped `gram`, which is overwritten.
-
-    Inputs that were always zero get a diagonal of their own: their columns are rounded alone. The
-    damping grows where float32 finds the matrix not positive definite.
+    """Upper Cholesky factor of the inverse of the damped `gram`, overwritten. Inputs that were
+    always zero get a diagonal; damping grows where float32 finds it not positive definite.
     """
     diagonal = gram.diagonal().clone()
     if not bool(torch.isfinite(diagonal).all()):

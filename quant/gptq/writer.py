@@ -1,8 +1,6 @@
-"""Writing a checkpoint of mixed bitwidths in the format of GPTQModel, layer by layer.
-
-There is one safetensors file for each decoder layer and one for the rest, so that only one layer is
-held in memory. Modules with other bits than most, and those left in 16, are listed in the
-configuration's `dynamic` rules: patterns of module names, of which the first match decides.
+"""Writing a checkpoint of mixed bitwidths in GPTQModel's format, one file a layer and one for the
+rest, so that only one layer is in memory. Modules with other bits than most, or 16, are `dynamic`
+rules: patterns of names, of which the first match decides.
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ from quant.scheme import FULL_BITS, GROUP_SIZES, group_size
 
 @dataclass(frozen=True)
 class GptqLayout:
-    """The layout to which the decoder layers of a checkpoint are quantized.
-
-    `layers_name`: full name of their list; `bitwidths`: of each; `linears`: `[out, in]` of each
-    linear by its name within a layer; `head_names`: those that the LM head may be stored under.
-    """
+    """`layers_name`: full name of their list; `linears`: `[out, in]` by name within a layer."""
 
     layers_name: str
     bitwidths: Sequence[int]
@@ -43,7 +37,6 @@ class GptqLayout:
     head_names: Sequence[str]
 
     def __post_init__(self) -> None:
-        """Raise SpecError where nothing is to be quantized, or the format cannot hold a linear."""
         below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != FULL_BITS]
         if not below:
             raise SpecError("all layers have 16 bits: there is nothing to quantize; use the model")
@@ -57,7 +50,6 @@ class GptqLayout:
                     )
 
     def configuration(self, options: GptqOptions) -> dict[str, Any]:
-        """The `quantization_config` of `config.json`."""
         usual_bits = Counter(b for b in self.bitwidths if b != FULL_BITS).most_common(1)[0][0]
         groups = {name: _format_group(shape[1]) for name, shape in self.linears.items()}
         usual_group = Counter(groups.values()).most_common(1)[0][0]
@@ -90,10 +82,8 @@ class GptqLayout:
 
 
 class GptqWriter:
-    """A writer into the folder `target`, with tensor names as transformers has them.
-
-    `checkpoint` is where everything that is not quantized comes from. OSError or SafetensorError
-    where the folder cannot be written.
+    """Writes into `target`; what is not quantized comes from `checkpoint`. OSError or
+    SafetensorError.
     """
 
     def __init__(
@@ -107,7 +97,6 @@ class GptqWriter:
         self._file_of: dict[str, str] = {}
 
     def write_layer(self, index: int, weights: Mapping[str, GptqWeight]) -> None:
-        """Write layer `index`: quantized `weights` by their linear's name, the rest unchanged."""
         prefix = f"{self._layout.layers_name}.{index}."
         kept: dict[str, torch.Tensor] = {}
         for stored in self._checkpoint.names_below(prefix.removesuffix(".")):
@@ -121,7 +110,6 @@ class GptqWriter:
         self._save(kept, index + 1)
 
     def finish(self) -> None:
-        """Write embedding, final norm and head, the index and the configuration."""
         layers = f"{self._layout.layers_name}."
         names = {stored: self._full_name(stored) for stored in self._checkpoint.names()}
         rest = {full: stored for stored, full in names.items() if not full.startswith(layers)}
@@ -134,7 +122,6 @@ class GptqWriter:
         _write_json(self._target / GPTQ_CONFIG_FILE, quantization)
 
     def _full_name(self, stored: str) -> str:
-        """The full name of a tensor, with the base model's prefix, which some checkpoints lack."""
         base = self._layout.layers_name.partition(".")[0]
         if stored.startswith(tuple(f"{known}." for known in (base, *self._layout.head_names))):
             return stored

@@ -1,7 +1,5 @@
-"""The importance of a whole model in a safetensors file: written whole, checked when read.
-
-The header alone tells its fingerprint, so that planning reads it without torch
-(`quant.importance.header`).
+"""The importance of a model in a safetensors file; its header alone tells the fingerprint, for
+planning without torch (`quant.importance.header`).
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ _FIELDS = ("mean_square", "largest")
 
 @dataclass(frozen=True, eq=False)
 class Importance:
-    """Statistics of all decoder layers of one model.
-
-    `seen` says what passed through it, such as "64 random ids, seed 0"; `shape` is the fingerprint
-    of the model's shape.
-    """
+    """Statistics of all layers of a model; `seen` says of what, `shape` has the fingerprint."""
 
     layers: tuple[LayerImportance, ...]
     seen: str
@@ -55,7 +49,6 @@ class Importance:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all numbers and of the names of the linears."""
         digest = hashlib.sha256()
         for layer in self.layers:
             digest.update(digest_of_inputs(layer.inputs).encode())
@@ -64,7 +57,6 @@ class Importance:
 
 
 def digest_of_inputs(inputs: Mapping[str, InputStatistics]) -> str:
-    """A digest of the statistics of a layer's linears, by which their weights are rounded."""
     digest = hashlib.sha256()
     for name, own in sorted(inputs.items()):
         digest.update(f"{name} {len(own.mean_square)} ".encode())
@@ -73,7 +65,6 @@ def digest_of_inputs(inputs: Mapping[str, InputStatistics]) -> str:
 
 
 def save_importance(path: Path, importance: Importance) -> None:
-    """Write the file, whole or not at all; InputError where it cannot be written."""
     tensors: dict[str, Tensor] = {}
     shared: list[dict[str, str]] = []
     for index, layer in enumerate(importance.layers):
@@ -106,11 +97,7 @@ def save_importance(path: Path, importance: Importance) -> None:
 
 
 def load_importance(path: Path) -> Importance:
-    """Read a file of `save_importance`.
-
-    CheckpointError names file, tensor and remedy where one is missing, of another shape or type,
-    negative or not finite, or where the numbers are not those that were written.
-    """
+    """Read a file; CheckpointError names tensor and remedy of what is missing, wrong or changed."""
     told = read_importance_header(path)
     try:
         with safe_open(path, framework="pt") as opened:
@@ -171,11 +158,8 @@ _KEPT_FILES = 64
 
 
 class ImportanceStore:
-    """The importance of one model.
-
-    `folder` keeps it for later processes (None: nothing is kept); `model` identifies the checkpoint
-    there; `shape` is the fingerprint of the model's shape. `known`: what is used in any case.
-    `turn`: the lock of who finds or measures it, so that who loads meanwhile finds the same.
+    """The importance of one model: `known`, else kept in `folder`. `turn` is the lock of who finds
+    or measures it, so that who loads meanwhile finds the same.
     """
 
     def __init__(
@@ -192,10 +176,7 @@ class ImportanceStore:
         self.turn = threading.Lock()
 
     def find(self, seen: str) -> Importance | None:
-        """What is known, or was kept of the same model and of what was `seen`.
-
-        A damaged file counts as missing, with a warning.
-        """
+        """What is known or kept of `seen`; a damaged file counts as missing, with a warning."""
         if self.known is None and self._folder is not None:
             path = self._path(seen)
             try:
@@ -208,7 +189,6 @@ class ImportanceStore:
         return self.known
 
     def keep(self, layers: Sequence[LayerImportance], seen: str) -> Importance:
-        """Keep what was measured of all `layers`; where it cannot be written, warn."""
         self.known = Importance(tuple(layers), seen, self._shape)
         if self._folder is not None:
             try:
@@ -226,7 +206,6 @@ class ImportanceStore:
 
 
 def keep_file(folder: Path, path: Path, importance: Importance) -> None:
-    """Write `path` in `folder`, which is created; the files used least recently make room."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -27,10 +27,7 @@ _FINGERPRINT = re.compile(rf"[0-9a-f]{{{FINGERPRINT_HEX}}}")
 
 @dataclass(frozen=True)
 class ImportanceHeader:
-    """`fingerprint` of the numbers, what was `seen`, the `shape` of the model by its fingerprint.
-
-    `shared`: for each layer, the linear whose input each linear has.
-    """
+    """`shared`: for each layer, the linear whose input each linear has."""
 
     fingerprint: str
     seen: str
@@ -39,7 +36,6 @@ class ImportanceHeader:
 
 
 def read_importance_header(path: Path) -> ImportanceHeader:
-    """Read the header of the file at `path`; CheckpointError where it is no importance file."""
     try:
         with path.open("rb") as file:
             notes = read_header(file).metadata
@@ -60,5 +56,4 @@ def read_importance_header(path: Path) -> ImportanceHeader:
 
 
 def by_fingerprint(folder: Path, fingerprint: str) -> Path:
-    """The path in `folder` of importance that is asked for by its fingerprint."""
     return folder / f"{fingerprint}{SUFFIX}"

@@ -1,9 +1,6 @@
-"""Emulating the kernels of another device: layers with the weights that they would round to.
-
-A kernel backend that does not run here still says which weight it stands for
-(`PackedWeight.represent`): the linear is then computed plainly with that weight, so that its
-rounding is the planned one. LLM.int8() and oneDNN round activations to 8 bit too: their products
-are computed in float32 with activations rounded as they round them.
+"""Emulating the kernels of another device: a linear is computed plainly with the weight that they
+would round to (`PackedWeight.represent`). LLM.int8() and oneDNN round activations too: so do these
+products.
 """
 
 from __future__ import annotations
@@ -30,13 +27,8 @@ from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """The form of one decoder layer, on this machine or as planned for another device.
-
-    `backend` names a kernel backend of `bits`, None the preferred one; `dtype` is the type to
-    compute in where it differs from that of the other layers. With `planned_for` the layer is that
-    of another processor, which computes in `planned_dtype`: linears whose kernel does not run here
-    are represented. `rounding` is one of `quant.scheme.ROUNDINGS`, `kv_bits` are the bits of keys
-    and values.
+    """The form of a layer, here or as planned. With `planned_for` it is that of another processor,
+    which computes in `planned_dtype`: kernels that do not run here are represented.
     """
 
     bits: int = FULL_BITS
@@ -50,14 +42,11 @@ class LayerScheme:
 
 @dataclass(frozen=True)
 class Compute:
-    """Where and in which type layers are computed; `processor` is that of `device`."""
-
     device: torch.device
     dtype: torch.dtype
     processor: Processor
 
     def in_type(self, dtype: torch.dtype | None) -> Compute:
-        """This with another type; None leaves it unchanged."""
         return self if dtype is None else replace(self, dtype=dtype)
 
 
@@ -66,10 +55,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RepresentedLinear(nn.Module):
-    """A linear layer that computes a backend's `product` in another way.
-
-    It is no `nn.Linear`, so that the loader does not fill it a second time.
-    """
+    """Computes a backend's `product`. It is no `nn.Linear`, so that no loader fills it again."""
 
     def __init__(self, product: Product, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -77,7 +63,6 @@ class RepresentedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x` `[..., in]` to `[..., out]`."""
         out = self.product(x)
         return out if self.bias is None else out + self.bias
 
@@ -89,10 +74,7 @@ def represented_product(
     rounding: Rounding = DEFAULT,
     inputs: InputStatistics | None = None,
 ) -> Product:
-    """What `backend` computes with `weight` `[out, in]`, for any device and inputs of `dtype`.
-
-    Errors are those of `PackedWeight.represent`.
-    """
+    """What `backend` computes with `weight` `[out, in]`, for any device and inputs of `dtype`."""
     if backend == "onednn_w8a8":
         return RotatedCodes.of_weight(weight, rounding, inputs).forward
     represented = BACKENDS[backend].represent(weight, rounding, inputs).to(dtype)
@@ -109,12 +91,8 @@ def load_layer_as_planned(
     compute: Compute,
     importance: LayerImportance | None = None,
 ) -> frozenset[str]:
-    """Fill a decoder layer on the meta device by `scheme`, its weights rounded by `importance`;
-    returns the backends represented.
-
-    Errors are those of `quant.loading.loader.load_layer`, and DeviceError where a package that is
-    needed for a backend is missing. A checkpoint that is quantized already has the same weights on
-    every device: no backend is represented then.
+    """Fill a layer on the meta device; return the backends represented: none of a checkpoint that
+    is quantized already, as it has the same weights on every device.
     """
     compute = compute.in_type(scheme.dtype)
     if scheme.rounding != WEIGHTED:
@@ -148,7 +126,6 @@ def load_layer_as_planned(
 
 
 def _foreign_rule(linear: nn.Linear, scheme: LayerScheme, compute: Compute) -> KernelRule | None:
-    """The rule by which the planned processor holds this linear; None where it is the same here."""
     assert scheme.planned_for is not None, "the scheme is of this machine"
     shape = LinearShape(linear.in_features, linear.out_features)
     bits, dtype = scheme.bits, dtype_name(compute.dtype)
@@ -160,7 +137,6 @@ def _foreign_rule(linear: nn.Linear, scheme: LayerScheme, compute: Compute) -> K
 def _stored(
     linear: nn.Linear, checkpoint: Checkpoint, full_name: str, compute: Compute
 ) -> torch.Tensor:
-    """Load the stored weight in float32."""
     stored = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     load_tensors(stored, checkpoint, full_name, torch.float32, compute.device)
     return stored.weight.detach()

@@ -40,7 +40,6 @@ _note: ContextVar[Callable[[], None] | None] = ContextVar("note of a loaded laye
 
 @contextmanager
 def noting_layers(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` for every layer that this thread loads meanwhile."""
     before = _note.set(note)
     try:
         yield
@@ -49,7 +48,6 @@ def noting_layers(note: Callable[[], None]) -> Iterator[None]:
 
 
 def note_layer() -> None:
-    """Tell of one loaded layer."""
     note = _note.get()
     if note is not None:
         note()
@@ -57,12 +55,8 @@ def note_layer() -> None:
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """A decoder layer to load: `module` on the meta device, and the form that it will have.
-
-    `name_prefix` is its full name, such as `model.layers.3`; `importance` are the statistics by
-    which its weights are rounded, None where there are none. `cuts`: the parts of linears that are
-    held, by their names within the layer; `module` has the shapes of the parts, `importance` tells
-    of the whole.
+    """`module` on the meta device, of full name `name_prefix`. `cuts`: parts of linears that are
+    held, of which `module` has the shapes; `importance` tells of the whole.
     """
 
     module: nn.Module
@@ -73,13 +67,9 @@ class LayerLoad:
 
 
 def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
-    """Fill a decoder layer, built on the meta device, and quantize its linears.
-
-    Checkpoints saved without the first part of the layer's name are read too. Every `nn.Linear` is
-    replaced (`quant.linear.quantize_linear`). A layer that `cache` has is taken from there, another
-    is put there unless nothing has to be quantized for it. CheckpointError names a tensor that is
-    missing, of another shape or not finite, and a bias or norm that the module has no place for;
-    SpecError and DeviceError as in `quantize_linear`.
+    """Fill a layer on the meta device and replace its `nn.Linear`s, from `cache` where it is there,
+    else put there if anything was quantized. CheckpointError names a tensor that is missing, wrong,
+    or has no place in the module.
     """
     _check_left_out(load, checkpoint)
     if cache is not None and _is_quantized_here(load, checkpoint):
@@ -98,11 +88,8 @@ def loading(
     cache: ShardCache | None = None,
     read_ahead_bytes: int = READ_AHEAD_BYTES,
 ) -> Iterator[None]:
-    """Read ahead and write the cache in the background, around `load_layer` for each of `layers` in
-    turn and `load_tensors` for all others.
-
-    `others`: full names of those other tensors. Files are read up to `read_ahead_bytes` ahead (0:
-    not at all). Both reading and writing are finished on leaving.
+    """Read ahead (`read_ahead_bytes`, 0: not) and cache in the background around `load_layer` of
+    `layers` in turn and `load_tensors` of `others`, full names.
     """
     with ExitStack() as stack:
         if cache is not None:
@@ -139,7 +126,6 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 
 
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
-    """Fill a layer from the checkpoint."""
     module, form = load.module, load.form
     if checkpoint.gptq is not None:
         columns = {f"{load.name_prefix}.{n}": _whole(load, n, x)[1] for n, x in _linears(module)}
@@ -152,10 +138,8 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
 
 
 def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
-    """Check that the stored layer has no bias, norm or adapter that `load.module` lacks.
-
-    `planner.model.weight_check` says the same before a run where the weights are; a node may have
-    others. A bias of zeros changes nothing.
+    """Refuse a stored bias, norm or adapter that `load.module` lacks, as the planner does: a node
+    may have other weights. A bias of zeros changes nothing.
     """
     taken = {name for name, _ in _all_tensors(load.module)}
     modules = {name for name, _ in load.module.named_modules()}
@@ -179,9 +163,6 @@ def _is_used_bias(name: str, modules: Container[str], stored: str, checkpoint: C
 def _stored_linear(
     load: LayerLoad, name: str, linear: nn.Linear, checkpoint: Checkpoint
 ) -> nn.Module:
-    """Load the linear `name` for `linear` (on meta) without its bias, of codes or of a weight to
-    round.
-    """
     full_name, form, cut = f"{load.name_prefix}.{name}", load.form, load.cuts.get(name)
     if checkpoint.gptq is not None:
         shape = _whole(load, name, linear)
@@ -199,15 +180,12 @@ def _stored_linear(
 
 
 def _whole(load: LayerLoad, name: str, linear: nn.Linear) -> tuple[int, int]:
-    """The stored shape `[out, in]` of a linear of which a part may be held."""
     held, cut = (linear.out_features, linear.in_features), load.cuts.get(name)
     rows, columns = held if cut is None else cut.whole_shape(held)
     return rows, columns
 
 
 def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
-    """Fill a layer from the cache; returns whether it was there. Else the module is not changed."""
-
     def build(cached: CachedTensors) -> CachedLayer:
         return read_layer(load.module, cached, load.form)
 
@@ -220,7 +198,6 @@ def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
 def _ranges_of_layer(
     load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
 ) -> list[FileRange]:
-    """The ranges that `load_layer` will read, in its order."""
     if cache is not None and _is_quantized_here(load, checkpoint):
         path = cache.path_of(_key(load, checkpoint))
         if path.is_file():
@@ -233,7 +210,6 @@ def _ranges_of_layer(
 
 
 def _ranges(full_names: Sequence[str], checkpoint: Checkpoint) -> list[FileRange]:
-    """The ranges of those tensors that the checkpoint has; loading will report the others."""
     found = ((name, name.partition(".")[0]) for name in full_names)
     stored = (checkpoint.find(*each) for each in found if checkpoint.has(*each))
     return [checkpoint.range_of(name) for name in stored]
@@ -247,11 +223,8 @@ def load_tensors(
     device: torch.device,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
-    """Fill what is still on the meta device in `module`, unquantized: embedding, norm or head.
-
-    Float tensors are held in `dtype`. A tied head is filled with the embedding's `name_prefix`.
-    `cuts`: the parts of modules that are held, by their names within `module`, which has the shapes
-    of the parts. Errors as in `load_layer`.
+    """Fill what is still on the meta device, unquantized, in `dtype`. A tied head takes the
+    embedding's `name_prefix`; `cuts` are parts by name within `module`.
     """
     for owner_name, owner in module.named_modules():
         for name, tensor in _meta_tensors(owner):
@@ -268,7 +241,6 @@ def load_tensors(
 
 
 def module_nbytes(module: nn.Module) -> int:
-    """Bytes of parameters, buffers and packed weights in `module`; shared storage counts once."""
     packed = [child.packed for child in module.modules() if isinstance(child, QuantizedLinear)]
     tensors = itertools.chain(module.parameters(), module.buffers())
     storages = {
@@ -282,7 +254,6 @@ def module_nbytes(module: nn.Module) -> int:
 
 @contextmanager
 def _named(full_name: str, checkpoint: Checkpoint) -> Iterator[None]:
-    """Add the tensor's name and the folder to errors about its values."""
     try:
         yield
     except CheckpointError as error:
@@ -290,10 +261,8 @@ def _named(full_name: str, checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _return_freed_memory() -> None:
-    """Give the pages between a layer's packed weights back to the system.
-
-    glibc keeps freed blocks of up to 32 MB in its heap, below the packed weights that follow:
-    without this a LLaMA-7B stage at 4 bit grows by 11 MB a layer above its packed size (measured).
+    """glibc keeps freed blocks of up to 32 MB below the packed weights that follow: without this a
+    LLaMA-7B stage at 4 bit grows by 11 MB a layer above its packed size (measured).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -313,7 +282,6 @@ def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of `owner` itself that have no memory yet."""
     own = itertools.chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
     return ((name, tensor) for name, tensor in list(own) if tensor.is_meta)
 
@@ -321,10 +289,7 @@ def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _read(
     checkpoint: Checkpoint, full_name: str, wanted: torch.Tensor, cut: Cut | None
 ) -> torch.Tensor:
-    """Read the whole tensor of which `cut` takes the part for `wanted` (on meta).
-
-    It may be stored without its name's first part.
-    """
+    """Read the whole tensor of `wanted`; it may be stored without its name's first part."""
     stored_name = checkpoint.find(full_name, prefix=full_name.partition(".")[0])
     stored_shape = checkpoint.shape_of(stored_name)
     shape = tuple(wanted.shape) if cut is None else cut.whole_shape(wanted.shape)

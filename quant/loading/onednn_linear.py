@@ -1,8 +1,4 @@
-"""16-bit linear layers in the block layout from which oneDNN multiplies.
-
-A plain weight is brought into that layout at every product; done once, a decode step of a few rows
-takes two thirds of the time.
-"""
+"""16-bit linears in oneDNN's block layout: a decode step takes two thirds of the time."""
 
 from __future__ import annotations
 
@@ -13,8 +9,6 @@ from quant.scheme import Processor
 
 
 class PrepackedLinear(nn.Module):
-    """A linear layer over an opaque bfloat16 weight, which has as many bytes as a plain one."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> None:
         super().__init__()
         self.packed_weight = weight
@@ -28,7 +22,6 @@ class PrepackedLinear(nn.Module):
         return count
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x` `[..., in]` to `[..., out]`."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self.packed_weight, self.bias, "none", [], ""
         )
@@ -36,9 +29,8 @@ class PrepackedLinear(nn.Module):
 
 
 def prepack(linear: nn.Linear, processor: Processor) -> nn.Module:
-    """Prepack `linear` where that is faster on this processor and adds no byte; else return it.
-
-    `processor` may be one that is only played here: oneDNN refuses the layout on a CPU too old.
+    """Prepack where that is faster and adds no byte; oneDNN refuses the layout on a CPU too old, as
+    `processor` may be one that is only played here.
     """
     weight = linear.weight
     if not processor.is_cpu or weight.dtype != torch.bfloat16:
@@ -54,7 +46,6 @@ def prepack(linear: nn.Linear, processor: Processor) -> nn.Module:
 
 
 def prepack_linears(module: nn.Module, processor: Processor) -> None:
-    """Prepack the plain linear layers in `module`, one after the other."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

@@ -1,16 +1,9 @@
-"""Rounding a block of float weights to codes, with a scale and a zero for each group.
-
-Scale and zero of affine groups are bfloat16 and rounded *before* the codes are chosen. For nearest
-and stochastic rounding the scale goes upwards, so that the codes cover the group's weights whatever
-the rounding did to the zero. Three ways to round (`quant.scheme.ROUNDINGS`):
-
-- `nearest` (LLM-PQ section 2.3): every weight within half a scale of its code.
-- `stochastic` (LLM-PQ Theorem 1, the second case): up with the probability of the fraction that is
-  left, so that the expected weight is the weight; within one scale of its code. Drawn from a seed
-  of the tensor's name on the host, so that a restarted stage and another device get the same codes.
-- `weighted`, the default: scale and zero of each group are fitted to its weights, every column
-  weighed by the mean square of its inputs where that is known (`quant.rounding.weighted`), and
-  weights take the nearest code.
+"""Rounding a block of float weights to codes, with a scale and a zero for each group. Scale and
+zero of affine groups are bfloat16 and rounded *before* the codes are chosen; upwards for `nearest`
+(LLM-PQ section 2.3) and `stochastic` (Theorem 1, second case: up with the probability of the
+fraction that is left, drawn on the host from a seed of the tensor's name, so that a restarted stage
+and another device get the same codes). `weighted`, the default, fits them to the weights
+(`quant.rounding.weighted`).
 """
 
 from __future__ import annotations
@@ -28,23 +21,18 @@ _INT8_LIMIT = 127
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way of rounding; `seed` is used by the stochastic one."""
-
     mode: str = ROUNDINGS[0]
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the mode; SpecError lists the known ones."""
         if self.mode not in ROUNDINGS:
             raise SpecError(f"rounding {self.mode!r} is not one of {', '.join(ROUNDINGS)}")
 
     @classmethod
     def of_tensor(cls, mode: str, name: str) -> Rounding:
-        """The rounding of the tensor `name`, which seeds its random draws."""
         return cls(mode, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def generator(self) -> torch.Generator | None:
-        """Random draws for one tensor, in the order of its elements; None where none are needed."""
         if self.mode != "stochastic":
             return None
         return torch.Generator().manual_seed(self.seed)
@@ -56,10 +44,8 @@ DEFAULT = Rounding()
 def affine_codes(
     grouped: torch.Tensor, bits: int, draws: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace `grouped` `[rows, groups, group]` by its codes 0 .. 2^bits - 1 on a grid that covers
-    it; returns scale and zero `[rows, groups]`, float32 holding bfloat16 values.
-
-    CheckpointError for weights that are not finite.
+    """Replace `grouped` `[rows, groups, group]` by codes on a grid that covers it; return scale and
+    zero `[rows, groups]`, float32 holding bfloat16. CheckpointError if it is not finite.
     """
     low, high = _finite_extremes(grouped)
     scale, zero = affine_parameters(low, high, bits)
@@ -71,11 +57,7 @@ def affine_codes(
 
 
 def symmetric_codes(grouped: torch.Tensor, draws: torch.Generator | None) -> torch.Tensor:
-    """Replace `grouped` `[rows, groups, group]` by its 8-bit codes -127 .. 127; returns the float32
-    scale `[rows, groups]`.
-
-    CheckpointError for weights that are not finite.
-    """
+    """Replace `grouped` by 8-bit codes -127 .. 127; return the float32 scale `[rows, groups]`."""
     low, high = _finite_extremes(grouped)
     scale = torch.maximum(low.neg(), high).div_(_INT8_LIMIT)
     scale.masked_fill_(scale == 0, 1.0)
@@ -88,7 +70,6 @@ def symmetric_codes(grouped: torch.Tensor, draws: torch.Generator | None) -> tor
 def affine_parameters(
     low: torch.Tensor, high: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero, float32 holding bfloat16 values, whose codes cover `low` to `high`."""
     half = 1 << (bits - 1)
     step = (high - low) / (2 * half - 1)
     zero = (low + half * step).bfloat16().float()
@@ -98,7 +79,6 @@ def affine_parameters(
 
 
 def _round(values: torch.Tensor, draws: torch.Generator | None) -> None:
-    """Round to the nearest integer or, with `draws`, up with the probability of the fraction."""
     if draws is None:
         values.round_()
         return
@@ -108,23 +88,17 @@ def _round(values: torch.Tensor, draws: torch.Generator | None) -> None:
 
 
 def round_up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """The least bfloat16 not below each non-negative float32, as float32.
-
-    A bfloat16 is the upper half of a float32, and the order of positive floats is that of their
-    bits.
-    """
+    """Least bfloat16 not below: the upper half of a float32, whose order is that of its bits."""
     return ((values.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
 def _finite_extremes(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and largest weight of every group; CheckpointError where one is NaN or infinite."""
     low, high = grouped.amin(-1), grouped.amax(-1)
     check_finite(low.numel() - int(torch.isfinite(high - low).sum()), low.numel())
     return low, high
 
 
 def check_finite(bad: int, groups: int) -> None:
-    """Raise CheckpointError if `bad` of so many groups hold values that are not finite."""
     if bad:
         raise CheckpointError(
             f"{bad} of {groups} weight groups hold NaN, infinite or overflowing values; "

@@ -70,10 +70,8 @@ _LEAST_LOOP_WEIGHTS = 1 << 18
 
 
 def column_importance(inputs: InputStatistics | None, columns: int) -> Tensor:
-    """Importance of each column, float32 `[columns]` on the host with mean 1 or a little more.
-
-    Without statistics, or if all inputs were zero, all weigh the same. SpecError for statistics of
-    another width or that are not finite.
+    """Importance of each column, float32 `[columns]` on the host with mean 1 or a little more; all
+    alike without statistics. SpecError for another width or values that are not finite.
     """
     if inputs is None:
         return torch.ones(columns)
@@ -81,7 +79,6 @@ def column_importance(inputs: InputStatistics | None, columns: int) -> Tensor:
 
 
 def even_importance(mean_square: Tensor, columns: int) -> Tensor:
-    """`column_importance` of E[x^2] in any unit, `[columns]`."""
     if tuple(mean_square.shape) != (columns,):
         raise SpecError(
             f"statistics of {list(mean_square.shape)} inputs for a weight of {columns} columns; "
@@ -96,7 +93,6 @@ def even_importance(mean_square: Tensor, columns: int) -> Tensor:
 
 
 def is_compiled(weight: Tensor, device: torch.device) -> bool:
-    """Whether the compiled loop is to fit `weight` on `device`."""
     return device.type == "cpu" and weight.numel() >= _LEAST_LOOP_WEIGHTS and has_numba()
 
 
@@ -104,10 +100,8 @@ def fit(
     weight: Tensor, importance: Tensor, bits: int, group: int, grid: Grid, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Codes, scales and zeros of `weight` `[rows, in]`, and how many groups are not finite.
-
-    `importance` `[in]`, positive; `group` divides `in`. Codes are uint8 `[rows, in]`, scale and
-    zero float32 `[rows, groups]`; bfloat16 holds the scales and the zeros of `free`, the others
-    are codes.
+    `importance` `[in]` is positive, `group` divides `in`. Codes are uint8, scale and zero float32
+    `[rows, groups]` that bfloat16 holds; zeros of other grids than `free` are codes.
     """
     weight = weight.detach()
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -152,7 +146,6 @@ def _fit_compiled(
 def _fit_groups(
     values: Tensor, importance: Tensor, bits: int, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`fit` of `values` float32 `[rows, groups, group]` with torch's operations."""
     place = _Placed.of(values, bits, grid)
     weights = importance.to(values.device).view(1, *values.shape[1:])
     moments = _Moments.of(place.relative, weights)
@@ -192,11 +185,9 @@ def _fit_groups(
 
 @dataclass(frozen=True)
 class _Placed:
-    """Groups relative to their ranges: `relative` = (weight - middle) / range, `[rows, groups,
-    group]`; all else `[rows, groups]`.
-
-    `low` and `high`: the least and the largest of `relative`. `inverse`: that of the range; 1 where
-    the group is left as nearest rounding has it, so that `fits` is false.
+    """Groups relative to their ranges: `relative` = (weight - middle) / range `[rows, groups,
+    group]`, else `[rows, groups]`. `inverse` of the range is 1 where the group is left to nearest
+    rounding (`fits` false).
     """
 
     relative: Tensor
@@ -224,7 +215,6 @@ class _Placed:
         return cls(relative, low, high, middle, spread, inverse, fits, half, grid)
 
     def rounded(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero as they are stored of a solution in relative terms."""
         scale = (step / self.inverse).bfloat16().float()
         if self.grid != "free":
             return scale, (low / step).neg().round()
@@ -232,7 +222,6 @@ class _Placed:
         return scale, zero.bfloat16().float()
 
     def stored(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """The step between codes and the value of code 0, in relative terms."""
         step = scale * self.inverse
         if self.grid != "free":
             return step, -step * zero
@@ -240,7 +229,6 @@ class _Placed:
 
 
 def _nearest_parameters(place: _Placed, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero of nearest rounding, as they are stored: codes cover the whole range."""
     top = (1 << bits) - 1
     low = place.low / place.inverse + place.middle
     high = place.high / place.inverse + place.middle
@@ -257,7 +245,6 @@ def _nearest_parameters(place: _Placed, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _nearest_codes(relative: Tensor, step: Tensor, low: Tensor, top: int) -> Tensor:
-    """The nearest codes, as float32; halves go up."""
     inverse = step.reciprocal()
     position = relative * inverse.unsqueeze(-1)
     position.add_((0.5 - low * inverse).unsqueeze(-1))
@@ -280,7 +267,6 @@ class _Moments:
         return cls(count.double(), weighted.sum(-1).double(), square.double())
 
     def mean(self) -> Tensor:
-        """The weighted mean, float32."""
         return (self.weight / self.count).float()
 
 
@@ -301,7 +287,6 @@ class _Sums:
         return cls(weighted.sum(-1).double(), square.double(), product.double())
 
     def error(self, moments: _Moments, step: Tensor, low: Tensor) -> Tensor:
-        """The weighted squared error of these codes with this step and value of code 0."""
         step, low = step.double(), low.double()
         crossed = step * self.square - 2 * self.product + 2 * low * self.code
         return moments.square + step * crossed + low * (low * moments.count - 2 * moments.weight)
@@ -309,16 +294,13 @@ class _Sums:
 
 @dataclass(frozen=True)
 class _Solution:
-    """Step and value of code 0 that fit given codes best, float32 `[rows, groups]`, and their
-    error; it is infinite where there are none.
-    """
+    """What fits codes best, float32 `[rows, groups]`; the error is infinite where nothing does."""
 
     step: Tensor
     low: Tensor
     error: Tensor
 
     def or_better(self, other: _Solution) -> _Solution:
-        """The better of two for each group."""
         takes = other.error < self.error
         step = torch.where(takes, other.step, self.step)
         low = torch.where(takes, other.low, self.low)
@@ -326,7 +308,6 @@ class _Solution:
 
 
 def _solve(moments: _Moments, sums: _Sums, bits: int, grid: Grid) -> _Solution:
-    """Fit by least squares, under what `grid` allows as zero."""
     if grid == "middle":
         return _fixed_zero(moments, sums, torch.full_like(sums.code, 1 << (bits - 1)))
     determinant = moments.count * sums.square - sums.code**2
@@ -347,7 +328,6 @@ def _solve(moments: _Moments, sums: _Sums, bits: int, grid: Grid) -> _Solution:
 def _fixed_zero(
     moments: _Moments, sums: _Sums, zero: Tensor, possible: Tensor | None = None
 ) -> _Solution:
-    """Fit the step alone, for the code `zero` that stands for 0."""
     product = sums.product - zero * moments.weight
     square = sums.square - 2 * zero * sums.code + zero**2 * moments.count
     fits = (square > 0) & (product > 0)

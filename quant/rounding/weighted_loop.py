@@ -1,7 +1,5 @@
-"""The fit of `quant.rounding.weighted`, group after group in a core's cache, compiled by numba.
-
-Groups lie in positions relative to their range: (weight - middle) / range. A solution is a step
-between codes, a value of code 0 (`low`) and the error that they leave, all relative.
+"""The fit of `quant.rounding.weighted`, group after group in a core's cache, compiled by numba; all
+is relative to the group's range: (weight - middle) / range.
 """
 
 from __future__ import annotations
@@ -31,12 +29,9 @@ _NONE, _ONE, _HALF_ONE = np.float32(0), np.float32(1), np.float32(0.5)
 
 @cache
 def group_fit(dtype: torch.dtype, parallel: bool) -> Any:
-    """Compile the fit for stored weights of `dtype`.
-
-    `fit_rows(weight, importance, starts, (bits, grid, polishes), codes, scale, zero, bad)` fills
-    codes uint8 `[rows, in]`, scale and zero float32 `[rows, groups]`, and in `bad` int32 `[rows]`
-    the number of groups that are not finite. `weight` `[rows, in]` is float32 or the bits of 16-bit
-    floats; `importance` float32 `[in]`, `starts` float32 `[starts, 2]`.
+    """Compile `fit_rows(weight, importance, starts, (bits, grid, polishes), codes, scale, zero,
+    bad)`: it fills uint8 `[rows, in]`, float32 `[rows, groups]`, and int32 `[rows]` with the groups
+    that are not finite. `weight` is float32 or the bits of 16-bit floats.
     """
     import numba
 
@@ -81,7 +76,6 @@ def group_fit(dtype: torch.dtype, parallel: bool) -> Any:
 
 
 def _encode(relative: Any, step: Any, low: Any, top: Any, codes: Any) -> None:
-    """Write the nearest codes; halves go up."""
     inverse, most = _ONE / step, top + _HALF_ONE
     shift = _HALF_ONE - low * inverse
     for i in range(len(relative)):
@@ -91,7 +85,6 @@ def _encode(relative: Any, step: Any, low: Any, top: Any, codes: Any) -> None:
 
 
 def _measure(relative: Any, importance: Any, step: Any, low: Any, top: Any) -> Any:
-    """Sums of h q, h q^2 and h q w for the nearest codes q."""
     inverse, most = _ONE / step, top + _HALF_ONE
     shift = _HALF_ONE - low * inverse
     code_sum, square_sum, product_sum = _NONE, _NONE, _NONE
@@ -107,7 +100,6 @@ def _measure(relative: Any, importance: Any, step: Any, low: Any, top: Any) -> A
 
 
 def _error(moments: Any, sums: Any, step: Any, low: Any) -> Any:
-    """The weighted squared error of codes with these sums."""
     count, weight, square = moments
     step, low = np.float64(step), np.float64(low)
     crossed = step * sums[1] - 2 * sums[2] + 2 * low * sums[0]
@@ -115,7 +107,6 @@ def _error(moments: Any, sums: Any, step: Any, low: Any) -> Any:
 
 
 def _fixed_zero(moments: Any, sums: Any, zero: Any) -> Any:
-    """Fit the step alone, for the code `zero` that stands for 0."""
     product = sums[2] - zero * moments[1]
     square = sums[1] - 2 * zero * sums[0] + zero * zero * moments[0]
     if not (square > 0 and product > 0):
@@ -126,7 +117,6 @@ def _fixed_zero(moments: Any, sums: Any, zero: Any) -> Any:
 
 @cache
 def _solver() -> Any:
-    """Compile least squares for given codes, under what the grid allows as zero."""
     fixed_zero = compiled_loop(_fixed_zero, False)
 
     def solve(moments: Any, sums: Any, half: Any, grid: Any) -> Any:
@@ -153,7 +143,6 @@ def _solver() -> Any:
 
 @cache
 def _nearest_parameters() -> Any:
-    """Compile scale and zero of nearest rounding, as they are stored."""
     nearest, upwards = _to_bfloat16(up=False), _to_bfloat16(up=True)
 
     def parameters(low: Any, high: Any, half: Any, grid: Any) -> Any:
@@ -175,9 +164,8 @@ def _nearest_parameters() -> Any:
 
 @cache
 def _one_group() -> Any:
-    """Compile the fit of one group, whose weights are replaced by relative ones.
-
-    It gives scale and zero as they are stored, and the step and the value of code 0.
+    """Compile the fit of a group, whose weights are replaced; it gives stored scale and zero, step
+    and low.
     """
     solve, nearest_parameters = _solver(), _nearest_parameters()
     measure, error_of = compiled_loop(_measure, False), compiled_loop(_error, False)
@@ -256,9 +244,7 @@ def _one_group() -> Any:
 
 @cache
 def _to_bfloat16(up: bool) -> Any:
-    """A compiled function that rounds a float32 to the nearest bfloat16 (to the even one between
-    two), or with `up`, where it is not negative, to the least one not below.
-    """
+    """Compile rounding to the nearest bfloat16, or with `up` to the least not below."""
     from llvmlite import ir
     from numba.core import types
     from numba.extending import intrinsic

@@ -1,6 +1,4 @@
-"""X X^T of a linear's inputs, its largest eigenvalue, and the squared error of rounding a weight.
-
-They make up the Hessian-based indicator of LLM-PQ section 4.2: the Hessian of ||W X - Q(W) X||^2
+"""The parts of the Hessian-based indicator (LLM-PQ section 4.2): the Hessian of ||W X - Q(W) X||^2
 with respect to a row of W is H = 2 X X^T.
 """
 
@@ -23,8 +21,6 @@ bitwidth, and the statistics of its inputs."""
 
 
 class ErrorStatistics:
-    """Statistics of every input, for the weighted error of what `stored` says is held."""
-
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
         self._inputs: dict[str, RunningStatistics] = {}
@@ -53,10 +49,7 @@ class ErrorStatistics:
 
 
 def weighted_square(weight: Tensor, stored: Tensor | None, inputs: InputStatistics) -> float:
-    """Sum of E[x_k^2] (w_jk - s_jk)^2 over a weight `[out, in]` and what stands for it.
-
-    `stored` None: of E[x_k^2] w_jk^2. Works through blocks of rows.
-    """
+    """Sum of E[x_k^2] (w_jk - s_jk)^2 over `[out, in]`; `stored` None: of E[x_k^2] w_jk^2."""
     mean_square = inputs.mean_square.to(weight.device)
     total = 0.0
     rows, columns = weight.shape
@@ -69,12 +62,9 @@ def weighted_square(weight: Tensor, stored: Tensor | None, inputs: InputStatisti
 
 
 def in_nats(errors: Matrix, alone: Matrix) -> Matrix:
-    """Scale errors `[L, K]` of ascending bitwidths to the divergence in nats a token.
-
-    `alone` `[L, K]`: that of the model with one layer alone at a bitwidth, NaN where it was not
-    measured; it is measured at the lowest one. Small noise of a layer raises the divergence in
-    proportion to its square, so that the layer's other bitwidths follow by their errors; and what
-    independent layers add is the sum of what each of them adds.
+    """Scale errors `[L, K]` to nats a token by `alone`, the model with one layer alone at a
+    bitwidth (NaN: not measured; the lowest is). Divergence grows with the square of small noise,
+    and that of independent layers adds up.
     """
     lowest = errors[:, :1]
     gain = np.divide(alone[:, :1], lowest, out=np.zeros_like(lowest), where=lowest > 0)

@@ -49,9 +49,8 @@ Matrix = npt.NDArray[np.float64]
 
 
 class RunningMoments:
-    """Mean and variance of all values added, in float64 over blocks summed in float32.
-
-    Blocks are merged as in Chan, Golub and LeVeque (1979), so that a large mean cancels no digits.
+    """Mean and variance in float64 over float32 blocks, merged as in Chan, Golub and LeVeque
+    (1979), so that a large mean cancels no digits.
     """
 
     def __init__(self) -> None:
@@ -61,11 +60,9 @@ class RunningMoments:
 
     @property
     def variance(self) -> float:
-        """The variance over the population; 0 without values."""
         return self._squares / self.count if self.count else 0.0
 
     def add(self, values: Tensor) -> None:
-        """Add `values`, of any shape and float type; CheckpointError if one is not finite."""
         at_once = _BLOCK_VALUES.get(values.device.type, _BLOCK_VALUES["cuda"])
         for block in values.reshape(-1).split(at_once):
             self._merge(block.numel(), *_mean_and_squares(block.float()))
@@ -78,7 +75,6 @@ class RunningMoments:
 
 
 def _mean_and_squares(block: Tensor) -> tuple[float, float]:
-    """Compute the mean of a float32 vector that is not empty, and the summed squared deviations."""
     count, total, raw = block.numel(), float(block.sum()), float(torch.dot(block, block))
     mean = total / count
     if not np.isfinite(raw):
@@ -95,9 +91,8 @@ def _mean_and_squares(block: Tensor) -> tuple[float, float]:
 
 
 def weight_noises(form: VarianceForm, weight: Tensor, bitwidths: Sequence[int]) -> list[float]:
-    """Compute D_W * S_W(b)^2 of `weight` `[out, in]` at each bitwidth, or its sum over the groups.
-
-    The weights are read once for each size of group. CheckpointError if they are not finite.
+    """D_W * S_W(b)^2 of `[out, in]` at each bitwidth, or its sum over groups; each size is read
+    once.
     """
     squared_spans: dict[int, float] = {}
     noises = []
@@ -110,7 +105,6 @@ def weight_noises(form: VarianceForm, weight: Tensor, bitwidths: Sequence[int]) 
 
 
 def _squared_spans(weight: Tensor, group: int, scheme: str) -> float:
-    """Sum over the groups of the squared span times the number of weights."""
     if group == weight.numel():
         low, high = torch.aminmax(weight)
     else:
@@ -125,24 +119,17 @@ def _squared_spans(weight: Tensor, group: int, scheme: str) -> float:
 
 
 class LayerStatistics(Protocol):
-    """Statistics that an indicator gathers while a text passes through one decoder layer.
+    """Gathers while a text passes through a layer; `source` is the first of an input's."""
 
-    Linears that share an input (query, key and value) share its statistics: `source` is the name
-    of the first of them.
-    """
-
-    def observe(self, source: str, inputs: Tensor) -> None:
-        """Add `inputs` `[..., in]` of the linears of this source."""
+    def observe(self, source: str, inputs: Tensor) -> None: ...
 
     def omega(
         self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
     ) -> list[float]:
-        """Compute the indicator at each bitwidth; `weights` `[out, in]` and sources by linear."""
+        """The indicator at each bitwidth."""
 
 
 class VarianceStatistics:
-    """Mean and variance of every input, for Proposition 2."""
-
     def __init__(self, form: VarianceForm = VarianceForm()) -> None:
         self._form = form
         self._inputs: dict[str, RunningMoments] = {}
@@ -192,10 +179,7 @@ Indicator = Callable[[], LayerStatistics]
 
 
 def random_indicator(layers: int, bitwidths: Sequence[int], seed: int) -> Matrix:
-    """Draw uniform numbers `[layers, K]` that fall with the bitwidth in a layer (section 6.5).
-
-    They are 0 at 16 bit, as with the other indicators.
-    """
+    """Draw `[layers, K]` that fall with the bitwidth (section 6.5), 0 at 16 bit."""
     draws = np.random.default_rng(seed).uniform(size=(layers, len(bitwidths)))
     falling = np.empty_like(draws)
     falling[:, np.argsort(bitwidths)] = -np.sort(-draws, axis=1)
@@ -210,17 +194,14 @@ _MOST_ITERATIONS = 200
 
 
 class Gram:
-    """The sum X X^T `[size, size]` in float32 over all inputs that were added.
-
-    On a CPU one triangle alone is computed, by the BLAS routine for it: a quarter of the time of
-    torch's general product (measured on an AMD EPYC with AVX-512, one thread).
+    """The sum X X^T `[size, size]` in float32; on a CPU one triangle alone, by BLAS: a quarter of
+    the time of torch's product (measured on an AMD EPYC with AVX-512, one thread).
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._sum = torch.zeros(size, size, dtype=torch.float32, device=device)
 
     def add(self, inputs: Tensor) -> None:
-        """Add the products of `inputs` `[..., size]`, of any float type."""
         rows = inputs.reshape(-1, inputs.shape[-1]).float()
         if rows.device.type != "cpu":
             self._sum.addmm_(rows.T, rows)
@@ -231,14 +212,12 @@ class Gram:
         assert np.shares_memory(kept, self._sum.numpy()), "the routine worked on a copy"
 
     def matrix(self) -> Tensor:
-        """X X^T `[size, size]`, both triangles."""
         if self._sum.device.type != "cpu":
             return self._sum
         lower = torch.tril(self._sum, -1)
         return torch.tril(self._sum).add_(lower.T)
 
     def top_eigenvalue(self) -> float:
-        """The largest eigenvalue of X X^T; CheckpointError for inputs that were not finite."""
         if not bool(torch.isfinite(self._sum.diagonal()).all()):
             raise CheckpointError(
                 "inputs of a linear are not finite; the weights are damaged, or the compute type "
@@ -248,11 +227,8 @@ class Gram:
 
 
 def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
-    """Compute the largest eigenvalue of a symmetric positive semidefinite `matrix` `[n, n]`.
-
-    Uses power iteration that keeps all its vectors (Lanczos with full reorthogonalisation, Golub
-    and Van Loan, section 10.1), until the residual is within `tolerance` of the value; the error of
-    the value is of the order of its square. The start is seeded.
+    """Power iteration that keeps all its vectors (Lanczos with full reorthogonalisation, Golub and
+    Van Loan, section 10.1), until the residual is within `tolerance` of the value; seeded.
     """
     size, generator = len(matrix), torch.Generator().manual_seed(0)
     if not bool(matrix.diagonal().any()):
@@ -280,10 +256,7 @@ def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
 
 
 def squared_rounding_error(weight: Tensor, bits: int) -> float:
-    """Compute ||Q(W) - W||^2 of `weight` `[out, in]` for the canonical quantizer.
-
-    Works through blocks of rows, so that temporaries stay in a CPU core's cache.
-    """
+    """||Q(W) - W||^2 of the canonical quantizer, in blocks that stay in a core's cache."""
     total = 0.0
     rows, columns = weight.shape
     for block in row_blocks(rows, columns, weight.device):

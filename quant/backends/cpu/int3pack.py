@@ -1,12 +1,8 @@
-"""3 bit on CPUs with torch's int4 kernel: 3.25 bits a weight, restored to 4 as they are read.
-
-A 3-bit code takes three of a nibble's four bits in the kernel's layout. So three quarters of a
-block of rows carry the last quarter in the bits they leave free, each of them one of its three,
-and a few operations on whole words restore the block. A few blocks at a time go through scratch
-memory that stays in the core's cache, so that main memory sees 3 bits a weight.
-
-Codes are held doubled, which leaves the lowest bit free and turns the kernel's convention into the
-canonical one: `(2 * code - 8) * (scale / 2) + zero = (code - 4) * scale + zero`, exactly.
+"""3 bit on CPUs with torch's int4 kernel: 3.25 bits a weight, restored to 4 as they are read. A
+3-bit code takes three of a nibble's four bits, so three quarters of a block of rows carry the last
+quarter in the bits they leave free; a few blocks at a time go through scratch memory that stays in
+cache. Codes are held doubled, which turns the kernel's convention into the canonical one: `(2 *
+code - 8) * (scale / 2) + zero = (code - 4) * scale + zero`, exactly.
 """
 
 from __future__ import annotations
@@ -41,11 +37,8 @@ takes a quarter longer (for the calls), and twice as much gains nothing."""
 
 @dataclass(frozen=True)
 class Int3Pack(CanonicalPacked):
-    """A 3-bit weight. `packed`: uint8 `[out, 3 * in / 8]`; `scale_zero`: bfloat16 `[groups, out,
-    2]`; `group`: columns of a group.
-
-    Every 64 rows of `packed`, and what is left, are one piece of memory: three quarters of these
-    rows in the int4 kernel's layout, which carry the fourth quarter.
+    """`packed`: uint8 `[out, 3 * in / 8]`, every 64 rows one piece of memory: three quarters in the
+    int4 kernel's layout, which carry the fourth. `scale_zero`: bfloat16 `[groups, out, 2]`.
     """
 
     bits: ClassVar[int] = 3
@@ -76,7 +69,6 @@ class Int3Pack(CanonicalPacked):
         return multiply(tokens).view(*x.shape[:-1], len(self.packed))
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x` `[tokens, in]` to `[tokens, out]`, a cache full of rows at a time."""
         rows, columns = len(self.packed), x.shape[1]
         step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
         scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))
@@ -97,16 +89,14 @@ class Int3Pack(CanonicalPacked):
 
 
 class _Memory(threading.local):
-    """Scratch memory that one thread keeps: mapping fresh pages would take as long as restoring.
-
-    It grows to at most 1.75 times the greater of 1 MiB and 64 rows of codes.
+    """Scratch memory of one thread, as mapping pages takes as long as restoring; at most 1.75 times
+    the greater of 1 MiB and 64 rows of codes.
     """
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.int32)
 
     def words(self, count: int) -> torch.Tensor:
-        """Get at least `count` 32-bit words of undefined content."""
         if self._held.numel() < count:
             with torch.inference_mode(mode=False):  # only inference mode could write to it else
                 self._held = torch.empty(count, dtype=torch.int32)
@@ -118,9 +108,8 @@ _MEMORY = _Memory()
 
 @dataclass(frozen=True)
 class _Restored:
-    """Views of scratch memory for one number of rows.
-
-    `blob`: uint8 `[rows, in / 2]`; `quarters` and `carried`: int32 `[blocks, 4 or 3, words]`.
+    """Views of scratch memory: `blob` uint8 `[rows, in / 2]`; `quarters`, `carried` int32 `[blocks,
+    4 or 3, words]`.
     """
 
     blob: torch.Tensor
@@ -129,21 +118,17 @@ class _Restored:
 
 
 class _Scratch:
-    """Scratch memory in which rows of `columns` weights are restored again and again."""
-
     def __init__(self, columns: int, memory: torch.Tensor) -> None:
         self.columns, self.memory = columns, memory
         self._restored: dict[int, _Restored] = {}
 
     @staticmethod
     def words(rows: int, columns: int) -> int:
-        """Number of 32-bit words that `rows` rows take."""
         return 7 * rows * columns // 32
 
     def restore(self, packed: torch.Tensor) -> torch.Tensor:
-        """Restore the kernel's layout `[rows, in / 2]` of whole blocks, or less than one.
-
-        The next call overwrites it.
+        """Restore the kernel's layout `[rows, in / 2]` of whole blocks or less, until the next
+        call.
         """
         rows = len(packed)
         if rows not in self._restored:  # views cost as much as the operations
@@ -161,14 +146,12 @@ class _Scratch:
 
 
 def _parts(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """View `rows` as 32-bit words `[blocks, count, words]`: each block in `count` equal parts."""
     return rows.view(torch.int32).view(max(1, len(rows) // BLOCK_ROWS), count, -1)
 
 
 def _fold(quarters: torch.Tensor, packed: torch.Tensor) -> None:
-    """Fill `packed` `[blocks, 3, words]` from `quarters` `[blocks, 4, words]` of doubled codes.
-
-    Part 0 carries the highest of the last quarter's three bits, part 2 the lowest.
+    """Fill `packed` `[blocks, 3, words]` from `quarters` `[blocks, 4, words]`: part 0 carries the
+    highest of the last quarter's three bits, part 2 the lowest.
     """
     shifts = torch.tensor([3, 2, 1], dtype=torch.int32).view(3, 1)
     carried = quarters[:, 3:].bitwise_right_shift(shifts).bitwise_and_(_FREE_BITS)
@@ -176,10 +159,7 @@ def _fold(quarters: torch.Tensor, packed: torch.Tensor) -> None:
 
 
 def _unfold(packed: torch.Tensor, quarters: torch.Tensor, carried: torch.Tensor) -> None:
-    """Undo `_fold`, in five passes over 32-bit words (faster here than 64-bit ones).
-
-    `carried` is scratch memory `[blocks, 3, words]`.
-    """
+    """Undo `_fold` in five passes over 32-bit words (faster here than 64-bit ones)."""
     torch.bitwise_and(packed, ~_FREE_BITS, out=quarters[:, :3])
     torch.bitwise_and(packed, _FREE_BITS, out=carried)
     high, middle, low = carried.unbind(1)

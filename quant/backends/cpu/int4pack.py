@@ -1,8 +1,6 @@
-"""Packing and multiplying weights in the layout of torch's int4 CPU kernel.
-
-The kernel multiplies in float32. That is no loss for few tokens, where reading the weight takes the
-time, but far slower than bfloat16 dot products for many. A block of rows is therefore decoded to
-bfloat16 for many tokens and multiplied by `functional.linear`.
+"""Weights in the layout of torch's int4 CPU kernel, which multiplies in float32: no loss for few
+tokens, where reading the weight takes the time; for many a block of rows is decoded to bfloat16
+instead.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ for short rows as many as hold so many weights, 4 MB."""
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes 0 to 15, uint8 `[rows, in]`, in the kernel's layout: uint8 `[rows, in / 2]`."""
     blob: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
         codes.to(torch.int32), 1
     )
@@ -49,9 +46,8 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Pack `scale` and `zero` `[rows, groups]` for the kernel: bfloat16 `[groups, rows, 2]`.
-
-    GPTQ checkpoints have float16 ones, which lose three bits of eleven.
+    """Pack `[rows, groups]` to bfloat16 `[groups, rows, 2]`; GPTQ's float16 loses three bits of
+    eleven.
     """
     return torch.stack((scale.t(), zero.t()), dim=-1).to(torch.bfloat16).contiguous()
 
@@ -59,16 +55,14 @@ def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 def multiply_few(
     x: torch.Tensor, blob: torch.Tensor, group: int, scale_zero: torch.Tensor
 ) -> torch.Tensor:
-    """Call the kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`.
-
-    `scale_zero` `[groups, rows, 2]` bfloat16; a weight is `(code - 8) * scale + zero`.
+    """Call the kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`; a
+    weight is `(code - 8) * scale + zero`.
     """
     out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, blob, group, scale_zero)
     return out
 
 
 def is_many(x: torch.Tensor) -> bool:
-    """Whether `multiply_many` is possible here, and faster for `x` `[tokens, in]`."""
     return x.shape[0] >= MANY_TOKENS and layout_is_known()
 
 
@@ -78,9 +72,8 @@ def multiply_many(
     group: int,
     scale_zero: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply as `multiply_few`; `blob_of` gives the blob of rows that start on a block.
-
-    Rows beyond the last whole block, whose layout differs, go to the kernel.
+    """Multiply as `multiply_few`; rows beyond the last whole block, of another layout, go to the
+    kernel.
     """
     columns, rows = x.shape[1], scale_zero.shape[1]
     step = min(product_rows(columns), whole_blocks(rows))
@@ -97,7 +90,6 @@ def multiply_many(
 
 
 def stretches(rows: int, step: int) -> Iterator[slice]:
-    """Half-open ranges of at most `step` rows, each of whole blocks, and one of what is left."""
     whole = rows - rows % BLOCK_ROWS
     yield from _ranges(whole, step)
     if whole < rows:
@@ -105,25 +97,21 @@ def stretches(rows: int, step: int) -> Iterator[slice]:
 
 
 def _ranges(size: int, step: int) -> Iterator[slice]:
-    """Half-open ranges of `step`; the last may be shorter."""
     for first in range(0, size, step):
         yield slice(first, min(first + step, size))
 
 
 def whole_blocks(rows: int) -> int:
-    """Round `rows` down to a multiple of the kernel's block, but at least one block."""
     return max(rows // BLOCK_ROWS, 1) * BLOCK_ROWS
 
 
 def product_rows(columns: int) -> int:
-    """Number of rows of `columns` weights that `multiply_many` decodes at once."""
     return whole_blocks(max(_PRODUCT_WEIGHTS // columns, _PRODUCT_ROWS))
 
 
 class _Decoder:
-    """A decoder of rows of `columns` weights, which uses the same scratch memory each time.
-
-    Fresh memory would take more time than the arithmetic: its pages are mapped one by one.
+    """Decodes rows of `columns` weights into the same scratch memory: mapping pages would take
+    longer.
     """
 
     def __init__(self, columns: int, group: int) -> None:
@@ -136,7 +124,6 @@ class _Decoder:
         self.values = torch.empty(weights, dtype=torch.float32)
 
     def fill(self, weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor) -> None:
-        """Fill `weight` `[rows, in]`, whole blocks, from their blob, computed in float32."""
         scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
         zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
         pairs = blob.view(-1, self.columns, _HALF_ROWS)  # a byte: rows r and r + 32 of a block
@@ -163,7 +150,6 @@ class _Decoder:
 
 @functools.cache
 def layout_is_known() -> bool:
-    """Whether `_Decoder` reads the layout of this CPU: torch interleaves fewer rows on some."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(16, (2 * BLOCK_ROWS, 64), generator=generator, dtype=torch.uint8)
     scale_zero = torch.tensor([1.0, _MIDDLE], dtype=torch.bfloat16)
@@ -174,9 +160,7 @@ def layout_is_known() -> bool:
 
 @dataclass(frozen=True)
 class Int4Pack(CanonicalPacked):
-    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out,
-    2]`.
-    """
+    """`packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out, 2]`."""
 
     bits: ClassVar[int] = 4
 
@@ -186,7 +170,6 @@ class Int4Pack(CanonicalPacked):
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Pack 4-bit codes, a range of rows at a time as the kernel wants them in 32 bits each."""
         assert canonical.zero is not None, "4-bit codes are affine"
         codes = canonical.codes
         rows, columns = codes.shape

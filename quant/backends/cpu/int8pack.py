@@ -1,7 +1,4 @@
-"""8 bit on CPUs with torch's own int8 kernel: bfloat16 activations are multiplied as they are.
-
-For CPUs whose 8-bit products saturate, and where activations must not be rounded to 8 bit.
-"""
+"""8 bit on CPUs: torch's int8 kernel, where products saturate or activations stay, or oneDNN."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _MANY_TOKENS = 24
 
 @dataclass(frozen=True)
 class Int8Pack(CanonicalPacked):
-    """An 8-bit weight. `codes`: int8 `[out, in]`; `scale`: float32 `[out]`."""
+    """`codes`: int8 `[out, in]`; `scale`: float32 `[out]`."""
 
     bits: ClassVar[int] = 8
 
@@ -37,7 +34,6 @@ class Int8Pack(CanonicalPacked):
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Hold 8-bit codes as they are; SpecError for rows that the kernel would read beyond."""
         columns = canonical.codes.shape[1]
         if columns % INT8PACK_COLUMNS:
             raise SpecError(
@@ -67,8 +63,8 @@ _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary
 
 @dataclass(frozen=True)
 class OneDnnW8A8(CanonicalPacked):
-    """An 8-bit weight. `packed`: oneDNN's layout; `scale`: float32 `[out]`; `zero`: int32 `[1]`;
-    `factor`: float32 `[in]`, what inputs are multiplied with before they are rotated.
+    """`packed`: oneDNN's layout; `scale` float32 `[out]`; `zero` int32 `[1]`; `factor` float32
+    `[in]`, by which inputs are multiplied before they are rotated.
     """
 
     bits: ClassVar[int] = 8
@@ -109,7 +105,6 @@ class OneDnnW8A8(CanonicalPacked):
         return RotatedCodes.of_weight(weight, rounding, inputs).restored()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The packed bytes, and oneDNN's description of their layout."""
         content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
         return content | {"scale": self.scale, "factor": self.factor}
 
@@ -130,7 +125,6 @@ class OneDnnW8A8(CanonicalPacked):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, with the padding and compensation of the packed layout."""
         packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
         return packed_bytes + tensor_bytes(self.scale, self.zero, self.factor)
 
@@ -147,23 +141,17 @@ class OneDnnW8A8(CanonicalPacked):
 
 
 def _content_of(packed: torch.Tensor) -> torch.Tensor:
-    """View the bytes of a packed weight; they are valid as long as it exists."""
     address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def _layout_of(packed: torch.Tensor) -> torch.Tensor:
-    """oneDNN's description of a packed weight's shape and layout, in bytes."""
     layout: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
     return layout
 
 
 def _packed_of_any_content(rows: int, columns: int) -> torch.Tensor:
-    """Make a packed weight of any content, to be overwritten.
-
-    Packing takes 8 times as long as copying a packed weight of this shape (measured), and a stage
-    has one of this shape for each layer.
-    """
+    """Make a packed weight to be overwritten: packing takes 8 times as long (measured)."""
     alike = _ALIKE.get((rows, columns))
     if alike is None:
         codes = torch.zeros(rows, columns, dtype=torch.int8)

@@ -1,10 +1,7 @@
-"""Rotating the inputs of a linear, so that no feature and no token stands out when it is rounded.
-
-With a scale a token, one large activation makes the steps of all others coarse. Here each is spread
-over 64 features by a Hadamard matrix H, whose inverse is H / 64: with inputs H x and weights
-H w / 64 the product is that of x and w (QuaRot, Ashkboos et al. 2024, section 4, rotates before the
-last linear of the MLP so). It needs no data, adds no byte, and helps with large features and with
-large tokens alike. A feature that is far larger than all others is besides folded: x / f and w * f.
+"""Rotating the inputs of a linear, so that no feature and no token stands out when it is rounded:
+each is spread over 64 features by a Hadamard matrix H, whose inverse is H / 64, so that inputs H x
+and weights H w / 64 give the product of x and w (QuaRot, Ashkboos et al. 2024, section 4). A
+feature far larger than all others is besides folded: x / f and w * f.
 """
 
 from __future__ import annotations
@@ -39,9 +36,8 @@ _LEAST_NUMBERS = 2**17
 
 
 def rotate(values: Tensor) -> Tensor:
-    """Multiply `values` float32 `[rows, in]` with H, `in` being a multiple of 64.
-
-    Sums are taken in one order, whatever the number of rows: pairs, pairs of pairs, and so on.
+    """Multiply float32 `[rows, in]` with H, `in` a multiple of 64, summing pairs, pairs of pairs,
+    and so on.
     """
     rows, width = values.shape
     apart = width // LANES
@@ -61,8 +57,8 @@ def rotate(values: Tensor) -> Tensor:
 
 @cache
 def compiled_rotation() -> Any:
-    """A compiled function that rotates one token in place, with the sums of `rotate`: two of its
-    turns at once, which halves the passes.
+    """Compile the sums of `rotate` for one token in place, two turns at once, which halves the
+    passes.
     """
     import numba
 
@@ -93,11 +89,9 @@ def _rotating_rows() -> Any:
 
 
 def input_factor(weight: Tensor, inputs: InputStatistics | None) -> Tensor:
-    """What to multiply each input with before it is rotated, float32 `[in]`.
-
-    `weight`: `[out, in]`. With f the factors of the weights, the errors of rounded activations and
-    of rounded weights both grow as sum(E[x^2] / f^2) * sum(w^2 * f^2), which is least where f^2 is
-    the magnitude of the input over that of its column.
+    """Factors f `[in]` before the rotation for `weight` `[out, in]`: errors of rounded activations
+    and of weights grow as sum(E[x^2] / f^2) * sum(w^2 * f^2), least where f^2 is the magnitude of
+    the input over that of its column.
     """
     plain = torch.full((weight.shape[1],), _SHRINK, device=weight.device)
     if inputs is None:
@@ -113,20 +107,15 @@ def input_factor(weight: Tensor, inputs: InputStatistics | None) -> Tensor:
 
 
 def rotated_weight(weight: Tensor, factor: Tensor) -> Tensor:
-    """Weight float32 `[rows, in]` for inputs that are multiplied with `factor` and rotated."""
     return rotate(weight.float() * (_SHRINK**2 / factor))
 
 
 def restored_weight(rotated: Tensor, factor: Tensor) -> Tensor:
-    """Weight `[rows, in]` for plain inputs that does what `rotated` does for rotated ones."""
     return rotate(rotated) * factor
 
 
 def rotated_statistics(inputs: InputStatistics, factor: Tensor) -> InputStatistics:
-    """Statistics of the inputs times `factor`, rotated, if features are not correlated.
-
-    `largest` is then a bound.
-    """
+    """Statistics after `factor` and rotation if features do not correlate; `largest` is a bound."""
     factor = factor.to(inputs.mean_square.device)
     lanes = (LANES, -1)
     mean_square = (inputs.mean_square * factor.square()).view(lanes).sum(0)
@@ -150,12 +139,9 @@ _WORDS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 
 
 def round_activations(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate `x * factor` and round it to uint8 codes `[tokens, in]` and float32 scales
-    `[tokens, 1]`.
-
-    `x`: `[tokens, in]`, `in` a multiple of 64; `factor`: float32 `[in]`. A token's codes do not
-    depend on the others, nor on which of both ways computes them. The scale of a token with a
-    number that is not finite is not finite either.
+    """Rotate `x * factor` and round it to uint8 codes `[tokens, in]` and float32 scales `[tokens,
+    1]`. A token's codes depend neither on others nor on which of both ways computes them; a token
+    with a number that is not finite has such a scale.
     """
     compiled = x.device.type == "cpu" and x.dtype in _WORDS and x.numel() >= _LEAST_CODES
     if not compiled or not has_numba():
@@ -174,7 +160,6 @@ def round_activations(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def warm_up_rounding(width: int) -> None:
-    """Compile in advance what rounding tokens of `width` bfloat16 numbers needs."""
     for tokens in (_TOKENS_FOR_THREADS - 1, _TOKENS_FOR_THREADS):
         round_activations(torch.zeros(tokens, width, dtype=torch.bfloat16), torch.ones(width))
 
@@ -212,8 +197,8 @@ def _rounding(dtype: torch.dtype, parallel: bool) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RotatedCodes:
-    """A weight of `codes` int8 `[out, in]` with `scale` float32 `[out]`, for inputs that are
-    multiplied with `factor` float32 `[in]` and rotated.
+    """A weight of `codes` int8 `[out, in]` with `scale` `[out]`, for inputs times `factor` `[in]`,
+    rotated.
     """
 
     codes: Tensor
@@ -227,10 +212,7 @@ class RotatedCodes:
         rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> Self:
-        """Round `weight` `[out, in]` (any float type), `in` being a multiple of 64.
-
-        Works through blocks of rows; CheckpointError for weights that are not finite.
-        """
+        """Round `weight` `[out, in]`, `in` a multiple of 64; CheckpointError unless finite."""
         factor = input_factor(weight, inputs)
         rotated = None if inputs is None else rotated_statistics(inputs, factor)
 
@@ -242,7 +224,6 @@ class RotatedCodes:
 
     @classmethod
     def of_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Rotate 8-bit codes that were chosen already, which rounds them once more."""
         codes = canonical.codes
         factor = input_factor(codes, None)
 
@@ -264,11 +245,9 @@ class RotatedCodes:
         return cls(codes, scale, factor)
 
     def restored(self) -> Tensor:
-        """The float32 weight `[out, in]` for plain inputs that the codes stand for."""
         return restored_weight(self.codes.float() * self.scale.unsqueeze(-1), self.factor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x` `[..., in]`, rounded as the kernel rounds it: `[..., out]` in its type."""
         codes, scale = round_activations(x.reshape(-1, x.shape[-1]), self.factor)
         sums = (codes.float() - MIDDLE) @ self.codes.t().float()
         out = sums.mul_(self.scale).mul_(scale)

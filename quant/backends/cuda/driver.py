@@ -22,9 +22,7 @@ _NO_CONTEXT = 201
 
 
 class Width(ctypes.Structure):
-    """The struct `Width` of the source: octets and groups of a row, and log2 of a group's
-    octets.
-    """
+    """The struct `Width` of the source: octets and groups of a row, log2 of a group's octets."""
 
     _fields_ = (
         ("octets", ctypes.c_uint),
@@ -35,15 +33,12 @@ class Width(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one bitwidth and activation type, loaded on `device`."""
-
     driver: ctypes.CDLL
     functions: dict[str, ctypes.c_void_p]
     device: torch.device
 
     @classmethod
     def load(cls, driver: ctypes.CDLL, image: bytes, device: torch.device) -> Kernels:
-        """Load `image` into the context that is current."""
         module = ctypes.c_void_p()
         _check(driver, driver.cuModuleLoadData(ctypes.byref(module), image))
         functions = {}
@@ -55,10 +50,8 @@ class Kernels:
         return cls(driver, functions, device)
 
     def launch(self, name: str, blocks: int, *arguments: torch.Tensor | int | Width) -> None:
-        """Queue a kernel on torch's current stream; tensors are passed by address.
-
-        The tensors live on `device`; torch's allocator does not give their memory to another
-        stream before the kernel has run.
+        """Queue a kernel on torch's current stream. The tensors live on `device`; the allocator
+        gives their memory to no other stream before the kernel has run.
         """
         values = [_as_parameter(argument) for argument in arguments]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
@@ -81,7 +74,6 @@ class Kernels:
 
 @functools.cache
 def kernels_for(bits: int, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """The kernels for a GPU, compiled and loaded once per process; CudaError if that fails."""
     definitions = {"BITS": bits, "BFLOAT16": int(dtype == torch.bfloat16)}
     capability = torch.cuda.get_device_capability(device)
     image = compile_cuda(SOURCE.read_text(), capability, definitions)
@@ -95,7 +87,6 @@ def kernels_for(bits: int, dtype: torch.dtype, device: torch.device) -> Kernels:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which a GPU is torch's current one; tests may run the kernels on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -122,10 +113,8 @@ class CudaError(RuntimeError):
 
 
 def compile_cuda(source: str, capability: tuple[int, int], definitions: dict[str, int]) -> bytes:
-    """Compile `source` to machine code for a compute capability, with preprocessor `definitions`.
-
-    GPUs newer than NVRTC get PTX, which their driver translates. CudaError with the compiler's own
-    messages where the source cannot be compiled, and for GPUs that it no longer supports.
+    """Compile with preprocessor `definitions`; GPUs newer than NVRTC get PTX. CudaError has the
+    compiler's own messages, also for GPUs that it no longer supports.
     """
     nvrtc = nvrtc_library()
     target, kind = _target(nvrtc, capability)
@@ -162,7 +151,6 @@ def nvrtc_library() -> ctypes.CDLL:
 
 
 def _candidates(majors: tuple[int, ...]) -> Iterator[str]:
-    """Paths in NVIDIA's packages (`nvidia/cuda_nvrtc/lib`, `nvidia/cu13/lib`), then bare names."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     for major in majors:
@@ -173,7 +161,6 @@ def _candidates(majors: tuple[int, ...]) -> Iterator[str]:
 
 
 def _target(nvrtc: ctypes.CDLL, capability: tuple[int, int]) -> tuple[str, str]:
-    """The architecture to compile for, and what NVRTC calls its output."""
     count = ctypes.c_int()
     _check_nvrtc(nvrtc, nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
     known = (ctypes.c_int * count.value)()

@@ -1,8 +1,7 @@
-"""The order of codes in memory that the CUDA source reads, packed and unpacked in torch.
-
-Eight consecutive columns, an octet, are `bits` bytes: column i at bit `bits * i` of that
-little-endian number. 4-bit rows are their octets in turn. Four 3-bit octets are three 32-bit words,
-and a row holds all first words, all second, all third. 8-bit codes are bytes as they are.
+"""The order of codes in memory that the CUDA source reads. Eight consecutive columns, an octet, are
+`bits` bytes: column i at bit `bits * i` of that little-endian number. 4-bit rows are octets in
+turn. Four 3-bit octets are three 32-bit words, and a row holds all first words, all second, all
+third.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ _RUN = 32
 
 
 def pack_octets(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack 3- or 4-bit codes, uint8 `[out, in]` with `in` a multiple of 32.
-
-    The result is uint8 `[out, in / 2]` at 4 bit and int32 `[out, 3, in / 32]` at 3 bit.
+    """Pack uint8 `[out, in]`, `in` a multiple of 32, to uint8 `[out, in / 2]` at 4 bit and int32
+    `[out, 3, in / 32]` at 3 bit.
     """
     rows, columns = codes.shape
     shape = (rows, 3, columns // _RUN) if bits == 3 else (rows, columns // 2)
@@ -47,7 +45,6 @@ def pack_octets(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_octets(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack the codes uint8 `[out, in]` of `pack_octets`."""
     rows = packed.shape[0]
     if bits == 3:
         content = packed.transpose(1, 2).contiguous().view(torch.uint8).view(rows, -1, 3)
@@ -71,17 +68,12 @@ _KERNEL_TYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class CudaPacked(CanonicalPacked):
-    """A weight for the CUDA kernels; `layout` and the classes for each bitwidth say how it is
-    held.
-    """
-
     packed: torch.Tensor
     scales: torch.Tensor
     in_features: int
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Pack codes; SpecError for groups that the kernels do not read."""
         columns = canonical.codes.shape[1]
         if canonical.zero is None:
             return cls(canonical.codes, canonical.scale, columns)
@@ -103,7 +95,6 @@ class CudaPacked(CanonicalPacked):
         return self.multiply(x, kernels_for(self.bits, x.dtype, x.device))
 
     def multiply(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """Multiply `x` `[..., in]` with `kernels` for its type and device."""
         tokens = x.reshape(-1, self.in_features).contiguous()
         if tokens.data_ptr() % _ALIGNMENT:
             tokens = tokens.clone()
@@ -115,7 +106,6 @@ class CudaPacked(CanonicalPacked):
         return out.view(*x.shape[:-1], self.packed.shape[0])
 
     def decode_rows(self, block: slice) -> torch.Tensor:
-        """Decode the float32 weights `[block, in]` of a half-open range of rows."""
         codes, scale, zero = self.packed[block], self.scales[block], None
         if self.bits != 8:
             codes = unpack_octets(codes, self.bits)
@@ -147,37 +137,32 @@ class CudaPacked(CanonicalPacked):
             torch.mm(x, weight.t(), out=out[:, block])
 
     def _width(self) -> Width:
-        """Sizes of a row for the kernels; those for 8 bit do not read the groups."""
         groups = self.scales.shape[1]
         octets = self.in_features // _OCTET
         return Width(octets, groups, (octets // groups).bit_length() - 1)
 
 
 class Cuda3Bit(CudaPacked):
-    """A 3-bit weight. `packed`: int32 `[out, 3, in / 32]`; `scales`: bfloat16 `[out, groups,
-    2]`.
-    """
+    """`packed`: int32 `[out, 3, in / 32]`; `scales`: bfloat16 `[out, groups, 2]`."""
 
     bits: ClassVar[int] = 3
 
 
 class Cuda4Bit(CudaPacked):
-    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scales`: bfloat16 `[out, groups, 2]`."""
+    """`packed`: uint8 `[out, in / 2]`; `scales`: bfloat16 `[out, groups, 2]`."""
 
     bits: ClassVar[int] = 4
 
 
 class Cuda8Bit(CudaPacked):
-    """An 8-bit weight. `packed`: int8 `[out, in]`; `scales`: float32 `[out, 1]`."""
+    """`packed`: int8 `[out, in]`; `scales`: float32 `[out, 1]`."""
 
     bits: ClassVar[int] = 8
 
 
 def _kernel_for(tokens: int) -> tuple[str, int]:
-    """Name of the kernel for that many tokens, and how many of them a block of threads takes.
-
-    Two tokens read the weight twice, the second time from cache: still fewer instructions a
-    weight than the kernel for four.
+    """Name the kernel and its tokens a block; two tokens read the weight twice, the second time
+    from cache: still fewer instructions than the kernel for four.
     """
     if tokens <= 2:
         return "one_token", 1

@@ -1,9 +1,6 @@
-"""llama.cpp's architectures that are families of ours: tensors' names, and the order of their rows.
-
-llama.cpp's converter stores some rows in another order than Hugging Face's folders have them: those
-of queries and keys of `llama`, whose rotary positions turn neighbours there and halves here, and
-those of fused queries, keys and values, which are three blocks there and three parts of each head
-here.
+"""llama.cpp's architectures that are families of ours. Its converter reorders rows: queries and
+keys of `llama`, whose rotary positions turn neighbours there and halves here, and fused queries,
+keys and values, three blocks there and three parts of each head here.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ _LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(\w+)$")
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """An architecture: its `model_type` in transformers and the names of its modules there, by
-    those in the file: `ends` outside the decoder layers, `layer` within one, whose list is
-    `layers`. `queries` and `keys` of rotary order, or `fused` ones, are modules of the file.
+    """`model_type` in transformers, and modules there by those in the file: `ends` outside the
+    layers, `layer` within one. `queries`, `keys` (rotary order) and `fused` are modules of the
+    file.
     """
 
     model_type: str
@@ -34,8 +31,8 @@ class GgufArchitecture:
     fused: str = ""
 
     def full_name(self, stored: str) -> str:
-        """The name in transformers of the tensor that the file calls `stored`; what no part of the
-        family is called so keeps its own name, below that of its layer where it has one.
+        """The name in transformers of `stored`; an unknown one keeps its own, below that of its
+        layer.
         """
         match = _LAYER.match(stored)
         if match is None:
@@ -45,7 +42,6 @@ class GgufArchitecture:
         return f"{self.layers}.{index}.{self.layer.get(module, module)}.{part}"
 
     def order(self, stored: str) -> RowOrder:
-        """The order of the rows of the tensor that the file calls `stored`."""
         match = _LAYER.match(stored)
         module = match[2] if match else ""
         if module and module in (self.queries, self.keys):
@@ -53,7 +49,6 @@ class GgufArchitecture:
         return "fused" if module and module == self.fused else "as stored"
 
     def stored_name(self, full_name: str) -> str:
-        """The module or tensor of the file that `full_name` is in transformers, for messages."""
         module, _, part = full_name.rpartition(".")
         index, _, inner = module.removeprefix(f"{self.layers}.").partition(".")
         names = {own: name for name, own in (self.layer if inner else self.ends).items()}

@@ -27,9 +27,7 @@ Factors = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def rotary_entries(entries: Entries, head_dim: int, factors: Factors | None) -> dict[str, Any]:
-    """`rope_theta`, and `rope_scaling` where there is any, for heads of `head_dim` elements.
-
-    `factors`: of the frequencies, None where the file has none. Raises `SpecError` for what
+    """`rope_theta` and `rope_scaling`; `factors` of the frequencies. SpecError for what
     transformers has no words for.
     """
     theta = entries.number("rope.freq_base", 10_000.0)
@@ -48,7 +46,6 @@ def rotary_entries(entries: Entries, head_dim: int, factors: Factors | None) -> 
 
 
 def check_long_factors(entries: Entries, names: set[str]) -> None:
-    """Raise `SpecError` for factors that change with a request's length."""
     for name in _LONG_FACTORS:
         if name in names:
             raise SpecError(
@@ -116,7 +113,6 @@ def _fitted(turns: Factors, factors: Factors, factor: float) -> tuple[float, flo
 
 
 def _llama3_factors(turns: Factors, factor: float, low: float, high: float) -> Factors:
-    """The factors by which transformers' `llama3` divides frequencies."""
     share = np.clip((turns - low) / (high - low), 0, 1)
     divided: Factors = 1 / (share + (1 - share) / factor)
     return divided
@@ -139,10 +135,8 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 
 def model_entries(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
-    """The entries of `config.json`; `factors` are those of rotary frequencies, None without any.
-
-    Raises `SpecError` for entries that are missing or of a wrong type, and for models that are not
-    run: mixtures of experts, and those with scales that the family does not know.
+    """Entries of `config.json`; SpecError for missing or wrong ones, mixtures of experts and
+    unknown scales.
     """
     if entries.of_architecture("expert_count"):
         raise SpecError(
@@ -165,9 +159,7 @@ def model_entries(entries: Entries, tensors: Tensors, factors: Factors | None) -
 
 
 def generation_entries(entries: Entries, vocabulary_size: int) -> dict[str, Any]:
-    """The entries of `generation_config.json`: where answers end, and how tokens are chosen where
-    the model's makers have said it.
-    """
+    """Entries of `generation_config.json`: where answers end, and stated sampling."""
     ends = sorted(end_tokens(entries, entries.tokens(vocabulary_size), vocabulary_size))
     found: dict[str, Any] = {}
     for key, name in _SAMPLING.items():
@@ -179,7 +171,6 @@ def generation_entries(entries: Entries, vocabulary_size: int) -> dict[str, Any]
 
 
 def vocabulary(entries: Entries, tensors: Tensors) -> int:
-    """The rows of the embedding, which may be more than there are tokens."""
     if "token_embd.weight" not in tensors:
         raise SpecError(
             f"{entries.path} has no token_embd.weight: it is no whole model; download it again"
@@ -188,7 +179,6 @@ def vocabulary(entries: Entries, tensors: Tensors) -> int:
 
 
 def _gated(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
-    """Entries of the families with rotary positions, RMS norms and a gated MLP."""
     heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
     head_dim = entries.size("attention.key_length", max(hidden // heads, 1))
     rotated = entries.size("rope.dimension_count", head_dim)

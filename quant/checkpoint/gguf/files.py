@@ -22,15 +22,12 @@ _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.js
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether `path` is a GGUF file by its name."""
     return path.suffix == SUFFIX and path.is_file()
 
 
 def gguf_files(path: Path) -> tuple[Path, ...]:
-    """The files of the model that `path` is: a GGUF file, any part of a split one, or a folder that
-    holds one such model and no other weights. Empty for any other file or folder.
-
-    Raises `SpecError` for a folder of several models, `CheckpointError` where a part is missing.
+    """List the files of a GGUF model, none for other files and folders; SpecError for several
+    models, CheckpointError for a missing part.
     """
     if is_gguf(path):
         return _parts(path)
@@ -49,7 +46,6 @@ def gguf_files(path: Path) -> tuple[Path, ...]:
 
 
 def model_name(path: Path) -> str:
-    """The name of a file without its suffix and the number of a part."""
     match = _PART.match(path.name)
     return match["stem"] if match else path.stem
 
@@ -78,9 +74,7 @@ _FLOAT = "F32"
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor, which the file calls `stored_name`: its type, shape and place in part number `part`
-    of the model, and in which order its rows lie, in `groups` heads.
-    """
+    """A tensor in part number `part`; its rows lie in `order`, in `groups` heads."""
 
     stored_name: str
     part: int
@@ -93,7 +87,6 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """The type as it is read, as safetensors names it; llama.cpp's name where it cannot be."""
         if self.type_name in UNPACKED or self.type_name == BFLOAT16:
             return self.type_name
         return _FLOAT if can_dequantize(self.type_name) else self.type_name
@@ -101,8 +94,8 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufIndex:
-    """The files of a model as they were when they were indexed, its architecture in llama.cpp, and
-    its tensors by their names in transformers.
+    """The files as they were when indexed, llama.cpp's architecture, tensors by transformers'
+    names.
     """
 
     files: tuple[FileIdentity, ...]
@@ -111,7 +104,6 @@ class GgufIndex:
     tensors: Mapping[str, GgufTensor]
 
     def check_unchanged(self) -> None:
-        """Raise `CheckpointError` where a file is gone, or is not what it was."""
         for path, identity in zip(self.paths, self.files, strict=True):
             try:
                 found = FileIdentity.of(path)
@@ -124,7 +116,6 @@ class GgufIndex:
 
 
 def write_index(folder: Path, index: GgufIndex) -> None:
-    """Write `index` into `folder`."""
     content = {
         "architecture": index.architecture,
         "paths": [str(path) for path in index.paths],
@@ -135,7 +126,6 @@ def write_index(folder: Path, index: GgufIndex) -> None:
 
 
 def gguf_index(folder: Path) -> GgufIndex | None:
-    """The index in `folder`; None where it is not that of a GGUF model."""
     path = folder / GGUF_INDEX_FILE
     return _read(path, FileIdentity.of(path)) if path.is_file() else None
 
@@ -156,14 +146,10 @@ def _read(path: Path, identity: FileIdentity) -> GgufIndex:
 
 
 def model_place(folder: Path) -> Path:
-    """What messages call the model in `folder`: the GGUF file that it describes, or itself."""
     index = gguf_index(folder)
     return folder if index is None else index.paths[0]
 
 
 def settings_place(folder: Path, file: str) -> str:
-    """What messages call the settings `file` in `folder`: the metadata of the GGUF file where they
-    come from there.
-    """
     index = gguf_index(folder)
     return str(folder / file) if index is None else f"{index.paths[0]} (its metadata as {file})"

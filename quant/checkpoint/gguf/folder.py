@@ -1,8 +1,6 @@
-"""A GGUF model as a folder: `config.json`, tokenizer and an index of tensors, in the user's cache.
-
-All that wants a Hugging Face folder takes it; the weights stay in the file. Made once for each
-state of the file, it is found again by that: parsing the vocabulary of a large model takes a
-second, and every stage asks.
+"""A GGUF model as a folder in the user's cache: `config.json`, tokenizer and an index of tensors;
+the weights stay in the file. It is made once for each state of the file, as parsing a vocabulary
+takes a second, and every stage asks.
 """
 
 from __future__ import annotations
@@ -44,11 +42,8 @@ _DIGEST_BYTES = 8
 
 
 def folder_of_gguf(path: Path) -> Path | None:
-    """The folder that describes the GGUF model at `path`, made where it is not there yet; None
-    where `path` is neither a GGUF file nor a folder of one.
-
-    Raises `SpecError` for a model that is not run and `CheckpointError` for files that are missing,
-    cut or damaged, each naming the file.
+    """The folder of the GGUF model at `path`; None if it is none. SpecError for a model that is not
+    run, CheckpointError for files that are missing or damaged.
     """
     files = tuple(each.absolute() for each in gguf_files(path))
     if not files:
@@ -67,8 +62,6 @@ def folder_of_gguf(path: Path) -> Path | None:
 
 
 class _Described:
-    """A model read from the headers of its files."""
-
     def __init__(self, files: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
         self.stored = [
             (part, each) for part, header in enumerate(headers) for each in header.tensors
@@ -133,7 +126,6 @@ def _index(
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without leading ones, which some writers add to vectors."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape
@@ -178,7 +170,6 @@ def _digest(files: Sequence[Path], identities: Sequence[FileIdentity]) -> str:
 
 @cache
 def _code() -> str:
-    """A digest of this room's source, which decides what is written."""
     files = resources.files(__package__).iterdir()
     content = b"".join(sorted(f.read_bytes() for f in files if f.name.endswith(".py")))
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

@@ -28,7 +28,6 @@ _SCALED_APART = "NVFP4"
 
 
 def gguf_library(wanted_for: Path | str) -> Any:
-    """The package `gguf`; raises `SpecError` where it is missing and `wanted_for` needs it."""
     try:
         import gguf
     except ImportError as error:
@@ -41,7 +40,6 @@ def gguf_library(wanted_for: Path | str) -> Any:
 
 @cache
 def can_dequantize(type_name: str) -> bool:
-    """Whether the package can make float32 of blocks of the type, tried on one block."""
     library = gguf_library(type_name)
     kind = library.GGMLQuantizationType[type_name]
     if type_name in UNPACKED:
@@ -57,7 +55,6 @@ def can_dequantize(type_name: str) -> bool:
 
 
 def dequantize(blocks: np.ndarray[Any, Any], type_name: str) -> np.ndarray[Any, Any]:
-    """`blocks` [rows, bytes] of a type as float32 [rows, elements]."""
     library = gguf_library(type_name)
     values: np.ndarray[Any, Any] = library.dequantize(
         blocks, library.GGMLQuantizationType[type_name]
@@ -80,8 +77,8 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """A tensor as the file has it: the name and type of llama.cpp, its shape with rows first, and
-    its half-open range of bytes.
+    """A tensor by llama.cpp's name and type, its shape with rows first, its half-open range of
+    bytes.
     """
 
     name: str
@@ -93,14 +90,12 @@ class StoredBlocks:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The metadata of a file and its tensors in their order."""
-
     metadata: Metadata
     tensors: tuple[StoredBlocks, ...]
 
 
 class _MalformedError(Exception):
-    """The bytes are no header."""
+    pass
 
 
 _FAULTS = (_MalformedError, struct.error, ValueError, IndexError, OverflowError, RecursionError)
@@ -108,10 +103,8 @@ _FAULTS = (_MalformedError, struct.error, ValueError, IndexError, OverflowError,
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of the GGUF file at `path`, which is mapped, and check that the file has all
-    bytes of its tensors.
-
-    Raises `CheckpointError` for a file that is none, is of an unknown version, or is cut short.
+    """Read the header, mapped, and check that the file has all bytes of its tensors;
+    CheckpointError for another format or version, or a cut file.
     """
     gguf_library(path)
     try:
@@ -132,8 +125,6 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Parser:
-    """A position in the bytes of a file."""
-
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at = content, 0
 
@@ -211,7 +202,6 @@ def _shortest(value: Any, kind: int) -> Any:
 
 
 def _stored_bytes(name: str, type_number: int, shape: tuple[int, ...]) -> tuple[str, int]:
-    """The name of a tensor's type and its bytes."""
     library = gguf_library(name)
     try:
         kind = library.GGMLQuantizationType(type_number)
@@ -234,9 +224,8 @@ NO_MODEL = ("none", "no_vocab")
 
 @dataclass(frozen=True)
 class Entries:
-    """The metadata `values` of the file `path`, of an `architecture` that keys begin with.
-
-    What is read raises `SpecError` naming file, key and value.
+    """Metadata whose keys begin with `architecture`; what is read raises SpecError naming file, key
+    and value.
     """
 
     path: Path
@@ -244,44 +233,37 @@ class Entries:
     architecture: str
 
     def size(self, key: str, default: int | None = None) -> int:
-        """The whole number of at least 1 under `{architecture}.{key}`."""
         value = self._value(key, default)
         if type(value) is not int or value < 1:
             raise self.refusal(self._full(key), value, "a whole number of at least 1")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The number under `{architecture}.{key}`."""
         value = self._value(key, default)
         if type(value) not in (int, float) or not math.isfinite(value):
             raise self.refusal(self._full(key), value, "a number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """The truth value under `key`, as it stands."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.refusal(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """The text under `key`, as it stands; None where it is missing."""
         value = self.values.get(key, default)
         if value is not None and not isinstance(value, str):
             raise self.refusal(key, value, "a text")
         return value
 
     def token(self, key: str, vocabulary: int) -> int | None:
-        """The token id under `key`, as it stands; None where it is missing."""
         value = self.values.get(key)
         if value is not None and (type(value) is not int or not 0 <= value < vocabulary):
             raise self.refusal(key, value, f"a token id from 0 to {vocabulary - 1}")
         return value
 
     def tokens(self, rows: int) -> list[str]:
-        """The texts of the tokens, which are no more than `rows` of the embedding, none twice; none
-        at all where the file has no vocabulary.
-        """
+        """Texts of the tokens, at most `rows`, none twice; none where there is no vocabulary."""
         key = "tokenizer.ggml.tokens"
         if self.values.get("tokenizer.ggml.model", "none") in NO_MODEL:
             return []
@@ -296,11 +278,9 @@ class Entries:
         return found
 
     def of_architecture(self, key: str) -> Any:
-        """The value of `{architecture}.{key}`; None where it is missing."""
         return self.values.get(self._full(key))
 
     def refusal(self, key: str, value: Any, needed: str) -> SpecError:
-        """Make an error: `key` is `value` but must be what `needed` says."""
         shown = repr(value)
         return SpecError(
             f"{self.path}: {key} is {shown if len(shown) <= 60 else f'{shown[:60]}…'}; "
@@ -318,6 +298,5 @@ class Entries:
 
 
 def list_of(value: Any, kind: type | tuple[type, ...]) -> list[Any] | None:
-    """`value` where it is a list of that kind, else None."""
     is_one = isinstance(value, list) and all(isinstance(each, kind) for each in value)
     return value if is_one else None

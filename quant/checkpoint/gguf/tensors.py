@@ -1,8 +1,5 @@
-"""The header of a GGUF file: its metadata, and types, shapes and byte ranges of its tensors.
-
-Headers hold the vocabulary, hundreds of thousands of short texts, for each of which
-`gguf.GGUFReader` makes four numpy views: 12 s for SmolLM2 where this takes 0.2 s (two cores, both
-busy). Block sizes and dequantization are those of the library.
+"""The tensors of a GGUF file, mapped. `gguf.GGUFReader` takes 12 s for a vocabulary that `header`
+reads in 0.2 s.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class GgufTensors:
-    """The tensors of `index`, whose files are mapped; `CheckpointError` where one was changed."""
-
     def __init__(self, index: GgufIndex) -> None:
         index.check_unchanged()
         self._index = index
@@ -38,23 +33,18 @@ class GgufTensors:
         self.file_of = {n: str(index.paths[each.part]) for n, each in index.tensors.items()}
 
     def check(self) -> None:
-        """Raise `CheckpointError` where a file was changed since its header was read."""
         self._index.check_unchanged()
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor `name`."""
         return self._index.tensors[name].shape
 
     def range_of(self, name: str) -> FileRange:
-        """The file and bytes of the tensor `name`."""
         tensor = self._index.tensors[name]
         return FileRange(self._index.paths[tensor.part], tensor.start, tensor.stop)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`: one of plain numbers as it is stored, one of blocks in float32.
-
-        It may be a view of the file: copy it to keep it, and do not write to it. Raises
-        `CheckpointError` for a file that cannot be mapped, and for rows that belong to no heads.
+        """Return plain numbers as stored, blocks in float32; it may be a view of the file: copy it
+        to keep it, never write to it. CheckpointError for a file that cannot be mapped.
         """
         tensor = self._index.tensors[name]
         rows = self._rows(tensor)
@@ -67,8 +57,8 @@ class GgufTensors:
         return _dequantized(rows, tensor)
 
     def _rows(self, tensor: GgufTensor) -> Bytes:
-        """The bytes [rows, bytes of a row] in transformers' order; all of a vector are one row,
-        unless its elements have another order.
+        """Bytes [rows, bytes of a row] in transformers' order; a vector is one row, unless its
+        elements are reordered.
         """
         stored = self._mapped(tensor.part)[tensor.start : tensor.stop]
         if tensor.order == "as stored":
@@ -102,7 +92,6 @@ class GgufTensors:
 
 
 def _dequantized(rows: Bytes, tensor: GgufTensor) -> torch.Tensor:
-    """The blocks in `rows` as float32 of the tensor's shape."""
     values = torch.empty(len(rows), tensor.shape[-1])
     step = max(1, _ELEMENTS_AT_ONCE // tensor.shape[-1])
     for start in range(0, len(rows), step):

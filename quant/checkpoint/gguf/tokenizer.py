@@ -1,7 +1,5 @@
-"""How byte-level tokenizers split text before they merge, by the names that GGUF files have for it.
-
-The patterns are those of the models' own `tokenizer.json`, where llama.cpp rewrites them for an
-engine without `(?i:…)` and classes of case; the names are those of `llama_vocab::impl::load`.
+"""How byte-level tokenizers split text, by the names of `llama_vocab::impl::load`; the patterns are
+those of the models' own `tokenizer.json`, which llama.cpp rewrites for its engine.
 """
 
 from __future__ import annotations
@@ -40,10 +38,8 @@ _DIGIT = r"\p{N}"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The patterns by which text is split, one after the other.
-
-    `ignore_merges`: a piece that is a token as a whole is not merged. `adds_bos`: texts begin with
-    the BOS token unless the file says otherwise. `normalizes`: to Unicode's form NFC first.
+    """`ignore_merges`: a piece that is a token is not merged; `adds_bos` unless the file says
+    otherwise; `normalizes` to NFC.
     """
 
     patterns: tuple[str, ...]
@@ -121,10 +117,6 @@ does its text tell."""
 
 
 def end_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
-    """The ids of `tokens` at which an answer ends; `rows`: those of the embedding.
-
-    Raises `SpecError` for an id in the metadata that is none.
-    """
     texts = frozenset(tokens)
     no_ends = {text for text, sets in _NO_END_BESIDE.items() if any(map(texts.issuperset, sets))}
     named = (entries.token(f"tokenizer.ggml.{key}_token_id", rows) for key in _END_KEYS)
@@ -133,7 +125,6 @@ def end_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
 
 
 def control_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
-    """The ids of `tokens` that are no part of a text by their texts; `rows` and errors as above."""
     return end_tokens(entries, tokens, rows) | _fills(entries, tokens, _OTHER_FILLS)
 
 
@@ -163,10 +154,7 @@ _DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 
 def tokenizer_files(entries: Entries, vocabulary_size: int) -> dict[str, dict[str, Any]]:
-    """The content of the files, by name; none where the file has no vocabulary.
-
-    Raises `SpecError` for a vocabulary of another kind, or one that cannot be used.
-    """
+    """The content of files by name, none without vocabulary; SpecError if it is unusable."""
     kind = entries.text("tokenizer.ggml.model", "none")
     if kind in NO_MODEL:
         return {}
@@ -192,7 +180,6 @@ def tokenizer_files(entries: Entries, vocabulary_size: int) -> dict[str, dict[st
 
 
 def _types(entries: Entries, tokens: list[str], rows: int) -> list[int]:
-    """The types of the tokens: as the file has them, but for control tokens of known texts."""
     normal = [_NORMAL] * len(tokens)
     types = list_of(entries.values.get("tokenizer.ggml.token_type", normal), int)
     if types is None or len(types) < len(tokens):
@@ -204,7 +191,6 @@ def _types(entries: Entries, tokens: list[str], rows: int) -> list[int]:
 
 
 def _byte_level(entries: Entries, tokens: list[str]) -> tuple[dict[str, Any], bool]:
-    """A byte-level BPE tokenizer, and whether its texts begin with BOS."""
     name = entries.text("tokenizer.ggml.pre", "default")
     name = OF_ARCHITECTURE[entries.architecture] if name == "default" else name
     rule = PRE_TOKENIZERS.get(str(name))
@@ -270,9 +256,7 @@ def _sentence_piece(entries: Entries, tokens: list[str], types: list[int]) -> di
 
 
 def _merges(pieces: dict[str, tuple[float, int]]) -> list[list[str]]:
-    """All pairs of pieces that make a piece: those of the highest score first, as SentencePiece
-    merges them.
-    """
+    """All pairs that make a piece, the highest score first, as SentencePiece merges them."""
     found = [
         (-score, number, text[:cut], text[cut:])
         for text, (score, number) in pieces.items()
@@ -321,7 +305,6 @@ def _added(number: int, text: str, special: bool) -> dict[str, Any]:
 
 
 def _special_tokens(entries: Entries, tokens: list[str], kind: str) -> dict[str, int]:
-    """The ids of the tokens that texts begin and end with, by the names in the file."""
     found = {}
     for name in _SPECIAL:
         default = _DEFAULT_IDS.get(name) if kind == _SENTENCE_PIECE else None
@@ -336,7 +319,6 @@ def _special_tokens(entries: Entries, tokens: list[str], kind: str) -> dict[str,
 def _ends(
     entries: Entries, tokens: list[str], special: dict[str, int], adds_bos: bool
 ) -> dict[str, Any] | None:
-    """What puts the BOS and EOS tokens around a text, where the file wants them."""
     wanted = {
         "bos": entries.flag("tokenizer.ggml.add_bos_token", adds_bos),
         "eos": entries.flag("tokenizer.ggml.add_eos_token", False),
