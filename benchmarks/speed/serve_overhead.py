@@ -40,7 +40,7 @@ from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service
-from llmpq.tokenizing.tokenizer_process import Limits
+from llmpq.tokenizing.tokenizer_process import RowLimits
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples/demo_model"
@@ -91,7 +91,7 @@ def serve(connection: Connection) -> None:
         server.on_listening = connection.send
         await server.serve()
 
-    with closing(ModelTokenizer(MODEL, Limits())) as tokenizer:
+    with closing(ModelTokenizer(MODEL, RowLimits())) as tokenizer:
         asyncio.run(whole())
 
 

@@ -21,7 +21,7 @@ from llmpq.lengths.trace_file import whole_tokens
 from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
-from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
 from llmpq.workload.measured_lengths import MOST_FINISHED, read_measured
 from planner.workload import MAX_TOKENS, Workload
 from quant.common.errors import InputError, SpecError
@@ -93,7 +93,7 @@ def as_prompts(
     """
     if model is None:
         return [_as_text(each) for each in rows]
-    tokenizer = load_tokenizer(model, Limits(), prompting)
+    tokenizer = load_tokenizer(model, RowLimits(), prompting)
     if tokenizer is None:
         learnt = _tokenized(rows, None)
     else:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from llmpq.lengths.folder import check_target, check_tokenizer, tokenizer_digest
 from llmpq.lengths.predictor import Known, LengthPredictor, Longest, Prompt
-from llmpq.lengths.process.predictor_process import (
+from llmpq.lengths.predictor_process import (
     PredictionFigures,
     PredictorLimits,
     PredictorProcess,

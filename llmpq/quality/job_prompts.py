@@ -12,7 +12,7 @@ from llmpq.quality.text_windows import Document, read_documents
 from llmpq.rows.row import Row
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
-from llmpq.tokenizing.tokenizer_process import Limits
+from llmpq.tokenizing.tokenizer_process import RowLimits
 from planner.workload import MAX_TOKENS, Workload
 from quant.common.errors import InputError
 
@@ -52,7 +52,7 @@ def prompts_of_input(
     step = -(-usable // MOST_ROWS)
     rows = (row for row, _ in source.rows() if isinstance(row, Row))
     chosen = (replace(row, sampling={}) for number, row in enumerate(rows) if number % step == 0)
-    tokenizer = start_tokenizer(folder, Limits(), prompting)
+    tokenizer = start_tokenizer(folder, RowLimits(), prompting)
     try:
         if tokenizer is not None:
             tokenizer.wait()

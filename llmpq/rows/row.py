@@ -78,7 +78,7 @@ class Row:
 
     @property
     def tokenizing(self) -> dict[str, Any]:
-        """The task for `llmpq.tokenizing.worker` that makes tokens of its text or messages."""
+        """The task of `tokenizer_child` that makes tokens of its text or messages."""
         task: dict[str, Any] = {"text": self.text}
         if self.messages is not None:
             chat = enumerate(self.messages, start=1)

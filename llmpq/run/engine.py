@@ -31,7 +31,7 @@ from llmpq.run.fleets import Runnable, check_fleet, plans_of, shown_plan
 from llmpq.run.importance import importance_file, importance_store
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
-from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
 from planner.plan.divided import all_stages, undivided
 from planner.plan.run_trace import check_trace_path
 from planner.plan.spec import PlanSpec
@@ -190,7 +190,7 @@ class RunResources(PlannedModel):
     def _started_tokenizer(self) -> TokenizerProcess | None:
         plans = (self._first_plan, self._first_plan.long_rows or self._first_plan)
         most = max(plan.workload.prompt_length for plan in plans)
-        limits = Limits(self.options.row_s, most_tokens=most)
+        limits = RowLimits(self.options.row_s, most_tokens=most)
         tokenizer = start_tokenizer(self.folder, limits, self.options.prompting)
         if tokenizer is not None:
             tokenizer.on_failure = self._tokenizer_failed

@@ -17,7 +17,7 @@ from llmpq.rows.sampling import (
     merge_sampling,
 )
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions
-from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
+from llmpq.tokenizing.tokenizer_process import ROW_S, RowLimits
 from planner.option_rules import (
     ANY,
     Range,
@@ -178,7 +178,7 @@ class RunOptions(PromptingOptions):
         """Check every value that can be checked without the plan and its model."""
         refuse_not_finite(self)
         CacheSettings(limit_gib=self.cache_limit_gib)
-        Limits(row_s=self.row_s)
+        RowLimits(row_s=self.row_s)
         _ = self.recovery, self.prompting
         given = self.max_batch_size, self.prefill_chunk_tokens
         policy_options(self.policy or "orca", *given)  # of a plan it is known later

@@ -12,7 +12,7 @@ from llmpq.serve.engine import GenerationError, PromptError, PromptTooLongError
 from llmpq.serve.wire.boundary import log_fault
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
-from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
 from quant.common.errors import SpecError
 from quant.common.text import INCOMPLETE, MOST_BEFORE
 
@@ -34,11 +34,11 @@ class ModelTokenizer:
     there is none. Its coroutines are called in one event loop.
     """
 
-    def __init__(self, folder: Path, limits: Limits, prompting: Prompting | None = None) -> None:
+    def __init__(self, folder: Path, limits: RowLimits, prompting: Prompting | None = None) -> None:
         encoder = _loaded(folder, limits, prompting)
         self.markers = encoder.markers
         self._encoder = _Asked(encoder)
-        self._decoder = _Asked(_loaded(folder, Limits(), prompting))
+        self._decoder = _Asked(_loaded(folder, RowLimits(), prompting))
         self._questions: list[tuple[_TokensAfter, asyncio.Future[str]]] = []
         self._asking: asyncio.Task[None] | None = None
         self._texts: dict[tuple[int, bool], str] = {}  # at the beginning, or within a text
@@ -137,7 +137,7 @@ class _Asked:
     def most_characters(self) -> int | None:
         return self._process.most_characters
 
-    async def ask(self, task: Mapping[str, object]) -> Answer:
+    async def ask(self, task: Mapping[str, object]) -> Tokenized:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._process.ask, task)
 
@@ -146,7 +146,7 @@ class _Asked:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _loaded(folder: Path, limits: Limits, prompting: Prompting | None) -> TokenizerProcess:
+def _loaded(folder: Path, limits: RowLimits, prompting: Prompting | None) -> TokenizerProcess:
     process = load_tokenizer(folder, limits, prompting)
     if process is None:
         raise SpecError(

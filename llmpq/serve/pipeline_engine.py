@@ -33,7 +33,7 @@ from llmpq.serve.engine import (
 )
 from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.tokenizing.reasoning import Markers
-from llmpq.tokenizing.tokenizer_process import Limits
+from llmpq.tokenizing.tokenizer_process import RowLimits
 from planner.plan.spec import PlanSpec
 from quant.common.errors import LlmpqError
 
@@ -71,7 +71,7 @@ class PipelineEngine:
             vocab_size=model.vocab_size,
             top_logprobs=MOST_TOP_LOGPROBS,
         )
-        limits = Limits(options.row_s, most_tokens=room.prompt_length)
+        limits = RowLimits(options.row_s, most_tokens=room.prompt_length)
         self.tokenizer = ModelTokenizer(model.folder, limits, options.prompting)
         try:
             self.lengths = self._expected_lengths() if model.predicts else None

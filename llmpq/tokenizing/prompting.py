@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from llmpq.tokenizing.worker import BrokenTemplateError, compile_template
+from llmpq.tokenizing.tokenizer_child import BrokenTemplateError, compile_template
 from planner.option_rules import Rule, option
 from quant.common.errors import SpecError
 

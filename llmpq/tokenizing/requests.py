@@ -15,7 +15,7 @@ from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import merge_sampling
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
-from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
 from planner.workload import Workload
 from quant.checkpoint.model_reference import local_model
 from quant.common.errors import CheckpointError, FieldError
@@ -27,8 +27,8 @@ AHEAD_ROWS = 64
 AHEAD_BYTES = 1 << 20
 """Bytes of these rows, unless a single one is longer."""
 
-DOCUMENTS = Limits(row_s=3600.0, row_bytes=64 << 30)
-"""Limits for texts to measure or calibrate on, each of which may be very long."""
+DOCUMENTS = RowLimits(row_s=3600.0, row_bytes=64 << 30)
+"""RowLimits for texts to measure or calibrate on, each of which may be very long."""
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -183,19 +183,19 @@ class RequestMaker:
         """What the model's reasoning stands between, if it has such tokens."""
         return None if self.tokenizer is None else self.tokenizer.markers
 
-    def texts(self, generated: Sequence[tuple[Request, tuple[int, ...]]]) -> list[Answer]:
+    def texts(self, generated: Sequence[tuple[Request, tuple[int, ...]]]) -> list[Tokenized]:
         """Texts of `generated`, requests and their new tokens, as they follow the prompts' texts.
 
         Special tokens are left out, and a text ends before its first stop string or stop token. A
         text is None where there is no tokenizer.
         """
         if self.tokenizer is None:
-            return [Answer() for _ in generated]
+            return [Tokenized() for _ in generated]
         tasks = [self.tokenizer.submit(_text_of(*each)) for each in generated]
         answers = map(self.tokenizer.answer, tasks)
         return [self._cut(answer, *each) for answer, each in zip(answers, generated, strict=True)]
 
-    def _cut(self, answer: Answer, request: Request, token_ids: tuple[int, ...]) -> Answer:
+    def _cut(self, answer: Tokenized, request: Request, token_ids: tuple[int, ...]) -> Tokenized:
         """`answer` up to the stop string that ends it, which is none within `min_tokens`."""
         assert self.tokenizer is not None
         text, sampling = answer.text, request.sampling
@@ -203,7 +203,7 @@ class RequestMaker:
             return answer
         early = token_ids[: sampling.min_tokens]
         before = self.tokenizer.ask(_text_of(request, early)).text if early else None
-        return Answer(text=text[: stop_begin(text, sampling.stop, before or "")])
+        return Tokenized(text=text[: stop_begin(text, sampling.stop, before or "")])
 
 
 def _room(workload: Workload) -> str:
@@ -233,7 +233,7 @@ def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> FieldError | None:
 
 
 def start_tokenizer(
-    folder: Path, limits: Limits = DOCUMENTS, prompting: Prompting | None = None
+    folder: Path, limits: RowLimits = DOCUMENTS, prompting: Prompting | None = None
 ) -> TokenizerProcess | None:
     """The tokenizer of the model in `folder`, still loading; None where there is none.
 
@@ -264,7 +264,7 @@ def tokenizer_checked(model: str, prompting: Prompting | None = None) -> Iterato
 
 
 def load_tokenizer(
-    folder: Path, limits: Limits = DOCUMENTS, prompting: Prompting | None = None
+    folder: Path, limits: RowLimits = DOCUMENTS, prompting: Prompting | None = None
 ) -> TokenizerProcess | None:
     """The tokenizer of the model in `folder`, loaded; raises `CheckpointError` if it cannot be."""
     tokenizer = start_tokenizer(folder, limits, prompting)

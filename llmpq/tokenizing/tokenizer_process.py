@@ -7,20 +7,17 @@ answered with its cause, and the others go on in a new process.
 from __future__ import annotations
 
 import json
-import os
-import select
 import signal
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmpq.tokenizing import worker
-from llmpq.tokenizing.child_process import end_child, pipes_of, start_child
+from llmpq.tokenizing import tokenizer_child
+from llmpq.tokenizing.child_process import ChildEndedError, JsonChild
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
 from quant.common.errors import CheckpointError, SpecError
@@ -38,14 +35,13 @@ MOST_ROW_S = 86_400.0
 _LOAD_S = 120.0
 _LOAD_BYTES = 8 << 30  # a tokenizer.json of 30 MB takes about 1 GiB
 _GRACE_S = 10.0  # the process ends itself in time; this is for one that cannot
-_PIPE_BYTES = 1 << 16
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 _REMEDY = "take the model's own files again (those beside its weights on the hub)"
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a row.
+class RowLimits:
+    """RowLimits of a row.
 
     `row_s` seconds, `row_bytes` of memory beyond that of the process, and `most_tokens` (None: any
     number).
@@ -64,7 +60,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Tokenized:
     """Outcome of a task: `ids`, `text` or `texts`, or the `error` and what it is `of`.
 
     `tokens` or `characters` give a number that is too large, in place of ids.
@@ -96,8 +92,8 @@ class TokenizerProcess:
     def __init__(
         self,
         folder: Path,
-        limits: Limits,
-        program: Path = Path(worker.__file__),
+        limits: RowLimits,
+        program: Path = Path(tokenizer_child.__file__),
         prompting: Prompting | None = None,
     ) -> None:
         self.limits = limits
@@ -111,7 +107,7 @@ class TokenizerProcess:
         self.behind_bytes = 0
         self._numbers = 0
         self._waiting: deque[_Task] = deque()
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Tokenized] = {}
         self._retried = -1
         self._forgotten = 0
         self._heard_s = time.monotonic()
@@ -132,10 +128,10 @@ class TokenizerProcess:
     @property
     def pid(self) -> int:
         """Process id of the present process."""
-        return self._process.pid
+        return self._child.pid
 
     def submit(self, task: Mapping[str, Any]) -> int:
-        """Add a task (see `worker.py`); returns its number.
+        """Add a task (see `tokenizer_child.py`); returns its number.
 
         Raises ValueError or TypeError if it is no JSON.
         """
@@ -144,12 +140,10 @@ class TokenizerProcess:
         of = "chat template or tokenizer" if "chat" in task else "tokenizer"
         self._waiting.append(_Task(self._numbers, of, line))
         self.behind_bytes += len(line)
-        self._outgoing += line
-        if len(self._outgoing) >= _PIPE_BYTES and self._is_ready:
-            self._write()
+        self._child.send(line)
         return self._numbers
 
-    def answer(self, number: int) -> Answer:
+    def answer(self, number: int) -> Tokenized:
         """The answer to that task, which can be asked for once.
 
         Raises `CheckpointError` where a new process cannot be started.
@@ -160,7 +154,7 @@ class TokenizerProcess:
             self._exchange()
         return self._answers.pop(number)
 
-    def ask(self, task: Mapping[str, Any]) -> Answer:
+    def ask(self, task: Mapping[str, Any]) -> Tokenized:
         """The answer to one task."""
         return self.answer(self.submit(task))
 
@@ -172,11 +166,11 @@ class TokenizerProcess:
     @property
     def is_alive(self) -> bool:
         """Whether tasks can be given to it: it is not closed, and has not failed for good."""
-        return self._end.alive
+        return self._child.end.alive
 
     def close(self) -> None:
         """End the process; no task can be given to it, and no answer asked for, from then on."""
-        self._end()
+        self._child.end()
 
     def _start(self) -> None:
         settings = {
@@ -186,54 +180,33 @@ class TokenizerProcess:
             "options": self._options,
             **vars(self.limits),
         }
-        self._process = start_child(self._program, settings, "tokenizes")
-        self._end = weakref.finalize(self, end_child, self._process)
-        self._in, self._out = pipes_of(self._process)
-        self._outgoing = bytearray().join(task.line for task in self._waiting)
-        self._incoming = bytearray()
+        self._child = JsonChild(self._program, settings, "tokenizes")
+        for task in self._waiting:
+            self._child.send(task.line)
         self._is_ready = False
 
     def _exchange(self) -> None:
         """Write tasks and read answers, waiting for either for a limited time."""
-        assert self._end.alive, "its pipes are closed, and their numbers may be others' by now"
-        limit_s = self.limits.row_s if self._is_ready else _LOAD_S
-        poll = select.poll()
-        poll.register(self._out, select.POLLIN)
-        if self._outgoing:
-            poll.register(self._in, select.POLLOUT)
-        events = dict(poll.poll((limit_s + _GRACE_S) * 1000))
-        if self._in in events:
-            self._write()
-        if self._out in events:
-            self._take(os.read(self._out, _PIPE_BYTES))
-        elif not events:
-            self._ended(is_late=True)
-
-    def _write(self) -> None:
-        assert self._end.alive, "as in `_exchange`"
         try:
-            while self._outgoing:
-                del self._outgoing[: os.write(self._in, self._outgoing[:_PIPE_BYTES])]
-        except (BlockingIOError, BrokenPipeError):  # reading finds a broken one
+            limit_s = self.limits.row_s if self._is_ready else _LOAD_S
+            lines = self._child.exchange(limit_s + _GRACE_S)
+        except TimeoutError:
+            self._ended(-signal.SIGALRM)
             return
-
-    def _take(self, read: bytes) -> None:
-        self._incoming += read
-        if read:
+        except ChildEndedError as error:
+            self._ended(error.code)
+            return
+        if lines:
             self._heard_s = time.monotonic()
-        if not read:
-            self._ended()
-        elif b"\n" in read:
-            *lines, self._incoming = self._incoming.split(b"\n")
-            for line in lines:
-                content = json.loads(line)
-                if self._is_ready:
-                    self._say_begin(content.pop("begins_with", None))
-                    self._note_answer(_answer(content))
-                else:
-                    self._take_first(content)
+        for line in lines:
+            content = json.loads(line)
+            if self._is_ready:
+                self._say_begin(content.pop("begins_with", None))
+                self._note_answer(_tokenized(content))
+            else:
+                self._take_first(content)
 
-    def _note_answer(self, answer: Answer) -> None:
+    def _note_answer(self, answer: Tokenized) -> None:
         """Note the answer to the oldest task."""
         task = self._waiting.popleft()
         self.behind_bytes -= len(task.line)
@@ -262,10 +235,8 @@ class TokenizerProcess:
         for text in content["warnings"]:
             warnings.warn(f"the tokenizer in {self._folder}: {printable(text)}", stacklevel=4)
 
-    def _ended(self, is_late: bool = False) -> None:
+    def _ended(self, code: int) -> None:
         """Give the task in hand its cause, as the process is gone, and the others a new process."""
-        self.close() if is_late else self._process.wait()
-        code = -signal.SIGALRM if is_late else self._process.returncode
         self.close()
         if not self._is_ready:
             late = f"took more than {_LOAD_S:g} s, as on a slow disk: copy the folder to a fast one"
@@ -276,7 +247,7 @@ class TokenizerProcess:
             if -code in _FROM_OUTSIDE and task.number != self._retried:
                 self._retried = task.number  # perhaps another process was to blame
             else:
-                self._note_answer(Answer(error=cause, of=task.of))
+                self._note_answer(Tokenized(error=cause, of=task.of))
                 self.on_failure(cause, time.monotonic() - self._heard_s)
         self._start()
 
@@ -288,14 +259,14 @@ class TokenizerProcess:
         )
 
 
-def _answer(content: Mapping[str, Any]) -> Answer:
+def _tokenized(content: Mapping[str, Any]) -> Tokenized:
     if "ids" in content:
-        return Answer(ids=tuple(content["ids"]))
+        return Tokenized(ids=tuple(content["ids"]))
     if "texts" in content:
-        return Answer(texts=tuple(content["texts"]))
+        return Tokenized(texts=tuple(content["texts"]))
     if "error" in content:  # a template may raise any text
-        return Answer(error=printable(content["error"]), of=content["of"])
-    return Answer(**content)
+        return Tokenized(error=printable(content["error"]), of=content["of"])
+    return Tokenized(**content)
 
 
 def _why(code: int, late: str) -> str:

@@ -23,7 +23,7 @@ from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
-from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
 from llmpq.workload.measured_lengths import IdNumbers, id_number
 from planner.lengths import BoolArray, IntArray
 from planner.workload import MAX_TOKENS, Workload
@@ -208,7 +208,9 @@ class InputMeasure:
         from quant.checkpoint.model_reference import resolve
 
         try:
-            tokenizer = load_tokenizer(resolve(self.model, weights=False), Limits(), self.prompting)
+            tokenizer = load_tokenizer(
+                resolve(self.model, weights=False), RowLimits(), self.prompting
+            )
         except CheckpointError as error:
             raise SpecError(f"the prompts cannot be measured: {error}; or give --s") from error
         if tokenizer is None:

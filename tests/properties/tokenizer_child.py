@@ -1,4 +1,4 @@
-"""`llmpq.tokenizing.worker` with two more tasks: another chat template, and another model folder.
+"""The child that tokenizes, with two more tasks: another chat template, and another model folder.
 
 `{"template": …}` renders a chat with it, `{"load": FOLDER}` loads that tokenizer and uses it; a new
 process for each would take half a second.
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_CHILD = Path(__file__).resolve().parents[2] / "llmpq" / "tokenizing" / "worker.py"
+_CHILD = Path(__file__).resolve().parents[2] / "llmpq" / "tokenizing" / "tokenizer_child.py"
 _SPEC = importlib.util.spec_from_file_location("child", _CHILD)
 assert _SPEC is not None
 assert _SPEC.loader is not None
@@ -24,7 +24,7 @@ CHAT = ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "
 TASKS = ({"text": "hello world [ a ] xx1"}, {"chat": CHAT}, {"ids": [5, 2, 1000], "before": [1]})
 
 
-class Changing(child.Worker):  # type: ignore[misc,name-defined]
+class Changing(child.RowTokenizer):  # type: ignore[misc,name-defined]
     """Is told by a task what to be."""
 
     def answer(self, line: str) -> dict[str, Any]:
@@ -41,14 +41,14 @@ class Changing(child.Worker):  # type: ignore[misc,name-defined]
         return dict(super().answer(line))
 
     def _loaded(self, folder: Path) -> dict[str, Any]:
-        worker, first = child._first_line(folder, self.most_tokens)
-        if worker is None:
+        row_tokenizer, first = child._first_line(folder, self.most_tokens)
+        if row_tokenizer is None:
             return {"error": f"{first['file']}: {first['error']}", "of": "load"}
-        answers = [super(Changing, worker).answer(json.dumps(task)) for task in TASKS]
+        answers = [super(Changing, row_tokenizer).answer(json.dumps(task)) for task in TASKS]
         return {"text": json.dumps(answers)}
 
 
-child.Worker = Changing  # type: ignore[attr-defined]
+child.RowTokenizer = Changing  # type: ignore[attr-defined]
 
 if __name__ == "__main__":
     try:

@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
 from tests.llmpq.small_tokenizers import TEMPLATE, WORDS, write_tokenizer
 from tests.properties.mutation import mutate_bytes, mutate_json
 
 ROW_S = 0.3
-_LIMITS = Limits(ROW_S, row_bytes=1 << 29, most_tokens=64)
+_LIMITS = RowLimits(ROW_S, row_bytes=1 << 29, most_tokens=64)
 _HELLO = 1 + WORDS.index("hello")
 _LONGEST = 1200  # characters of an error: a path, and what the child cuts
 _CONFIG = b"C"  # first byte of a seed that is a tokenizer_config.json
@@ -135,7 +135,7 @@ def file(data: bytes, folder: Path) -> bool:
     return answer.text is not None
 
 
-def _check(answer: Answer) -> None:
+def _check(answer: Tokenized) -> None:
     if answer.error is not None:
         assert answer.error
         assert len(answer.error) < _LONGEST

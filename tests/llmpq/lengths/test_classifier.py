@@ -19,8 +19,8 @@ from llmpq.lengths.classifier import (
     train_classifier,
 )
 from llmpq.lengths.folder import load_predictor
+from llmpq.lengths.learner import accuracy
 from llmpq.lengths.predictor import Bucketed, Example, Prompt
-from llmpq.lengths.process.learner import accuracy
 from quant.common.errors import SpecError
 from tests.llmpq.lengths.learnable import (
     BUCKETS,

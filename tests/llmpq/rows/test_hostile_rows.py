@@ -12,7 +12,7 @@ from llmpq import Plan
 from llmpq.cli import run as run_cli
 from llmpq.jobs.inputs import JobInput
 from llmpq.tokenizing.prompting import Prompting
-from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
 from llmpq.workload.batch import batch_of_input
 from quant.common.errors import SpecError
 from tests.actors.models import reference
@@ -113,7 +113,7 @@ def test_a_run_that_is_refused_leaves_no_process(
 ) -> None:
     pids: set[int] = set()
 
-    def started(folder: Path, limits: Limits, prompting: Prompting) -> TokenizerProcess:
+    def started(folder: Path, limits: RowLimits, prompting: Prompting) -> TokenizerProcess:
         process = TokenizerProcess(folder, limits)
         pids.add(process.pid)
         return process

@@ -17,7 +17,7 @@ import pytest
 from actors.messages import Finished, Request, Sampling
 from llmpq import Plan
 from llmpq.lengths.predictor import Known, Prompt
-from llmpq.lengths.process.predictor_process import PredictionFigures, PredictorProcess
+from llmpq.lengths.predictor_process import PredictionFigures, PredictorProcess
 from llmpq.lengths.sources import Direct, open_source, wait_loaded
 from llmpq.rows.row import BadRow
 from llmpq.run.engine import RunResources

@@ -11,7 +11,7 @@ from llmpq.rows.row import BadRow, Row
 from llmpq.run.meter import RunMeter
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
-from llmpq.tokenizing.tokenizer_process import Limits
+from llmpq.tokenizing.tokenizer_process import RowLimits
 from planner.workload import Workload
 from tests.llmpq.small_tokenizers import write_byte_tokenizer
 
@@ -59,7 +59,7 @@ def test_reasoning_of_chats_comes_beside_their_texts(tmp_path: Path) -> None:
     """Not of texts; an error row of a chat has the column too, so that tables have one for all."""
     template = "{{ messages[0].content }}"
     folder = write_byte_tokenizer(tmp_path / "m", (), ("<think>", "</think>"), template=template)
-    with closing(load_tokenizer(folder, Limits())) as tokenizer:  # type: ignore[type-var]
+    with closing(load_tokenizer(folder, RowLimits())) as tokenizer:  # type: ignore[type-var]
         maker = RequestMaker(SHORT, 300, Sampling(), tokenizer, LONG)
         rows = RowsInFlight(maker, RunMeter(None, None))
         prompts = {"asked": "hi", "opened": "hi <think>\n", "long": "hi " * 15, "failed": "hi"}

@@ -17,7 +17,7 @@ from llmpq.rows.row import Row
 from llmpq.serve.engine import GenerationError, PromptTooLongError
 from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.serve.text import Detokenizer
-from llmpq.tokenizing.tokenizer_process import Limits
+from llmpq.tokenizing.tokenizer_process import RowLimits
 from tests.llmpq.small_tokenizers import ids_of, piece_tokenizer, strip_decoder
 from tests.paths import EXAMPLES, ROOT
 
@@ -31,7 +31,7 @@ def reference() -> AutoTokenizer:
 
 @pytest.fixture
 def tokenizer() -> Iterator[ModelTokenizer]:
-    with closing(ModelTokenizer(MODEL, Limits(most_tokens=64))) as made:
+    with closing(ModelTokenizer(MODEL, RowLimits(most_tokens=64))) as made:
         yield made
 
 
@@ -81,7 +81,7 @@ def test_the_text_of_a_token_is_remembered_behind_texts_alone(tmp_path: Path) ->
         return [await made.decode((token,), before) for before, token in lists]
 
     wanted = ["Hello", " world", "world", " world", "ñ", " world", "ñ", "\ufffd", " world"]
-    with closing(ModelTokenizer(tmp_path, Limits())) as made:
+    with closing(ModelTokenizer(tmp_path, RowLimits())) as made:
         assert asyncio.run(texts()) == wanted
         made._decoder.ask = None  # from here on nothing is asked
         last = made.decode((world,), (bos, hello)), made.decode((second,), (hello,))
@@ -129,4 +129,4 @@ def test_one_who_leaves_disturbs_nobody(tokenizer: ModelTokenizer) -> None:
 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no tokenizer"):
-        ModelTokenizer(tmp_path, Limits())
+        ModelTokenizer(tmp_path, RowLimits())

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from llmpq.rows.row import Row
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
-from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
 from quant.common.errors import SpecError
 from tests.llmpq.small_tokenizers import write_byte_tokenizer
 
@@ -50,7 +50,7 @@ def reference(folder: Path) -> Any:
 
 
 def started(folder: Path, prompting: Prompting | None = None) -> TokenizerProcess:
-    tokenizer = load_tokenizer(folder, Limits(), prompting)
+    tokenizer = load_tokenizer(folder, RowLimits(), prompting)
     assert tokenizer is not None
     return tokenizer
 
@@ -71,7 +71,7 @@ def of_job(folder: Path) -> Iterator[TokenizerProcess]:
 
 def asked(
     tokenizer: TokenizerProcess, messages: Any = None, text: Any = None, **own: Any
-) -> Answer:
+) -> Tokenized:
     row = Row("a", text, messages=messages, prompt_options=own)
     return tokenizer.ask(row.tokenizing)
 

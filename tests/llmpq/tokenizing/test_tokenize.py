@@ -12,7 +12,7 @@ import pytest
 from actors.messages import Request, Sampling
 from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.requests import AHEAD_ROWS, RequestMaker, load_tokenizer
-from llmpq.tokenizing.tokenizer_process import Limits
+from llmpq.tokenizing.tokenizer_process import RowLimits
 from planner.workload import Workload
 from tests.llmpq.small_tokenizers import (
     BY_CONTENT,
@@ -31,7 +31,7 @@ PLANNED = Workload(4, 64, 16)
 
 
 def maker_of(folder: Path, row_s: float = 30.0) -> RequestMaker:
-    limits = Limits(row_s, row_bytes=1 << 29, most_tokens=PLANNED.prompt_length)
+    limits = RowLimits(row_s, row_bytes=1 << 29, most_tokens=PLANNED.prompt_length)
     return RequestMaker(PLANNED, 2048, Sampling(), load_tokenizer(folder, limits))
 
 
@@ -137,7 +137,7 @@ def test_a_text_far_longer_than_planned_is_not_tokenized(maker: RequestMaker) ->
 
 def test_a_prompt_of_a_million_characters_passes_where_it_is_planned(tmp_path: Path) -> None:
     planned = Workload(1, 300_000, 1)
-    limits = Limits(most_tokens=planned.prompt_length)
+    limits = RowLimits(most_tokens=planned.prompt_length)
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "m"), limits)
     made = RequestMaker(planned, 2048, Sampling(), tokenizer)
     request = made.request(Row("a", text="hello " * 200_000))

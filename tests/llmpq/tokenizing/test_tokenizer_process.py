@@ -20,7 +20,7 @@ import pytest
 
 from llmpq.cli import plan as plan_cli
 from llmpq.tokenizing.requests import load_tokenizer, tokenizer_checked
-from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
 from quant.common.errors import CheckpointError, SpecError
 from tests.llmpq.processes import alive, wait_until_gone
 from tests.llmpq.small_tokenizers import WORDS, write_tokenizer
@@ -95,7 +95,7 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenizerProces
     """A process that loads one folder after the other."""
     program = ROOT / "tests" / "properties" / "tokenizer_child.py"
     folder = write_tokenizer(tmp_path_factory.mktemp("loader") / "model")
-    with closing(TokenizerProcess(folder, Limits(), program)) as process:
+    with closing(TokenizerProcess(folder, RowLimits(), program)) as process:
         yield process
 
 
@@ -129,7 +129,7 @@ def test_loading_that_takes_too_long_or_dies(
     ):
         program.write_text(source)
         with pytest.raises(CheckpointError, match=cause):
-            TokenizerProcess(folder, Limits(), program).wait()
+            TokenizerProcess(folder, RowLimits(), program).wait()
 
 
 def test_a_process_that_cannot_end_itself_is_ended(
@@ -139,7 +139,7 @@ def test_a_process_that_cannot_end_itself_is_ended(
     program = tmp_path / "program.py"
     first = '{"most_characters": null, "warnings": []}'
     program.write_text(f"import signal\nprint({first!r}, flush=True)\nsignal.pause()")
-    tokenizer = TokenizerProcess(folder, Limits(row_s=0.1), program)
+    tokenizer = TokenizerProcess(folder, RowLimits(row_s=0.1), program)
     failed: list[str] = []
     tokenizer.on_failure = lambda cause, lost_s: failed.append(cause)
     assert tokenizer.ask({"text": "a"}).error == "took more than 0.1 s (--row_s)"
@@ -148,7 +148,7 @@ def test_a_process_that_cannot_end_itself_is_ended(
 
 
 def test_a_process_ended_from_outside_is_no_fault_of_the_row(folder: Path) -> None:
-    tokenizer = TokenizerProcess(folder, Limits())
+    tokenizer = TokenizerProcess(folder, RowLimits())
     tokenizer.wait()
     os.kill(tokenizer.pid, signal.SIGKILL)
     tasks = [tokenizer.submit({"text": word}) for word in WORDS[:3]]
@@ -164,7 +164,7 @@ def test_a_row_that_kills_the_process_again_is_to_blame(folder: Path, tmp_path: 
         "    if 'kill' in line: os.kill(os.getpid(), 9)\n"
         """    print('{"ids": [1]}', flush=True)\n"""
     )
-    tokenizer = TokenizerProcess(folder, Limits(), program)
+    tokenizer = TokenizerProcess(folder, RowLimits(), program)
     tasks = [tokenizer.submit({"text": text}) for text in ("a", "kill", "b")]
     answers = [tokenizer.answer(task) for task in tasks]
     assert [answer.ids for answer in answers] == [(1,), None, (1,)]
@@ -188,7 +188,7 @@ def test_a_new_process_has_the_time_to_load_whatever_a_row_has(
             return self._poll.poll()
 
     pretend = SimpleNamespace(poll=Poll, POLLIN=select.POLLIN, POLLOUT=select.POLLOUT)
-    monkeypatch.setattr("llmpq.tokenizing.tokenizer_process.select", pretend)
+    monkeypatch.setattr("llmpq.tokenizing.child_process.select", pretend)
     monkeypatch.setattr("llmpq.tokenizing.tokenizer_process._GRACE_S", 0.0)
     program = tmp_path / "program.py"
     program.write_text(
@@ -198,7 +198,7 @@ def test_a_new_process_has_the_time_to_load_whatever_a_row_has(
         "    if 'kill' in line: os.abort()\n"
         """    print('{"ids": [1]}', flush=True)\n"""
     )
-    tokenizer = TokenizerProcess(folder, Limits(row_s=0.1), program)
+    tokenizer = TokenizerProcess(folder, RowLimits(row_s=0.1), program)
     tasks = [tokenizer.submit({"text": text}) for text in ("kill", "a")]
     assert tokenizer.answer(tasks[1]).ids == (1,)
     assert "SIGABRT" in str(tokenizer.answer(tasks[0]).error)
@@ -209,17 +209,17 @@ def test_a_new_process_has_the_time_to_load_whatever_a_row_has(
 
 def test_large_tasks_and_answers_both_ways(folder: Path) -> None:
     """More than pipes hold, before any answer is taken."""
-    tokenizer = TokenizerProcess(folder, Limits())
+    tokenizer = TokenizerProcess(folder, RowLimits())
     tasks = [tokenizer.submit({"text": "hello " * 100_000}) for _ in range(4)]
     assert [len(tokenizer.answer(task).ids or ()) for task in tasks] == [100_000] * 4
 
 
 def test_no_process_is_left(folder: Path) -> None:
-    tokenizer = TokenizerProcess(folder, Limits())
+    tokenizer = TokenizerProcess(folder, RowLimits())
     closed = {tokenizer.pid}
     tokenizer.close()
     assert not alive(closed)
-    dropped = TokenizerProcess(folder, Limits())
+    dropped = TokenizerProcess(folder, RowLimits())
     pids = {dropped.pid}
     del dropped
     gc.collect()
@@ -230,7 +230,7 @@ def test_the_process_ends_with_who_started_it(folder: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path;"
         "from llmpq.tokenizing.tokenizer_process import *;"
-        f"t = TokenizerProcess(Path({str(folder)!r}), Limits()); t.wait();"
+        f"t = TokenizerProcess(Path({str(folder)!r}), RowLimits()); t.wait();"
         "print(t.pid, flush=True); os._exit(0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -241,7 +241,7 @@ def test_neither_secrets_nor_torch_are_in_the_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecret")
-    tokenizer = TokenizerProcess(folder, Limits())
+    tokenizer = TokenizerProcess(folder, RowLimits())
     tokenizer.wait()
     assert b"hf_secretsecret" not in Path(f"/proc/{tokenizer.pid}/environ").read_bytes()
     assert "libtorch" not in Path(f"/proc/{tokenizer.pid}/maps").read_text()
@@ -250,7 +250,7 @@ def test_neither_secrets_nor_torch_are_in_the_process(
 @pytest.mark.parametrize("row_s", [0.0, -1.0, 86_401.0, 1e300, float("inf"), float("nan")])
 def test_seconds_that_are_none(row_s: float) -> None:
     with pytest.raises(SpecError, match="row_s is"):
-        Limits(row_s)
+        RowLimits(row_s)
 
 
 def test_planning_tells_a_damaged_tokenizer_too(

@@ -14,10 +14,10 @@ import pytest
 
 from llmpq.lengths.boosting import WEIGHTS_FILE, train_boosting
 from llmpq.lengths.folder import load_predictor
+from llmpq.lengths.learner import LearningLimits
 from llmpq.lengths.predictor import Prompt
-from llmpq.lengths.process.learner import LearningLimits
-from llmpq.lengths.process.predictor_process import PredictorLimits, PredictorProcess
-from llmpq.lengths.process.worker import LEAST_COUNTED, NICENESS
+from llmpq.lengths.predictor_child import LEAST_COUNTED, NICENESS
+from llmpq.lengths.predictor_process import PredictorLimits, PredictorProcess
 from planner.prediction import predictor_file
 from quant.common.errors import InputError, SpecError
 from tests.llmpq.lengths.learnable import (
@@ -29,8 +29,8 @@ from tests.llmpq.lengths.learnable import (
     saved,
     tokens_of,
 )
-from tests.llmpq.lengths.process.test_learner import wait_for
-from tests.llmpq.processes import wait_until_gone
+from tests.llmpq.lengths.test_learner import wait_for
+from tests.llmpq.processes import alive, wait_until_gone
 
 PROMPTS = [Prompt(f"p{n}", 12 + n, tuple(range(n % 14))) for n in range(40)]
 LONGEST = [each.limit for each in PROMPTS]
@@ -158,7 +158,7 @@ def test_nothing_is_left_of_a_closed_one(tmp_path: Path) -> None:
     asked = process.submit(PROMPTS)
     process.close()
     assert asked.result() == LONGEST
-    assert process._process.returncode == -signal.SIGKILL
+    assert not alive({process.pid})
 
 
 def trainings(process: PredictorProcess) -> int:

@@ -54,7 +54,7 @@ _OF_TEMPLATE = ("tools", "documents", "add_generation_prompt", "continue_final_m
 """Options of a row that templates are given beside its `chat_template_kwargs`."""
 
 
-class Worker:
+class RowTokenizer:
     """A loaded tokenizer; `most_tokens` of a row, None for any number.
 
     `options` are those of rows that do not say: of a row, and the text of another `chat_template`.
@@ -244,7 +244,7 @@ def compile_template(template: Any) -> None:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """The tag that transformers adds to jinja."""
 
         tags = {"generation"}  # noqa: RUF012  (jinja's own form)
@@ -256,7 +256,7 @@ def compile_template(template: Any) -> None:
             return nodes.Scope(body).set_lineno(line)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     try:
         if not isinstance(template, str):
@@ -289,7 +289,7 @@ def _faulty_file(folder: Path, error: BaseException) -> str:
 
             if Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(False):
                 return str(folder)
-        except BaseException:  # as in `Worker.answer`
+        except BaseException:  # as in `RowTokenizer.answer`
             pass
         return str(folder / "tokenizer.json")
     return str(folder)
@@ -335,18 +335,18 @@ class _Warnings(logging.Handler):
 
 def _first_line(
     folder: Path, most_tokens: int | None, options: Mapping[str, Any] | None = None
-) -> tuple[Worker | None, dict[str, Any]]:
+) -> tuple[RowTokenizer | None, dict[str, Any]]:
     noted = _Warnings()
     logging.getLogger("transformers").addHandler(noted)
     try:
-        worker = Worker(folder, most_tokens, options)
-    except BaseException as error:  # as in `Worker.answer`
+        row_tokenizer = RowTokenizer(folder, most_tokens, options)
+    except BaseException as error:  # as in `RowTokenizer.answer`
         return None, {"error": error_words(error), "file": _faulty_file(folder, error)}
     finally:
         logging.getLogger("transformers").removeHandler(noted)
-    return worker, {
-        "most_characters": worker.most_characters,
-        "markers": worker.markers,
+    return row_tokenizer, {
+        "most_characters": row_tokenizer.most_characters,
+        "markers": row_tokenizer.markers,
         "warnings": noted.texts,
     }
 
@@ -355,7 +355,7 @@ def serve(settings: Mapping[str, Any]) -> None:
     """Load, then answer until there are no more tasks."""
     channel = os.dup(1)
     os.dup2(2, 1)  # prints of libraries are no answers
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # has `quant`, for `Worker`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # has `quant`, for `RowTokenizer`
 
     def send(content: bytes) -> None:
         left = memoryview(content + b"\n")
@@ -365,16 +365,16 @@ def serve(settings: Mapping[str, Any]) -> None:
     limit_memory(settings["load_bytes"])
     alarm(settings["load_s"])
     options = settings["options"]
-    worker, first = _first_line(Path(settings["folder"]), settings["most_tokens"], options)
+    row_tokenizer, first = _first_line(Path(settings["folder"]), settings["most_tokens"], options)
     alarm(0)
     send(json.dumps(first).encode())
-    if worker is None:
+    if row_tokenizer is None:
         return
     limit_memory(settings["row_bytes"])
     row_s = settings["row_s"]
     for line in sys.stdin:
         alarm(row_s)
-        answer = answer_line(worker.answer(line))
+        answer = answer_line(row_tokenizer.answer(line))
         alarm(0)  # reading the answer may take as long as it likes
         send(answer)
 

@@ -7,20 +7,17 @@ and every prompt from then on is expected to get the longest answer that it may 
 from __future__ import annotations
 
 import json
-import os
-import select
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmpq.lengths import predictor_child
+from llmpq.lengths.learner import LearningLimits
 from llmpq.lengths.predictor import Longest, Prompt
-from llmpq.lengths.process import worker
-from llmpq.lengths.process.learner import LearningLimits
-from llmpq.tokenizing.child_process import end_child, pipes_of, start_child
+from llmpq.tokenizing.child_process import ChildEndedError, JsonChild
 from quant.common.errors import InputError, SpecError
 
 BATCH_S = 60.0
@@ -29,7 +26,6 @@ times that at a low priority beside busy stages."""
 
 LOAD_S = 120.0
 SAVE_S = 60.0
-_PIPE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,6 @@ class PredictionFigures:
     elapsed_s: float
 
 
-class _GivenUpError(Exception):
-    """The process does not do what it should."""
-
-
 class PredictorProcess:
     """Predicts with the predictor in `folder`, one task after the other in a thread of its own.
 
@@ -74,32 +66,26 @@ class PredictorProcess:
         self,
         folder: Path,
         limits: PredictorLimits | None = None,
-        program: Path = Path(worker.__file__),
+        program: Path = Path(predictor_child.__file__),
     ) -> None:
         self.failure: str | None = None
         self.reads_ids = self.reads_text = False
         self._folder = folder
         self._limits = limits or PredictorLimits()
-        self._incoming = bytearray()
+        self._lines: list[bytes] = []
         settings = {"folder": str(folder.resolve()), "learning": asdict(self._limits.learning)}
-        process = start_child(program, settings, "predicts lengths")
-        self._process = process
-        self._in, self._out = pipes_of(process)
+        self._child = JsonChild(program, settings, "predicts lengths")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llmpq-lengths")
-        self._end = weakref.finalize(self, end_child, process)
-        self._loaded = self._thread.submit(self._read, time.monotonic() + LOAD_S)
+        self._loaded = self._thread.submit(self._next_answer, LOAD_S, "loading")
 
     @property
     def pid(self) -> int:
         """Process id."""
-        return self._process.pid
+        return self._child.pid
 
     def wait(self) -> None:
         """Wait until it is loaded; SpecError where it cannot be."""
-        try:
-            first = self._loaded.result()
-        except _GivenUpError as error:
-            first = {"error": str(error)}
+        first = self._loaded.result()
         if "error" in first:
             self.close()
             raise SpecError(f"the predictor in {self._folder} cannot be loaded: {first['error']}")
@@ -112,7 +98,7 @@ class PredictorProcess:
     def finished(self, rows: Sequence[tuple[str, int]]) -> None:
         """Tell how many tokens answers have got that have ended, by `custom_id`."""
         if rows and self.failure is None:
-            self._thread.submit(self._tell, {"finished": list(rows)})
+            self._thread.submit(self._send, {"finished": list(rows)})
 
     def figures(self) -> PredictionFigures | None:
         """What it has done so far; None where it has been given up."""
@@ -122,15 +108,15 @@ class PredictorProcess:
     def save(self, target: Path) -> None:
         """Write the predictor as it is to the folder `target`; raises `InputError`."""
         task = {"save": str(target.absolute())}
-        if self._thread.submit(self._asked, task, SAVE_S).result() is None:
+        if self._thread.submit(self._asked, task, SAVE_S, "writing").result() is None:
             raise InputError(f"the predictor is not written to {target}: {self.failure}")
 
     def close(self) -> None:
         """End the process; what was not answered is expected to be longest."""
         self.failure = self.failure or "it was ended"
-        self._process.kill()  # a task that goes on finds its pipes at their ends
+        self._child.kill()  # a task that goes on finds its pipes at their ends
         self._thread.shutdown(wait=True, cancel_futures=False)
-        self._end()
+        self._child.end()
 
     def _predict(self, prompts: tuple[Prompt, ...]) -> list[int]:
         rows = [
@@ -160,71 +146,41 @@ class PredictorProcess:
         self._give_up(f"it answered {expected!r:.80}, which are no lengths")
         return None
 
-    def _tell(self, task: Mapping[str, Any]) -> None:
+    def _send(self, task: Mapping[str, Any]) -> None:
         if self.failure is None:
-            try:
-                self._write(task, time.monotonic() + self._limits.batch_s)
-            except _GivenUpError as error:
-                self._give_up(str(error))
+            self._child.send(json.dumps(task).encode() + b"\n")
+            self._child.write()
 
-    def _asked(self, task: Mapping[str, Any], limit_s: float) -> dict[str, Any] | None:
+    def _asked(
+        self, task: Mapping[str, Any], limit_s: float, of: str = "a batch"
+    ) -> dict[str, Any] | None:
         """The answer to a task, None where there is none any more."""
         if self.failure is not None:
             return None
-        deadline_s = time.monotonic() + limit_s
-        try:
-            self._write(task, deadline_s)
-            answer = self._read(deadline_s)
-        except _GivenUpError as error:
-            self._give_up(str(error))
-            return None
+        self._send(task)
+        answer = self._next_answer(limit_s, of)
         if "error" in answer:
             self._give_up(str(answer["error"]))
             return None
         return answer
 
-    def _give_up(self, why: str) -> None:
-        if self.failure is None:
-            self.failure = why
-        self._process.kill()
-        self._process.wait()
-
-    def _write(self, task: Mapping[str, Any], deadline_s: float) -> None:
-        left = memoryview(json.dumps(task).encode() + b"\n")
-        while left:
-            self._await(self._in, select.POLLOUT, deadline_s)
-            try:
-                left = left[os.write(self._in, left[:_PIPE_BYTES]) :]
-            except BlockingIOError:  # a part of what it can take was too much
-                continue
-            except BrokenPipeError:
-                raise _GivenUpError(self._ended()) from None
-
-    def _read(self, deadline_s: float) -> dict[str, Any]:
-        """The next line of its answers."""
-        while b"\n" not in self._incoming:
-            self._await(self._out, select.POLLIN, deadline_s)
-            read = os.read(self._out, _PIPE_BYTES)
-            if not read:
-                raise _GivenUpError(self._ended())
-            self._incoming += read
-        line, _, rest = bytes(self._incoming).partition(b"\n")
-        self._incoming = bytearray(rest)
+    def _next_answer(self, limit_s: float, of: str) -> dict[str, Any]:
+        """The next line that the process writes, or the `error` why there is none."""
+        deadline_s = time.monotonic() + limit_s
+        try:
+            while not self._lines:
+                self._lines += self._child.exchange(deadline_s - time.monotonic())
+        except TimeoutError:
+            return {"error": f"it took more than {limit_s:g} s for {of}"}
+        except ChildEndedError as error:
+            return {"error": str(error)}
+        line = self._lines.pop(0)
         try:
             answer = json.loads(line)
         except ValueError:
             answer = None
-        if not isinstance(answer, dict):
-            raise _GivenUpError(f"it answered {line[:80]!r}")
-        return answer
+        return answer if isinstance(answer, dict) else {"error": f"it answered {line[:80]!r}"}
 
-    def _await(self, pipe: int, event: int, deadline_s: float) -> None:
-        poll = select.poll()
-        poll.register(pipe, event)
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * 1000):
-            raise _GivenUpError(f"it took more than {self._limits.batch_s:g} s for a batch")
-
-    def _ended(self) -> str:
-        code = self._process.wait()
-        return f"its process ended (exit code {code})"
+    def _give_up(self, why: str) -> None:
+        self.failure = self.failure or why
+        self._child.end()

@@ -40,14 +40,14 @@ class _Predicted:
     bucket: int
 
 
-class Worker:
+class LearningPredictor:
     """Predicts with the predictor in `folder`, and improves it."""
 
     def __init__(self, folder: Path, learning: Mapping[str, Any]) -> None:
         import numpy as np
 
         from llmpq.lengths.folder import load_predictor
-        from llmpq.lengths.process.learner import Learner, LearningLimits
+        from llmpq.lengths.learner import Learner, LearningLimits
         from planner.prediction import predictor_file
 
         model = load_predictor(folder)
@@ -132,13 +132,13 @@ class Worker:
         }
 
 
-def _loaded(settings: Mapping[str, Any]) -> tuple[Worker | None, dict[str, Any]]:
+def _loaded(settings: Mapping[str, Any]) -> tuple[LearningPredictor | None, dict[str, Any]]:
     try:
-        worker = Worker(Path(settings["folder"]), settings["learning"])
+        predictor = LearningPredictor(Path(settings["folder"]), settings["learning"])
     except Exception as error:  # told to the process that asked
         return None, {"error": str(error) or type(error).__name__}
-    model = worker.model
-    return worker, {"reads_ids": model.tokenizer is not None, "reads_text": model.reads_text}
+    model = predictor.model
+    return predictor, {"reads_ids": model.tokenizer is not None, "reads_text": model.reads_text}
 
 
 def import_rooms_alone(root: Path) -> None:
@@ -161,13 +161,13 @@ def serve(settings: Mapping[str, Any]) -> None:
         while left:
             left = left[os.write(channel, left) :]
 
-    worker, first = _loaded(settings)
+    predictor, first = _loaded(settings)
     send(first)
-    if worker is None:
+    if predictor is None:
         return
     for line in sys.stdin:
         try:
-            answer = worker.answer(json.loads(line))
+            answer = predictor.answer(json.loads(line))
         except Exception as error:  # as in `_loaded`
             answer = {"error": f"{type(error).__name__}: {error}"}
         if answer is not None:
@@ -180,7 +180,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     os.nice(NICENESS)
     os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported
-    import_rooms_alone(Path(__file__).resolve().parents[3])
+    import_rooms_alone(Path(__file__).resolve().parents[2])
     with suppress(BrokenPipeError):  # the process that asked has ended
         serve(json.loads(sys.argv[1]))
     os._exit(0)  # a training that goes on is not waited for
