@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from llmpq.run.summary import RunSummary
     from llmpq.workload.input_job import InputJob, job_of_input
     from llmpq.workload.request_lengths import request_lengths
-    from planner.length_distribution import LengthDistribution, RequestLengths
+    from planner.lengths import LengthDistribution, RequestLengths
     from planner.workload import Job, Workload
 
 __all__ = [
@@ -84,9 +84,9 @@ _MODULES = {
     "Fleet": "llmpq.fleet",
     "InputJob": "llmpq.workload.input_job",
     "Job": "planner.workload",
-    "LengthDistribution": "planner.length_distribution",
+    "LengthDistribution": "planner.lengths",
     "Plan": "llmpq.plan",
-    "RequestLengths": "planner.length_distribution",
+    "RequestLengths": "planner.lengths",
     "Result": "llmpq.rows.results",
     "Results": "llmpq.run.session",
     "RunSummary": "llmpq.run.summary",

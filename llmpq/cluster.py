@@ -21,7 +21,7 @@ from llmpq.workload.request_lengths import Requests, bound_request, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.planning import FleetRequest, as_job, find_fleet, number_of
 from planner.latency_bound.front import KindFronts, kind_fronts
-from planner.length_distribution import RequestLengths
+from planner.lengths import RequestLengths
 from planner.option_rules import refuse_ignored
 from planner.options import AUTO, UNBOUNDED, PlanOptions
 from planner.plan.spec import PlanSpec

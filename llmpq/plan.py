@@ -33,9 +33,8 @@ from planner.micro_batches import MicroBatches
 from planner.option_rules import refuse_unknown
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
 from planner.search.find import FrontPoint
-from planner.simulation.gantt import write_gantt
+from planner.simulation.pictures import write_chrome_trace, write_gantt
 from planner.simulation.simulation import Simulated
-from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
 from quant.common.errors import LlmpqError, SpecError
 

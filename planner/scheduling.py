@@ -1,4 +1,4 @@
-"""The scheduling policy of a run, and what can be chosen about it."""
+"""The phases of generation (LLM-PQ section 2.1), and the scheduling policies with their choices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from math import floor
 from typing import Literal
 
 from quant.common.errors import SpecError
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
 
 PolicyName = Literal["static", "orca", "s3", "exegpt"]
 """`static`: the plan's micro-batches of either phase; `orca`: whoever came first, for every

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.messages import MicroBatch
-from planner.costs.preemption import HostCopies
+from planner.costs.communication import HostCopies
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.parking import host_copies
 from planner.plan.spec import PlanSpec, StagePlan

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from actors.messages import Request
 from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.phases_apart import SHORT_PROMPTS, newcomers
-from planner.schedule.turns import evened
+from planner.schedule.turns import SHORT_PROMPTS, evened, newcomers
 from planner.scheduling import RequestSchedule
 
 

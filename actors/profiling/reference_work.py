@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.phases import Phase
+from planner.scheduling import Phase
 
 # Products of 1.4 ms on one core with AVX512-BF16, 2 ms on a T4; sums of 64 and 512 MiB, more than
 # the caches of processors and of GPUs hold. In bfloat16 the product takes 1.5 s on a core with AVX2

@@ -17,8 +17,8 @@ from actors.processes.device import device_here
 from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.profiling.reference_work import ReferenceWork
 from actors.stage.model_config import config_of_values
-from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
+from planner.scheduling import Phase
 from quant.backends.selection import backend_name
 from quant.devices import local_processor
 from quant.linear import LayerForm

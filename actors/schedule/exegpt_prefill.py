@@ -25,7 +25,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
-from planner.schedule.phases_apart import SHORT_PROMPTS, WAITING, PrefillSizes
+from planner.schedule.turns import SHORT_PROMPTS, WAITING, PrefillSizes
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from actors.messages import BATCH_KINDS, BatchKind, MicroBatch
 from actors.stage_figures import PhaseWork
-from planner.phases import Phase
+from planner.scheduling import Phase
 
 FULL_SHARE = 0.9
 """Micro-batches of at least this share of the planned size are compared with the plan: their time

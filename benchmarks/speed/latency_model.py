@@ -48,10 +48,10 @@ from planner.costs.memory import (
 )
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_shape, shape_from_config
-from planner.phases import PHASES, Phase
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.fit import FitError, FittedLatency, all_together, relative_errors
 from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.scheduling import PHASES, Phase
 from planner.workload import Workload
 from quant.devices import local_processor
 from quant.scheme import BITWIDTHS

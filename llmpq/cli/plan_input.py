@@ -19,7 +19,7 @@ from llmpq.workload.request_lengths import (
     same_lengths,
 )
 from planner.cluster.spec import ClusterSpec
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 

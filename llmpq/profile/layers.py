@@ -12,10 +12,10 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
-from planner.phases import PHASES
 from planner.profiles.design import LayerWorkload, ProfileOptions, design
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
+from planner.scheduling import PHASES
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from actors.profiling.on_cluster import DeviceRequest
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device, Place
 from planner.cluster.spec import ClusterSpec
-from planner.profiles.links import LinkRow, links_path, read_links, write_links
+from planner.profiles.csv_table import write_table
+from planner.profiles.links import LinkRow, links_path, read_links
 from quant.common.errors import DeviceError
 
 
@@ -67,7 +68,7 @@ def profile_links(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[
             report(f"not measured: {error}")
             continue
         rows += tuple(_link_row(pair, hop) for hop in hops)
-        write_links(path, rows)
+        write_table(path, LinkRow, rows)
     links = {pair.link for pair in wanted}
     return tuple(row for row in rows if row.link in links)
 

@@ -12,7 +12,8 @@ from actors.profiling.on_cluster import time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
-from planner.profiles.loading import LoadRow, loading_path, read_loading, write_loading
+from planner.profiles.csv_table import read_table, write_table
+from planner.profiles.loading import LoadRow, loading_path
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class LoadProfile:
     def measure(self, device: Device, report: Report) -> tuple[LoadRow, ...]:
         """Measure what the file lacks on `device`; its rows of this model. Needs Ray."""
         path, dtype = loading_path(self.profile), device.compute_dtype(self.dtype)
-        rows = read_loading(path) if path.exists() else ()
+        rows = read_table(path, LoadRow) if path.exists() else ()
         todo = tuple(b for b in self.bits if b not in {r.bits for r in self._own(rows, device)})
         if todo:
             report(f"{device.accelerator.name}: loading at {', '.join(map(str, todo))} bit")
@@ -36,7 +37,7 @@ class LoadProfile:
             task = LoadTask(self.config, dtype, todo, kind, device.threads)
             loads = time_loading_on_cluster(task, device)
             rows += tuple(self._rows(loads, device, dtype))
-            write_loading(path, rows)
+            write_table(path, LoadRow, rows)
         return tuple(row for row in self._own(rows, device) if row.bits in self.bits)
 
     def _own(self, rows: tuple[LoadRow, ...], device: Device) -> list[LoadRow]:

@@ -11,7 +11,8 @@ from llmpq.profile.links import measuring_placement
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, equal_devices, group_of
 from planner.model.tensor_parallel import DEGREES
-from planner.profiles.links import SumRow, read_sums, sums_path, write_sums
+from planner.profiles.csv_table import write_table
+from planner.profiles.links import SumRow, read_sums, sums_path
 from quant.common.errors import DeviceError
 
 
@@ -51,5 +52,5 @@ def profile_sums(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[S
             SumRow(*kind, each.summed_bytes, each.seconds, each.spread, each.repetitions)
             for each in sums
         )
-        write_sums(path, rows)
+        write_table(path, SumRow, rows)
     return tuple(row for row in rows if row.group in wanted)

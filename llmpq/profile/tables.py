@@ -9,12 +9,13 @@ from rich import box
 from rich.table import Table
 
 from planner.model.finding import model_shape
-from planner.phases import PHASES
 from planner.plan.spec import PlanSpec
+from planner.profiles.csv_table import read_table
 from planner.profiles.layer_fit import row_length
 from planner.profiles.links import LinkRow, SumRow, fit_links, fit_sums
-from planner.profiles.loading import LoadRow, loading_path, loading_s, read_loading
+from planner.profiles.loading import LoadRow, loading_path, loading_s
 from planner.profiles.rows import ProfileRow
+from planner.scheduling import PHASES
 
 
 def parts_table(rows: Sequence[ProfileRow]) -> Table:
@@ -81,7 +82,8 @@ def loading_note(plan: PlanSpec, profile: str | Path) -> str | None:
     path = loading_path(profile)
     if not path.exists():
         return None
-    rows, layer_bytes = read_loading(path), 2 * model_shape(plan.model.source).layer_parameters
+    rows = read_table(path, LoadRow)
+    layer_bytes = 2 * model_shape(plan.model.source).layer_parameters
     from_files = loading_s(rows, plan, layer_bytes, "checkpoint")
     from_cache = loading_s(rows, plan, layer_bytes, "cache")
     if from_files is None or from_cache is None:

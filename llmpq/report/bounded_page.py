@@ -15,8 +15,8 @@ from llmpq.report.pictures.bounds import BoundCurves, winners
 from llmpq.report.pictures.schedule import Picture, cycle_pictures
 from llmpq.report.rendering import render
 from planner.latency_bound.front import KindFronts
-from planner.phases import PHASES, Phase
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.scheduling import PHASES, Phase
 
 
 @dataclass(frozen=True)

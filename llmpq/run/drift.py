@@ -16,8 +16,7 @@ from actors.stage_figures import StageStats
 from llmpq.run.meter import RunState
 from llmpq.run.slow_stages import Evidence, SlowStage, slow_stages
 from llmpq.run.summary import planned_latency, settled_tokens_per_s
-from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.lengths import MOST_SAMPLED, MOST_UNSEEN, Lengths
+from planner.lengths import MOST_SAMPLED, MOST_UNSEEN, LengthDistribution, Lengths, RequestLengths
 from planner.plan.spec import PlanSpec
 from planner.workload import Workload
 

@@ -14,7 +14,7 @@ from llmpq.workload.request_lengths import Requests, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.request import BOUND
 from planner.latency_bound.reschedule import reschedule
-from planner.length_distribution import RequestLengths
+from planner.lengths import RequestLengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
 from planner.plan.origin import FILE_OPTIONS, PlanOrigin

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.stage_figures import PhaseWork, StageStats
-from planner.phases import PHASES, Phase
 from planner.plan.simulate import planned_s
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.scheduling import PHASES, Phase
 
 
 @dataclass(frozen=True)

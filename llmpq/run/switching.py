@@ -15,12 +15,11 @@ import numpy as np
 from llmpq.run.drift import Drift, DriftWatch, LengthRecord, OutputLengths
 from llmpq.run.meter import RunState
 from planner.cluster.device import Slowdown
-from planner.length_distribution import RequestLengths
-from planner.lengths import Lengths
-from planner.phases import PHASES, Phase
+from planner.lengths import Lengths, RequestLengths
 from planner.plan.divided import undivided
 from planner.plan.simulate import time_scale
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.scheduling import PHASES, Phase
 from quant.common.errors import LlmpqError
 
 EVERY_S = 600.0

@@ -25,8 +25,8 @@ from llmpq.report.pictures.front import front_beside
 from llmpq.report.sentences import RESOURCES
 from llmpq.tables.layout import Fitting, Notes, broken_name, new_table, stacked
 from planner.explanation.explain import StageLimits
-from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.scheduling import Phase
 from planner.search.find import FrontPoint
 
 _SLOWEST = "* slowest stage of a phase"

@@ -14,9 +14,9 @@ from llmpq.report.formatting import per_second, plain, seconds, size
 from llmpq.run.slow_stages import measured_s, slow_stages, work_of
 from llmpq.run.summary import RunSummary
 from llmpq.tables.layout import Fitting, Notes, broken_name, new_table
-from planner.phases import Phase
 from planner.plan.simulate import planned_s
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.scheduling import Phase
 
 
 def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:

@@ -23,12 +23,12 @@ from llmpq.workload.long_rows import Cut, LongRowRule, best_cut, cut_at
 from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
 from llmpq.workload.named_rows import NamedRows, longest_row, named_rows, tokens_at
-from planner.length_distribution import RequestLengths
 from planner.lengths import (
     MOST_UNSEEN,
     BoolArray,
     IntArray,
     Lengths,
+    RequestLengths,
     ended_together,
     expected_outputs,
     observed_lengths,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.cluster.device import AS_MODELLED, Device, MeasuredSum
-from planner.costs.collectives import Collectives
+from planner.costs.communication import Collectives
 from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
 from planner.costs.roofline import RooflineLatency
 from planner.model.tensor_parallel import largest_rank_shape
-from planner.phases import Phase
+from planner.scheduling import Phase
 from quant.scheme import DTYPE_BYTES, FULL_BITS
 
 _SUMS_PER_LAYER = 2  # after attention's output, and after the MLP's

@@ -1,7 +1,8 @@
-"""The time of hops: hidden states from stage to stage, and token ids from the last to the first."""
+"""Seconds of moving bytes: sums within groups, hops between stages, copies to host memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,11 +10,89 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from planner.cluster.device import Device
+from planner.cluster.device import Device, MeasuredSum
 from planner.cluster.spec import ClusterSpec
-from planner.costs.collectives import Collectives
 from planner.model.finding import ModelShape
-from quant.scheme import DTYPE_BYTES
+from quant.scheme import DTYPE_BYTES, FULL_BITS
+
+_NVLINK_STEP_S = 3e-6
+_HOST_LINK_STEP_S = 8e-6
+"""A step's latency over NVLink, and over PCI Express by way of the host (NCCL's own model of its
+latencies has 0.6 to 4 us and 1 to 6 us without the kernel that copies)."""
+
+_GLOO_STEP_S = 7e-5
+"""The same among processes of a host, whose sums go through gloo."""
+
+# LLaMA-2-70B on 2 and 8 A100 (splitwise-sim's measurements): a decode step takes 0.12 and 0.4 ms a
+# layer beyond its memory traffic, and 80 layers have two sums each. BLOOM on 8 A100 tells 1.3e-5,
+# LLaMA on 8 H100 1.2e-5 (docs/scale.md).
+_GPU_RANK_S = 1.5e-5
+"""What each rank adds to a sum: launches, and waiting for the last rank."""
+
+_LINK_SHARE = 0.75
+"""The share of a link's rate that sums of large tensors reach (NCCL on A100: 230 of 300 GB/s)."""
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Seconds of operations among a group's ranks, by latency and rate of a message, and what one
+    takes beside.
+    """
+
+    degree: int
+    step_s: float
+    bytes_per_s: float
+    wait_s: float = 0.0
+    measured: MeasuredSum | None = None
+
+    @classmethod
+    def of(cls, group: Device, sums: Sequence[MeasuredSum] = ()) -> Collectives:
+        name, degree = group.accelerator.name, group.degree
+        found = next((s for s in sums if (s.accelerator, s.degree) == (name, degree)), None)
+        if group.accelerator.is_cpu:
+            return cls(degree, _GLOO_STEP_S, group.link_bytes_per_s, 0.0, found)
+        has_nvlink = group.link_bytes_per_s > group.host_link_bytes_per_s
+        step_s = _NVLINK_STEP_S if has_nvlink else _HOST_LINK_STEP_S
+        rate = _LINK_SHARE * group.link_bytes_per_s
+        return cls(degree, step_s, rate, degree * _GPU_RANK_S, found)
+
+    def sum_s(self, summed_bytes: float) -> float:
+        """Seconds of summing a tensor of so many bytes over all ranks, each of which gets it."""
+        if self.degree == 1:
+            return 0.0
+        if self.measured is not None:
+            return self.measured.seconds(summed_bytes)
+        return self.wait_s + min(self.ring_s(summed_bytes), self.tree_s(summed_bytes))
+
+    def ring_s(self, summed_bytes: float) -> float:
+        """Seconds of a ring, in which the parts of the tensor go round twice."""
+        steps = 2 * (self.degree - 1)
+        return steps * (self.step_s + summed_bytes / self.degree / self.bytes_per_s)
+
+    def tree_s(self, summed_bytes: float) -> float:
+        """Seconds of a tree, up to the root and down again."""
+        return 2 * self._levels * (self.step_s + summed_bytes / self.bytes_per_s)
+
+    def broadcast_s(self, sent_bytes: float) -> float:
+        latency_s, per_byte_s = self.broadcast_terms
+        return latency_s + sent_bytes * per_byte_s
+
+    @property
+    def broadcast_terms(self) -> tuple[float, float]:
+        """Seconds of a broadcast without bytes, and those of a byte."""
+        return self._levels * self.step_s, self._levels / self.bytes_per_s
+
+    def gather_s(self, gathered_bytes: float) -> float:
+        """Seconds in which the first rank gets the other parts of a tensor."""
+        if self.degree == 1:
+            return 0.0
+        received = gathered_bytes * (self.degree - 1) / self.degree
+        return self.wait_s + self.step_s + received / self.bytes_per_s
+
+    @property
+    def _levels(self) -> int:
+        return math.ceil(math.log2(self.degree))
+
 
 TOKEN_ID_BYTES = 4
 
@@ -85,3 +164,56 @@ class Transfers:
         hops.append(self.back_s(devices[-1], devices[0], dtypes[-1]))
         prefill, decode = np.array(hops).T
         return prefill, decode
+
+
+FloatArray = npt.NDArray[np.float64]
+
+COPY_LAUNCH_S = 10e-6
+"""Seconds of a copy beside its bytes: what a kernel or a DMA transfer takes to start on a GPU."""
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Copies of a stage's keys and values to host memory and back, in `tensors` tensors of the
+    cache.
+    """
+
+    kv_bytes_per_token: float
+    tensors: int
+    host_link_bytes_per_s: float
+
+    def one_way_s(self, tokens: int) -> float:
+        bytes_s = tokens * self.kv_bytes_per_token / self.host_link_bytes_per_s
+        return bytes_s + self.tensors * COPY_LAUNCH_S
+
+
+def cache_tensors(kv_bits: int, layers: int) -> int:
+    """Tensors that hold a request's keys and values in so many layers; codes come with scales."""
+    return (2 if kv_bits == FULL_BITS else 4) * layers
+
+
+@dataclass(frozen=True)
+class PreemptedStage:
+    """Copies, and `compute_s` [tokens] by which recomputing 1, 2, ... tokens lengthens a
+    micro-batch.
+    """
+
+    copies: HostCopies
+    compute_s: FloatArray
+
+    @property
+    def copy_s(self) -> FloatArray:
+        """Seconds of copying 1, 2, 3, ... tokens there and back, `[tokens]`."""
+        tokens = range(1, len(self.compute_s) + 1)
+        return np.array([2 * self.copies.one_way_s(each) for each in tokens])
+
+
+def park_tokens_from(stages: Sequence[PreemptedStage]) -> int:
+    """The least number of tokens from which on copying is cheaper than computing on the slowest
+    stage; 0 for never.
+    """
+    copy_s = np.max([stage.copy_s for stage in stages], axis=0)
+    compute_s = np.max([stage.compute_s for stage in stages], axis=0)
+    dearer = np.flatnonzero(copy_s >= compute_s)
+    least = int(dearer[-1]) + 2 if len(dearer) else 1
+    return least if least <= len(compute_s) else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
-from planner.phases import Phase
+from planner.scheduling import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ from planner.optimiser.assignment import Assignment
 from planner.optimiser.capacity import stages_hold
 from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
-from planner.schedule.job_passes import job_passes
-from planner.schedule.steady_cycle import SteadyCycle
+from planner.schedule.job_passes import SteadyCycle, job_passes
 from planner.scheduling import TOKEN_POLICIES, PolicyOptions
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError

@@ -29,9 +29,9 @@ from planner.costs.micro_batch_times import (
 )
 from planner.costs.model import CostModel
 from planner.optimiser.problem import FloatArray
-from planner.phases import Phase
 from planner.schedule.orca import MixedPass
 from planner.schedule.static import Pass
+from planner.scheduling import Phase
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES
 

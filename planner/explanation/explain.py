@@ -15,8 +15,8 @@ from planner.explanation.planned_assignment import Effect, PlannedAssignment, pl
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
 from planner.optimiser.assignment import stage_times
 from planner.optimiser.problem import FloatArray, decode_round_form
-from planner.phases import Phase
 from planner.plan.spec import PlanSpec
+from planner.scheduling import Phase
 from planner.simulation.simulation import Simulated
 
 Resource = Literal["memory", "prefill", "decode"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.costs.pass_times import PassSeconds
-from planner.length_distribution import FloatArray
+from planner.lengths import FloatArray
 from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import Pass

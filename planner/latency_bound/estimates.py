@@ -16,7 +16,7 @@ from planner.latency_bound.schedules import Completions, prefill_sizes
 from planner.latency_bound.stage_times import StageSeconds, decodes_s, mean_prefill_s
 from planner.latency_bound.timeline import Performance
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides, mean_context
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
 TIMED_STEPS = 8

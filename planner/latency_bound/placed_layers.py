@@ -14,11 +14,10 @@ from itertools import pairwise
 
 from planner.cluster.device import Device
 from planner.cluster.spec import equal_devices
-from planner.costs.communication import handover_terms
+from planner.costs.communication import HostCopies, cache_tensors, handover_terms
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel, expanded
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
-from planner.costs.preemption import HostCopies, cache_tensors
 from planner.latency_bound.stage_times import GridTimes
 from planner.latency_bound.waa_sides import Handover, StageCopies
 from planner.micro_batches import MicroBatches

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.lengths import MOST_SAMPLED, IntArray, Lengths
+from planner.lengths import MOST_SAMPLED, IntArray, LengthDistribution, Lengths, RequestLengths
 from planner.scheduling import SCHEDULE_KINDS, ScheduleKind
 from planner.workload import MOST_PROMPTS, Job
 from quant.common.errors import SpecError

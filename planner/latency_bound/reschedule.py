@@ -19,7 +19,7 @@ from planner.latency_bound.request import PROMPTS, BoundRequest, sampled_lengths
 from planner.latency_bound.rra import RraSpace
 from planner.latency_bound.schedules import most_in_group
 from planner.latency_bound.waa import WaaSpace
-from planner.length_distribution import RequestLengths
+from planner.lengths import RequestLengths
 from planner.model.finding import ModelShape
 from planner.optimiser.assignment import Assignment
 from planner.options import AUTO, PlanOptions
@@ -27,7 +27,7 @@ from planner.plan.builder import Solution
 from planner.plan.divided import parts_of
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
-from planner.schedule.phases_apart import WAITING
+from planner.schedule.turns import WAITING
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Job

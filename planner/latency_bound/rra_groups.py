@@ -16,8 +16,7 @@ import numpy as np
 
 from planner.latency_bound.schedules import Completions
 from planner.latency_bound.timeline import even_shares
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
-from planner.lengths import IntArray
+from planner.lengths import FloatArray, IntArray, LengthDistribution, RequestLengths
 from planner.schedule.turns import Turns, evened
 from planner.scheduling import RequestSchedule
 

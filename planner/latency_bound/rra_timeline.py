@@ -22,7 +22,7 @@ from planner.latency_bound.timeline import (
     Timeline,
     mixed_quantile,
 )
-from planner.length_distribution import FloatArray, RequestLengths
+from planner.lengths import FloatArray, RequestLengths
 from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.turns import Turns, even_parts
 from planner.scheduling import RequestSchedule

@@ -21,9 +21,9 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.micro_batches import MOST_PREFILL_TOKENS
-from planner.schedule.steady_cycle import SteadyCycle
+from planner.schedule.job_passes import SteadyCycle
 from planner.schedule.turns import Turns
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.workload import Job

@@ -14,7 +14,7 @@ from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import PassTimes, Tandem
 from planner.latency_bound.waa_run import DecodeSide, PrefillSide, PromptBatch, WaaRun
 from planner.latency_bound.waa_sides import StageCopies, WaaSides
-from planner.length_distribution import FloatArray, RequestLengths
+from planner.lengths import FloatArray, RequestLengths
 from planner.schedule.exegpt import DecodingRequests, RraSchedule
 from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.static import JobRows

@@ -13,8 +13,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from planner.length_distribution import FloatArray, LengthDistribution
-from planner.lengths import IntArray
+from planner.lengths import FloatArray, IntArray, LengthDistribution
 
 _Work = Literal["prefill", "decode", "attention"]
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from planner.latency_bound.stage_times import StageSeconds, mean_prefill_s
-from planner.length_distribution import FloatArray, LengthDistribution
+from planner.lengths import FloatArray, LengthDistribution
 from planner.schedule.static import UNDER_WAY_PER_STAGE
 
 

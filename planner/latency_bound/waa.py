@@ -27,7 +27,7 @@ from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
 from planner.micro_batches import MicroBatches
-from planner.schedule.steady_cycle import SteadyCycle
+from planner.schedule.job_passes import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
 from planner.search.groupings import first_sets

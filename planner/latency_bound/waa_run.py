@@ -1,7 +1,7 @@
 """A run of WAA, event by event: some stages prefill, keys and values are handed over one
 micro-batch after the other, and other stages decode. What comes back first is taken first.
 
-The decisions are the runtime's (`planner.schedule.phases_apart`). Requests may be drawn
+The decisions are the runtime's (`planner.schedule.turns`). Requests may be drawn
 (`planner.latency_bound.simulate`), or be numbers that stand for all
 (`planner.latency_bound.waa_timeline`). Memory is never short.
 """
@@ -15,7 +15,7 @@ from itertools import compress
 from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from planner.schedule.phases_apart import WAITING, PrefillSizes, joining, newcomers
+from planner.schedule.turns import WAITING, PrefillSizes, joining, newcomers
 from planner.scheduling import RequestSchedule
 
 

@@ -10,13 +10,12 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from planner.costs.preemption import HostCopies
+from planner.costs.communication import HostCopies
 from planner.latency_bound.stage_times import ManyTimes, StageSeconds, decodes_s, mean_prefill_s
 from planner.latency_bound.timeline import PassTimes, PromptTimes, Tandem, even_shares
 from planner.latency_bound.waa_run import PrefillSide, PromptBatch
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
-from planner.schedule.phases_apart import SHORT_PROMPTS, WAITING
-from planner.schedule.turns import evened
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
+from planner.schedule.turns import SHORT_PROMPTS, WAITING, evened
 from planner.scheduling import RequestSchedule
 
 LEAST_STEPS = 1e-9

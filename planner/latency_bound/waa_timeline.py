@@ -35,7 +35,7 @@ from planner.latency_bound.waa_sides import (
     going_on,
     mean_steps,
 )
-from planner.length_distribution import FloatArray
+from planner.lengths import FloatArray
 from planner.scheduling import RequestSchedule
 
 _STEPS, _MOST_STEPS, _PROMPT_BATCHES = 128, 1024, 64

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from planner.length_distribution import RequestLengths
+from planner.lengths import RequestLengths
 from planner.optimiser.problem import JobPasses
 from planner.plan.field_types import STRICT, Positive, Seconds
 from planner.workload import Job

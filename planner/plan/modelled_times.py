@@ -19,8 +19,8 @@ from planner.costs.micro_batch_times import between, together_s
 from planner.costs.model import CostModel
 from planner.costs.pass_times import link_terms
 from planner.micro_batches import MicroBatches
-from planner.phases import Phase
 from planner.plan.field_types import STRICT, Seconds
+from planner.scheduling import Phase
 from planner.workload import Workload
 
 FloatArray = npt.NDArray[np.float64]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.preemption import (
+from planner.costs.communication import (
     FloatArray,
     HostCopies,
     PreemptedStage,

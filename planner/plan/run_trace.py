@@ -11,7 +11,7 @@ from pathlib import Path
 from planner.optimiser.problem import FloatArray, IntArray
 from planner.plan.simulate import APPROXIMATION, is_approximate, simulate_plan, time_scale
 from planner.plan.spec import PlanSpec
-from planner.simulation.trace import MICROSECONDS, named_tracks, simulated_events, write_text
+from planner.simulation.pictures import MICROSECONDS, named_tracks, simulated_events, write_text
 from quant.common.errors import InputError
 from quant.common.files import names_a_file
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from planner.costs.pass_times import PassSeconds
-from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.schedule.orca import MixedPass
 from planner.schedule.policy_sizes import policy_sizes
 from planner.schedule.static import JobRows, Pass
+from planner.scheduling import Phase
 from planner.simulation.simulation import Simulated, simulate
 from planner.workload import Job
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.option_rules import ABOVE_0_S, ANY, AT_LEAST_1, Range, option, refuse_outside
-from planner.phases import Phase
+from planner.scheduling import Phase
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 
 import numpy as np
 
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
-from planner.phases import PHASES, Phase
 from planner.profiles.layer_fit import FitTask, LayerFit, medians, parts_of, row_length
 from planner.profiles.layer_terms import Workload
 from planner.profiles.row_selection import (
@@ -27,6 +25,7 @@ from planner.profiles.row_selection import (
     select_rows,
 )
 from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.scheduling import PHASES, Phase
 
 Precision = tuple[Device, int, str, Phase]
 
@@ -41,6 +40,7 @@ class FittedLatency(DerivedLatency):
     def __init__(self, profiles: tuple[ProfileRow, ...], fallback: LatencyModel) -> None:
         super().__init__(fallback)
         self.profiles = profiles
+        self._layer = LayerTerms.of(self.shape)
         self._fits: dict[Precision, LayerFit | None] = {}
 
     def layer_seconds(
@@ -49,18 +49,14 @@ class FittedLatency(DerivedLatency):
         fit = self._fit(device, bits, dtype, phase)
         if fit is None:
             return self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
-        return fit.seconds(self._layer, micro_batch, length)
+        return fit(self._layer, micro_batch, length)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return self.described("fitted to", device, dtype, bits)
 
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        found = select_all(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
+        found = select_all(self.profiles, device, dtype, self._layer, bits)
         return describe_selections(verb, found, self.model.provenance(device, dtype, bits))
-
-    @cached_property
-    def _layer(self) -> LayerTerms:
-        return LayerTerms.of(self.shape)
 
     def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> LayerFit | None:
         key = (device, bits, dtype, phase)

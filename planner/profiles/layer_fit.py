@@ -1,7 +1,8 @@
-"""Fits of a layer's seconds at one bitwidth and phase: non-negative coefficients of its terms.
+"""Fits of a layer's seconds at one bitwidth and phase, corrected by what was measured nearby.
 
-Where attention was measured apart, attention and the rest are fitted each to its own seconds; else
-the terms of a fit to the whole layer are divided between them.
+Where attention was measured apart, attention and the rest are fitted each to its own seconds. What
+few terms cannot express varies smoothly with the logarithms of batch and length: near measured
+workloads a Gaussian process predicts it, and far from them the terms stand alone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.costs.latency_model import LayerSeconds
-from planner.phases import Phase
-from planner.profiles.correction import NO_CORRECTION, Correction, fit_correction
 from planner.profiles.layer_terms import (
     ATTENTION,
     ATTENTION_TERMS,
@@ -28,8 +26,66 @@ from planner.profiles.layer_terms import (
     Workload,
 )
 from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.scheduling import Phase
 
 Matrix = npt.NDArray[np.float64]
+
+# With fewer workloads a residual cannot be told from noise.
+LEAST_POINTS = 8
+# In natural logarithms: workloads within a factor of 2, 4 or 12 of each other behave alike.
+_LENGTH_SCALES = (0.7, 1.4, 2.5)
+# Variance of the measurements' noise, relative to that of the residual.
+_NOISES = (0.02, 0.1, 0.4, 1.5)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """A correction factor by batch size and length: `points` [n, 2], logarithms; `weights` [n]."""
+
+    points: Matrix
+    weights: Vector
+    length_scale: float
+
+    def factor(self, batch_size: int, length: int) -> float:
+        """The factor for the fitted time; 1 far from every point."""
+        if not len(self.weights):
+            return 1.0
+        kernel = _kernel(_logarithms([(batch_size, length)]), self.points, self.length_scale)
+        return float(np.exp(kernel[0] @ self.weights))
+
+
+NO_CORRECTION = Correction(np.empty((0, 2)), np.empty(0), 1.0)
+
+
+def fit_correction(workloads: Sequence[tuple[int, int]], ratios: Vector) -> Correction:
+    """Fit a correction to `ratios` [n] of measured to fitted time, by what predicts each point best
+    from the others; none where that is better.
+    """
+    if len(workloads) < LEAST_POINTS:
+        return NO_CORRECTION
+    points, residuals = _logarithms(workloads), np.log(ratios)
+    best, least = NO_CORRECTION, float(np.mean(residuals**2))
+    for length_scale in _LENGTH_SCALES:
+        kernel = _kernel(points, points, length_scale)
+        for noise in _NOISES:
+            inverse = np.linalg.inv(kernel + noise * np.eye(len(points)))
+            weights = np.asarray(inverse @ residuals, dtype=np.float64)
+            left_out = float(np.mean((weights / np.diag(inverse)) ** 2))
+            if left_out < least:
+                best, least = Correction(points, weights, length_scale), left_out
+    return best
+
+
+def _logarithms(workloads: Sequence[tuple[int, int]]) -> Matrix:
+    """The logarithms `[n, 2]`; a length of 0, before the first token of an answer, counts as 1."""
+    return np.log(np.maximum(np.array(workloads, dtype=np.float64), 1.0))
+
+
+def _kernel(left: Matrix, right: Matrix, length_scale: float) -> Matrix:
+    """The similarity `[left, right]` of workloads, 1 where they are equal."""
+    squares = ((left[:, None] - right[None]) ** 2).sum(axis=-1)
+    return np.asarray(np.exp(-squares / (2 * length_scale**2)))
+
 
 # Weight of the prior, the datasheet's proportions, against one measured row: it decides only what
 # the rows do not (one length, or fewer rows than terms), and hardly changes what they determine.
@@ -39,8 +95,8 @@ _PRIOR_BATCHES = (1, 2, 4, 8, 16, 32)
 _PRIOR_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
 
-class LayerFit(Protocol):
-    def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds: ...
+LayerFit = Callable[[LayerTerms, int, int], LayerSeconds]
+"""Seconds of a layer at one bitwidth and phase, by batch size and length."""
 
 
 @dataclass(frozen=True)
@@ -68,28 +124,6 @@ class PartFit:
 
 
 @dataclass(frozen=True)
-class DividedTerms:
-    """A fit to whole layers: some of its terms are attention's."""
-
-    whole: PartFit
-
-    def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
-        by_term = self.whole.by_term(layer, batch_size, length)
-        attention_s = float(by_term @ ATTENTION_TERMS[self.whole.phase])
-        return LayerSeconds(attention_s, float(by_term.sum()) - attention_s)
-
-
-@dataclass(frozen=True)
-class PartsApart:
-    attention: PartFit
-    rest: PartFit
-
-    def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
-        workload = layer, batch_size, length
-        return LayerSeconds(self.attention.seconds(*workload), self.rest.seconds(*workload))
-
-
-@dataclass(frozen=True)
 class FitTask:
     """A fit to `rows` of one bitwidth and phase. `estimate`: seconds of a layer by batch size and
     length, whose proportions count where rows do not determine terms. `is_same`: rows are of that
@@ -107,8 +141,16 @@ class FitTask:
         """Fit both parts by the rows that have them apart, if most have; else the whole layer."""
         apart = [row for row in self.rows if row.attention_s is not None]
         if 2 * len(apart) <= len(self.rows):
-            return DividedTerms(self._part(WHOLE, self.rows))
-        return PartsApart(self._part(ATTENTION, apart), self._part(REST, apart))
+            whole = self._part(WHOLE, self.rows)
+
+            def divided(layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
+                by_term = whole.by_term(layer, batch_size, length)
+                attention_s = float(by_term @ ATTENTION_TERMS[self.phase])
+                return LayerSeconds(attention_s, float(by_term.sum()) - attention_s)
+
+            return divided
+        attention, rest = self._part(ATTENTION, apart), self._part(REST, apart)
+        return lambda *workload: LayerSeconds(attention.seconds(*workload), rest.seconds(*workload))
 
     def _part(self, part: LayerPart, rows: Sequence[ProfileRow]) -> PartFit:
         seconds = np.array([part.seconds_of(parts_of(row)) for row in rows])

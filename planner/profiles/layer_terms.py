@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.costs.latency_model import LayerSeconds
-from planner.phases import Phase
 from planner.profiles.rows import LayerTerms
+from planner.scheduling import Phase
 
 Vector = npt.NDArray[np.float64]
 Workload = tuple[int, int]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import MeasuredLink, MeasuredSum, Place, Way
 from planner.model.tensor_parallel import DEGREES
-from planner.profiles.csv_table import read_table, table_beside, write_table
+from planner.profiles.csv_table import read_table, table_beside
 from quant.common.errors import SpecError
 
 WAYS: tuple[Way, ...] = ("gloo", "ray")
@@ -33,6 +33,7 @@ def _full_name(name: str) -> str:
 AcceleratorName = Annotated[str, AfterValidator(_full_name)]
 PositiveSeconds = Annotated[float, Field(gt=0, lt=1e6)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -61,21 +62,22 @@ def links_path(profile: str | Path) -> Path:
 
 
 def read_links(path: Path, own: Iterable[Accelerator] = ()) -> tuple[LinkRow, ...]:
-    """Read every row, which may name `own` accelerators; SpecError names file and line of the first
-    bad one.
-    """
-    rows = read_table(path, LinkRow)
+    """Read every row, which may name `own` accelerators; SpecError names the first bad one."""
+    return _known(path, read_table(path, LinkRow), ("sender", "receiver"), own)
+
+
+def _known(
+    path: Path, rows: tuple[_Row, ...], columns: tuple[str, ...], own: Iterable[Accelerator]
+) -> tuple[_Row, ...]:
     for index, row in enumerate(rows):
-        for end, name in (("sender", row.sender), ("receiver", row.receiver)):
+        for column in columns:
+            name = getattr(row, column)
             try:
                 find_accelerator(name, own)
             except SpecError as error:
-                raise SpecError(f"{path}:{index + 2}: {end} is {name!r}: {error}") from error
+                place = f"{path}:{index + 2}"
+                raise SpecError(f"{place}: {column} is {name!r}: {error}") from error
     return rows
-
-
-def write_links(path: Path, rows: Iterable[LinkRow]) -> None:
-    write_table(path, LinkRow, rows)
 
 
 def links_beside(profile: str | Path, own: Iterable[Accelerator] = ()) -> tuple[MeasuredLink, ...]:
@@ -135,19 +137,8 @@ def sums_path(profile: str | Path) -> Path:
 
 
 def read_sums(path: Path, own: Iterable[Accelerator] = ()) -> tuple[SumRow, ...]:
-    """Read every row; as `read_links`."""
-    rows = read_table(path, SumRow)
-    for index, row in enumerate(rows):
-        try:
-            find_accelerator(row.accelerator, own)
-        except SpecError as error:
-            place = f"{path}:{index + 2}"
-            raise SpecError(f"{place}: accelerator is {row.accelerator!r}: {error}") from error
-    return rows
-
-
-def write_sums(path: Path, rows: Iterable[SumRow]) -> None:
-    write_table(path, SumRow, rows)
+    """Read every row as `read_links` does."""
+    return _known(path, read_table(path, SumRow), ("accelerator",), own)
 
 
 def sums_beside(profile: str | Path, own: Iterable[Accelerator] = ()) -> tuple[MeasuredSum, ...]:

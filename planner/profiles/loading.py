@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.profiles.csv_table import read_table, table_beside, write_table
+from planner.profiles.csv_table import table_beside
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS
 
 Origin = Literal["checkpoint", "cache"]
@@ -79,12 +79,3 @@ def _per_byte_s(
         and row.threads in (0, stage.threads)
     ]
     return median(found) if found else None
-
-
-def read_loading(path: Path) -> tuple[LoadRow, ...]:
-    """Read every row; SpecError names file and line of the first bad one."""
-    return read_table(path, LoadRow)
-
-
-def write_loading(path: Path, rows: Iterable[LoadRow]) -> None:
-    write_table(path, LoadRow, rows)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.phases import PHASES, Phase
 from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.scheduling import PHASES, Phase
 from quant.backends.selection import backend_name
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES

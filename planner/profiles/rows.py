@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
-from planner.phases import Phase
 from planner.profiles.csv_table import Line, read_lines, write_lines
+from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
-REQUIRED_COLUMNS = (
-    "device",
-    "model",
-    "h1",
-    "h2",
-    "prompt_length",
-    "context_length",
-    "phase",
-    "bits",
-    "batch_size",
-    "ms_per_layer",
-)
-OPTIONAL_COLUMNS = (
-    "backend",
-    "backend_version",
-    "dtype",
-    "threads",
-    "linear_parameters",
-    "query_width",
-    "kv_width",
-    "attention_ms_per_layer",
-    "spread",
-    "repetitions",
-    "lengths",
-)
 UNLIKE = "unlike"
 """The word in the column `lengths` for requests of unlike lengths, with the mean in the row."""
 
@@ -116,163 +92,145 @@ def read_profiles(
 
 def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
     """Write rows so that `read_profiles` gives them back; InputError where that is not possible."""
-    columns = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
-    write_lines(Path(path), columns, ([_values(row)[name] for name in columns] for row in rows))
-
-
-def _values(row: ProfileRow) -> dict[str, object]:
-    return {
-        "device": row.device,
-        "model": row.model,
-        "h1": row.layer.hidden_size,
-        "h2": row.intermediate_size,
-        "prompt_length": row.prompt_length,
-        "context_length": row.context_length,
-        "phase": row.phase,
-        "bits": row.bits,
-        "batch_size": row.batch_size,
-        "ms_per_layer": row.seconds * 1e3,
-        "backend": row.backend,
-        "backend_version": row.backend_version,
-        "dtype": row.dtype,
-        "threads": row.threads,
-        "linear_parameters": row.layer.linear_parameters,
-        "query_width": row.layer.query_width,
-        "kv_width": row.layer.kv_width,
-        "attention_ms_per_layer": None if row.attention_s is None else row.attention_s * 1e3,
-        "spread": row.spread,
-        "repetitions": row.repetitions,
-        "lengths": UNLIKE if row.unlike else None,
-    }
+    write_lines(
+        Path(path), [*_COLUMNS], ([of(row) for of, _, _ in _COLUMNS.values()] for row in rows)
+    )
 
 
 def _check_columns(found: Sequence[str], path: Path) -> None:
-    missing = [name for name in REQUIRED_COLUMNS if name not in found]
+    required = [name for name, (_, _, needed) in _COLUMNS.items() if needed]
+    missing = [name for name in required if name not in found]
     if missing:
         raise SpecError(f"{path}:1: profile lacks the columns {', '.join(missing)}")
-    known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
-    unknown = [name for name in found if name not in known]
+    unknown = [name for name in found if name not in _COLUMNS]
     if unknown:
         raise SpecError(f"{path}:1: profile has unknown columns {', '.join(unknown)}")
 
 
 def _row(line: Line, source: str, own: Iterable[Accelerator]) -> ProfileRow:
-    fields = _Fields(line.fields(), line.place)
+    def error(problem: str) -> SpecError:
+        return SpecError(f"{line.place}: profile row {problem}")
+
+    texts = {name: text.strip() for name, text in line.fields().items()}
+    found: dict[str, Any] = {}
+    for name, (_, read, needed) in _COLUMNS.items():
+        text = texts.get(name, "")
+        try:
+            found[name] = read(text) if needed or text else None
+        except ValueError as wrong:
+            raise error(f"has {name} {wrong}") from wrong
+    try:
+        device = find_accelerator(found.pop("device"), own).name
+    except SpecError as unknown:
+        raise error(f"names an {unknown}") from unknown
+    seconds, attention_s = found.pop("ms_per_layer"), found.pop("attention_ms_per_layer")
+    if attention_s is not None and attention_s >= seconds:
+        raise error(
+            f"has attention_ms_per_layer {texts['attention_ms_per_layer']}; less than its "
+            f"ms_per_layer, {texts['ms_per_layer']}, belongs there"
+        )
+    hidden, wide = found.pop("h1"), found.pop("h2")
+    layer = LayerTerms(  # unless told, without grouped heads or a gated MLP
+        hidden,
+        found.pop("linear_parameters") or 4 * hidden * hidden + 2 * hidden * wide,
+        found.pop("query_width") or hidden,
+        found.pop("kv_width") or hidden,
+    )
     return ProfileRow(
-        device=fields.device(own),
-        model=fields.text("model") or "",
-        layer=fields.layer(),
-        intermediate_size=fields.integer("h2"),
-        phase=fields.phase(),
-        bits=fields.bits(),
-        batch_size=fields.integer("batch_size"),
-        prompt_length=fields.integer("prompt_length"),
-        context_length=fields.integer("context_length", least=0),
-        seconds=fields.seconds("ms_per_layer"),
-        backend=fields.text("backend"),
-        backend_version=fields.text("backend_version"),
-        dtype=fields.dtype(),
-        threads=fields.integer("threads") if fields.text("threads") else None,
-        attention_s=fields.attention_s(),
-        spread=fields.real("spread", least=0.0) if fields.text("spread") else None,
-        repetitions=fields.integer("repetitions") if fields.text("repetitions") else None,
-        unlike=fields.unlike(),
+        device=device,
+        layer=layer,
+        intermediate_size=wide,
+        seconds=seconds,
+        attention_s=attention_s,
+        unlike=found.pop("lengths") is not None,
         source=source,
+        **found,
     )
 
 
-@dataclass(frozen=True)
-class _Fields:
-    values: dict[str, str]
-    place: str
+# Readers of a field's text raise ValueError with the text and what belongs there.
+_Reader = Callable[[str], Any]
 
-    def error(self, problem: str) -> SpecError:
-        return SpecError(f"{self.place}: profile row {problem}")
 
-    def text(self, name: str) -> str | None:
-        return (self.values.get(name) or "").strip() or None
-
-    def integer(self, name: str, least: int = 1) -> int:
-        text = self.text(name) or ""
+def _integer(least: int = 1) -> _Reader:
+    def read(text: str) -> int:
         if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < least:
-            raise self.error(
-                f"has {name} {text!r}; a whole number of at least {least} belongs there"
-            )
+            raise ValueError(f"{text!r}; a whole number of at least {least} belongs there")
         return int(text)
 
-    def unlike(self) -> bool:
-        text = self.text("lengths")
-        if text not in (None, UNLIKE):
-            raise self.error(f"has lengths {text!r}; {UNLIKE!r} or nothing belongs there")
-        return text is not None
+    return read
 
-    def device(self, own: Iterable[Accelerator]) -> str:
-        try:
-            return find_accelerator(self.text("device") or "", own).name
-        except SpecError as error:
-            raise self.error(f"names an {error}") from error
 
-    def phase(self) -> Phase:
-        text = self.text("phase")
-        if text == "prefill":
-            return "prefill"
-        if text == "decode":
-            return "decode"
-        raise self.error(f"has phase {text!r}; prefill or decode belongs there")
-
-    def bits(self) -> int:
-        bits = self.integer("bits")
-        if bits not in BITWIDTHS:
-            raise self.error(
-                f"has bits {bits}; one of {', '.join(map(str, BITWIDTHS))} belongs there"
-            )
-        return bits
-
-    def dtype(self) -> str | None:
-        text = self.text("dtype")
-        if text is not None and text not in DTYPE_BYTES:
-            raise self.error(f"has dtype {text!r}; one of {', '.join(DTYPE_BYTES)} belongs there")
+def _one_of(values: Sequence[str], wanted: str) -> _Reader:
+    def read(text: str) -> str:
+        if text not in values:
+            raise ValueError(f"{text!r}; {wanted} belongs there")
         return text
 
-    def seconds(self, name: str) -> float:
-        """Read positive milliseconds as seconds."""
-        seconds = self.real(name) / 1e3
-        if seconds <= 0:  # the smallest numbers underflow
-            raise self.error(f"has {name} {self.text(name)}; a positive number belongs there")
-        return seconds
+    return read
 
-    def attention_s(self) -> float | None:
-        """Read the seconds of attention, which are fewer than those of the layer."""
-        if not self.text("attention_ms_per_layer"):
-            return None
-        attention_s = self.seconds("attention_ms_per_layer")
-        if attention_s >= self.seconds("ms_per_layer"):
-            raise self.error(
-                f"has attention_ms_per_layer {self.text('attention_ms_per_layer')}; less than its "
-                f"ms_per_layer, {self.text('ms_per_layer')}, belongs there"
-            )
-        return attention_s
 
-    def real(self, name: str, least: float | None = None) -> float:
-        text = self.text(name) or ""
-        try:
-            value = float(text)
-        except ValueError as error:
-            raise self.error(f"has {name} {text!r}; a number belongs there") from error
-        if not isfinite(value) or (least is not None and value < least):
-            wanted = "a positive number" if least is None else f"a number of at least {least:g}"
-            raise self.error(f"has {name} {text}; {wanted} belongs there")
-        return value
+def _bits(text: str) -> int:
+    bits = _COUNT(text)
+    if bits not in BITWIDTHS:
+        raise ValueError(f"{bits}; one of {', '.join(map(str, BITWIDTHS))} belongs there")
+    return int(bits)
 
-    def layer(self) -> LayerTerms:
-        """Read the sizes; those not given are of a layer without grouped heads or a gated MLP."""
-        hidden, wide = self.integer("h1"), self.integer("h2")
-        given = {
-            name: self.integer(name) if self.text(name) else default
-            for name, default in (
-                ("linear_parameters", 4 * hidden * hidden + 2 * hidden * wide),
-                ("query_width", hidden),
-                ("kv_width", hidden),
-            )
-        }
-        return LayerTerms(hidden_size=hidden, **given)
+
+def _real(text: str, least: float | None = None) -> float:
+    wanted = "a positive number" if least is None else f"a number of at least {least:g}"
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r}; a number belongs there") from error
+    if not isfinite(value) or (least is not None and value < least):
+        raise ValueError(f"{text}; {wanted} belongs there")
+    return value
+
+
+def _seconds(text: str) -> float:
+    """Read positive milliseconds as seconds."""
+    seconds = _real(text) / 1e3
+    if seconds <= 0:  # the smallest numbers underflow
+        raise ValueError(f"{text}; a positive number belongs there")
+    return seconds
+
+
+_COUNT = _integer()
+
+_COLUMNS: dict[str, tuple[Callable[[ProfileRow], object], _Reader, bool]] = {
+    "device": (lambda row: row.device, str, True),
+    "model": (lambda row: row.model, str, True),
+    "h1": (lambda row: row.layer.hidden_size, _COUNT, True),
+    "h2": (lambda row: row.intermediate_size, _COUNT, True),
+    "prompt_length": (lambda row: row.prompt_length, _COUNT, True),
+    "context_length": (lambda row: row.context_length, _integer(least=0), True),
+    "phase": (lambda row: row.phase, _one_of(PHASES, "prefill or decode"), True),
+    "bits": (lambda row: row.bits, _bits, True),
+    "batch_size": (lambda row: row.batch_size, _COUNT, True),
+    "ms_per_layer": (lambda row: row.seconds * 1e3, _seconds, True),
+    "backend": (lambda row: row.backend, str, False),
+    "backend_version": (lambda row: row.backend_version, str, False),
+    "dtype": (
+        lambda row: row.dtype,
+        _one_of([*DTYPE_BYTES], f"one of {', '.join(DTYPE_BYTES)}"),
+        False,
+    ),
+    "threads": (lambda row: row.threads, _COUNT, False),
+    "linear_parameters": (lambda row: row.layer.linear_parameters, _COUNT, False),
+    "query_width": (lambda row: row.layer.query_width, _COUNT, False),
+    "kv_width": (lambda row: row.layer.kv_width, _COUNT, False),
+    "attention_ms_per_layer": (
+        lambda row: None if row.attention_s is None else row.attention_s * 1e3,
+        _seconds,
+        False,
+    ),
+    "spread": (lambda row: row.spread, lambda text: _real(text, least=0.0), False),
+    "repetitions": (lambda row: row.repetitions, _COUNT, False),
+    "lengths": (
+        lambda row: UNLIKE if row.unlike else None,
+        _one_of([UNLIKE], f"{UNLIKE!r} or nothing"),
+        False,
+    ),
+}
+"""By column: its value of a row, how its text is read, and whether a file must have it."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planner.micro_batches import MicroBatches
-from planner.phases import Phase
+from planner.scheduling import Phase
 from planner.workload import Job, Workload
 
 UNDER_WAY_PER_STAGE = 2

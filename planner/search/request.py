@@ -24,10 +24,33 @@ from planner.profiles.rows import LayerTerms, read_profiles
 from planner.quality.perplexity_fit import omega_bound
 from planner.quality.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 from planner.scheduling import PREDICTING
-from planner.stored_bits import with_stored_bits
 from planner.workload import Job, Workload, check_length
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS, KV_BITWIDTHS
+
+
+def with_stored_bits(options: PlanOptions, shape: ModelShape) -> PlanOptions:
+    """The options with the bitwidth that `shape` is stored in; SpecError where it has several, or
+    `bits` leaves it out.
+    """
+    stored = shape.stored
+    if stored is None:
+        return options
+    if stored.mixed:
+        raise SpecError(
+            f"{shape.name} is quantized already, with different bits for some of its layers, or by "
+            "rules (dynamic) of which only its weights, that are not here, tell what they change; "
+            "run it with the plan that it was quantized for (llmpq run --strat_file_name PLAN "
+            "--model FOLDER), or plan for the original 16-bit checkpoint"
+        )
+    if stored.bits not in options.bits:
+        raise SpecError(
+            f"{shape.name} is stored with {stored.bits} bits, which --bits "
+            f"{' '.join(map(str, options.bits))} leaves out; allow {stored.bits}, or plan for the "
+            "original 16-bit checkpoint"
+        )
+    return replace(options, bits=(stored.bits,))
+
 
 _Found = TypeVar("_Found")
 

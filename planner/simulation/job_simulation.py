@@ -17,13 +17,13 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds, PassTable
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
-from planner.phases import Phase
 from planner.schedule.exegpt import RraSchedule
 from planner.schedule.job_passes import job_passes
 from planner.schedule.orca import MixedPass, OrcaSchedule
 from planner.schedule.policy_sizes import Sizes, TurnSizes
 from planner.schedule.s3 import most_waiting
 from planner.schedule.static import JobRows, JobSchedule, Pass
+from planner.scheduling import Phase
 from planner.simulation.simulation import (
     PipelineClock,
     Simulated,

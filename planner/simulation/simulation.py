@@ -18,13 +18,12 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds, PassTable
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
-from planner.phases import Phase
 from planner.schedule.exegpt import RraSchedule
 from planner.schedule.orca import OrcaSchedule
 from planner.schedule.policy_sizes import OrcaSizes, Sizes, TurnSizes, policy_sizes
 from planner.schedule.s3 import S3Schedule
 from planner.schedule.static import JobRows, JobSchedule, Pass
-from planner.scheduling import PREDICTING
+from planner.scheduling import PREDICTING, Phase
 from planner.workload import Workload
 from quant.common.errors import SpecError
 

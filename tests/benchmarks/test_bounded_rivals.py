@@ -27,7 +27,7 @@ from benchmarks.reproduction.latency_bounds.schedulers import (
 )
 from benchmarks.reproduction.latency_bounds.setting import Setting
 from planner.costs.pass_times import PassSeconds
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.schedule.static import Pass
 from planner.simulation.simulation import simulate

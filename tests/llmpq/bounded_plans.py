@@ -7,7 +7,7 @@ from functools import cache
 
 from llmpq import Cluster, Workload
 from planner.latency_bound.front import KindFronts, LatencyPoint, LeftOut
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role

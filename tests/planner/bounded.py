@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions, RequestSchedule

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.adjusted_latency import GroupLatency
-from planner.costs.collectives import Collectives
+from planner.costs.communication import Collectives
 from planner.costs.roofline import END_LAUNCHES, LAUNCH_S, RooflineLatency, layer_launches
 from planner.model.finding import ModelShape, model_shape
 from quant.scheme import DTYPE_BYTES

@@ -23,7 +23,7 @@ from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.latency_bound.stage_times import GridTimes
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, shape_from_config
 from planner.options import PlanOptions

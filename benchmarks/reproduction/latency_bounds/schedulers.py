@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.latency_bound.stage_times import StageSeconds
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -21,8 +21,8 @@ from benchmarks.reproduction.latency_bounds.setting import (
     Setting,
     bounded_performance,
 )
+from planner.costs.communication import HostCopies, cache_tensors
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
-from planner.costs.preemption import HostCopies, cache_tensors
 from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.estimates import shortest_turns
 from planner.latency_bound.rra_timeline import rra_timeline
@@ -36,7 +36,7 @@ from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
-from planner.length_distribution import RequestLengths
+from planner.lengths import RequestLengths
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.workload import HOLES
 

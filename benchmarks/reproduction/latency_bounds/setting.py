@@ -31,7 +31,7 @@ from planner.latency_bound.branch_and_bound import (
 )
 from planner.latency_bound.simulate import ObservedRequests, Watch
 from planner.latency_bound.timeline import Performance, Timeline
-from planner.length_distribution import RequestLengths
+from planner.lengths import RequestLengths
 from planner.scheduling import RequestSchedule
 from planner.workload import HOLES
 

@@ -41,7 +41,7 @@ from benchmarks.reproduction.latency_bounds.setting import (
 from benchmarks.reproduction.latency_bounds.throughput import RIVALS, rate_of
 from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import DOES_NOT_FIT, Performance
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
 HOST_S = 0.03

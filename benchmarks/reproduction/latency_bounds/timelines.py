@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.lab import header, processor_name, table_row
-from planner.costs.preemption import COPY_LAUNCH_S
+from planner.costs.communication import COPY_LAUNCH_S
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import Completions, prefill_sizes, waa_decode_requests
 from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra, simulate_waa
@@ -24,7 +24,7 @@ from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import Timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
 # Half-precision TFLOP/s and memory GB/s of data sheets: T4, P100, V100, A100, H100.

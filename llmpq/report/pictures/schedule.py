@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmpq.report.formatting import shortened
 from planner.latency_bound.draw import simulated_cycles
 from planner.plan.spec import PlanSpec
-from planner.simulation.gantt import GanttOptions, gantt_svg
+from planner.simulation.pictures import GanttOptions, gantt_svg
 from planner.simulation.simulation import Simulated
 
 GANTT_WIDTH = 800  # pixels of the drawing; with its labels as wide as the page's text

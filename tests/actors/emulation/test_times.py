@@ -10,7 +10,7 @@ import pytest
 from actors.emulation.times import ScaledTimes, emulated_times
 from actors.messages import MicroBatch, Park
 from planner.cluster.spec import ClusterSpec
-from planner.costs.preemption import COPY_LAUNCH_S
+from planner.costs.communication import COPY_LAUNCH_S
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes

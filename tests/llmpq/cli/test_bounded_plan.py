@@ -9,7 +9,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import plan as plan_cli
-from planner.length_distribution import LengthDistribution
+from planner.lengths import LengthDistribution
 from tests.llmpq.commands import exit_code
 from tests.llmpq.fake_jobs import write_prompts
 from tests.llmpq.report.pages import Page, measures

@@ -50,7 +50,7 @@ def test_the_report_has_no_markup_of_others(text: str, is_job: bool, plan: Plan)
 
 @pytest.mark.parametrize("text", HOSTILE_TEXTS[:3])
 def test_the_gantt_picture_has_no_markup_of_others(text: str, plan: Plan, tmp_path: Path) -> None:
-    from planner.simulation.gantt import write_gantt
+    from planner.simulation.pictures import write_gantt
     from tests.planner.simulation.test_trace import simulated  # type: ignore[attr-defined]
 
     result = simulated()

@@ -12,8 +12,9 @@ from actors.profiling.links import measure_hops
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import profile
 from llmpq.profile.layers import workload_of
+from planner.profiles.csv_table import read_table
 from planner.profiles.links import links_beside, links_path
-from planner.profiles.loading import loading_path, read_loading
+from planner.profiles.loading import LoadRow, loading_path
 from planner.profiles.rows import read_profiles
 from tests.actors.profiling.test_layers import TINY
 from tests.llmpq.commands import exit_code
@@ -67,7 +68,7 @@ def test_the_file_has_the_design_and_is_planned_with(
     assert "fitted to 20 profile rows of times.csv" in told
     assert "of layers from the checkpoint" in told
     assert "(times.loading.csv)" in told
-    loads = read_loading(loading_path(times))
+    loads = read_table(loading_path(times), LoadRow)
     assert {(r.bits, r.origin) for r in loads} == {
         (4, "checkpoint"),
         (4, "cache"),
@@ -90,7 +91,7 @@ def test_loading_is_measured_for_the_bitwidths_that_lack_it(
     assert "hops between" not in told.err
     assert "hops between stages" in told.out
     assert loading_path(path).read_bytes().startswith(before)
-    assert len(read_loading(loading_path(path))) == 5
+    assert len(read_table(loading_path(path), LoadRow)) == 5
 
 
 def test_what_is_measured_is_kept_and_the_rest_added(

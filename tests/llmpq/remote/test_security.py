@@ -25,7 +25,7 @@ from llmpq.cli.common import EXIT_BAD_INPUT
 from llmpq.jobs.job import OpenJob
 from llmpq.jobs.job_output import JobOutput
 from llmpq.rows.results import Result
-from planner.simulation.trace import write_text
+from planner.simulation.pictures import write_text
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import INDEX_FILE

@@ -16,7 +16,7 @@ from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan
 from llmpq.cli.run_options import serve_parser
 from llmpq.cli.serve import _run_options
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
 from tests.actors.models import random_prompts, reference

@@ -27,8 +27,7 @@ from llmpq.run.switching import (
     RowsToGo,
     Switch,
 )
-from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.lengths import Lengths
+from planner.lengths import LengthDistribution, Lengths, RequestLengths
 from planner.optimiser.problem import JobPasses
 from planner.plan.forecasts import JobForecast
 from planner.plan.spec import PlanSpec

@@ -17,8 +17,7 @@ from actors.stage_group import StageGroup
 from llmpq import Cluster, Plan, Sampling
 from llmpq.run.replan import reschedule_measured
 from llmpq.run.switching import Measured
-from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.lengths import Lengths
+from planner.lengths import LengthDistribution, Lengths, RequestLengths
 from planner.plan.spec import PlanSpec
 from planner.scheduling import RequestSchedule
 from planner.workload import Job

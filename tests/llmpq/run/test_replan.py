@@ -20,8 +20,7 @@ from llmpq.run.replan import (
 )
 from llmpq.run.switching import Measured
 from planner.cluster.device import Slowdown
-from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.lengths import Lengths
+from planner.lengths import LengthDistribution, Lengths, RequestLengths
 from planner.model.finding import model_shape
 from planner.optimiser.problem import JobPasses
 from planner.options import PlanOptions

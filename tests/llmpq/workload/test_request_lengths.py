@@ -20,8 +20,7 @@ from llmpq.workload.request_lengths import (
     requests_of,
     same_lengths,
 )
-from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.lengths import Lengths
+from planner.lengths import LengthDistribution, Lengths, RequestLengths
 from planner.options import PlanOptions
 from quant.common.errors import SpecError
 from tests.llmpq.fake_jobs import prompts, run_job, write_prompts

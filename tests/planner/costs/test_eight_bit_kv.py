@@ -17,8 +17,8 @@ from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.phases import Phase
 from planner.plan.spec import PlanSpec
+from planner.scheduling import Phase
 from planner.search.find import find_plan, trace_front
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError

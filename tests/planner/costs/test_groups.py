@@ -9,7 +9,7 @@ import pytest
 from planner.cluster.device import Device, MeasuredSum
 from planner.cluster.spec import ClusterSpec, group_of, grouped_cluster
 from planner.costs.adjusted_latency import GroupLatency
-from planner.costs.collectives import Collectives
+from planner.costs.communication import Collectives
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import largest_rank_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.costs.preemption import (
+from planner.costs.communication import (
     COPY_LAUNCH_S,
     HostCopies,
     PreemptedStage,

@@ -16,9 +16,9 @@ from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, S
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.micro_batch_times import PartsOf, unlike_prompts_s
 from planner.costs.roofline import RooflineLatency, roofline_efficiency
-from planner.length_distribution import LengthDistribution
+from planner.lengths import LengthDistribution
 from planner.model.finding import model_shape
-from planner.phases import PHASES, Phase
+from planner.scheduling import PHASES, Phase
 
 SHAPE = model_shape("opt-13b")
 ROOFLINE = RooflineLatency(SHAPE)

@@ -12,7 +12,7 @@ from planner.costs.model import CostModel
 from planner.latency_bound.bounded_plan import bounded_options
 from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.request import BoundRequest, job_of
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, model_shape
 from planner.optimiser.assignment import Assignment

@@ -12,7 +12,7 @@ from planner.latency_bound.alternation import PlacingGoal
 from planner.latency_bound.bounded_plan import find_bounded_plan
 from planner.latency_bound.request import BoundRequest, job_of
 from planner.latency_bound.rra import RraPlanner, RraSpace
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import PlanOptions, Quality
 from planner.plan.spec import PlanSpec
 from quant.common.errors import BoundNotMetError, DoesNotFitError

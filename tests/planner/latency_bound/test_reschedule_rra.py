@@ -12,7 +12,7 @@ from planner.latency_bound.bounded_plan import find_bounded_plan
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.reschedule import RunningSizes, reschedule
 from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec

@@ -16,7 +16,7 @@ from planner.latency_bound.reschedule import RunningSizes, reschedule
 from planner.latency_bound.schedules import most_in_group
 from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
 from planner.latency_bound.waa_sides import WaaSides
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec

@@ -10,7 +10,7 @@ import pytest
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
 from planner.latency_bound.simulate import PipelineOfRequests, Watch, drawn_requests, simulate_rra
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.schedule.policy_sizes import TurnSizes
 from planner.scheduling import RequestSchedule
 from tests.actors.schedule.exegpt_cases import queue_sizes_of

@@ -9,7 +9,7 @@ import pytest
 
 from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
 PROMPT, ANSWER = 100, 11

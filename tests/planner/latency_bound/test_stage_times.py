@@ -11,7 +11,7 @@ from planner.costs.micro_batch_times import unlike_prompts_s
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.stage_times import mean_prefill_s
-from planner.length_distribution import FloatArray, LengthDistribution
+from planner.lengths import FloatArray, LengthDistribution
 from tests.planner.latency_bound.settings import (
     TASK_S,
     bounded_costs,

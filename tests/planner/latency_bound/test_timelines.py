@@ -11,7 +11,7 @@ from benchmarks.reproduction.latency_bounds.timelines import of_rra, of_waa, ran
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
-from planner.length_distribution import FloatArray, LengthDistribution, RequestLengths
+from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
 ALIKE = RequestLengths(LengthDistribution((10,), (1.0,)), LengthDistribution((5,), (1.0,)))

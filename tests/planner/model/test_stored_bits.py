@@ -21,7 +21,7 @@ from planner.model.weight_check import end_tensors, layer_tensors
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.search.find import find_plan
-from planner.stored_bits import with_stored_bits
+from planner.search.request import with_stored_bits
 from planner.workload import Workload
 from quant.backends.selection import backend_name
 from quant.checkpoint.gptq_config import GptqConfig

@@ -18,13 +18,13 @@ from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.phases import Phase
 from planner.plan.modelled_times import LengthCurve, ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.quality.sensitivity import default_sensitivity
 from planner.schedule.static import static_schedule
+from planner.scheduling import Phase
 from planner.search.baselines import baselines
 from planner.search.find import find_plan
 from planner.search.request import planning_costs

@@ -7,14 +7,13 @@ from typing import Any, cast
 
 import pytest
 
-from planner.length_distribution import LengthDistribution, RequestLengths
-from planner.lengths import Lengths
+from planner.lengths import LengthDistribution, Lengths, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.plan.forecasts import JobForecast, LatencyForecast
 from planner.plan.simulate import FILLS_SHOWN, simulate_plan
 from planner.schedule.job_passes import job_passes
 from planner.scheduling import PolicyOptions, RequestSchedule
-from planner.simulation.gantt import gantt_svg
+from planner.simulation.pictures import gantt_svg
 from planner.workload import Job
 from tests.planner.bounded import FORECAST
 

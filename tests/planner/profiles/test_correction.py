@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from planner.profiles.correction import NO_CORRECTION, fit_correction
+from planner.profiles.layer_fit import NO_CORRECTION, fit_correction
 
 GRID = [(batch, length) for batch in (1, 3, 8, 20) for length in (16, 60, 250, 1000)]
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.phases import PHASES, Phase
 from planner.profiles.design import DesignSpace, LayerWorkload, design
+from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 
 SPACE = DesignSpace()

@@ -11,11 +11,11 @@ import pytest
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
-from planner.phases import Phase
 from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.layer_terms import layer_features
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
+from planner.scheduling import Phase
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS
 

@@ -14,9 +14,9 @@ from planner.costs.latency_model import LayerSeconds
 from planner.costs.micro_batch_times import unlike_prompts_s
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
-from planner.phases import PHASES, Phase
 from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
+from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 
 SHAPE = model_shape("opt-1.3b")

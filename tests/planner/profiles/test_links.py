@@ -12,6 +12,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.explanation.what_if import Question, _changed
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.profiles.csv_table import write_table
 from planner.profiles.links import (
     LinkRow,
     Way,
@@ -19,7 +20,6 @@ from planner.profiles.links import (
     links_beside,
     links_path,
     read_links,
-    write_links,
 )
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.find import find_plan
@@ -90,7 +90,7 @@ def test_a_plan_takes_them_from_beside_the_profile(tmp_path: Path) -> None:
     shape, workload = model_shape("opt-13b"), Workload(8, 128, 10)
     options = PlanOptions(profiles=profile, keep_all_devices=True, group=10)
     before = find_plan(cluster, shape, "opt-13b", workload, options)
-    write_links(links_path(profile), line(0.0, 1e12))
+    write_table(links_path(profile), LinkRow, line(0.0, 1e12))
     after = find_plan(cluster, shape, "opt-13b", workload, options)
     assert "measured" not in before.stages[0].provenance
     assert "measured (gloo, times.links.csv)" in after.stages[0].provenance
@@ -104,7 +104,7 @@ def test_a_plan_takes_them_from_beside_the_profile(tmp_path: Path) -> None:
 def test_faster_links_are_faster_where_they_are_measured(tmp_path: Path) -> None:
     profile = tmp_path / "times.csv"
     profile.write_text(LAYER_HEADER + "\n")
-    write_links(links_path(profile), line(2e-4, 3e9))
+    write_table(links_path(profile), LinkRow, line(2e-4, 3e9))
     shape, options = model_shape("opt-13b"), PlanOptions(profiles=profile)
     sensitivity = default_sensitivity(shape, options.bits)
     costs = cost_model(CLUSTER, shape, Workload(8, 128, 10), options, sensitivity)
@@ -123,10 +123,10 @@ def test_rows_come_back_and_none_are_needed(tmp_path: Path) -> None:
     assert path.name == "times.links.csv"
     assert links_beside(tmp_path / "times.csv") == ()
     rows = (*line(2e-4, 3e9), hop(7, 1 / 3, "ray"))
-    write_links(path, rows)
+    write_table(path, LinkRow, rows)
     assert read_links(path) == rows
     with pytest.raises(InputError, match="cannot write"):
-        write_links(tmp_path / "none" / "x.csv", rows)
+        write_table(tmp_path / "none" / "x.csv", LinkRow, rows)
 
 
 @pytest.mark.parametrize(

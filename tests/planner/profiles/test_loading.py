@@ -11,8 +11,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.profiles.loading import LoadRow, Origin, loading_path, loading_s, read_loading
-from planner.profiles.loading import write_loading as write
+from planner.profiles.csv_table import read_table, write_table
+from planner.profiles.loading import LoadRow, Origin, loading_path, loading_s
 from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
@@ -58,8 +58,8 @@ def test_rows_come_back(tmp_path: Path) -> None:
     path = loading_path(tmp_path / "t.csv")
     assert path.name == "t.loading.csv"
     rows = (load(3, "cache", 1 / 3), load(16, "checkpoint", 2.0))
-    write(path, rows)
-    assert read_loading(path) == rows
+    write_table(path, LoadRow, rows)
+    assert read_table(path, LoadRow) == rows
     path.write_text(path.read_text().replace(",3,rows", ",5,rows"))
     with pytest.raises(SpecError, match=":2: bits is '5'"):
-        read_loading(path)
+        read_table(path, LoadRow)

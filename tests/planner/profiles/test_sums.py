@@ -9,13 +9,13 @@ import pytest
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.profiles.csv_table import write_table
 from planner.profiles.links import (
     SumRow,
     fit_sums,
     read_sums,
     sums_beside,
     sums_path,
-    write_sums,
 )
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.find import find_plan
@@ -56,7 +56,7 @@ def test_what_does_not_grow_has_no_negative_term() -> None:
 def test_costs_take_them_from_beside_the_profile(tmp_path: Path) -> None:
     profile = tmp_path / "times.csv"
     profile.write_text(LAYER_HEADER + "\n")
-    write_sums(sums_path(profile), line(2, 1e-3, 0.0))
+    write_table(sums_path(profile), SumRow, line(2, 1e-3, 0.0))
     shape, options = model_shape("opt-13b"), PlanOptions(profiles=profile)
     sensitivity = default_sensitivity(shape, options.bits)
     found = cost_model(CLUSTER, shape, Workload(8, 128, 10), options, sensitivity)
@@ -83,7 +83,7 @@ def test_a_plan_of_groups_is_made_with_them(tmp_path: Path) -> None:
     shape, workload = model_shape("opt-13b"), Workload(8, 128, 10)
     options = PlanOptions(profiles=profile, group=10, tensor_parallel=2)
     before = find_plan(CLUSTER, shape, "opt-13b", workload, options)
-    write_sums(sums_path(profile), line(2, 5e-3, 0.0))
+    write_table(sums_path(profile), SumRow, line(2, 5e-3, 0.0))
     after = find_plan(CLUSTER, shape, "opt-13b", workload, options)
     assert after.predicted.latency_s > before.predicted.latency_s
     assert "measured (times.sums.csv)" in after.stages[0].provenance
@@ -94,7 +94,7 @@ def test_rows_come_back_and_none_are_needed(tmp_path: Path) -> None:
     assert path.name == "times.sums.csv"
     assert sums_beside(tmp_path / "times.csv") == ()
     rows = (*line(2, 1e-4, 1e-9), *line(8, 1 / 3, 1e-9))
-    write_sums(path, rows)
+    write_table(path, SumRow, rows)
     assert read_sums(path) == rows
 
 

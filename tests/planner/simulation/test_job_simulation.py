@@ -14,12 +14,12 @@ from planner.lengths import Lengths
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.phases import Phase
 from planner.quality.sensitivity import default_sensitivity
 from planner.schedule.job_passes import job_passes
 from planner.schedule.orca import MixedPass
 from planner.schedule.policy_sizes import OrcaSizes
 from planner.schedule.static import JobRows, Pass
+from planner.scheduling import Phase
 from planner.simulation.job_simulation import (
     forecast_job,
     simulate_job,

@@ -12,9 +12,15 @@ import pytest
 from planner.costs.pass_times import PassSeconds
 from planner.micro_batches import MicroBatches
 from planner.schedule.static import Pass
-from planner.simulation.gantt import LABEL_WIDTH, GanttOptions, gantt_svg, write_gantt
+from planner.simulation.pictures import (
+    LABEL_WIDTH,
+    GanttOptions,
+    chrome_trace,
+    gantt_svg,
+    write_chrome_trace,
+    write_gantt,
+)
 from planner.simulation.simulation import Simulated, simulate
-from planner.simulation.trace import chrome_trace, write_chrome_trace
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 
