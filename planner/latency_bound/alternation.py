@@ -67,13 +67,11 @@ class ScheduleSpace(ABC):
 
     @property
     @abstractmethod
-    def omega(self) -> float:
-        """Summed sensitivity of the layers' bitwidths."""
+    def omega(self) -> float: ...
 
     @property
     @abstractmethod
-    def ranges(self) -> Sequence[range]:
-        """The box of the controls."""
+    def ranges(self) -> Sequence[range]: ...
 
     @abstractmethod
     def around(self, point: ControlPoint) -> Sequence[range]:
@@ -81,8 +79,8 @@ class ScheduleSpace(ABC):
 
     @abstractmethod
     def fitted(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
-        """The schedule of a point, with the best prefill micro-batch that has room, and whether
-        any has.
+        """The schedule of a point, with the best prefill micro-batch that has room, and whether any
+        has.
         """
 
     @abstractmethod
@@ -96,31 +94,27 @@ class ScheduleSpace(ABC):
         return found if fits else Performance(found.requests_per_s, math.inf)
 
     def exact(self, point: ControlPoint, quantile: float) -> Performance:
-        """The performance of a point by its timeline at a quantile of the latency; as above where
-        requests have no room, since far beyond that the throughput of timelines falls again.
+        """A point by its timeline at a quantile; as above without room, as timelines fall again far
+        beyond.
         """
         schedule, fits = self.fitted(point)
         return self.timeline(schedule, quantile).performance if fits else self(point)
 
     def schedule(self, point: ControlPoint) -> RequestSchedule:
-        """The schedule of a point."""
         return self.fitted(point)[0]
 
     @abstractmethod
-    def has_room(self, schedule: RequestSchedule) -> bool:
-        """Whether the requests of a schedule have room, as it is."""
+    def has_room(self, schedule: RequestSchedule) -> bool: ...
 
     @abstractmethod
-    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
-        """The timeline of a schedule."""
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline: ...
 
     @abstractmethod
     def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
         """What is seen of so many requests in a simulation of a schedule's events."""
 
     @abstractmethod
-    def start(self, schedule: RequestSchedule) -> PlacingGoal:
-        """To place layers again for a schedule."""
+    def start(self, schedule: RequestSchedule) -> PlacingGoal: ...
 
     @abstractmethod
     def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:
@@ -132,8 +126,6 @@ class ScheduleSpace(ABC):
 
 
 class KindPlanner(Protocol):
-    """Finds placements for schedules of one kind."""
-
     def starts(self) -> Iterator[PlacingGoal]:
         """Yield what to begin with, the schedule with the least latency among it."""
 
@@ -159,8 +151,8 @@ schedules on the diagonal of the box."""
 
 @dataclass(frozen=True, eq=False)
 class PlacedPoint:
-    """A point of the controls where layers lie, and its estimated performance; `seconds` are those
-    of the whole job in its steady state.
+    """Controls where layers lie, and estimated performance; `seconds` of the whole job in its
+    steady state.
     """
 
     placed: ScheduleSpace
@@ -218,9 +210,7 @@ class Alternation:
         return self._best_crossed(theta, bound_s, best)
 
     def _best_known(self, theta: float, bound_s: float) -> PlacedPoint | None:
-        """The best schedule on the placements that are known, or on parts of the one with the least
-        latency.
-        """
+        """The best on known placements, or on parts of the one with the least latency."""
         best = self._best_of(list(self._pool.values()), theta, bound_s)
         least = self.least
         if best is not None or least is None:
@@ -242,7 +232,6 @@ class Alternation:
         return best
 
     def _best_crossed(self, theta: float, bound_s: float, best: PlacedPoint) -> PlacedPoint:
-        """The best schedule on parts of the best placement and of others."""
         for _ in range(MOST_TURNS):
             if self._search_time.is_over:
                 break
@@ -254,7 +243,6 @@ class Alternation:
         return best
 
     def _crossed(self, placed: ScheduleSpace) -> list[ScheduleSpace]:
-        """Placements with parts of this one, which are known from then on."""
         crossed = list(placed.crossed(list(self._pool.values())))
         return [self._pool.setdefault(each.key, each) for each in crossed]
 
@@ -273,7 +261,6 @@ class Alternation:
     def _descend(
         self, start: PlacingGoal, theta: float, bound_s: float, best: PlacedPoint
     ) -> PlacedPoint:
-        """Improve in turns from `start` on; the best there is then."""
         for _ in range(MOST_TURNS):
             if self._search_time.is_over:
                 return best
@@ -290,7 +277,6 @@ class Alternation:
     def _better(
         self, placed: ScheduleSpace, theta: float, bound_s: float, best: PlacedPoint | None
     ) -> PlacedPoint | None:
-        """The best schedule on a placement, if it is better than the best so far."""
         more_than = 0.0
         if best is not None:
             left_s = best.cost_s(theta) - theta * placed.omega
@@ -302,7 +288,6 @@ class Alternation:
         return None if found is None else self._candidate(placed, found.point)
 
     def _performance(self, placed: ScheduleSpace) -> PerformanceOf:
-        """The performance of points on a placement, each evaluated once."""
         known = self._known.setdefault(placed.key, {})
 
         def performance(point: ControlPoint) -> Performance:

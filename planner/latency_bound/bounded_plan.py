@@ -83,9 +83,7 @@ def _two_copies(costs: CostModel, request: BoundRequest) -> DoesNotFitError:
 def bounded_plan(
     scheduled: Scheduled, costs: CostModel, request: BoundRequest, source: str, omega_source: str
 ) -> PlanSpec:
-    """The plan of a schedule for the model at `source`; `costs` are those that were searched, of
-    all devices.
-    """
+    """plan of a schedule for the model at `source`; `costs` are those searched, of all devices."""
     schedule, job = scheduled.schedule, costs.job
     assert job is not None, "schedules are planned for a job"
     placement, *prefilling = scheduled.placed.placements
@@ -106,9 +104,7 @@ def bounded_plan(
 def _prefill_plan(
     placement: PlacedLayers, plan: PlanSpec, schedule: RequestSchedule, costs: CostModel
 ) -> PlanSpec:
-    """The plan of the stages that prefill for those of `plan`: a batch of all that they have in
-    flight.
-    """
+    """The plan of the stages that prefill: a batch of all that they have in flight."""
     assert costs.job is not None, "schedules are planned for a job"
     sizes = MicroBatches(schedule.prefill_micro_batch, 1)
     workload = prompts_in_flight(schedule, len(placement.devices), costs.job)
@@ -118,7 +114,6 @@ def _prefill_plan(
 
 
 def _divided(plan: PlanSpec, prefills: PlanSpec) -> PlanSpec:
-    """`plan`, whose stages decode what those of `prefills` have prefilled."""
     used = {name for stage in prefills.stages for name in stage.device_names}
     prefills = replace(prefills, unused_devices=(), stages=_with_role(prefills, "prefill"))
     return replace(
@@ -151,7 +146,6 @@ def latency_forecast(
 
 
 def _forecast(placement: PlacedLayers, passes: JobPasses, seconds: float, job: Job) -> Forecast:
-    """The forecast of the whole job: its passes keep each stage busy for so long."""
     lengths, times = job.lengths, placement.times
     prompts = np.array(lengths.prompt_tokens)
     prefill_s = passes.prefills * np.mean(
@@ -188,10 +182,8 @@ def find_bounded_plan(
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PlanSpec:
-    """The plan with the most throughput for `shape` (found at `source`) within the bound.
-
-    Raises `SpecError` for what cannot be planned as asked, `BoundNotMetError` with the least
-    feasible bound, and `InfeasibleError` where nothing fits.
+    """The plan with the most throughput within the bound; `SpecError` for what cannot be planned,
+    `BoundNotMetError` with the least feasible bound, `InfeasibleError` where nothing fits.
     """
     options = bounded_options(options)
     check_stored(shape, options)
@@ -227,8 +219,6 @@ def bounded_options(options: PlanOptions) -> PlanOptions:
 def _find(
     planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
 ) -> PlanSpec | _Missed:
-    """The plan without its origin, or the error for a bound, or for two copies that do not fit."""
-
     def find(chosen: PlanOptions) -> PlanSpec:
         return _found(replace(planned, options=chosen), source, request, clock)
 

@@ -61,9 +61,8 @@ LEAST_LATE = 40
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A schedule where its layers lie, its `timeline`, what was `observed` in a simulation of its
-    events, and the `latency_s` of that at the quantile that is bounded; `seconds` are those of the
-    whole job in its steady state.
+    """A schedule where layers lie, its `timeline`, what was `observed` by events, with `latency_s`
+    at the bounded quantile, and `seconds` of the whole job in its steady state.
     """
 
     placed: ScheduleSpace
@@ -83,9 +82,7 @@ class Scheduled:
 
 
 class KindSearch:
-    """Searches the schedules of one kind, at one theta and bound after another; `quantile` is that
-    of the latency, and `prompts` are those of the job.
-    """
+    """Searches the schedules of one kind, at one theta and bound after another."""
 
     def __init__(
         self,
@@ -129,7 +126,6 @@ class KindSearch:
         return min(kept, key=lambda each: each.cost_s(theta), default=None)
 
     def _calibrated(self, theta: float, bound_s: float) -> PlacedPoint | None:
-        """The best by estimates, as far as these are right."""
         found = self._alternation.best(theta, bound_s * self._factor)
         for _ in range(MOST_CALIBRATIONS):
             if found is None or math.isinf(bound_s) or self._search_time.is_over:
@@ -143,7 +139,6 @@ class KindSearch:
         return found
 
     def _refined(self, found: PlacedPoint, bound_s: float, quantile: float) -> ControlPoint | None:
-        """The point of the best schedule near one, by timelines; or anywhere on its placement."""
         placed = found.placed
         evaluated = Evaluations(lambda point: self._exact(placed, point, quantile), bound_s)
         for ranges in (placed.around(found.point), placed.ranges):
@@ -172,9 +167,8 @@ def kept_below(
     bound_s: float,
     made: Callable[[ScheduleSpace, ControlPoint], Scheduled],
 ) -> Scheduled | None:
-    """The schedule nearest to one that is too slow for the bound, on the line from there to the one
-    with the least latency, that keeps it by events: latency grows with every control. `made` says
-    what the schedule of a point reaches.
+    """The schedule nearest to a too slow one, towards the least latency, that keeps the bound by
+    events: latency grows with every control. `made` says what a point reaches.
     """
     least = [each[0] for each in placed.ranges]
     found, low, high = None, 0.0, 1.0
@@ -192,7 +186,6 @@ def kept_below(
 def scheduled(
     placed: ScheduleSpace, schedule: RequestSchedule, quantile: float, prompts: int
 ) -> Scheduled:
-    """What a schedule of a job of so many prompts reaches where its layers lie."""
     observed = placed.observed(schedule, ceil(LEAST_LATE / (1 - quantile)))
     return Scheduled(
         placed,
@@ -220,8 +213,6 @@ class NoScheduleError(Exception):
 
 
 class BoundedSearch:
-    """Searches the schedules of all kinds that are allowed, for one bound after another."""
-
     def __init__(
         self,
         costs: CostModel,
@@ -242,9 +233,7 @@ class BoundedSearch:
 
     @property
     def least(self) -> tuple[float, ScheduleKind] | None:
-        """The least latency that was found, in seconds, and the kind of its schedule; None where
-        nothing fits.
-        """
+        """The least latency found, in seconds, and its schedule's kind; None where nothing fits."""
         found = [
             (each.least.latency_s, kind)
             for kinds in self._kinds_of_bits.values()
@@ -254,9 +243,8 @@ class BoundedSearch:
         return min(found, key=lambda each: each[0], default=None)
 
     def within(self, bound_s: float) -> Scheduled:
-        """The schedule within the bound, at the quality that the options ask for.
-
-        NoScheduleError where none keeps it, `BoundNotMetError` where none has the quality.
+        """The schedule within the bound at the options' quality; NoScheduleError, or
+        `BoundNotMetError`.
         """
         options = self._costs.options
         quality = quality_of(options)
@@ -270,9 +258,7 @@ class BoundedSearch:
     def at(
         self, theta: float, bound_s: float, usable_bits: tuple[int, ...] | None = None
     ) -> Scheduled:
-        """The best schedule of all kinds at one theta, with layers of these bits (None: of all);
-        errors as in `within`.
-        """
+        """The best schedule of all kinds at one theta, with layers of these bits (None: of all)."""
         kinds = self._kinds(usable_bits or self._costs.bits)
         found = [each.best(theta, bound_s) for each in kinds.values()]
         kept = [each for each in found if each is not None]
@@ -302,9 +288,7 @@ class BoundedSearch:
         return ThetaPoint(theta, best.seconds, best.placed.omega, 0.0, best, best.seconds)
 
     def _of_quality(self, quality: Quality, bound_s: float) -> Scheduled:
-        """The schedule of a quality, by the rules for jobs: a bound that no schedule near 16 bit
-        keeps asks for fewer bits, as short memory does.
-        """
+        """The schedule of a quality; a bound that none near 16 bit keeps asks for fewer bits."""
         fast = self._point(TIE_BREAK * seconds_per_sensitivity(self._costs), bound_s)
         if quality == "fast" or not fast.omega:
             return fast.plan

@@ -60,8 +60,6 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Found:
-    """The point that was found, its performance, and how many points were evaluated for it."""
-
     point: ControlPoint
     performance: Performance
     evaluations: int
@@ -69,14 +67,11 @@ class Found:
 
 @dataclass(frozen=True)
 class ControlBox:
-    """The points from the corner `low` to the corner `high`, both included."""
-
     low: ControlPoint
     high: ControlPoint
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Steps between the corners along each control."""
         return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
 
     def at(self, share: float) -> ControlPoint:
@@ -90,8 +85,6 @@ class ControlBox:
 
 
 class Evaluations:
-    """Evaluates each point once, and keeps the best of those within the bound."""
-
     def __init__(self, performance: PerformanceOf, bound_s: float, more_than: float = 0.0) -> None:
         self._performance, self._bound_s = performance, bound_s
         self._known: dict[ControlPoint, Performance] = {}
@@ -174,7 +167,6 @@ class _BranchAndBound:
         self._serial = itertools.count()
 
     def run(self, whole: ControlBox) -> None:
-        """Search `whole`, whose upper corner does not keep the bound."""
         if not self._in_time(whole.low):
             return
         _climb(whole, self._evaluated, self._bound_s)
@@ -195,7 +187,6 @@ class _BranchAndBound:
         return self._evaluated.most(point) > self._evaluated.throughput
 
     def _add(self, block: ControlBox) -> None:
-        """Queue a block, unless it is of no interest."""
         if self._is_faster(block.high) and self._in_time(block.low):
             place = -self._evaluated.most(block.high), next(self._serial)
             heapq.heappush(self._queue, (*place, block))
@@ -220,17 +211,15 @@ class _BranchAndBound:
     def _steps(
         self, corner: ControlPoint, control: int, width: int, holds: Callable[[ControlPoint], bool]
     ) -> int:
-        """Steps from a corner along a control, up or where `width` is below 0 down, for which
-        something holds.
-        """
+        """Steps from a corner along a control, down where `width` is below 0, for which `holds`."""
         sign = 1 if width >= 0 else -1
         return _reach(
             abs(width), lambda k: holds(_with(corner, control, corner[control] + sign * k))
         )
 
     def _side(self, block: ControlBox) -> int:
-        """The control along which to split: of the corners that keep the bound with one control
-        low, that of the fastest (lines 7 to 10); without any, that of the slowest corner.
+        """The control along which to split: of corners that keep the bound with one control low,
+        that of the fastest (lines 7 to 10), else of the slowest.
         """
         corners = {
             control: _with(block.high, control, block.low[control])
@@ -243,7 +232,6 @@ class _BranchAndBound:
 
 
 def _climb(whole: ControlBox, evaluated: Evaluations, bound_s: float) -> None:
-    """Evaluate points of the diagonal up to the last that keeps the bound."""
     steps = max(whole.widths)
     _reach(steps, lambda k: evaluated(whole.at(k / steps)).keeps(bound_s))
 
@@ -253,9 +241,7 @@ def _with(point: ControlPoint, control: int, value: int) -> ControlPoint:
 
 
 def _reach(steps: int, holds: Callable[[int], bool]) -> int:
-    """The most steps, at most `steps`, for which something holds that holds for none and, where it
-    does for some number, for all below.
-    """
+    """The most steps for which something holds that holds for none, and for all below any."""
     if steps == 0 or holds(steps):
         return steps
     return bisect_left(range(1, steps), True, key=lambda k: not holds(k))

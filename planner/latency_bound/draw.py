@@ -30,9 +30,7 @@ MOST_TURNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Cycles:
-    """What all stages do in `simulated`, which begins in the middle of a run; `labels` [N]: the
-    stages in their order.
-    """
+    """What all stages, named by `labels` [N], do in `simulated`, from the middle of a run on."""
 
     simulated: Simulated
     labels: tuple[str, ...]
@@ -49,7 +47,6 @@ def simulated_cycles(plan: PlanSpec) -> Cycles:
 
 
 def _in_turns(plan: PlanSpec, schedule: RequestSchedule) -> Cycles:
-    """Prefills and decode steps that follow each other on all stages."""
     passes = tuple(_turns_and_steps(schedule, SETTLING + SHOWN + 1))
     simulated = simulate_passes(
         plan.workload,
@@ -65,9 +62,7 @@ def _in_turns(plan: PlanSpec, schedule: RequestSchedule) -> Cycles:
 
 
 def _turns_and_steps(schedule: RequestSchedule, cycles: int) -> Iterator[Pass]:
-    """Yield the passes of so many cycles. Every group goes on when all of its own are back; as they
-    come back in the order of submission, groups follow each other in one order for ever.
-    """
+    """Yield the passes of so many cycles; groups follow each other in one order for ever."""
     groups, steps = schedule.decode_micro_batches, schedule.decode_steps
     size = max(1, round(schedule.decode_requests / groups))
     waiting = deque((group, 0, 0) for group in range(groups))
@@ -87,7 +82,6 @@ def _turns_and_steps(schedule: RequestSchedule, cycles: int) -> Iterator[Pass]:
 
 
 def _newcomers(schedule: RequestSchedule, group: int) -> int:
-    """The newcomers of a group in its turn: whole numbers that sum up to those of all groups."""
     groups, all_groups = schedule.decode_micro_batches, schedule.prefill_requests
     return all_groups * (group + 1) // groups - all_groups * group // groups
 
@@ -100,7 +94,6 @@ def _micro_batches(requests: int, schedule: RequestSchedule) -> list[int]:
 def _apart(
     plan: PlanSpec, prefills: PlanSpec, schedule: RequestSchedule, forecast: LatencyForecast
 ) -> Cycles:
-    """Turns on the stages of `prefills`, and meanwhile decode steps on those of `plan`."""
     turn_s = schedule.prefill_requests / forecast.requests_per_s
     sizes = _micro_batches(schedule.prefill_requests, schedule)
     turn = tuple(Pass("prefill", i, 0, size, 1, 0, 0) for i, size in enumerate(sizes))
@@ -134,7 +127,6 @@ def _apart(
 
 
 def _part(simulated: Simulated, start_s: float, end_s: float) -> Simulated:
-    """What happens from `start_s` to `end_s`, which become 0 and the end."""
     ends = simulated.link_end_s.max(axis=1) > start_s
     begins = np.where(simulated.stage_end_s > 0, simulated.stage_start_s, np.inf).min(axis=1)
     rows = np.flatnonzero(ends & (begins < end_s))
@@ -154,7 +146,6 @@ def _part(simulated: Simulated, start_s: float, end_s: float) -> Simulated:
 
 
 def _rounds(plan: PlanSpec, schedule: RequestSchedule, until_s: float) -> Simulated:
-    """Decode steps of all groups, one after the other, for at least so many seconds."""
     groups = schedule.decode_micro_batches
     size = max(1, round(schedule.decode_requests / groups))
     first = Pass("decode", 0, 1, size, 1, 0, 0)
@@ -171,7 +162,6 @@ def _rounds(plan: PlanSpec, schedule: RequestSchedule, until_s: float) -> Simula
 
 
 def _seconds(plan: PlanSpec, each: Pass, prompt_tokens: float) -> PassSeconds:
-    """Seconds of a pass, whose prompts have so many tokens each, on stages and links."""
     if each.phase == "decode":
         compute = tuple(stage.decode_s for stage in plan.stages)
         return PassSeconds(compute, tuple(stage.decode_comm_s for stage in plan.stages))

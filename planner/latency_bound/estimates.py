@@ -26,7 +26,6 @@ TIMED_STEPS = 8
 def estimated_rra(
     times: StageSeconds, lengths: RequestLengths, schedule: RequestSchedule, quantile: float
 ) -> Performance:
-    """The performance of stages that have both phases in turns."""
     groups, size = schedule.decode_micro_batches, schedule.prefill_micro_batch
     newcomers = schedule.prefill_requests / groups
     prefill_s = turn_s(times, lengths.prompts, newcomers, groups, size)
@@ -41,7 +40,6 @@ def estimated_rra(
 
 
 def estimated_waa(sides: WaaSides, schedule: RequestSchedule, quantile: float) -> Performance:
-    """The performance of some stages that prefill and others that decode."""
     prefill, decode, lengths = sides.prefill_and_keep, sides.restore_and_decode, sides.lengths
     size, newcomers = schedule.prefill_micro_batch, schedule.prefill_requests
     once_s = turn_s(prefill, lengths.prompts, newcomers, 1, size)
@@ -90,7 +88,6 @@ def shortest_round(times: StageSeconds, requests: int, context: float, most_grou
 
 
 def round_s(times: StageSeconds, groups: int, requests: float, context: float) -> float:
-    """Seconds of a decode step of all groups of so many requests."""
     requests = max(1.0, requests)
     compute_s, hop_s = times.decode_s(requests, context), times.decode_hop_s(requests)
     busiest_s = max(compute_s.max(), hop_s.max())
@@ -115,8 +112,8 @@ def _rounds_s(
 def _timed_steps(
     outputs: LengthDistribution, decode_steps: int
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Steps of a phase that are timed [n], and for these the requests that make them for each that
-    comes, and the tokens that they have generated before.
+    """Steps that are timed [n], the requests that make them for each that comes, and tokens
+    generated before.
     """
     completions = Completions(outputs, decode_steps)
     places = np.linspace(0, decode_steps - 1, min(decode_steps, TIMED_STEPS))

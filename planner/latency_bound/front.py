@@ -28,9 +28,7 @@ POINTS = 8
 
 @dataclass(frozen=True)
 class LatencyPoint:
-    """The best schedule within a bound: requests and tokens per second, and the latency that it
-    takes of the bound.
-    """
+    """The best schedule within a bound: requests and tokens per second, and its latency."""
 
     bound_s: float
     schedule: RequestSchedule
@@ -47,9 +45,8 @@ def latency_front(
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[LatencyPoint, ...]:
-    """Points of ascending bounds and throughput, from the least feasible bound to that beyond
-    which throughput does not grow. The request's own bound is left aside; errors are those of
-    `planner.latency_bound.bounded_plan.find_bounded_plan`.
+    """Points from the least feasible bound to that beyond which throughput does not grow, without
+    the request's own bound; errors as `find_bounded_plan`.
     """
     planned = PlanningRequest.of(cluster, shape, job_of(request), bounded_options(options))
 
@@ -98,7 +95,6 @@ def _point(bound_s: float, found: Scheduled, request: BoundRequest) -> LatencyPo
 
 
 def _ascending(points: list[LatencyPoint]) -> tuple[LatencyPoint, ...]:
-    """The points with more throughput than all of lower bounds."""
     kept: list[LatencyPoint] = []
     for point in sorted(points, key=lambda each: each.bound_s):
         if not kept or point.requests_per_s > kept[-1].requests_per_s:
@@ -122,7 +118,6 @@ class BoundRow:
     points: tuple[LatencyPoint, ...]
 
     def of(self, kind: ScheduleKind) -> LatencyPoint | None:
-        """The point of a kind; None where none keeps the bound."""
         return next((each for each in self.points if each.schedule.kind == kind), None)
 
     @property
@@ -139,7 +134,6 @@ class KindFronts:
 
     @property
     def kinds(self) -> tuple[ScheduleKind, ...]:
-        """The kinds that there are points of, in the order in which these stand."""
         return tuple(dict.fromkeys(each.schedule.kind for each in self.points))
 
     def front(self, kind: ScheduleKind) -> list[LatencyPoint]:
@@ -160,7 +154,6 @@ class KindFronts:
 
     @property
     def runs(self) -> list[list[BoundRow]]:
-        """The rows in runs of which one kind is the best."""
         return [list(run) for _, run in groupby(self.rows, key=lambda row: row.best.schedule.kind)]
 
     def to_json(self) -> str:
@@ -175,9 +168,8 @@ def kind_fronts(
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
 ) -> KindFronts:
-    """The fronts of the kinds that are asked for; each search has its own time limit.
-
-    Raises as `planner.latency_bound.front.latency_front` where no kind can be had.
+    """The fronts of the kinds asked for, each with its own time limit; raises where no kind can be
+    had.
     """
     points: list[LatencyPoint] = []
     errors: dict[ScheduleKind, InfeasibleError] = {}

@@ -27,9 +27,7 @@ from planner.workload import Job, Workload
 
 
 class PlacedLayers:
-    """The assignment of `solution`, and its times and room for any schedule; `costs` are those that
-    it was found with.
-    """
+    """The assignment of `solution`, found with `costs`, and its times and room for any schedule."""
 
     def __init__(self, costs: CostModel, solution: Solution) -> None:
         self.costs, self.solution = solution.costs(costs), solution
@@ -38,18 +36,15 @@ class PlacedLayers:
 
     @cached_property
     def times(self) -> GridTimes:
-        """Seconds of passes on the stages, quick enough for a search."""
         return GridTimes(self.exact_times)
 
     @cached_property
     def exact_times(self) -> PassTable:
-        """Seconds of passes on the stages, as the plan has them."""
         stages = self.stages
         return PassTable.of(self.costs, stages.devices, stages.first_layer, self.bitwidth)
 
     @cached_property
     def omega(self) -> float:
-        """Summed sensitivity of the layers' bitwidths."""
         return solution_quality(self.costs, self.solution)
 
     @property
@@ -68,7 +63,6 @@ class PlacedLayers:
         return names, self.stages.first_layer, self.bitwidth, self.costs.head_on_first
 
     def has_room(self, workload: Workload, sizes: MicroBatches) -> bool:
-        """Whether every stage has room for requests of `workload` in micro-batches of `sizes`."""
         costs = replace(self.costs, workload=workload)
         for j, (device, layers) in enumerate(zip(self.devices, self.layer_counts, strict=True)):
             taken = self._weights[j] + layers * costs.kv_bytes_per_layer(device)
@@ -125,9 +119,7 @@ def _covers(more: Need, less: Need) -> bool:
 
 
 def handover_of(prefill: PlacedLayers, decode: PlacedLayers) -> Handover:
-    """The handover between placements of all layers. Nodes send at once what they hold, each over
-    its own link, and the slowest one counts.
-    """
+    """The handover between placements of all layers; nodes send at once and the slowest counts."""
     cluster = prefill.costs.cluster
     message_s: dict[str, float] = defaultdict(float)
     token_s: dict[str, float] = defaultdict(float)
@@ -147,7 +139,6 @@ def _owners(placement: PlacedLayers) -> list[Device]:
 
 
 def _copies(placement: PlacedLayers) -> StageCopies:
-    """The copies of each stage; the ranks of a group copy theirs at once."""
     kv_bits = placement.costs.kv_bits
     return StageCopies.of(
         [
@@ -162,7 +153,6 @@ def _copies(placement: PlacedLayers) -> StageCopies:
 
 
 def _token_bytes(placement: PlacedLayers, device: Device) -> float:
-    """Bytes of a token's keys and values in a layer, of all ranks of a device."""
     costs = placement.costs
     return device.degree * costs.kv_bytes_per_layer(device) / costs.workload.kv_tokens
 
@@ -179,8 +169,6 @@ PREFILL_TOKENS, DECODING = 2048, 64
 
 @dataclass(frozen=True)
 class PhaseDivision:
-    """The devices that prefill, and those that decode."""
-
     prefill: tuple[Device, ...]
     decode: tuple[Device, ...]
 
@@ -202,8 +190,8 @@ def balanced_divisions(kind: ScheduleKind, costs: CostModel, job: Job) -> list[P
 
 
 def divisions(pools: Sequence[Sequence[Device]]) -> Iterator[PhaseDivision]:
-    """Yield the divisions with some of each pool of equal devices on either side, any number where
-    that gives few enough; none with an empty side.
+    """Yield the divisions with some of each pool on either side, none empty; any number where these
+    are few.
     """
     steps = 1
     while math.prod(len(_counts(len(pool), steps)) for pool in pools) > MOST_DIVISIONS:
@@ -221,7 +209,6 @@ def _counts(most: int, step: int) -> list[int]:
 
 
 def _by_computing(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
-    """How unlike the requests per second of both sides are, each device with all layers."""
     rates = {device.name: _rates(costs, job, device) for device in costs.cluster.devices}
 
     def imbalance(division: PhaseDivision) -> float:
@@ -233,8 +220,8 @@ def _by_computing(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float
 
 
 def _rates(costs: CostModel, job: Job, device: Device) -> tuple[float, float]:
-    """Requests per second that a device with all layers prefills, and that it decodes, at the
-    bitwidth that is fastest for each.
+    """Requests per second that a device with all layers prefills, and decodes, at the fastest
+    bitwidth for each.
     """
     lengths, latency, dtype = job.lengths, costs.latency, costs.dtype(device)
     prompt, context = round(lengths.mean_prompt), round(lengths.mean_context)
@@ -249,9 +236,8 @@ def _rates(costs: CostModel, job: Job, device: Device) -> tuple[float, float]:
 
 def _by_memory(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
     """How unlike the filled shares of both sides are, with as many requests as fill all devices.
-
-    Both have all layers: at the most bits with which two copies fill half of the memory at most,
-    else at the fewest.
+    Both have all layers: at the most bits with which two copies fill at most half of the memory,
+    else the fewest.
     """
     devices = costs.cluster.devices
     first, offered = devices[0], _bytes(costs, devices)

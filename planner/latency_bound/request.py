@@ -20,11 +20,9 @@ BOUND = "max_request_latency_s"
 
 @dataclass(frozen=True)
 class BoundRequest:
-    """The most throughput is wanted for requests of these `lengths` of which a share `quantile`
-    takes at most `bound_s` seconds, from when prefill begins to the last token (None: any time).
-
-    `kinds`: the kinds of schedule to choose from. `prompts`: those of the whole job, where there is
-    one. SpecError for numbers out of range and for unknown kinds.
+    """The most throughput is wanted for these `lengths`, a share `quantile` of which takes at most
+    `bound_s` (None: any) from when prefill begins to the last token. `prompts`: of the job, if any.
+    SpecError for numbers out of range and unknown kinds.
     """
 
     lengths: RequestLengths
@@ -49,7 +47,6 @@ class BoundRequest:
 
     @property
     def limit_s(self) -> float:
-        """The bound in seconds; infinite where any time will do."""
         return math.inf if self.bound_s is None else self.bound_s
 
 
@@ -71,7 +68,6 @@ def sampled_lengths(lengths: RequestLengths) -> Lengths:
 
 
 def _evenly_spaced(lengths: LengthDistribution) -> IntArray:
-    """So many lengths of equal shares, the longest among them."""
     shares = (np.arange(MOST_SAMPLED) + 0.5) / MOST_SAMPLED
     places = np.searchsorted(np.cumsum(lengths.probabilities), shares)
     chosen = np.array(lengths.lengths)[np.minimum(places, len(lengths.lengths) - 1)]

@@ -56,7 +56,6 @@ class RunningSizes:
 
     @classmethod
     def of(cls, plan: PlanSpec) -> RunningSizes:
-        """The sizes of a plan's stages, which it keeps when its schedule becomes another."""
         now, workload = plan.policy.followed_schedule, plan.workload
         in_flight = max(workload.global_batch, now.most_in_flight)
         in_group = max(plan.micro_batches.decode, most_in_group(now))
@@ -73,8 +72,8 @@ class RunningSizes:
         )
 
     def have_room(self, schedule: RequestSchedule, in_group: int, reserved_tokens: float) -> bool:
-        """Whether the requests of a schedule have room where they decode: so many of them in a
-        micro-batch, each of which reserves so many token slots in the mean.
+        """Whether requests fit where they decode: so many in a micro-batch, of so many slots in the
+        mean.
         """
         in_flight = schedule.most_in_flight
         if in_flight > self.in_flight or in_group > self.decode_micro_batch:
@@ -83,8 +82,8 @@ class RunningSizes:
 
 
 def handed_over_tokens(schedule: RequestSchedule, stages: int, mean_prompt: float) -> float:
-    """Tokens of the prompts in host memory, or soon there: of a turn for each of the `stages` that
-    prefill, of those that wait, and of those on their way.
+    """Prompt tokens in host memory or soon there: a turn a stage that prefills, those that wait or
+    are on their way.
     """
     return (stages + WAITING + MOVING) * schedule.prefill_requests * mean_prompt
 
@@ -92,9 +91,7 @@ def handed_over_tokens(schedule: RequestSchedule, stages: int, mean_prompt: floa
 def placements_of(
     plan: PlanSpec, cluster: ClusterSpec, shape: ModelShape, options: PlanOptions, job: Job
 ) -> tuple[PlacedLayers, ...]:
-    """The placement of all stages; or that of those that decode, then that of those that prefill,
-    as in `ScheduleSpace`.
-    """
+    """The placement of all stages; or of those that decode, then of those that prefill."""
     options = replace(
         options, policy=BOUNDED, group=1, in_flight=AUTO, kv_bits=plan.kv_bits, max_omega=None
     )
@@ -127,8 +124,6 @@ def _solution(plan: PlanSpec, costs: CostModel, devices: tuple[Device, ...]) -> 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunningRra(RraSpace):
-    """Stages of both phases; their prefill micro-batches stay as they are."""
-
     sizes: RunningSizes
 
     def has_room(self, schedule: RequestSchedule) -> bool:
@@ -146,8 +141,8 @@ class RunningRra(RraSpace):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunningWaa(WaaSpace):
-    """Stages that prefill, and stages that decode. Prefill micro-batches may become smaller, and
-    groups more than are fastest, where they would have more requests than have room.
+    """Stages that prefill or decode; prefills may become smaller, and groups more, where room is
+    short.
     """
 
     sizes: RunningSizes
@@ -162,7 +157,6 @@ class RunningWaa(WaaSpace):
         return self.sizes.have_room(schedule, most_in_group(schedule), reserved_tokens(self))
 
     def _prefills(self, schedule: RequestSchedule) -> bool:
-        """Whether prompts have room in micro-batches, and in host memory; one at a time has."""
         if schedule.prefill_micro_batch > self.sizes.prefill_micro_batch:
             return False
         stages, mean = len(self.prefill.devices), self.request.lengths.prompts.mean
@@ -175,16 +169,13 @@ RunningSpace = RunningRra | RunningWaa
 
 
 def reserved_tokens(stages: RunningSpace) -> float:
-    """Token slots that a request reserves in the mean: lengths are drawn apart from each other, and
-    every request reserves all new tokens.
-    """
+    """Token slots that a request reserves in the mean: independent lengths, and all new tokens."""
     return stages.request.lengths.prompts.mean + stages.job.lengths.longest_output
 
 
 def running_stages(
     plan: PlanSpec, placements: tuple[PlacedLayers, ...], job: Job, request: BoundRequest
 ) -> RunningSpace:
-    """The stages of `plan`, whose `placements` are as in `ScheduleSpace`."""
     sizes, (placement, *prefilling) = RunningSizes.of(plan), placements
     if not prefilling:
         return RunningRra(placement, job, request, sizes=sizes)
@@ -200,13 +191,10 @@ def reschedule(
     options: PlanOptions,
     lengths: RequestLengths,
 ) -> PlanSpec:
-    """`plan` with the schedule of most throughput for requests of these `lengths`, of the same kind
-    and within its bound and the memory of its stages; `options` are those of its origin, without
-    files that are gone.
-
-    Raises `SpecError` for a plan without a forecast of its schedule or without an origin,
-    `BoundNotMetError` with the least feasible bound where no schedule keeps that of the plan, and
-    `InfeasibleError` where not even one request has room.
+    """`plan` with the schedule of most throughput for `lengths`, of its kind, bound and memory;
+    `options` are those of its origin. `SpecError` for a plan without forecast or origin,
+    `BoundNotMetError` with the least feasible bound, `InfeasibleError` where not even one request
+    has room.
     """
     now, forecast = plan.policy.followed_schedule, plan.latency
     if forecast is None or plan.origin is None:
@@ -223,8 +211,8 @@ def reschedule(
 
 
 def _best(stages: RunningSpace, now: RequestSchedule) -> tuple[Scheduled, int]:
-    """The best schedule, and how many points were evaluated: the one that timelines lead to, or the
-    present one where that keeps the bound and is as fast.
+    """The best schedule, or the present one where as fast within the bound, and how many points
+    were evaluated.
     """
     request = stages.request
     found, evaluations = _searched(stages)
@@ -242,9 +230,7 @@ def _best(stages: RunningSpace, now: RequestSchedule) -> tuple[Scheduled, int]:
 
 
 def _searched(stages: RunningSpace) -> tuple[Scheduled | None, int]:
-    """The schedule that branch and bound finds; it goes by timelines, of which a second is enough
-    for all controls where there is one placement.
-    """
+    """What branch and bound finds by timelines: a second is enough where there is one placement."""
     request, evaluations = stages.request, 0
     point: ControlPoint | None = None
     for share, late in CHECKS:
@@ -264,7 +250,6 @@ def _searched(stages: RunningSpace) -> tuple[Scheduled | None, int]:
 
 
 def _least(stages: RunningSpace) -> Scheduled:
-    """The schedule with the least latency; InfeasibleError where not even that has room."""
     found = stages.schedule(_least_point(stages))
     if not stages.has_room(found):
         raise InfeasibleError("the token slots of the stages have no room for the longer requests")
@@ -281,7 +266,6 @@ def _scheduled(stages: RunningSpace, point: ControlPoint) -> Scheduled:
 
 
 def _job(plan: PlanSpec, request: BoundRequest) -> Job:
-    """The job of the request's lengths; each reserves as many new tokens as when it was planned."""
     lengths = sampled_lengths(request.lengths)
     limit = max(plan.workload.new_tokens, lengths.longest_output)
     return Job(request.prompts or PROMPTS, replace(lengths, output_limit=limit))

@@ -54,8 +54,6 @@ FEW_SETS = 3
 
 @dataclass(frozen=True, eq=False)
 class RraPlanner:
-    """Finds placements at the costs of a job for schedules of kind `rra`."""
-
     costs: CostModel
     job: Job
     request: BoundRequest
@@ -63,9 +61,7 @@ class RraPlanner:
     _known_most: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
 
     def starts(self) -> Iterator[PlacingGoal]:
-        """Yield what to begin with: from as many requests in flight as have room down to one by
-        itself.
-        """
+        """Yield what to begin with: from as many requests as have room down to one."""
         for share in SHARES:
             yield PlacingGoal(self._sharing(share))
         longest = max(1, self.request.lengths.outputs.longest - 1)
@@ -75,9 +71,7 @@ class RraPlanner:
             yield PlacingGoal(self._sharing(MANY, (bits,)), usable_bits=(bits,), on_all=True)
 
     def placed(self, start: PlacingGoal, theta: float, limit_s: float) -> RraSpace:
-        """The layers where a cycle of the schedule takes the least time, a unit of sensitivity
-        counting as `theta` seconds of the job; InfeasibleError where none fits.
-        """
+        """Layers of the fastest cycle, with `theta` seconds of the job a unit; InfeasibleError."""
         schedule = start.schedule
         costs = replace(
             self.costs,
@@ -97,7 +91,6 @@ class RraPlanner:
         return RraSpace(PlacedLayers(costs, solution), self.job, self.request)
 
     def _sharing(self, share: float, usable_bits: tuple[int, ...] | None = None) -> RequestSchedule:
-        """A schedule of this share of the requests that have room with these bits."""
         lengths, stages = self.request.lengths, len(self.costs.cluster.devices)
         steps = max(1, ceil((lengths.outputs.mean - 1) / 2))
         phases = max(1.0, Completions(lengths.outputs, steps).phases)
@@ -106,7 +99,6 @@ class RraPlanner:
         return rra_schedule(lengths, newcomers, steps, min(stages, newcomers), 1)
 
     def _most(self, usable_bits: tuple[int, ...] | None) -> int:
-        """The most requests in flight that memory has room for, at these bits; 1 where none."""
         if usable_bits not in self._known_most:
             costs = replace(self.costs, usable_bits=usable_bits)
             one = replace(costs, workload=costs.in_flight(self.job, 1))
@@ -122,8 +114,6 @@ class RraPlanner:
 
 @dataclass(frozen=True, eq=False)
 class RraSpace(ScheduleSpace):
-    """Layers on devices, and the performance of every schedule there."""
-
     placement: PlacedLayers
     job: Job
     request: BoundRequest
@@ -168,7 +158,6 @@ class RraSpace(ScheduleSpace):
         return simulate_rra(times, lengths, schedule, watch, generator, n_slots)
 
     def _reservable_tokens(self, schedule: RequestSchedule) -> int:
-        """Token slots that the requests of a schedule may reserve together."""
         workload = self.placement.costs.in_flight(self.job, schedule.most_in_flight)
         return workload.reservable_tokens
 
@@ -203,7 +192,6 @@ class RraSpace(ScheduleSpace):
         return replace(schedule, prefill_micro_batch=best), True
 
     def _turns(self, newcomers: int, groups: int) -> tuple[int, ...]:
-        """Prefill micro-batches, the best first."""
         key = newcomers, groups
         if key not in self._known_turns:
             prompts = self.request.lengths.prompts
@@ -216,8 +204,6 @@ class RraSpace(ScheduleSpace):
 
     @cached_property
     def _room(self) -> KnownRoom:
-        """Whether requests in flight have room, in micro-batches of either phase."""
-
         def has_room(need: Need) -> bool:
             workload = self.placement.costs.in_flight(self.job, need[0])
             return self.placement.has_room(workload, MicroBatches(*need[1:]))

@@ -44,10 +44,8 @@ class GroupSizes:
 
     @classmethod
     def of(cls, schedule: RequestSchedule, prompts: LengthDistribution, ended: float) -> GroupSizes:
-        """The sizes in the steady state where such a share of requests ends from turn to turn.
-
-        A turn has the newcomers of the schedule, and as many as ended where else the group would be
-        too small; no group goes on empty (`planner.schedule.turns`).
+        """The steady state where such a share ends from turn to turn; too small a group takes as
+        many newcomers more as ended, and none goes on empty (`planner.schedule.turns`).
         """
         share = schedule.prefill_requests / schedule.decode_micro_batches
         limits = Turns.of(schedule)
@@ -77,7 +75,6 @@ class GroupSizes:
 
     @property
     def empty(self) -> float:
-        """The chance that a group has no request left at its turn."""
         return float(self.newcomers[1].sum())
 
     def all_ended(self, ended: FloatArray) -> FloatArray:
@@ -88,9 +85,8 @@ class GroupSizes:
 
 @dataclass(frozen=True, eq=False)
 class _Chain:
-    """The sizes of a group from turn to turn, of which it has `fewest` to `most` requests after
-    one, each of which `ended` with such a chance until the next; numbers of newcomers change by
-    `evening`.
+    """A group's sizes, `fewest` to `most` after a turn, each of which `ended` with such a chance
+    until the next.
     """
 
     fewest: int
@@ -138,8 +134,8 @@ def whole_numbers(mean: float) -> tuple[tuple[int, float], ...]:
 def _evening(
     schedule: RequestSchedule, prompts: LengthDistribution
 ) -> tuple[tuple[int, FloatArray], ...]:
-    """How many more newcomers come than are wanted as their prompts are evened, with the chances of
-    that where 0, 1, … up to `_UNEVEN` are wanted, or more than that.
+    """How many more come than wanted as prompts are evened, by chance, where 0, 1, … to `_UNEVEN`
+    are wanted.
     """
     texts = [prompts.quantile(share) for share in even_shares(_PROMPTS).tolist()]
     chances = np.zeros((2 * _MOST_MORE + 1, _UNEVEN + 2))
@@ -155,7 +151,6 @@ def _evening(
 
 
 def _plain(schedule: RequestSchedule) -> RequestSchedule:
-    """A schedule that evens prompts alike, whatever its sizes."""
     return RequestSchedule("rra", 1, 1, 1, 1, 1, schedule.mean_prompt_tokens, schedule.tolerance)
 
 
@@ -171,7 +166,6 @@ def _binomial(tried: IntArray, found: IntArray, chance: float) -> FloatArray:
 
 
 def _times_log(count: IntArray, log: float) -> FloatArray:
-    """count * log, where nothing of what cannot be is 0."""
     return np.where(count > 0, np.maximum(count, 1) * log, 0.0)
 
 
@@ -201,7 +195,6 @@ class Phases:
 
     @classmethod
     def of(cls, schedule: RequestSchedule, lengths: RequestLengths) -> Phases:
-        """The phases of groups that follow `schedule`."""
         steps, waits = schedule.decode_steps, int(Turns.of(schedule).is_near((1,)))
         short, long = (_completions(lengths.outputs, count) for count in (steps, steps + 1))
         more = 0.0  # share of phases with a step more

@@ -36,9 +36,7 @@ FIRST_ROUNDS = 3
 
 
 class DecodeRounds:
-    """The rounds of a phase on the stages of `times`, of `groups` groups with prompts of so many
-    `prompt_tokens` in the mean.
-    """
+    """The rounds of a phase, of `groups` groups with prompts of `prompt_tokens` in the mean."""
 
     def __init__(
         self, times: StageSeconds, phases: Phases, groups: int, prompt_tokens: float
@@ -53,7 +51,6 @@ class DecodeRounds:
         self._steps: dict[int, PassTimes] = {}
 
     def step(self, place: int) -> PassTimes:
-        """A decode step of a group about so many steps after its turn, from 0."""
         row = min(int(np.searchsorted(self._timed, place)), len(self._timed) - 1)
         if row not in self._steps:
             self._steps[row] = PassTimes.of(*(each[row] for each in self._seconds))
@@ -77,8 +74,6 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnPasses:
-    """A turn of one group: the sizes of its micro-batches, none of them 0, and their seconds."""
-
     sizes: list[int]
     parts: list[PassTimes]
 
@@ -88,8 +83,6 @@ class TurnPasses:
 
 
 class NewcomersTurns:
-    """Turns of a schedule with numbers of newcomers, and lengths, in their proportions."""
-
     def __init__(self, times: PromptTimes, schedule: RequestSchedule, sizes: GroupSizes) -> None:
         self._times, self._most = times, schedule.prefill_micro_batch
         self._below = [np.cumsum(each)[:-1].tolist() for each in sizes.newcomers]
@@ -99,10 +92,8 @@ class NewcomersTurns:
         self._even = schedule.tolerance * prompts.mean / max(sqrt(prompts.variance), _ROUNDING)
 
     def next(self, is_empty: bool) -> TurnPasses:
-        """The next turn of a group, which has requests or none.
-
-        Micro-batches have prompts as long, in sum, as a share of all do not exceed, and turns of
-        several newcomers are as unlike as the tolerance allows (`planner.schedule.turns.evened`).
+        """The next turn of a group. Micro-batches are as long as a share of all do not exceed,
+        turns as unlike as the tolerance allows (`planner.schedule.turns.evened`).
         """
         self._turns[is_empty] += 1
         share = self._turns[is_empty] * SILVER % 1 * self._totals[is_empty]
@@ -117,7 +108,6 @@ class NewcomersTurns:
         return TurnPasses(sizes, list(map(self._times.part, sizes, tokens)))
 
     def _longer(self) -> float:
-        """By how many tokens the next prompt is longer than the mean one."""
         self._parts += 1
         prompts = self._times.prompts
         return prompts.quantile(self._parts * GOLDEN % 1) - prompts.mean
@@ -146,8 +136,8 @@ class Cycle:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group that has made `steps` since its turn, comes to the next one in `steps_left` and is
-    empty after `empty_after`; its last pass is back at `back_s`.
+    """A group `steps` after its turn, `steps_left` before the next, empty after `empty_after`; its
+    last pass is back at `back_s`.
     """
 
     steps: int = 0
@@ -178,7 +168,6 @@ class _Run:
         self._observe()
 
     def _observe(self) -> None:
-        """Forget what was seen until now."""
         self.turns: list[tuple[TurnPasses, float, float]] = []
         self._parts = 0
         self.spans_s: list[float] = []
@@ -217,7 +206,6 @@ class _Run:
         return cycles >= _CYCLES and (len(self.turns) >= _TURNS or self._parts >= _PREFILLS)
 
     def _skip(self, rounds: int) -> None:
-        """Have all groups make steps that are alike."""
         for group in self._groups:
             group.steps += rounds
             group.steps_left -= rounds
@@ -305,9 +293,7 @@ def _beside_turns(run: _Run, reached: FloatArray, step_s: FloatArray, all_s: flo
 def rra_timeline(
     times: StageSeconds, lengths: RequestLengths, schedule: RequestSchedule, quantile: float
 ) -> Timeline:
-    """The timeline of `schedule` for requests of these lengths; `quantile` is that of the latency
-    which counts.
-    """
+    """The timeline of `schedule` at the `quantile` of the latency which counts."""
     outputs, slots = lengths.outputs, TurnSizes.of(schedule, n_slots=0).slots
     groups = min(schedule.decode_micro_batches, slots)
     phases = Phases.of(schedule, lengths)
@@ -332,10 +318,8 @@ def rra_timeline(
 
 
 def _latencies(cycle: Cycle, waits: float, longest: int) -> tuple[FloatArray, FloatArray]:
-    """Mean seconds by the tokens of an answer, and in how many cycles they come [longest + 1].
-
-    In phases after that of its turn a request makes so many steps more in the mean, as its group
-    `waits` for others.
+    """Mean seconds by tokens of an answer, and in how many cycles they come [longest + 1]; in later
+    phases a request makes so many steps more as its group `waits`.
     """
     in_first = len(cycle.step_s)
     steps = np.arange(longest + 1) - 1.0

@@ -36,7 +36,6 @@ def rra_schedule(
     groups: int,
     prefill_micro_batch: int,
 ) -> RequestSchedule:
-    """The schedule of these controls, with as many requests decoding as its turns bring."""
     return RequestSchedule(
         "rra",
         prefill_requests,
@@ -50,7 +49,6 @@ def rra_schedule(
 
 @lru_cache(maxsize=4096)
 def mean_phases(outputs: LengthDistribution, decode_steps: int) -> float:
-    """Mean number of phases for which a request stays."""
     return Completions(outputs, decode_steps).phases
 
 
@@ -61,7 +59,6 @@ def waa_schedule(
     groups: int,
     prefill_micro_batch: int,
 ) -> RequestSchedule:
-    """The schedule of so many requests that decode, and newcomers as they end."""
     newcomers = max(1, round(decode_requests / max(1.0, lengths.outputs.mean - 1)))
     return RequestSchedule(
         kind,
@@ -75,7 +72,6 @@ def waa_schedule(
 
 
 def most_in_group(schedule: RequestSchedule) -> int:
-    """The most requests that make a decode step together."""
     if not schedule.divides:
         return Turns.of(schedule).most
     return -(-schedule.most_in_flight // schedule.decode_micro_batches)
@@ -95,8 +91,8 @@ def cycle_of(schedule: RequestSchedule, job: Job, free: bool = False) -> SteadyC
 
 
 def prefill_sizes(newcomers: int, mean_prompt: float) -> tuple[int, ...]:
-    """Prefill micro-batches that may be best for so many newcomers: even shares of them in about
-    powers of two, of at most `MOST_PREFILL_TOKENS` tokens beyond one request.
+    """Prefill micro-batches that may be best: even shares in about powers of two, within
+    `MOST_PREFILL_TOKENS`.
     """
     most = min(newcomers, max(1, int(MOST_PREFILL_TOKENS // mean_prompt)))
     sizes = {1 << power for power in range(most.bit_length())} | {most}
@@ -139,8 +135,8 @@ class Completions:
 
     @cached_property
     def answer_tokens(self) -> FloatArray:
-        """Mean tokens of the answers before step 1, 2, … of a phase, beside the one that is fed,
-        [decode_steps]; 0 at steps that none makes.
+        """Mean tokens of the answers before step 1, 2, … of a phase [decode_steps]; 0 where none
+        are.
         """
         earlier = np.arange(len(self._reached))
         sums, decoding = self._by_phase(self._reached * earlier).sum(axis=0), self.decoding

@@ -35,8 +35,6 @@ class DrawnRequest:
 
 
 class RequestQueue:
-    """An endless queue of requests of these lengths."""
-
     def __init__(self, lengths: RequestLengths, generator: np.random.Generator) -> None:
         self.lengths, self._generator = lengths, generator
         self._waiting: list[DrawnRequest] = []
@@ -68,9 +66,7 @@ def drawn_requests(
 
 @dataclass(frozen=True, eq=False)
 class ObservedRequests:
-    """What was seen after a warm-up: `latencies_s` of requests, and how many came a second, which
-    in the steady state is how many ended.
-    """
+    """Seen after a warm-up: `latencies_s`, and how many came, as many as ended, a second."""
 
     requests_per_s: float
     latencies_s: FloatArray
@@ -80,16 +76,12 @@ class ObservedRequests:
         return float(self.latencies_s.mean())
 
     def latency_s(self, quantile: float) -> float:
-        """The latency that such a share of all requests does not exceed."""
         return float(np.quantile(self.latencies_s, quantile))
 
 
 class Watch:
-    """Notes the requests that begin after `warm_up` others, until at least `counted` of them have
-    begun and all of those have ended.
-
-    The time in which they begin is bounded by turns of the same group, as others come at other
-    moments of a cycle.
+    """Notes requests after `warm_up` others, until at least `counted` began and ended. Their time
+    is bounded by turns of the same group, as others come at other moments of a cycle.
     """
 
     def __init__(self, warm_up: int, counted: int) -> None:
@@ -106,7 +98,6 @@ class Watch:
 
     @property
     def done(self) -> bool:
-        """Whether all that are to be noted have ended."""
         return self._to_s is not None and not self._pending
 
     def begin(self, requests: Iterable[DrawnRequest], now_s: float, bounds: bool) -> None:
@@ -151,9 +142,7 @@ class PipelineOfRequests:
     def decode(
         self, requests: int, context_tokens: int, at_s: float, copied: Sequence[int] = ()
     ) -> float:
-        """When a decode step that is submitted at `at_s` is back; the tokens before it are those of
-        all requests, and the prompts of some, of so many tokens, are `copied`.
-        """
+        """When a decode step submitted at `at_s` is back; tokens before it are of all requests."""
         size, context = requests, near_length(round(context_tokens / requests))
         if (size, context) not in self._steps:
             compute_s, hop_s = self._times.decode_s(size, context), self._times.decode_hop_s(size)
@@ -164,9 +153,7 @@ class PipelineOfRequests:
         return self._tandem.run(step, at_s)
 
     def prefill(self, prompts: Sequence[int], at_s: float, copied: Sequence[int] = ()) -> float:
-        """When a micro-batch of these prompts that is submitted at `at_s` is back; some of them are
-        `copied`.
-        """
+        """When a micro-batch of these prompts submitted at `at_s` is back."""
         size, tokens = len(prompts), sum(prompts)
         compute_s = unlike_prompts_s(prompts, self._parts) + self._copies_s(copied)
         hop_s = self._times.prefill_hop_s(size, tokens / size)
@@ -200,8 +187,8 @@ def simulate_rra(
     generator: np.random.Generator,
     n_slots: int | None = None,
 ) -> ObservedRequests:
-    """Simulate the passes of `planner.schedule.exegpt` from when all groups are empty. Requests
-    reserve token slots for the longest answer; there are `n_slots` (None: enough for all).
+    """Simulate the passes of `planner.schedule.exegpt` from empty groups; requests reserve for the
+    longest answer (`n_slots` None: enough for all).
     """
     requests = drawn_requests(lengths, watch.requests + _queued(lengths, schedule), generator)
     rows = JobRows(
@@ -231,7 +218,6 @@ def simulate_rra(
 
 
 def _queued(lengths: RequestLengths, schedule: RequestSchedule) -> int:
-    """Requests that keep the stages busy until the last of those that count have ended."""
     turns = ceil(lengths.outputs.longest / schedule.decode_steps) + 2
     begin = turns * (schedule.prefill_requests + schedule.decode_micro_batches)
     return ceil(_QUEUE * begin) + 2 * schedule.decode_requests
@@ -240,8 +226,8 @@ def _queued(lengths: RequestLengths, schedule: RequestSchedule) -> int:
 def simulate_waa(
     sides: WaaSides, schedule: RequestSchedule, watch: Watch, generator: np.random.Generator
 ) -> ObservedRequests:
-    """Simulate what the runtime does under `schedule`, from when all stages are empty. Latencies
-    count from when a prefill is submitted.
+    """Simulate what the runtime does from empty stages; latencies count from a prefill's
+    submission.
     """
     handover, queue = sides.handover, RequestQueue(sides.lengths, generator)
     prefill = _DrawnPrefills(sides.prefill, handover.keep, queue, schedule, watch)

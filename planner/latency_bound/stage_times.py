@@ -19,31 +19,24 @@ _Work = Literal["prefill", "decode", "attention"]
 
 
 class StageSeconds(Protocol):
-    """Seconds of a pass on each of N stages, and on the links behind them; all results are [N].
-
-    `requests` may be any number from 1. `prompt_tokens` are those of each prompt, and
-    `context_tokens` those of each request before the new one. The last link leads back to the first
-    stage.
+    """Seconds [N] of a pass on each stage and the link behind it; `requests` is any number from 1,
+    `context_tokens` of each request before the new one. The last link leads to the first stage.
     """
 
     @property
-    def stages(self) -> int:
-        """Number of stages, N."""
+    def stages(self) -> int: ...
 
-    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """Compute seconds of the prompts of a micro-batch."""
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray: ...
 
     def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         """The part of those seconds that is attention's; the rest is by their tokens together."""
 
-    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
-        """Compute seconds of a decode step."""
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray: ...
 
     def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         """Seconds of the transfers behind the stages for the prompts of a micro-batch."""
 
-    def decode_hop_s(self, requests: float) -> FloatArray:
-        """Seconds of the transfers behind the stages for a decode step."""
+    def decode_hop_s(self, requests: float) -> FloatArray: ...
 
 
 _PROMPT_CLASSES = 12
@@ -58,8 +51,6 @@ _HIGHEST_REQUESTS, _HIGHEST_LENGTH = 1 << 16, 1 << 17
 
 
 class ManyTimes(ABC):
-    """Stage times that are found for many passes at once."""
-
     @abstractmethod
     def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
         """Mean compute seconds [N] of a micro-batch with prompts of these lengths."""
@@ -72,9 +63,7 @@ class ManyTimes(ABC):
 
 
 class GridTimes(ManyTimes):
-    """The times `exact` of stages, on a grid of requests and tokens, and linear between its points,
-    each of which is found once. Transfers take what they do in `exact`, where they are linear.
-    """
+    """The times `exact` on a grid of requests and tokens, linear between; transfers as in `exact`."""
 
     def __init__(self, exact: StageSeconds) -> None:
         self.exact = exact
@@ -142,9 +131,7 @@ _SecondsAt = Callable[[FloatArray, FloatArray], FloatArray]
 def _mean_s(
     requests: float, prompts: LengthDistribution, prefill_at: _SecondsAt, attention_at: _SecondsAt
 ) -> FloatArray:
-    """Mean seconds [N] of unlike prompts: the rest of layers by their mean length, which deviates
-    less than a length does, and attention of each length.
-    """
+    """Mean seconds [N] of unlike prompts: the rest by mean length, attention of each length."""
     tokens, shares = _classes(prompts)
     sizes = np.full(len(tokens), requests)
     means = prompts.mean + (tokens - prompts.mean) / sqrt(requests)
@@ -160,8 +147,6 @@ def _one_by_one(seconds: Callable[[float, float], FloatArray]) -> _SecondsAt:
 
 
 class _Grid:
-    """Seconds of a pass [N] at the points of the grid, found as they are asked for."""
-
     def __init__(self, seconds: Callable[[float, float], FloatArray]) -> None:
         self._seconds = seconds
         self._place = np.full((len(_REQUESTS), len(_LENGTHS)), -1, dtype=np.int32)
@@ -194,7 +179,6 @@ class _Grid:
 
 
 def _numbers(highest: int, bits: int) -> FloatArray:
-    """All numbers of so many bits, and of longer ones those whose further bits are 0."""
     found, number = list[int](), 1
     while number <= highest:
         found.append(number)
@@ -208,7 +192,7 @@ _LENGTHS = _numbers(_HIGHEST_LENGTH, _LENGTH_BITS)
 
 def _below(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
     """The places of the grid's numbers below these values, and how far beyond, in parts of the way
-    to the next one.
+    to the next.
     """
     values = np.maximum(values, 1.0)
     place = np.minimum(grid.searchsorted(values, side="right") - 1, len(grid) - 2)
@@ -217,6 +201,5 @@ def _below(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
 
 @lru_cache(maxsize=64)
 def _classes(prompts: LengthDistribution) -> tuple[FloatArray, FloatArray]:
-    """Mean lengths of the classes of prompts, and their shares."""
     tokens, shares = zip(*prompts.classes(_PROMPT_CLASSES), strict=True)
     return np.array(tokens), np.array(shares)

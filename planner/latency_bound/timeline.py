@@ -17,9 +17,7 @@ from planner.schedule.static import UNDER_WAY_PER_STAGE
 
 @dataclass(frozen=True)
 class Performance:
-    """Requests per second in the steady state, and the latency of a request in seconds at the
-    quantile that is bounded: from when its prefill begins to its last token.
-    """
+    """Requests per second in the steady state, and latency in seconds at the bounded quantile."""
 
     requests_per_s: float
     latency_s: float
@@ -35,13 +33,10 @@ DOES_NOT_FIT = Performance(0.0, math.inf)
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """A schedule in its steady state.
-
-    `performance` has the latency at the quantile asked for, `mean_latency_s` the mean. A turn of
-    newcomers begins every `cycle_s` in each group; `decode_requests` (B_D) decode at the beginning
-    of a phase of decoding, and `admission_wait_s` is the longest that a request waits for a turn
-    where fewer come than are served. `latency_s` [longest output + 1]: mean latency by the tokens
-    of an answer.
+    """A schedule in its steady state. A turn begins every `cycle_s` in each group;
+    `decode_requests` (B_D) decode at the beginning of a phase, `admission_wait_s` is the longest
+    wait for a turn where fewer come than are served. `latency_s` [longest output + 1]: mean by the
+    tokens of an answer.
     """
 
     performance: Performance
@@ -52,16 +47,13 @@ class Timeline:
     latency_s: FloatArray
 
     def latency_of(self, output_tokens: int) -> float:
-        """Mean seconds from when the prefill of a request begins to its last token."""
         return float(self.latency_s[min(output_tokens, len(self.latency_s) - 1)])
 
 
 def mixed_quantile(
     means: FloatArray, deviations: FloatArray, chances: FloatArray, share: float
 ) -> float:
-    """The value that such a share does not exceed of normal distributions with these means and
-    deviations, each of which has its chance.
-    """
+    """The value not exceeded by such a share of normal distributions, each with its chance."""
     from scipy.special import ndtr  # takes a tenth of a second, which commands do not wait for
 
     spread = np.maximum(deviations, 1e-9 * float(means.max()))
@@ -77,8 +69,6 @@ def mixed_quantile(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassTimes:
-    """Seconds of a pass on each stage, and on the link behind it [N]."""
-
     compute_s: Sequence[float]
     hop_s: Sequence[float]
 
@@ -99,9 +89,7 @@ class PassTimes:
 
 
 class Tandem:
-    """A pipeline of `stages` stages, of which at most so many passes are under way at a time as the
-    runtime allows.
-    """
+    """A pipeline of stages with at most so many passes under way as the runtime allows."""
 
     def __init__(self, stages: int) -> None:
         self._stage_free_s = [0.0] * stages
@@ -148,14 +136,11 @@ _SLOPE_STEP = 0.25
 
 @dataclass(frozen=True, eq=False)
 class PromptTimes:
-    """Micro-batches of prompts of these lengths on the stages of `times`."""
-
     times: StageSeconds
     prompts: LengthDistribution
     _known: dict[int, tuple[FloatArray, FloatArray]] = field(default_factory=dict)
 
     def part(self, size: int, tokens: float) -> PassTimes:
-        """A micro-batch of so many prompts, which have so many tokens together."""
         each = tokens / size
         if size == 1:
             return PassTimes.of(self.times.prefill_s(1, each), self.times.prefill_hop_s(1, each))

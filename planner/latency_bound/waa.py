@@ -56,8 +56,6 @@ SLACK = (0.25, 4.0)
 
 @dataclass(frozen=True, eq=False)
 class WaaPlanner:
-    """Finds placements at the costs of a job for schedules whose stages are divided."""
-
     kind: ScheduleKind
     costs: CostModel
     job: Job
@@ -65,8 +63,8 @@ class WaaPlanner:
     clock: Callable[[], float]
 
     def starts(self) -> Iterator[PlacingGoal]:
-        """Yield what to begin with, for each division: some requests in flight, and one; for the
-        best balanced one also layers all alike.
+        """Yield for each division some requests in flight, and one; for the best balanced also
+        equal layers.
         """
         for division in self._divisions:
             most = self._most(division)
@@ -80,8 +78,8 @@ class WaaPlanner:
                 yield PlacingGoal(few, division=division, usable_bits=(bits,))
 
     def placed(self, start: PlacingGoal, theta: float, limit_s: float) -> WaaSpace:
-        """The layers of either side that are best for the schedule, a unit of sensitivity counting
-        as `theta` seconds of the job; each side has half of it. InfeasibleError where none fit.
+        """The best layers of either side, with half of `theta` seconds a unit each;
+        InfeasibleError.
         """
         division, schedule = start.division, start.schedule
         if division is None:
@@ -126,7 +124,6 @@ class WaaPlanner:
 
 
 def _prefilling(costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float) -> CostModel:
-    """The costs of stages that prefill the turns of a schedule, one after the other."""
     workload = prompts_in_flight(schedule, len(costs.cluster.devices), job)
     batch = workload.global_batch
     cycle = SteadyCycle(schedule.prefill_requests, 0, batch, job.prompts, 0.0, 1)
@@ -137,7 +134,6 @@ def _prefilling(costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: 
 def _decoding(
     costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float, free: bool
 ) -> CostModel:
-    """The costs of stages that decode what others have prefilled."""
     options = replace(
         costs.options,
         prefill_micro_batch=1,
@@ -149,17 +145,15 @@ def _decoding(
 
 
 def prompts_in_flight(schedule: RequestSchedule, stages: int, job: Job) -> Workload:
-    """What stages that prefill have in flight: a turn on each of them, every slot as long as the
-    longest prompt.
-    """
+    """What stages that prefill have in flight: a turn on each, all as long as the longest prompt."""
     requests = min(MAX_REQUESTS, schedule.prefill_requests * stages)
     return Workload(requests, job.lengths.longest_prompt, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class WaaSpace(ScheduleSpace):
-    """Layers on devices that prefill and on others that decode, and the performance of every
-    schedule there; the one control is the number of requests that decode.
+    """Layers on devices that prefill and on others that decode; the control is the number of
+    requests that decode.
     """
 
     kind: ScheduleKind
@@ -206,8 +200,8 @@ class WaaSpace(ScheduleSpace):
         return simulate_waa(self.sides, schedule, watch, np.random.default_rng(0))
 
     def start(self, schedule: RequestSchedule) -> PlacingGoal:
-        """To place layers again for a schedule. A side that is slower than it need be to keep up
-        with the other may have more bits at no cost, and counts quality more.
+        """To place layers again; a side faster than it need be may have more bits, and counts
+        quality more.
         """
         rate = self.estimate(schedule).requests_per_s
         low, high = SLACK
@@ -215,8 +209,8 @@ class WaaSpace(ScheduleSpace):
         return PlacingGoal(schedule, free=False, division=self.division, slack=(prefill, decode))
 
     def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:
-        """Yield fewer and more requests that decode, those of one newcomer more, and the same with
-        quality that counts otherwise on either side.
+        """Yield fewer and more requests that decode, one newcomer more, and quality counting
+        otherwise.
         """
         steps, newcomers = self.request.lengths.outputs.mean - 1, schedule.prefill_requests
         counts = [scaled_count(schedule.decode_requests, ratio) for ratio in NEAR]
@@ -241,8 +235,8 @@ class WaaSpace(ScheduleSpace):
         return WaaSides(self.prefill.times, self.decode.times, handover, self.request.lengths)
 
     def fitted(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
-        """The schedule of a point, in the prefill micro-batches that have room with which most
-        requests are served, and of those the one with the least latency; and whether any has.
+        """The schedule of a point, in prefill micro-batches of most requests, then least latency;
+        whether any fits.
         """
         schedule = self._of(*point)
         fits = self._decodes(schedule)
@@ -259,26 +253,21 @@ class WaaSpace(ScheduleSpace):
         return estimated_waa(self.sides, schedule, self.request.quantile)
 
     def _of(self, requests: int) -> RequestSchedule:
-        """The schedule of so many requests that decode, in the groups whose round is shortest."""
         times, context = self.decode.times, self.job.lengths.mean_context
         most = min(requests, MOST_GROUPS * len(self.decode.devices))
         groups = shortest_round(times, requests, context, most)
         return waa_schedule(self.kind, self.request.lengths, requests, groups, 1)
 
     def _decodes(self, schedule: RequestSchedule) -> bool:
-        """Whether requests have room where they decode."""
         workload = self.decode.costs.in_flight(self.job, schedule.most_in_flight)
         return self.decode.has_room(workload, MicroBatches(1, most_in_group(schedule)))
 
     def _prefills(self, schedule: RequestSchedule) -> bool:
-        """Whether prompts have room where they are prefilled."""
         workload = prompts_in_flight(schedule, len(self.prefill.devices), self.job)
         return self.prefill.has_room(workload, MicroBatches(schedule.prefill_micro_batch, 1))
 
     def _rates(self, schedule: RequestSchedule) -> tuple[float, float]:
-        """Requests per second that stages which prefill, and that those which decode, could serve
-        by themselves.
-        """
+        """Requests per second that either side, prefill and decode, could serve by itself."""
         size, prompts = schedule.prefill_micro_batch, self.request.lengths.prompts
         groups, decoding = schedule.decode_micro_batches, schedule.decode_requests
         context, steps = self.job.lengths.mean_context, self.request.lengths.outputs.mean - 1

@@ -20,9 +20,7 @@ from planner.scheduling import RequestSchedule
 
 
 class PromptBatch(NamedTuple):
-    """A micro-batch of prompts of so many `tokens` each, which of them `go_on` with decode steps,
-    when it was submitted, and when it is back.
-    """
+    """A micro-batch of `tokens` each, which of them `go_on`, when it was submitted and is back."""
 
     tokens: Sequence[int]
     go_on: Sequence[bool]
@@ -85,8 +83,8 @@ Group = TypeVar("Group", bound=_Sized)
 
 
 class DecodeSide(ABC, Generic[Group]):
-    """Stages that decode: groups, each with a step under way or resting, and the number of requests
-    that have `arrived` and join a group between two of its steps.
+    """Groups, each with a step under way or resting; requests that `arrived` join between two
+    steps.
     """
 
     def __init__(self, groups: Sequence[Group], most_in_group: int) -> None:
@@ -181,7 +179,6 @@ class WaaRun(Generic[Group]):
         self._decode.submit(now_s)
 
     def _hand_over(self, batch: PromptBatch) -> None:
-        """Hand over those of a micro-batch that go on, after those before them."""
         for goes_on in batch.go_on:
             self._leaving = self._ended - self._ended_before.popleft()
             self._ended += not goes_on

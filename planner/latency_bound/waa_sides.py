@@ -24,8 +24,8 @@ LEAST_STEPS = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class StageCopies:
-    """Seconds in which each stage copies keys and values to the memory of its host, or from there
-    [N]: of each request, and of each of its tokens.
+    """Seconds in which each stage copies keys and values to or from its host [N], a request and a
+    token.
     """
 
     request_s: FloatArray
@@ -43,12 +43,9 @@ class StageCopies:
 
 @dataclass(frozen=True, eq=False)
 class Handover:
-    """Stages that prefill copy keys and values of prompts to their hosts when they have computed
-    them (`keep`), and those that decode copy them from theirs before the first step of a request
-    (`restore`). Either is done by the stage between its kernels, so that a pass takes longer by it.
-
-    From host to host messages go one after the other: each takes `message_s`, and `token_s` for
-    every token of its prompts.
+    """Stages that prefill copy keys and values to their hosts (`keep`), those that decode from
+    theirs (`restore`), between their kernels. From host to host each message takes `message_s` and
+    `token_s` a token.
     """
 
     keep: StageCopies
@@ -80,9 +77,7 @@ def going_on(outputs: LengthDistribution) -> float:
 
 
 class _CopyingTimes(ManyTimes):
-    """The `times` of stages that copy so much of each prompt, and for every request of a decode
-    step `step_s` seconds [N].
-    """
+    """The `times` of stages that copy so much of each prompt, and `step_s` [N] a request of a step."""
 
     def __init__(self, times: StageSeconds, prompts: StageCopies, step_s: FloatArray) -> None:
         self._times, self._prompts, self._step_s = times, prompts, step_s
@@ -119,8 +114,8 @@ class _CopyingTimes(ManyTimes):
 
 
 class DecodeSteps:
-    """Seconds of steps of groups of one to about `size` requests of these lengths, between which
-    time is linear; stages `restore` keys and values of those that join.
+    """Seconds of steps of up to about `size` requests, linear between; `restore` is for those that
+    join.
     """
 
     def __init__(
@@ -169,17 +164,15 @@ SETTLING = 0.25
 
 @lru_cache(maxsize=256)
 def representative_prompts(prompts: LengthDistribution, size: int) -> tuple[int, ...]:
-    """Prompts, enough for some micro-batches of `size`, with lengths in their proportions and in an
-    order without any.
-    """
+    """Prompts for some micro-batches of `size`, in their proportions and without any order."""
     shares = even_shares(max(_PROMPTS, _PARTS * size))
     return tuple(prompts.quantile(share) for share in shares.tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class PartTimes:
-    """Seconds of micro-batches from their submission until they are back, in classes [n], and the
-    shares of requests in these [n].
+    """Seconds of micro-batches until they are back, in classes [n], and the shares of requests in
+    these [n].
     """
 
     seconds: FloatArray
@@ -203,9 +196,7 @@ class PartTimes:
 
 @dataclass(frozen=True, eq=False)
 class BusyPrefills:
-    """Stages on which prompts wait all the time: requests per second, the variance of how many come
-    in some time over their mean, and their micro-batches.
-    """
+    """Stages on which prompts always wait: requests per second, variance over mean, micro-batches."""
 
     requests_per_s: float
     dispersion: float
@@ -263,15 +254,14 @@ def busy_prefills(
 
 
 def _dispersion(back_s: FloatArray, sizes: FloatArray) -> float:
-    """The variance of how many requests come over their mean: of micro-batches as far apart."""
     apart_s = np.diff(back_s)
     return float(sizes.mean() * np.var(apart_s) / np.mean(apart_s) ** 2)
 
 
 @dataclass(frozen=True, eq=False)
 class WaaSides:
-    """Times of stages that `prefill` and of stages that `decode`, without the copies of
-    `handover`, for requests of these lengths. What is known of them is kept, for any schedule.
+    """Times of both sides without the copies of `handover`; what is known of them is kept, for any
+    schedule.
     """
 
     prefill: StageSeconds

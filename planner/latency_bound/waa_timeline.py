@@ -85,8 +85,8 @@ class _CountedDecodes(DecodeSide[_CountedGroup]):
 def _short_run(
     sides: WaaSides, schedule: RequestSchedule, decoding: float
 ) -> tuple[float, PartTimes | None]:
-    """Run from when so many requests are `decoding`; returns how many times as long rounds are as
-    if all steps were alike, and the times of micro-batches of prompts (None: there was none).
+    """Run from so many `decoding`; how many times longer rounds are than if steps were alike, and
+    times of micro-batches (None: there was none).
     """
     steps = sides.steps(decoding / schedule.decode_micro_batches)
     prefill = PromptPasses(sides.prefill_and_keep, sides.lengths.prompts, schedule)
@@ -110,20 +110,15 @@ _RUNS, _NEAR = 2, 0.05
 
 @dataclass(frozen=True, eq=False)
 class LoadOfSides:
-    """The load of `sides` under a schedule, to which prompts come as they do from stages that are
-    `busy`.
-    """
+    """The load of `sides` under a schedule, to which prompts come as from stages that are `busy`."""
 
     sides: WaaSides
     schedule: RequestSchedule
     busy: BusyPrefills
 
     def load(self) -> tuple[float, float, float, PartTimes | None]:
-        """In the steady state: requests that are served a second, mean seconds of a round as
-        requests have it and their deviation, and the times of micro-batches of prompts in a run.
-
-        Rounds are longer than if all steps were alike by what a run has around the number of
-        requests that is found.
+        """Requests served a second, a round's mean seconds and deviation, times of micro-batches;
+        rounds are longer by what a run has around the number of requests found.
         """
         decoding = self._even_number
         for _ in range(_RUNS):
@@ -142,17 +137,13 @@ class LoadOfSides:
         return served, round_s, deviation_s, parts
 
     def _served(self, served_per_s: FloatArray, chances: FloatArray) -> float:
-        """Requests that are served a second. The chances of few requests that come more evenly than
-        by chance have another mean; where requests come by chance, less is served.
-        """
+        """Requests served a second; where they come by chance, less than where they come evenly."""
         by_chance = float(self._chances(served_per_s, 1.0) @ served_per_s)
         return min(self.busy.requests_per_s, max(by_chance, float(chances @ served_per_s)))
 
     @cached_property
     def _numbers(self) -> FloatArray:
-        """0, 1, … requests that decode, up to somewhat more than the schedule's: a turn begins
-        where these are reached.
-        """
+        """0, 1, … requests that decode, up to somewhat more than the schedule's."""
         schedule = self.schedule
         most = schedule.decode_requests + schedule.prefill_requests // 2
         return np.arange(min(schedule.most_in_flight, most) + 1, dtype=np.float64)
@@ -163,7 +154,6 @@ class LoadOfSides:
 
     @cached_property
     def _even_rounds_s(self) -> FloatArray:
-        """Seconds of a round of each of the numbers, if all steps were alike."""
         outputs, groups = self.sides.lengths.outputs, self.schedule.decode_micro_batches
         timed = np.unique(np.geomspace(1, self._numbers[-1], _TIMED).round())
         seconds = []
@@ -176,14 +166,13 @@ class LoadOfSides:
 
     @property
     def _even_number(self) -> float:
-        """The least number of which as many end as come, if all steps were alike."""
         served = np.maximum.accumulate(self._numbers / self._steps / self._even_rounds_s)
         place = np.searchsorted(served, self.busy.requests_per_s)
         return float(self._numbers[min(int(place), len(served) - 1)])
 
     def _chances(self, served_per_s: FloatArray, narrower: float) -> FloatArray:
-        """The chances of the numbers in the steady state, where so many requests are served with
-        each; `narrower` where requests come more evenly than by chance.
+        """The chances of the numbers in the steady state; `narrower` where requests come more
+        evenly.
         """
         more = np.log(self.busy.requests_per_s / served_per_s[1:])
         logs = narrower * np.concatenate([[0.0], np.cumsum(more)])

@@ -55,7 +55,6 @@ def stage_kinds(problem: AssignmentProblem) -> StageKinds:
 
 
 def each_stage_alone(problem: AssignmentProblem) -> StageKinds:
-    """Make every stage a kind of its own, in stage order."""
     stages = np.arange(problem.stages)
     return StageKinds(stages, stages, np.ones_like(stages))
 
@@ -131,7 +130,6 @@ class PricedProblem:
         return price
 
     def path_bound(self, prices: Prices) -> PathBound:
-        """The bound of these prices by a shortest path over boundaries."""
         stages = self.priced_stages(prices)
         constant = self.constant(prices, self.form.prefill_floor_s, self.form.decode_floor_s)
         kinds, layers = self.kinds.of_stage.tolist(), self.problem.layers

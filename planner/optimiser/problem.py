@@ -220,7 +220,6 @@ class LatencyForm:
 
 
 def latency_form(problem: AssignmentProblem) -> LatencyForm:
-    """The form of the problem's own objective."""
     return OBJECTIVES[problem.objective](problem, problem.decode_rounds)
 
 

@@ -50,7 +50,6 @@ def solve_model(
 
 
 def require_known(solver: str) -> Solver:
-    """Look a solver up; SpecError if there is none of that name."""
     if solver not in SOLVERS:
         raise SpecError(f"solver {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
     return SOLVERS[solver]

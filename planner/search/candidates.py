@@ -170,8 +170,6 @@ class OrdersByEnds:
 
 
 class SharedPrices:
-    """Prices by kind of device, found for one group of orders and reused for others."""
-
     def __init__(self) -> None:
         self._trip = 0.0
         self._by_kind: dict[int, tuple[float, float, float]] = {}

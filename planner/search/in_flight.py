@@ -192,7 +192,6 @@ class JobSearch:
         return [part for part in parts if part and len(part) < len(devices)]
 
     def at(self, costs: CostModel, devices: tuple[Device, ...], number: int) -> CostModel:
-        """The costs of so many requests in flight on these devices."""
         cluster = replace(costs.cluster, devices=devices)
         return replace(costs, cluster=cluster, workload=costs.in_flight(self._job, number))
 
@@ -210,8 +209,6 @@ class JobSearch:
 
 
 class _Run:
-    """One search over numbers in flight and sets of devices, at one theta."""
-
     def __init__(self, job: JobSearch, costs: CostModel, effort: Effort) -> None:
         self._job, self._costs, self._effort = job, costs, effort
         predicting = costs.options.policy == PREDICTING
@@ -247,7 +244,6 @@ class _Run:
                 return
 
     def prove(self, gap: float) -> None:
-        """Solve what may still be better by more than `gap`, as far as the effort allows."""
         self.runner.run(self.searched, gap, self._effort.proving)
 
     def _try(self, devices: tuple[Device, ...], number: int) -> None:

@@ -31,7 +31,6 @@ class SizedProblem(NamedTuple):
 
 
 def searched_sizes(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
-    """The pairs of sizes to try first; a size that the user fixed replaces the searched one."""
     batch, options = costs.workload.global_batch, costs.options
     for name in ("prefill_micro_batch", "decode_micro_batch"):
         fixed = getattr(options, name)

@@ -112,7 +112,6 @@ class OrderQueue:
 
     @property
     def bound(self) -> float:
-        """Seconds that no order still to come is below; infinite when none is left."""
         return self._heap[0][0] if self._heap else math.inf
 
     def pop(self) -> tuple[float, tuple[int, ...]]:

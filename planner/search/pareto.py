@@ -59,8 +59,6 @@ the figure that was minimised."""
 
 
 class PointSolver(Protocol):
-    """Finds the point of a theta; `quick` as in `planner.search.in_flight.PlanSolver`."""
-
     def __call__(self, theta: float, *, quick: bool = False) -> ThetaPoint[Solution]: ...
 
 
@@ -142,7 +140,6 @@ def _extremes(solve: Solve[PlanT]) -> tuple[ThetaPoint[PlanT], ThetaPoint[PlanT]
 def _between(
     solve: Solve[PlanT], left: ThetaPoint[PlanT], right: ThetaPoint[PlanT]
 ) -> ThetaPoint[PlanT] | None:
-    """The hull's point farthest below the chord of two points, or None if there is none."""
     if left.omega <= right.omega or right.latency_s <= left.latency_s:
         return None
     theta = (right.latency_s - left.latency_s) / (left.omega - right.omega)

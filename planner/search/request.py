@@ -181,7 +181,6 @@ def cost_model(
     options: PlanOptions,
     sensitivity: FloatArray,
 ) -> CostModel:
-    """The cost model of given sensitivities; SpecError for requests beyond the model's context."""
     check_length(shape, workload)
     if options.profiles is not None:
         own = cluster.own_accelerators
@@ -216,7 +215,6 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
 
 
 def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
-    """Sensitivities from the omega file that the options name, else from the layers' sizes."""
     if options.omega_file is None:
         return Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
     return load_omega(options.omega_file, shape, options.bits)

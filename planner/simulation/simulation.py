@@ -47,7 +47,6 @@ class Simulated:
 
     @property
     def latency_s(self) -> float:
-        """Seconds until the last token is back on the first stage."""
         return float(self.link_end_s[-1, -1])
 
     @property
