@@ -83,7 +83,7 @@ def _two_copies(costs: CostModel, request: BoundRequest) -> DoesNotFitError:
 def bounded_plan(
     scheduled: Scheduled, costs: CostModel, request: BoundRequest, source: str, omega_source: str
 ) -> PlanSpec:
-    """plan of a schedule for the model at `source`; `costs` are those searched, of all devices."""
+    """The plan of a schedule for the model at `source`; `costs`: those searched, of all devices."""
     schedule, job = scheduled.schedule, costs.job
     assert job is not None, "schedules are planned for a job"
     placement, *prefilling = scheduled.placed.placements

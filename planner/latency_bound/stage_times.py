@@ -63,7 +63,7 @@ class ManyTimes(ABC):
 
 
 class GridTimes(ManyTimes):
-    """The times `exact` on a grid of requests and tokens, linear between; transfers as in `exact`."""
+    """The times `exact` on a grid of requests and tokens, linear between; transfers as there."""
 
     def __init__(self, exact: StageSeconds) -> None:
         self.exact = exact

@@ -145,7 +145,7 @@ def _decoding(
 
 
 def prompts_in_flight(schedule: RequestSchedule, stages: int, job: Job) -> Workload:
-    """What stages that prefill have in flight: a turn on each, all as long as the longest prompt."""
+    """What stages that prefill have in flight: a turn on each, all as the longest prompt."""
     requests = min(MAX_REQUESTS, schedule.prefill_requests * stages)
     return Workload(requests, job.lengths.longest_prompt, 1)
 

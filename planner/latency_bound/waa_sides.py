@@ -77,7 +77,7 @@ def going_on(outputs: LengthDistribution) -> float:
 
 
 class _CopyingTimes(ManyTimes):
-    """The `times` of stages that copy so much of each prompt, and `step_s` [N] a request of a step."""
+    """The `times` of stages that copy so much of a prompt, and `step_s` [N] a request of a step."""
 
     def __init__(self, times: StageSeconds, prompts: StageCopies, step_s: FloatArray) -> None:
         self._times, self._prompts, self._step_s = times, prompts, step_s
@@ -196,7 +196,7 @@ class PartTimes:
 
 @dataclass(frozen=True, eq=False)
 class BusyPrefills:
-    """Stages on which prompts always wait: requests per second, variance over mean, micro-batches."""
+    """Stages on which prompts always wait: requests a second, variance over mean, micro-batches."""
 
     requests_per_s: float
     dispersion: float

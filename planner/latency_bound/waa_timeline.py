@@ -110,7 +110,7 @@ _RUNS, _NEAR = 2, 0.05
 
 @dataclass(frozen=True, eq=False)
 class LoadOfSides:
-    """The load of `sides` under a schedule, to which prompts come as from stages that are `busy`."""
+    """The load of `sides` under a schedule, to which prompts come as from `busy` stages."""
 
     sides: WaaSides
     schedule: RequestSchedule
