@@ -18,7 +18,7 @@ from planner.optimiser.assignment import Assignment, evaluate
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import lower_bound
 from planner.optimiser.solve import solve
-from planner.search.memory_fit import fitting_problems
+from planner.search.fitting import fitting_problems
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
 

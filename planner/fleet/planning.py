@@ -29,7 +29,7 @@ from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.file import PLAN_VERSION
 from planner.planning_rules import BOUNDS
 from planner.quality.sensitivity import Omega
-from planner.search.groupings import degrees_of, first_sets
+from planner.search.fitting import degrees_of, first_sets
 from planner.search.qualities import SLOWER, TIE_BREAK, bits_by_quality
 from planner.search.remedies import naming_remedies
 from planner.search.request import PlanningRequest, costs_of, with_fitting_cache

@@ -14,8 +14,8 @@ from planner.fleet.makeups import MakeUp, example_devices
 from planner.model.tensor_parallel import DEGREES
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.search.candidate_search import LEAST_SOLVE_S
+from planner.search.fitting import fits_somehow
 from planner.search.in_flight import RANKING_PASSES, plan_solver
-from planner.search.memory_fit import fits_somehow
 from planner.search.qualities import TIE_BREAK, seconds_per_sensitivity
 from planner.workload import MAX_REQUESTS, Job
 from quant.common.errors import InfeasibleError

@@ -28,7 +28,7 @@ from planner.plan.spec import PlanSpec, Role, StagePlan
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import planned_importance
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
-from planner.search.memory_fit import misfit
+from planner.search.fitting import misfit
 from planner.search.remedies import naming_remedies, rounded_up
 from planner.search.request import (
     PlanningRequest,

@@ -27,7 +27,7 @@ from planner.latency_bound.timeline import Performance, Timeline
 from planner.micro_batches import MicroBatches
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
-from planner.search.groupings import first_sets
+from planner.search.fitting import first_sets
 from planner.search.in_flight import JobSearch
 from planner.workload import Job
 from quant.common.errors import DoesNotFitError

@@ -30,7 +30,7 @@ from planner.micro_batches import MicroBatches
 from planner.schedule.job_passes import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
-from planner.search.groupings import first_sets
+from planner.search.fitting import first_sets
 from planner.search.in_flight import JobSearch
 from planner.workload import MAX_REQUESTS, Job, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError

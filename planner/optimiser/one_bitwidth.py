@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,25 +16,14 @@ from quant.common.errors import InfeasibleError, SpecError
 from quant.common.units import GIB
 
 
-def solve_uniform(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
-    """One bitwidth, layers spread evenly, with the relaxation's bound; InfeasibleError where none
-    fits.
-    """
-    start_s = options.clock()
-    return _bounded(problem, uniform_assignment(problem), options, start_s)
-
-
-def solve_pipeedge(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
-    """One bitwidth, partitioned for the prefill alone, as PipeEdge does; InfeasibleError where none
-    fits.
-    """
-    start_s = options.clock()
-    return _bounded(problem, pipeedge_assignment(problem), options, start_s)
-
-
-def _bounded(
-    problem: AssignmentProblem, found: Assignment, options: SolveOptions, start_s: float
+def solve_bounded(
+    find: Callable[[AssignmentProblem], Assignment],
+    problem: AssignmentProblem,
+    options: SolveOptions,
 ) -> Assignment:
+    """What a baseline finds, with the relaxation's bound; InfeasibleError where nothing fits."""
+    start_s = options.clock()
+    found = find(problem)
     bound = min(found.objective, relax(problem).bound)
     return replace(found, bound=bound, seconds=options.clock() - start_s)
 

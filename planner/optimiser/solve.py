@@ -14,7 +14,7 @@ from planner.optimiser.assignment import Assignment, SolveOptions
 from planner.optimiser.boxes import solve_by_boxes
 from planner.optimiser.milp import solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER
-from planner.optimiser.one_bitwidth import solve_pipeedge, solve_uniform
+from planner.optimiser.one_bitwidth import pipeedge_assignment, solve_bounded, uniform_assignment
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solvers import require_known
@@ -81,7 +81,7 @@ METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions, SensitivityTables]
     "ilp": lambda problem, options, _: solve_exactly(problem, options),
     "transfer": solve_by_transfer,
     "adabits": solve_adabits,
-    "uniform": lambda problem, options, _: solve_uniform(problem, options),
-    "pipeedge": lambda problem, options, _: solve_pipeedge(problem, options),
+    "uniform": lambda problem, options, _: solve_bounded(uniform_assignment, problem, options),
+    "pipeedge": lambda problem, options, _: solve_bounded(pipeedge_assignment, problem, options),
 }
 """`planner.optimiser.names` says what they are; the tables of a sensitivity serve many problems."""

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from planner.schedule.policy_sizes import TurnSizes
-from planner.schedule.static import UNDER_WAY_PER_STAGE, JobRows, Pass, rounded_mean
+from planner.schedule.static import UNDER_WAY_PER_STAGE, JobRows, Pass, reservations, rounded_mean
 from planner.schedule.turns import RraPolicy, TurnGroup
 from quant.common.errors import SpecError
 
@@ -53,50 +53,28 @@ class RraSchedule:
                 "1 of each"
             )
         self._prompts, self._outputs = list(rows.prompts), list(rows.outputs)
-        self._reserved = list(
-            rows.reserved or map(sum, zip(rows.prompts, rows.outputs, strict=True))
-        )
-        most = max(self._reserved, default=0)
-        if most > sizes.n_slots:
-            raise SpecError(
-                f"a request needs {most} token slots, but there are {sizes.n_slots} in all; give "
-                "n_slots of at least that"
-            )
+        self._reserved = reservations(rows, sizes.n_slots)
         self._mixed = len(set(self._prompts)) > 1
         self._sizes = sizes
         prefill, decode = sizes.prefill_micro_batch, sizes.decode_micro_batch
         self._policy = RraPolicy(sizes.schedule, decode, prefill)
         self._decoding: dict[int, DecodingRequests[int]] = defaultdict(DecodingRequests)
         self._limit = UNDER_WAY_PER_STAGE * stages
-        self._next_request = self._n_rsrv = self._running = self._results = 0
-        self._turn = 0, 0
-        self._first_of_turn = 0
-        self._ended: list[tuple[int, int]] = []
-        self._in_flight: list[int] = []
-
-    @property
-    def prefilled(self) -> int:
-        return self._next_request
-
-    @property
-    def turn(self) -> tuple[int, int]:
+        self._n_rsrv = self._running = self._results = 0
+        self.prefilled = 0
+        """The requests that have taken part in a turn."""
+        self.turn = 0, 0
         """The group of the last turn that had newcomers, and the number of the first of these."""
-        return self._turn
-
-    @property
-    def ended(self) -> Sequence[tuple[int, int]]:
+        self._first_of_turn = 0
+        self.ended: list[tuple[int, int]] = []
         """The requests that have ended, in this order, and after how many results each had."""
-        return self._ended
+        self.in_flight: list[int] = []
+        """How many requests had a reservation when each pass was submitted."""
 
     @property
     def ended_after(self) -> Sequence[int]:
         """After how many results each request had ended, in the order in which they did."""
-        return [results for _, results in self._ended]
-
-    @property
-    def in_flight(self) -> Sequence[int]:
-        """How many requests had a reservation when each pass was submitted."""
-        return self._in_flight
+        return [results for _, results in self.ended]
 
     def passes(self) -> Iterator[Pass]:
         """Every pass, in the first stage's order of computing."""
@@ -107,10 +85,10 @@ class RraSchedule:
             if following is not None:
                 group, new = following
                 under_way.append(following)
-                self._in_flight.append(self._running)
+                self.in_flight.append(self._running)
                 if new:
                     if new[0] == self._first_of_turn:
-                        self._turn = group.index, new[0]
+                        self.turn = group.index, new[0]
                     yield self._prefill_pass(new, prefills)
                     prefills += 1
                 else:
@@ -134,14 +112,14 @@ class RraSchedule:
 
     @property
     def waiting(self) -> int:
-        return len(self._prompts) - self._next_request
+        return len(self._prompts) - self.prefilled
 
     def front(self, most: int) -> tuple[Sequence[int], int]:
-        self._first_of_turn = self._next_request  # asked for once, as a turn begins
-        return self._prompts[self._next_request : self._next_request + most], 0
+        self._first_of_turn = self.prefilled  # asked for once, as a turn begins
+        return self._prompts[self.prefilled : self.prefilled + most], 0
 
     def room_for(self, wanted: int) -> int:
-        left, joining, first = self._sizes.n_slots - self._n_rsrv, 0, self._next_request
+        left, joining, first = self._sizes.n_slots - self._n_rsrv, 0, self.prefilled
         room = min(wanted, self._sizes.slots - self._running)
         for size in islice(self._reserved, first, first + room):
             left -= size
@@ -151,11 +129,11 @@ class RraSchedule:
         return joining
 
     def take(self, count: int) -> list[int]:
-        first = self._next_request
-        self._next_request += count
-        self._n_rsrv += sum(self._reserved[first : self._next_request])
+        first = self.prefilled
+        self.prefilled += count
+        self._n_rsrv += sum(self._reserved[first : self.prefilled])
         self._running += count
-        return list(range(first, self._next_request))
+        return list(range(first, self.prefilled))
 
     def _complete(self, group: TurnGroup, prefilled: list[int]) -> None:
         self._results += 1
@@ -170,6 +148,6 @@ class RraSchedule:
         for request in ended:
             self._n_rsrv -= self._reserved[request]
             self._running -= 1
-            self._ended.append((request, self._results))
+            self.ended.append((request, self._results))
         self._policy.leave(group, len(ended))
         self._policy.take_back(group)

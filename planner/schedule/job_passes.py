@@ -46,43 +46,6 @@ DRAWN_BURSTS, MOST_DRAWN = 128, 64
 hardly grows."""
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Passes of a job, or their mean for each prompt."""
-
-    prefills: float = 0.0
-    bursts: float = 0.0
-    decode_steps: float = 0.0
-
-    def plus(self, other: _Counts, times: float) -> _Counts:
-        return _Counts(
-            self.prefills + times * other.prefills,
-            self.bursts + times * other.bursts,
-            self.decode_steps + times * other.decode_steps,
-        )
-
-
-@dataclass(frozen=True)
-class _SmallJob:
-    """The job that is run in place of another: its requests decode `steps_share` of the steps."""
-
-    lengths: Lengths
-    rows: int
-    slots: int
-    sizes: MicroBatches
-    stages: int
-    steps_share: float
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """Counts of a small job, what each more prompt adds, and decode steps of its mean request."""
-
-    whole: _Counts
-    each_prompt: _Counts
-    mean_steps: float
-
-
 def job_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPasses:
     """The passes of `job` over `slots` KV slots, within a few percent. Where outputs are alike,
     each fill of all slots is one burst; where prompts are unlike, a burst counts as often as its
@@ -92,21 +55,24 @@ def job_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPas
     sizes = MicroBatches(min(sizes.prefill, slots), min(sizes.decode, slots))
     if not job.lengths.outputs_vary:
         return _alike_passes(job, slots, sizes, stages)
-    small = _small_job(job, slots, sizes, stages)
-    counted = _counted(small)
+    fewer, small_sizes, steps_share = _small_job(job, slots, sizes)
+    small_rows = max(1, round(min(job.prompts / slots, MOST_FILLS) * fewer))
+    small = job.lengths, small_rows, fewer, small_sizes, stages, steps_share
+    whole, each_prompt, mean_steps = _counted(*small)
     fills, groups = job.prompts / slots, -(-slots // sizes.decode)
-    rows = small.slots * fills
-    counts = counted.whole.plus(counted.each_prompt, rows - small.rows)
+    rows = fewer * fills
+    counted_prefills, bursts, counted_steps = (
+        count + (rows - small_rows) * more for count, more in zip(whole, each_prompt, strict=True)
+    )
     # the last prefill of a burst may not be full
     least = job.prompts / sizes.prefill
-    prefills = max(least, least + counts.prefills - rows / small.sizes.prefill)
+    prefills = max(least, least + counted_prefills - rows / small_sizes.prefill)
     steps = job.prompts * (job.lengths.mean_output - 1)
     if not steps:
         bursts = _bursts_of_prefills(prefills, ceil(slots / sizes.prefill), stages)
         return JobPasses(prefills, bursts, 0.0, 0.0, job.prompts / prefills, sizes.decode)
-    share = rows * counted.mean_steps / (counts.decode_steps * small.slots)
+    share = rows * mean_steps / (counted_steps * fewer)
     decode_steps = steps / (share * slots)
-    bursts = counts.bursts
     slowest = _slowest_share(job.lengths, sizes.prefill, max(1, round(prefills / bursts)))
     return JobPasses(
         prefills=prefills,
@@ -148,7 +114,8 @@ def _bursts_of_prefills(prefills: float, at_once: int, stages: int) -> float:
     return max(1.0, prefills / at_once * idle_share)
 
 
-def _small_job(job: Job, slots: int, sizes: MicroBatches, stages: int) -> _SmallJob:
+def _small_job(job: Job, slots: int, sizes: MicroBatches) -> tuple[int, MicroBatches, float]:
+    """Slots and sizes of the job to run in place of `job`, and its share of the decode steps."""
     fills = min(job.prompts / slots, MOST_FILLS)
     small, small_sizes = _uneven(slots, sizes, fills, job.lengths)
     groups = -(-slots // sizes.decode)
@@ -157,14 +124,9 @@ def _small_job(job: Job, slots: int, sizes: MicroBatches, stages: int) -> _Small
     fast = FAST_PREFILLS * small_prefills / groups
     few_steps = max(min(steps, MOST_STEPS), fast)
     small_steps = min(steps * small_prefills / prefills, few_steps)
-    return _SmallJob(
-        lengths=job.lengths,
-        rows=max(1, round(fills * small)),
-        slots=small,
-        sizes=small_sizes,
-        stages=stages,
-        steps_share=_rounded(min(1.0, small_steps / steps)),
-    )
+    share = min(1.0, small_steps / steps)
+    # powers of 2 ** (1/8), so that jobs nearly alike share one run
+    return small, small_sizes, float(2 ** (round(8 * log2(share)) / 8))
 
 
 def _uneven(
@@ -191,20 +153,24 @@ def _nearest(grid: Sequence[int], number: int) -> int:
     )
 
 
-def _rounded(share: float) -> float:
-    return float(2 ** (round(8 * log2(share)) / 8))
+_Counts = tuple[float, float, float]
+"""Prefills, bursts and decode steps of a job, or their mean for each prompt."""
 
 
 @lru_cache(maxsize=4096)
-def _counted(small: _SmallJob) -> _Counted:
-    _, outputs = small.lengths.rows(small.rows)
-    steps = np.maximum(np.round((outputs - 1) * small.steps_share), np.minimum(outputs - 1, 1))
-    rows = JobRows([1] * small.rows, [1 + int(each) for each in steps])
-    schedule = JobSchedule(rows, small.slots, small.sizes, small.stages)
-    steady_from = STEADY_FROM * small.slots
+def _counted(
+    lengths: Lengths, rows: int, slots: int, sizes: MicroBatches, stages: int, steps_share: float
+) -> tuple[_Counts, _Counts, float]:
+    """Run the schedule of a small job whose requests decode `steps_share` of the steps: its counts,
+    what each more prompt adds, and decode steps of its mean request.
+    """
+    _, outputs = lengths.rows(rows)
+    steps = np.maximum(np.round((outputs - 1) * steps_share), np.minimum(outputs - 1, 1))
+    alike = JobRows([1] * rows, [1 + int(each) for each in steps])
+    schedule = JobSchedule(alike, slots, sizes, stages)
     prefills = bursts = decode_steps = 0
     begins: tuple[int, _Counts] | None = None
-    ends = 0, _Counts()
+    ends: tuple[int, _Counts] = 0, (0.0, 0.0, 0.0)
     in_burst = False
     for phase in schedule.phases():
         if phase == "decode":
@@ -214,15 +180,17 @@ def _counted(small: _SmallJob) -> _Counted:
         prefills += 1
         bursts += not in_burst
         in_burst = True
-        ends = schedule.prefilled, _Counts(prefills, bursts, decode_steps)
-        if begins is None and schedule.prefilled >= steady_from:
+        ends = schedule.prefilled, (prefills, bursts, decode_steps)
+        if begins is None and schedule.prefilled >= STEADY_FROM * slots:
             begins = ends
-    whole = _Counts(prefills, bursts, decode_steps)
-    each_prompt = _Counts()
+    each_prompt: _Counts = (0.0, 0.0, 0.0)
     if begins is not None and ends[0] > begins[0]:
-        prompts = ends[0] - begins[0]
-        each_prompt = _Counts().plus(ends[1], 1 / prompts).plus(begins[1], -1 / prompts)
-    return _Counted(whole, each_prompt, float(steps.mean()))
+        share = 1 / (ends[0] - begins[0])
+        first, middle, last = (
+            share * end - share * begin for end, begin in zip(ends[1], begins[1], strict=True)
+        )
+        each_prompt = first, middle, last
+    return (prefills, bursts, decode_steps), each_prompt, float(steps.mean())
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from planner.lengths import IntArray
 from planner.schedule.policy_sizes import OrcaSizes
-from planner.schedule.static import JobRows, Pass, rounded_mean
+from planner.schedule.static import JobRows, Pass, reservations, rounded_mean
 from quant.common.errors import SpecError
 
 
@@ -169,13 +169,7 @@ class OrcaSchedule:
                 "give at least 1 of each"
             )
         self._texts, self._outputs = list(rows.prompts), list(rows.outputs)
-        self._most = list(rows.reserved or map(sum, zip(rows.prompts, rows.outputs, strict=True)))
-        most = max(self._most, default=0)
-        if most > sizes.n_slots:
-            raise SpecError(
-                f"a request needs {most} token slots, but there are {sizes.n_slots} in all; give "
-                "n_slots of at least that"
-            )
+        self._most = reservations(rows, sizes.n_slots)
         self._policy = self._make_policy(sizes, stages)
         self._reserved = self._first_reservations(rows)
         self._queued = 0

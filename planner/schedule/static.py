@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from planner.micro_batches import MicroBatches
 from planner.scheduling import Phase
 from planner.workload import Job, Workload
+from quant.common.errors import SpecError
 
 UNDER_WAY_PER_STAGE = 2
 """Micro-batches of the policy that may be under way, per stage: enough to hide the hops."""
@@ -304,6 +305,18 @@ class JobSchedule:
     def _leave(self, slot: int) -> None:
         self.policy.leave(slot)
         self.ended_after.append(self._results)
+
+
+def reservations(rows: JobRows, n_slots: int) -> list[int]:
+    """The token slots that each request may need; SpecError where one needs more than there are."""
+    reserved = list(rows.reserved or map(sum, zip(rows.prompts, rows.outputs, strict=True)))
+    most = max(reserved, default=0)
+    if most > n_slots:
+        raise SpecError(
+            f"a request needs {most} token slots, but there are {n_slots} in all; give n_slots of "
+            "at least that"
+        )
+    return reserved
 
 
 def rounded_mean(total: int, count: int) -> int:

@@ -29,7 +29,7 @@ from planner.options import AUTO
 from planner.plan.builder import Solution
 from planner.plan.spec import Baseline
 from planner.search.candidates import Candidates
-from planner.search.memory_fit import (
+from planner.search.fitting import (
     Fits,
     SizedProblem,
     end_choices,

@@ -24,8 +24,7 @@ from planner.optimiser.solvers import SolverUnavailableError
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.groupings import first_sets, neighbours, unused_devices
-from planner.search.memory_fit import misfit
+from planner.search.fitting import first_sets, misfit, neighbours, unused_devices
 from planner.search.orders import cost_key, distinct_sets
 from quant.common.errors import DoesNotFitError, InfeasibleError
 

@@ -23,7 +23,7 @@ from planner.micro_batches import MicroBatches
 from planner.optimiser.prices import PricedProblem, Prices, each_stage_alone, onto_simplex
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, LatencyForm
 from planner.optimiser.relaxation import ROUNDING, relax
-from planner.search.memory_fit import fitting_sizes, heads_of, misfit
+from planner.search.fitting import fitting_sizes, heads_of, misfit
 from planner.search.order_bounds import OrderQueue, PricedOrders
 from planner.search.orders import OrderTree, canonical_devices, order_tree
 from planner.workload import Workload

@@ -28,8 +28,7 @@ from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
 from planner.search.candidate_search import CandidateSearch, search, untried_sets
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.groupings import first_sets
-from planner.search.memory_fit import fits_somehow, misfit
+from planner.search.fitting import first_sets, fits_somehow, misfit
 from planner.search.orders import cost_key
 from planner.workload import MAX_REQUESTS, Job
 from quant.common.errors import DoesNotFitError

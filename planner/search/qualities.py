@@ -24,7 +24,7 @@ from planner.optimiser.problem import typical_objective_s
 from planner.options import PLAN_TIME, Quality
 from planner.plan.builder import Solution
 from planner.search.candidate_search import SearchTime
-from planner.search.memory_fit import searched_sizes
+from planner.search.fitting import searched_sizes
 from planner.search.pareto import PlanT, PointSolver, ThetaPoint, theta_solver
 from quant.common.errors import InfeasibleError
 from quant.scheme import NEAR_FULL_BITS

@@ -13,7 +13,7 @@ from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions
 from planner.search.baselines import baseline_fits
 from planner.search.candidates import Candidates
-from planner.search.groupings import first_sets
+from planner.search.fitting import first_sets
 from planner.search.pareto import within_bounds
 from planner.search.request import PlanningRequest, costs_of
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError

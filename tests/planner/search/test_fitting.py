@@ -20,7 +20,7 @@ from planner.optimiser.one_bitwidth import even_sizes
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
-from planner.search.memory_fit import searched_sizes
+from planner.search.fitting import searched_sizes
 from planner.search.remedies import remedies_of_memory
 from planner.search.request import PlanningRequest, planning_costs
 from planner.workload import Workload

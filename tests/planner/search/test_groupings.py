@@ -15,7 +15,7 @@ from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.search.candidate_search import search
 from planner.search.find import find_plan, find_priced_plan
-from planner.search.groupings import first_sets, groupings, neighbours
+from planner.search.fitting import first_sets, groupings, neighbours
 from planner.search.request import planning_costs
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
