@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,15 +32,20 @@ SECONDS = 2.0
 HEAVY = ("torch", "ray", "transformers", "scipy", "pandas", "pyarrow")
 
 CODE = f"""
-import json, resource, sys
+import io, json, resource, sys
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
-try:
-    code = import_module("llmpq.cli." + sys.argv[1]).main(sys.argv[2:])
-except SystemExit as left:
-    code = left.code
-used = resource.getrusage(resource.RUSAGE_SELF)
-heavy = [name for name in {HEAVY!r} if name in sys.modules]
-print(json.dumps([code, heavy, used.ru_utime + used.ru_stime]))
+command = import_module("llmpq.cli." + sys.argv[1])
+for arguments in json.loads(sys.argv[2]):
+    said = io.StringIO()
+    with redirect_stdout(io.StringIO()), redirect_stderr(said):
+        try:
+            code = command.main(arguments)
+        except SystemExit as left:
+            code = left.code
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    heavy = [name for name in {HEAVY!r} if name in sys.modules]
+    print(json.dumps([code, heavy, used.ru_utime + used.ru_stime, said.getvalue()]))
 """
 
 
@@ -69,18 +75,20 @@ def finish(plan: Plan, target: Path) -> None:
         job.finish()
 
 
-def command(folder: Path, name: str, *arguments: object) -> tuple[int, list[str], float, str]:
-    """Exit code, heavy modules and seconds of a processor of a command, and what it said."""
+def told(folder: Path, name: str, *calls: tuple[object, ...]) -> list[list[Any]]:
+    """Of each call of a command, one after the other in a process of its own: the exit code, heavy
+    modules and seconds of a processor until then, and what it said.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", CODE, name, *map(str, arguments)],
+        [sys.executable, "-c", CODE, name, json.dumps(calls, default=str)],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "COLUMNS": "400"},
     )
-    code, heavy, seconds = json.loads(done.stdout.splitlines()[-1])
-    return code, heavy, seconds, done.stderr
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 RUN = ("--plan", "plan.json", "--input", PROMPTS, "--output", "out.jsonl")
@@ -88,62 +96,73 @@ QUANTIZE = ("--plan", "plan.json", "--calibration", TEXT, "-o", "quantized")
 INDICATOR = ("--model", MODEL, "--calibration", TEXT, "-o", "omega.json")
 EVAL = ("--bits", "4", "--model", MODEL, "--text", TEXT)
 PLAN = ("--model", MODEL, "--cluster", DEMO_CLUSTER)
-OFTEN: list[tuple[str, tuple[object, ...], str]] = [
-    ("run", (*RUN, "--input", "twice.jsonl"), "stands in"),
-    ("run", (*RUN, "--plan", "gone.json"), "cannot read plan gone.json"),
-    ("run", (*RUN, "--importance", "gone"), "gone cannot be read"),
-    ("run", (*RUN, "--importance", PROMPTS), "holds no importance"),
-    ("serve", ("--plan", "plan.json", "--importance", "gone"), "gone cannot be read"),
-    ("run", (*RUN, "--plan", "threads.json"), "needs 4096 CPUs for 1 stage, but this machine has"),
-    ("serve", ("--plan", "threads.json"), "or of fewer threads each, or give the --address"),
-    ("plan", (*PLAN, "-o", "gone/plan.json"), "name a file in a folder that exists"),
-    ("serve", ("--plan", "plan.json", "--policy", "exegpt"), "the plan has none"),
-    ("plan", (*PLAN, "--report", "gone/plan.html"), "name a file in a folder that exists"),
-    ("plan", (*PLAN, "--input", "gone"), "cannot read input gone"),
-    ("quantize", (*QUANTIZE, "--plan", "gone.json"), "cannot read plan gone.json"),
-    ("indicator", (*INDICATOR, "--input", "gone"), "cannot read input gone"),
-    ("evaluate", (*EVAL, "--importance", "gone"), "gone cannot be read"),
-    ("evaluate", (*EVAL, "--bits", "5"), "bitwidth 5 is not one of"),
-    ("profile", ("--model", MODEL, "-o", "times.csv", "--points", "0"), "points is 0"),
-]
-SELDOM: list[tuple[str, tuple[object, ...], str]] = [
-    ("run", (*RUN, "--input", "gone.jsonl"), "cannot read input gone.jsonl"),
-    ("run", (*RUN, "--cluster", "other.yaml"), "which differs from other.yaml"),
-    ("run", (*RUN, "--output", "done.jsonl", "--temperature", "1"), "was made with temperature"),
-    ("run", (*RUN, "--trace", "gone/run.json"), "cannot write the trace"),
-    ("run", (*RUN, "--policy", "s3", "--predictor", "gone"), "'gone' is no folder"),
-    ("run", (*RUN, "--policy", "exegpt"), "llmpq plan --max_request_latency_s"),
-    ("run", (*RUN, "--max_new_tokens", "999"), "the plan has room for 48"),
-    ("run", (*RUN, "--model", "./gone"), "no folder"),
-    ("serve", ("--plan", "plan.json", "--model", "./gone"), "no folder"),
-    ("quantize", (*QUANTIZE, "--calibration", "gone.txt"), "cannot read text gone.txt"),
-    ("quantize", (*QUANTIZE, "--device", "tpu"), "choose from auto, cpu, cuda"),
-    ("quantize", (*QUANTIZE, "--damping", "-1"), "damping is -1.0"),
-    ("quantize", (*QUANTIZE, "-o", MODEL), "is the model itself"),
-    ("indicator", (*INDICATOR, "--dtype", "int8"), "unknown value 'int8'"),
-    ("indicator", (*INDICATOR, "--perplexity", "gone"), "cannot read text gone"),
-    ("indicator", (*INDICATOR, "--model", "./gone"), "no folder"),
-    ("evaluate", (*EVAL, "--text", "gone"), "cannot read text gone"),
-    ("profile", ("--model", "gone", "-o", "times.csv"), "gone"),
-    ("profile", ("--model", MODEL, "-o", "gone/times.csv"), "a folder that exists"),
-]
-CASES = [*OFTEN, *(pytest.param(*case, marks=pytest.mark.rare) for case in SELDOM)]
+MISTAKES: dict[str, list[tuple[tuple[object, ...], str]]] = {
+    "run": [
+        ((*RUN, "--input", "twice.jsonl"), "stands in"),
+        ((*RUN, "--plan", "gone.json"), "cannot read plan gone.json"),
+        ((*RUN, "--importance", "gone"), "gone cannot be read"),
+        ((*RUN, "--importance", PROMPTS), "holds no importance"),
+        ((*RUN, "--plan", "threads.json"), "needs 4096 CPUs for 1 stage, but this machine has"),
+        ((*RUN, "--input", "gone.jsonl"), "cannot read input gone.jsonl"),
+        ((*RUN, "--cluster", "other.yaml"), "which differs from other.yaml"),
+        ((*RUN, "--output", "done.jsonl", "--temperature", "1"), "was made with temperature"),
+        ((*RUN, "--trace", "gone/run.json"), "cannot write the trace"),
+        ((*RUN, "--policy", "s3", "--predictor", "gone"), "'gone' is no folder"),
+        ((*RUN, "--policy", "exegpt"), "llmpq plan --max_request_latency_s"),
+        ((*RUN, "--max_new_tokens", "999"), "the plan has room for 48"),
+        ((*RUN, "--model", "./gone"), "no folder"),
+    ],
+    "serve": [
+        (("--plan", "plan.json", "--importance", "gone"), "gone cannot be read"),
+        (("--plan", "threads.json"), "or of fewer threads each, or give the --address"),
+        (("--plan", "plan.json", "--policy", "exegpt"), "the plan has none"),
+        (("--plan", "plan.json", "--model", "./gone"), "no folder"),
+    ],
+    "plan": [
+        ((*PLAN, "-o", "gone/plan.json"), "name a file in a folder that exists"),
+        ((*PLAN, "--report", "gone/plan.html"), "name a file in a folder that exists"),
+        ((*PLAN, "--input", "gone"), "cannot read input gone"),
+    ],
+    "quantize": [
+        ((*QUANTIZE, "--plan", "gone.json"), "cannot read plan gone.json"),
+        ((*QUANTIZE, "--calibration", "gone.txt"), "cannot read text gone.txt"),
+        ((*QUANTIZE, "--device", "tpu"), "choose from auto, cpu, cuda"),
+        ((*QUANTIZE, "--damping", "-1"), "damping is -1.0"),
+        ((*QUANTIZE, "-o", MODEL), "is the model itself"),
+    ],
+    "indicator": [
+        ((*INDICATOR, "--input", "gone"), "cannot read input gone"),
+        ((*INDICATOR, "--dtype", "int8"), "unknown value 'int8'"),
+        ((*INDICATOR, "--perplexity", "gone"), "cannot read text gone"),
+        ((*INDICATOR, "--model", "./gone"), "no folder"),
+    ],
+    "evaluate": [
+        ((*EVAL, "--importance", "gone"), "gone cannot be read"),
+        ((*EVAL, "--bits", "5"), "bitwidth 5 is not one of"),
+        ((*EVAL, "--text", "gone"), "cannot read text gone"),
+    ],
+    "profile": [
+        (("--model", MODEL, "-o", "times.csv", "--points", "0"), "points is 0"),
+        (("--model", "gone", "-o", "times.csv"), "gone"),
+        (("--model", MODEL, "-o", "gone/times.csv"), "a folder that exists"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "arguments", "message"), CASES)
-def test_a_mistake_is_told_before_anything_slow_is_imported(
-    name: str, arguments: tuple[object, ...], message: str, folder: Path
-) -> None:
-    code, heavy, seconds, said = command(folder, name, *arguments)
-    assert (code, heavy) == (2, []), said
-    assert message in said
-    assert seconds < SECONDS
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_before_anything_slow_is_imported(name: str, folder: Path) -> None:
+    calls = MISTAKES[name]
+    answers = told(folder, name, *(arguments for arguments, _ in calls))
+    for (_, message), (code, heavy, _, said) in zip(calls, answers, strict=True):
+        assert (code, heavy) == (2, []), said
+        assert message in said
+    assert answers[0][2] < SECONDS
     assert not (folder / "out.jsonl").exists()
 
 
 def test_a_job_that_is_done_is_told_within_two_seconds(folder: Path) -> None:
     arguments = ("--plan", "plan.json", "--input", PROMPTS, "--output", "done.jsonl")
-    code, heavy, seconds, said = command(folder, "run", *arguments)
+    [[code, heavy, seconds, said]] = told(folder, "run", arguments)
     assert (code, heavy) == (0, []), said
     assert "all 72 rows are done" in said
     assert seconds < SECONDS
@@ -154,6 +173,6 @@ def test_ids_are_looked_at_before_a_checkpoint_is_calibrated(folder: Path) -> No
     del planned["digest"]
     (folder / "gptq.json").write_text(json.dumps(planned))
     arguments = ("--plan", "gptq.json", "--input", "twice.jsonl", "--output", "out.jsonl")
-    code, heavy, _, said = command(folder, "run", *arguments)
+    [[code, heavy, _, said]] = told(folder, "run", arguments)
     assert (code, heavy) == (2, []), said
     assert "twice.jsonl:73 stands in twice.jsonl:1 already" in said
