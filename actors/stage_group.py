@@ -18,8 +18,9 @@ from actors.processes.answers import StageAnswers
 from actors.processes.device import stage_environment
 from actors.processes.handing_over import HANDOVER
 from actors.processes.handle import RankActors, StageHandle
-from actors.processes.placement import Reservation, ReservedPart, place
+from actors.processes.placement import place
 from actors.processes.ranks import RankActor
+from actors.processes.reservation import Reservation, ReservedPart
 from actors.processes.stage_actor import ProcessOptions, StageActor
 from actors.recovery.generation import LiveGeneration
 from actors.recovery.pipeline import LinkOptions, StagePipeline

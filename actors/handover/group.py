@@ -18,7 +18,8 @@ from actors.handover.run import DividedLive, Sides
 from actors.handover.transfer import Transfer
 from actors.live_group import JoinedObserver, LiveGroup
 from actors.processes.handle import StageHandle
-from actors.processes.placement import Reservation, ReservedPart, place
+from actors.processes.placement import place
+from actors.processes.reservation import Reservation, ReservedPart
 from actors.recovery.policy import EventReporter, RecoveryEvent
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup

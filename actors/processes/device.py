@@ -7,14 +7,14 @@ import re
 import subprocess
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from actors.stage.spec import StageSpec
 from quant.common.errors import DeviceError
 from quant.common.units import GIB, MIB
-from quant.devices import take_device
+
+if TYPE_CHECKING:  # commands look for GPUs before they import torch
+    import torch
 
 OPENMP_SPINS = "10000"
 """Some microseconds in which torch's idle threads wait awake: if it were longer, they would take
@@ -169,6 +169,8 @@ TOLERATED_SHORTFALL = 0.03  # share by which a GPU may offer less: drivers reser
 
 def device_here(kind: str) -> torch.device:
     """The device of this `kind`, cpu or cuda, that Ray has given this process."""
+    from quant.devices import take_device
+
     if kind == "cuda":
         see_own()
     return take_device(kind)
@@ -176,6 +178,8 @@ def device_here(kind: str) -> torch.device:
 
 def local_device(spec: StageSpec) -> torch.device:
     """Return the device of this process; raises `DeviceError` unless it is the planned GPU."""
+    import torch
+
     if spec.accelerator is None:
         return torch.device("cpu")
     device = device_here("cuda")

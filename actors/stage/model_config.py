@@ -7,11 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, PretrainedConfig
-
-from actors.stage.partial_model import empty_model
 from planner.model.config_check import DTYPE_KEYS, check_end_tokens
 from planner.model.shape import MAX_SIZE
 from planner.model.stored_weights import has_own_head
@@ -21,6 +18,9 @@ from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError
 from quant.common.files import MAX_BYTES, read_json_object
 from quant.common.text import library_reason, printable
+
+if TYPE_CHECKING:  # commands read end tokens before they import torch
+    from transformers import PretrainedConfig
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -40,6 +40,8 @@ def config_of_values(values: Mapping[str, Any], place: str = CONFIG_FILE) -> Pre
     """The configuration of a parsed `config.json`, without how its weights are stored; messages
     call it `place`. Types may be written as torch shows them, `torch.bfloat16`.
     """
+    from transformers import AutoConfig
+
     kept = {k: v for k, v in values.items() if k not in (CONFIG_KEY, "names")}
     for key in kept.keys() & DTYPE_KEYS:
         kept[key] = kept[key] and str(kept[key]).removeprefix("torch.")
@@ -60,6 +62,8 @@ def check_transformers_builds(folder: Path) -> None:
 
     Raises `CheckpointError` where transformers cannot.
     """
+    from actors.stage.partial_model import empty_model
+
     config = read_config(folder)
     with _named(settings_place(folder, CONFIG_FILE)):
         empty_model(with_layers(config, 1))

@@ -33,7 +33,8 @@ def count_replicas(stages: Sequence[StagePlan], wanted: int | None) -> int:
         return 1
     import ray
 
-    from actors.processes.placement import copies_granted, place
+    from actors.processes.placement import place
+    from actors.processes.reservation import copies_granted
 
     placements = place(stages, ray.cluster_resources())
     if wanted is None and not any(each.bundle for each in placements):

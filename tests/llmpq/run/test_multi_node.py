@@ -11,7 +11,8 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 
 from actors.messages import Request, Sampling
-from actors.processes.placement import copies_granted, place
+from actors.processes.placement import place
+from actors.processes.reservation import copies_granted
 from actors.stage_group import GroupOptions, StageGroup, Timeouts
 from llmpq import Cluster, Plan, Workload
 from quant.common.errors import DeviceError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import ray
 
-from actors.processes import placement
+from actors.processes import placement, reservation
 from actors.processes.placement import Placement
 from llmpq.errors import DeviceError, SpecError
 from llmpq.serve.replica_count import count_replicas, parse_replicas
@@ -18,7 +18,7 @@ def counted(text: str, free: int, bundle: Bundle, monkeypatch: pytest.MonkeyPatc
     granted = [Placement(bundle, 0.0, 0.0, 1)] * 4
     monkeypatch.setattr(ray, "cluster_resources", dict)
     monkeypatch.setattr(placement, "place", lambda stages, offered: granted)
-    monkeypatch.setattr(placement, "copies_granted", lambda placements, most: min(free, most))
+    monkeypatch.setattr(reservation, "copies_granted", lambda placements, most: min(free, most))
     return count_replicas([None] * 4, parse_replicas(text))
 
 
