@@ -87,8 +87,7 @@ class AssumedPredictor:
     def _shares(self) -> FloatArray:
         counts = np.array(self.confusion, dtype=np.float64)
         counts[counts.sum(axis=1) == 0] = counts.sum(axis=0)
-        shares: FloatArray = counts / counts.sum(axis=1, keepdims=True)
-        return shares
+        return np.asarray(counts / counts.sum(axis=1, keepdims=True))
 
     def _true_buckets(self, outputs: IntArray) -> IntArray:
         found = np.searchsorted(self.buckets, outputs)

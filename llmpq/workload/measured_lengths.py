@@ -26,7 +26,7 @@ from llmpq.jobs.formats.file_format import (
 from llmpq.jobs.result_lines import error_of, finished_rows, is_openai_line
 from llmpq.jobs.store import JobStore
 from planner.lengths import Lengths, RequestLengths
-from planner.profiles.csv_table import Line, read_lines
+from planner.profiles.csv_table import TableLine, read_lines
 from planner.workload import MAX_TOKENS
 from quant.common.errors import InputError, SpecError
 
@@ -122,7 +122,7 @@ def _table(path: Path) -> MeasuredLengths:
     return MeasuredLengths(path.name, Lengths.of(rows, path.name), requests)
 
 
-def _pair(line: Line) -> tuple[int, int]:
+def _pair(line: TableLine) -> tuple[int, int]:
     values = line.fields()
     prompt, output = (_tokens(values[name], name, line.place) for name in COLUMNS)
     return prompt, output

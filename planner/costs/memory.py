@@ -6,7 +6,7 @@ This is the memory cost model of LLM-PQ section 4.1, with the bytes of the kerne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from planner.cluster.device import Device
@@ -237,13 +237,10 @@ def stage_memory(
 ) -> StageMemory:
     """Fill up `fixed` with layers of these `bitwidths` and their KV cache."""
     weights = {bits: layer_weight_bytes(shape, bits, device, dtype) for bits in set(bitwidths)}
-    return StageMemory(
+    return replace(
+        fixed,
         weights=sum(weights[bits] for bits in bitwidths),
         kv_cache=len(bitwidths) * kv_bytes_per_layer,
-        embedding=fixed.embedding,
-        final=fixed.final,
-        temporary=fixed.temporary,
-        runtime=fixed.runtime,
     )
 
 

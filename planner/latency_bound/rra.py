@@ -22,7 +22,7 @@ from planner.latency_bound.schedules import (
     most_in_group,
     rra_schedule,
 )
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.micro_batches import MicroBatches
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
@@ -152,7 +152,7 @@ class RraSpace(ScheduleSpace):
         return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
 
     def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
-        watch = Watch(SETTLING * schedule.decode_requests, count)
+        watch = RequestWatch(SETTLING * schedule.decode_requests, count)
         generator, n_slots = np.random.default_rng(0), self._reservable_tokens(schedule)
         times, lengths = self.placement.exact_times, self.request.lengths
         return simulate_rra(times, lengths, schedule, watch, generator, n_slots)

@@ -79,7 +79,7 @@ class ObservedRequests:
         return float(np.quantile(self.latencies_s, quantile))
 
 
-class Watch:
+class RequestWatch:
     """Notes requests after `warm_up` others, until at least `counted` began and ended. Their time
     is bounded by turns of the same group, as others come at other moments of a cycle.
     """
@@ -183,7 +183,7 @@ def simulate_rra(
     times: StageSeconds,
     lengths: RequestLengths,
     schedule: RequestSchedule,
-    watch: Watch,
+    watch: RequestWatch,
     generator: np.random.Generator,
     n_slots: int | None = None,
 ) -> ObservedRequests:
@@ -224,7 +224,7 @@ def _queued(lengths: RequestLengths, schedule: RequestSchedule) -> int:
 
 
 def simulate_waa(
-    sides: WaaSides, schedule: RequestSchedule, watch: Watch, generator: np.random.Generator
+    sides: WaaSides, schedule: RequestSchedule, watch: RequestWatch, generator: np.random.Generator
 ) -> ObservedRequests:
     """Simulate what the runtime does from empty stages; latencies count from a prefill's
     submission.
@@ -247,7 +247,7 @@ class _DrawnPrefills(PrefillSide):
         keep: StageCopies,
         queue: RequestQueue,
         schedule: RequestSchedule,
-        watch: Watch,
+        watch: RequestWatch,
     ) -> None:
         super().__init__(schedule, queue.lengths.prompts.longest, times.stages)
         self._pipeline = PipelineOfRequests(times, keep)
@@ -285,7 +285,7 @@ class _DrawnDecodes(DecodeSide[DecodingRequests[DrawnRequest]]):
         restore: StageCopies,
         going: deque[DrawnRequest],
         schedule: RequestSchedule,
-        watch: Watch,
+        watch: RequestWatch,
     ) -> None:
         most = schedule.most_in_flight
         in_group = -(-most // schedule.decode_micro_batches)

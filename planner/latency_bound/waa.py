@@ -22,7 +22,7 @@ from planner.latency_bound.placed_layers import (
 )
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.schedules import cycle_of, most_in_group, prefill_sizes, waa_schedule
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
@@ -196,7 +196,7 @@ class WaaSpace(ScheduleSpace):
         return waa_timeline(self.sides, schedule, quantile)
 
     def observed(self, schedule: RequestSchedule, count: int) -> ObservedRequests:
-        watch = Watch(SETTLING * schedule.decode_requests, count)
+        watch = RequestWatch(SETTLING * schedule.decode_requests, count)
         return simulate_waa(self.sides, schedule, watch, np.random.default_rng(0))
 
     def start(self, schedule: RequestSchedule) -> PlacingGoal:

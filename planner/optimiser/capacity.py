@@ -22,8 +22,7 @@ SHRINK_STEPS = 60  # halvings of an interval within [0, 1]: down to double preci
 def smallest_layer_bytes(problem: AssignmentProblem) -> FloatArray:
     """Bytes of the smallest layer each device can run, [N]; infinite where it can run none."""
     usable: FloatArray = np.where(problem.available, problem.layer_bytes, np.inf)
-    smallest: FloatArray = usable.min(axis=1)
-    return smallest
+    return np.asarray(usable.min(axis=1))
 
 
 def layer_capacity(problem: AssignmentProblem, layer_scale: float = 1.0) -> IntArray:

@@ -102,14 +102,12 @@ class PricedProblem:
 
     def prefill_price(self, prices: Prices) -> FloatArray:
         """Seconds of objective that a second of prefill on a stage of each kind costs [Q]."""
-        total: FloatArray = self.form.prefill_each + prices.prefill
-        return total
+        return self.form.prefill_each + prices.prefill
 
     def decode_price(self, prices: Prices) -> FloatArray:
         """Seconds of objective that a second of decode on a stage of each kind costs [Q]."""
         form = self.form
-        total: FloatArray = form.decode_each + prices.decode + prices.trip * form.round_trips
-        return total
+        return form.decode_each + prices.decode + prices.trip * form.round_trips
 
     def constant(self, prices: Prices, prefill_least: float, decode_least: float) -> float:
         """The bound without layers, if the slowest stages take at least so many seconds."""
@@ -126,8 +124,7 @@ class PricedProblem:
         slowest.
         """
         trips = prices.trip * self.form.round_trips
-        price: FloatArray = self.form.transfer_each * prefill_s + trips * decode_s
-        return price
+        return self.form.transfer_each * prefill_s + trips * decode_s
 
     def path_bound(self, prices: Prices) -> PathBound:
         stages = self.priced_stages(prices)
@@ -179,8 +176,7 @@ class PricedStages:
             lowest = lowest + running
         elif is_end:
             lowest = np.full_like(before, np.inf)
-        found: FloatArray = lowest + self.fixed[kind]
-        return found
+        return np.asarray(lowest + self.fixed[kind])
 
     def back(self, after: FloatArray, kind: int, is_end: bool) -> FloatArray:
         """The least price [L+1] with one more stage, from that of the stages after it."""
@@ -192,8 +188,7 @@ class PricedStages:
             lowest = lowest - running
         elif is_end:
             lowest = np.full_like(after, np.inf)
-        found: FloatArray = lowest + self.fixed[kind]
-        return found
+        return np.asarray(lowest + self.fixed[kind])
 
 
 def boundary(layers: int, place: int) -> FloatArray:
@@ -211,5 +206,4 @@ def onto_simplex(values: FloatArray, count: IntArray, total: float) -> FloatArra
     sums = np.cumsum(count[order] * values[order]) - total
     level = sums / np.cumsum(count[order])
     last = int(np.flatnonzero(values[order] > level)[-1])
-    nearest: FloatArray = np.maximum(values - level[last], 0.0)
-    return nearest
+    return np.asarray(np.maximum(values - level[last], 0.0))

@@ -201,8 +201,7 @@ class LatencyForm:
         decode = np.maximum(self.rounds_s(slowest_decode_s), self.trips_s(decode_sum_s))
         once = self.constant_s + self.prefill_each * prefill_sum_s
         once = once + self.decode_each * decode_sum_s
-        total: FloatArray = np.asarray(once + fill + decode)
-        return total
+        return np.asarray(once + fill + decode)
 
     def of_stages(self, prefill_s: FloatArray, decode_s: FloatArray) -> float:
         """Latency for the seconds that each stage [N] takes per micro-batch."""
@@ -211,8 +210,7 @@ class LatencyForm:
 
     def rounds_s(self, slowest_decode_s: Seconds) -> FloatArray:
         """Decode seconds if the slowest stage or transfer decides."""
-        rounds: FloatArray = self.decode_max * np.maximum(slowest_decode_s, self.decode_floor_s)
-        return rounds
+        return self.decode_max * np.maximum(slowest_decode_s, self.decode_floor_s)
 
     def trips_s(self, decode_sum_s: Seconds) -> Seconds:
         """Decode seconds if each token's way round all stages decides."""

@@ -69,8 +69,7 @@ def lower_bound(problem: AssignmentProblem) -> float:
 def memory_unit_bytes(layer_bytes: FloatArray, memory_bytes: FloatArray) -> FloatArray:
     """Bytes of a unit of each memory [N], for layers of `layer_bytes` [N, K]."""
     greatest = np.maximum(memory_bytes, layer_bytes.max(axis=-1))
-    unit: FloatArray = np.maximum(greatest, 1.0) / MEMORY_UNITS
-    return unit
+    return np.asarray(np.maximum(greatest, 1.0) / MEMORY_UNITS)
 
 
 class LinearProgramme:

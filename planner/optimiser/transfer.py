@@ -259,8 +259,7 @@ class TransferSteps:
         """The quality terms [C] of counts [C, K] of equal sums, for the layers from `first` on."""
         length = int(counts[0].sum())
         table = self._tables.least(length, np.array([first]))[0]
-        loss: FloatArray = self._problem.theta * table[rank_of_counts(counts, length)]
-        return loss
+        return np.asarray(self._problem.theta * table[rank_of_counts(counts, length)])
 
 
 def _swaps(choices: int) -> tuple[IntArray, ...]:

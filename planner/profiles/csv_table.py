@@ -21,7 +21,7 @@ _Row = TypeVar("_Row")
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class TableLine:
     """A row as text by column; `place` is its file and line, for messages."""
 
     values: dict[str, str | None]
@@ -41,7 +41,7 @@ class Line:
 
 def read_lines(
     path: Path, check_columns: Callable[[Sequence[str]], None], kind: str = "table"
-) -> list[Line]:
+) -> list[TableLine]:
     """Read the rows of a CSV file; SpecError where it cannot be read, or from `check_columns` of
     the first line.
     """
@@ -49,7 +49,7 @@ def read_lines(
         with path.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
             check_columns(reader.fieldnames or ())
-            return [Line(values, f"{path}:{reader.line_num}") for values in reader]
+            return [TableLine(values, f"{path}:{reader.line_num}") for values in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SpecError(f"{kind} {path} cannot be read: {error}") from error
 
@@ -94,7 +94,7 @@ def _columns(kind: type[_Row]) -> tuple[str, ...]:
     return ("version", *(field.name for field in fields))
 
 
-def _row(line: Line, kind: type[_Row]) -> _Row:
+def _row(line: TableLine, kind: type[_Row]) -> _Row:
     values = line.fields()
     version = values.pop("version")
     if version != str(VERSION):

@@ -11,7 +11,7 @@ from typing import Any
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
-from planner.profiles.csv_table import Line, read_lines, write_lines
+from planner.profiles.csv_table import TableLine, read_lines, write_lines
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
@@ -107,7 +107,7 @@ def _check_columns(found: Sequence[str], path: Path) -> None:
         raise SpecError(f"{path}:1: profile has unknown columns {', '.join(unknown)}")
 
 
-def _row(line: Line, source: str, own: Iterable[Accelerator]) -> ProfileRow:
+def _row(line: TableLine, source: str, own: Iterable[Accelerator]) -> ProfileRow:
     def error(problem: str) -> SpecError:
         return SpecError(f"{line.place}: profile row {problem}")
 

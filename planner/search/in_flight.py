@@ -101,7 +101,7 @@ def _limited(costs: CostModel, limit_s: float | None) -> CostModel:
     return replace(costs, options=replace(costs.options, search_time_limit=limit_s))
 
 
-class Effort(NamedTuple):
+class SearchEffort(NamedTuple):
     """How closely numbers in flight are looked at. `fine`: ratio of neighbours at last (throughput
     grows up to the last that fits). `around`: numbers tried around the best. `turns`: of numbers
     for an order and orders for a number. `exploring`, `proving`: candidates solved at a time, and
@@ -115,7 +115,7 @@ class Effort(NamedTuple):
     proving: int
 
 
-_WHOLE, _QUICK = Effort(1.01, 16, 4, 8, 16), Effort(1.05, 0, 1, 4, 0)
+_WHOLE, _QUICK = SearchEffort(1.01, 16, 4, 8, 16), SearchEffort(1.05, 0, 1, 4, 0)
 
 
 class JobSearch:
@@ -208,7 +208,7 @@ class JobSearch:
 
 
 class _Run:
-    def __init__(self, job: JobSearch, costs: CostModel, effort: Effort) -> None:
+    def __init__(self, job: JobSearch, costs: CostModel, effort: SearchEffort) -> None:
         self._job, self._costs, self._effort = job, costs, effort
         predicting = costs.options.policy == PREDICTING
         slack, kept = (WIDE_SLACK, None) if predicting else (SLACK, FINALISTS)

@@ -33,20 +33,16 @@ def simulated_events(
     """Chrome's events of a batch, of two processes numbered from `first_process` and named with
     `title`.
     """
-    names = _thread_names(labels, title, first_process)
-    return [*names, *_complete_events(simulated, first_process)]
+    hops = [f"{label} to {labels[(j + 1) % len(labels)]}" for j, label in enumerate(labels)]
+    return [
+        *named_tracks(first_process + STAGES_PROCESS, f"{title} stages".strip(), labels),
+        *named_tracks(first_process + LINKS_PROCESS, f"{title} links".strip(), hops),
+        *_complete_events(simulated, first_process),
+    ]
 
 
 def write_chrome_trace(path: str | Path, simulated: Simulated, labels: Sequence[str]) -> None:
     write_text(Path(path), chrome_trace(simulated, labels))
-
-
-def _thread_names(
-    labels: Sequence[str], title: str, first_process: int
-) -> Iterator[dict[str, object]]:
-    hops = [f"{label} to {labels[(j + 1) % len(labels)]}" for j, label in enumerate(labels)]
-    yield from named_tracks(first_process + STAGES_PROCESS, f"{title} stages".strip(), labels)
-    yield from named_tracks(first_process + LINKS_PROCESS, f"{title} links".strip(), hops)
 
 
 def named_tracks(process: int, name: str, labels: Sequence[str]) -> Iterator[dict[str, object]]:
@@ -76,17 +72,11 @@ def _complete_events(simulated: Simulated, first_process: int) -> Iterator[dict[
                         "tid": stage,
                         "ts": start_s * MICROSECONDS,
                         "dur": (end_s - start_s) * MICROSECONDS,
-                        "args": _details(each),
+                        "args": {
+                            name: getattr(each, name)
+                            for name in ("step", "requests", "tokens", "context_length")
+                        },
                     }
-
-
-def _details(each: Pass) -> dict[str, int]:
-    return {
-        "step": each.step,
-        "requests": each.requests,
-        "tokens": each.tokens,
-        "context_length": each.context_length,
-    }
 
 
 def check_labels(simulated: Simulated, labels: Sequence[str]) -> None:

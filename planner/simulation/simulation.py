@@ -76,8 +76,7 @@ class Simulated:
 
     def busy_s(self, phase: Phase) -> FloatArray:
         rows = self._rows_of(phase)
-        busy: FloatArray = (self.stage_end_s[rows] - self.stage_start_s[rows]).sum(axis=0)
-        return busy
+        return np.asarray((self.stage_end_s[rows] - self.stage_start_s[rows]).sum(axis=0))
 
     def _rows_of(self, phase: Phase) -> list[int]:
         return [row for row, each in enumerate(self.passes) if each.phase == phase]

@@ -22,7 +22,7 @@ from benchmarks.reproduction.latency_bounds.models import MODELS, TASKS, Model
 from benchmarks.reproduction.latency_bounds.schedules import rra_of, waa_of
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Bounded, Placed, Setting
 from planner.latency_bound.bounded_search import CHECKS
-from planner.latency_bound.simulate import ObservedRequests, Watch
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch
 
 KINDS: dict[str, Callable[[Setting, float], Bounded]] = {"RRA": rra_of, "WAA": waa_of}
 SETTLING = 3
@@ -107,7 +107,7 @@ def claims(setting: Setting, task: str) -> Iterator[Claim]:
 def simulated(placed: Placed, count: int, seed: int) -> ObservedRequests:
     """What is seen of so many requests under a schedule."""
     schedule = placed.schedules.schedule_at(placed.point)
-    watch = Watch(SETTLING * schedule.decode_requests, count)
+    watch = RequestWatch(SETTLING * schedule.decode_requests, count)
     return placed.schedules.observed(schedule, watch, seed)
 
 

@@ -32,7 +32,12 @@ from planner.latency_bound.schedules import (
     waa_decode_requests,
     waa_schedule,
 )
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra, simulate_waa
+from planner.latency_bound.simulate import (
+    ObservedRequests,
+    RequestWatch,
+    simulate_rra,
+    simulate_waa,
+)
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
@@ -105,7 +110,9 @@ class RraSchedules:
         """The timeline of a schedule for requests of these lengths."""
         return rra_timeline(self.pipeline.grid_times, lengths, schedule, self.quantile or QUANTILE)
 
-    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> ObservedRequests:
+    def observed(
+        self, schedule: RequestSchedule, watch: RequestWatch, seed: int
+    ) -> ObservedRequests:
         """What is seen in a simulation of a schedule's events, at the times before the grid."""
         generator = np.random.default_rng(seed)
         return simulate_rra(self.pipeline.times, self.setting.lengths, schedule, watch, generator)
@@ -252,7 +259,9 @@ class WaaSchedules:
         sides = self._sides if lengths is own else both.sides(lengths)
         return waa_timeline(sides, schedule, self.quantile or QUANTILE)
 
-    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> ObservedRequests:
+    def observed(
+        self, schedule: RequestSchedule, watch: RequestWatch, seed: int
+    ) -> ObservedRequests:
         """What is seen in a simulation of a schedule's events, at the times before the grid."""
         both = self.divided
         exact = WaaSides(both.prefill.times, both.decode.times, both.handover, self.setting.lengths)

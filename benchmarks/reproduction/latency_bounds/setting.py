@@ -29,7 +29,7 @@ from planner.latency_bound.branch_and_bound import (
     PerformanceOf,
     best_evaluated,
 )
-from planner.latency_bound.simulate import ObservedRequests, Watch
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.lengths import RequestLengths
 from planner.scheduling import RequestSchedule
@@ -208,7 +208,9 @@ class Schedules(Protocol):
     def schedule_at(self, point: ControlPoint) -> RequestSchedule:
         """The schedule of a point."""
 
-    def observed(self, schedule: RequestSchedule, watch: Watch, seed: int) -> ObservedRequests:
+    def observed(
+        self, schedule: RequestSchedule, watch: RequestWatch, seed: int
+    ) -> ObservedRequests:
         """What is seen in a simulation of a schedule's events."""
 
     def timeline(self, schedule: RequestSchedule, lengths: RequestLengths) -> Timeline:

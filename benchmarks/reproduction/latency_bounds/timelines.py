@@ -19,7 +19,12 @@ from benchmarks.lab import header, processor_name, table_row
 from planner.costs.communication import COPY_LAUNCH_S
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import Completions, prefill_sizes, waa_decode_requests
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra, simulate_waa
+from planner.latency_bound.simulate import (
+    ObservedRequests,
+    RequestWatch,
+    simulate_rra,
+    simulate_waa,
+)
 from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import Timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
@@ -224,7 +229,7 @@ def of_rra(seed: int, requests: int) -> Deviation:
     """The deviation of a random schedule of RRA."""
     case: RraCase = random_rra(np.random.default_rng([1, seed]))
     parts = case.times, case.lengths, case.schedule
-    watch = Watch(SETTLING * case.schedule.decode_requests, requests)
+    watch = RequestWatch(SETTLING * case.schedule.decode_requests, requests)
     return _deviation(
         lambda: rra_timeline(*parts, QUANTILE),
         lambda: simulate_rra(*parts, watch, np.random.default_rng(seed)),
@@ -234,7 +239,7 @@ def of_rra(seed: int, requests: int) -> Deviation:
 def of_waa(seed: int, requests: int) -> Deviation:
     """The deviation of a random schedule of WAA."""
     case: WaaCase = random_waa(np.random.default_rng([7, seed]))
-    watch = Watch(SETTLING * case.schedule.decode_requests, requests)
+    watch = RequestWatch(SETTLING * case.schedule.decode_requests, requests)
     return _deviation(
         lambda: waa_timeline(case.sides, case.schedule, QUANTILE),
         lambda: simulate_waa(case.sides, case.schedule, watch, np.random.default_rng(seed)),

@@ -11,7 +11,7 @@ from planner.costs.pass_times import PassTable
 from planner.latency_bound.bounded_plan import find_bounded_plan
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.reschedule import RunningSizes, reschedule
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_rra
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -62,7 +62,7 @@ def observed(
     first_layer = [0, *(stage.layers.stop for stage in plan.stages)]
     costs = replace(costs, head_on_first=plan.head_on_first)
     times = PassTable.of(costs, devices, first_layer, [0] * SHAPE.layers)
-    watch = Watch(3 * schedule.decode_requests, 2000)
+    watch = RequestWatch(3 * schedule.decode_requests, 2000)
     return simulate_rra(times, measured, schedule, watch, np.random.default_rng(7))
 
 

@@ -14,7 +14,7 @@ from planner.latency_bound.placed_layers import PlacedLayers, handover_of
 from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.reschedule import RunningSizes, reschedule
 from planner.latency_bound.schedules import most_in_group
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
 from planner.latency_bound.waa_sides import WaaSides
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape
@@ -88,7 +88,7 @@ def observed(
     prefill, decode = side(plan.prefill_plan), side(plan)
     handover = handover_of(prefill, decode)
     sides = WaaSides(prefill.exact_times, decode.exact_times, handover, measured)
-    watch = Watch(3 * schedule.decode_requests, 2000)
+    watch = RequestWatch(3 * schedule.decode_requests, 2000)
     return simulate_waa(sides, schedule, watch, np.random.default_rng(7))
 
 

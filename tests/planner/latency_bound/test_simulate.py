@@ -9,7 +9,12 @@ import pytest
 
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
-from planner.latency_bound.simulate import PipelineOfRequests, Watch, drawn_requests, simulate_rra
+from planner.latency_bound.simulate import (
+    PipelineOfRequests,
+    RequestWatch,
+    drawn_requests,
+    simulate_rra,
+)
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.schedule.policy_sizes import TurnSizes
 from planner.scheduling import RequestSchedule
@@ -70,7 +75,7 @@ def test_events_prefill_what_the_runtime_prefills(
     noted = NotedStages(stages)
     requests = drawn_requests(lengths, 400, rng)
     monkeypatch.setattr("planner.latency_bound.simulate.drawn_requests", lambda *_: requests)
-    observed = simulate_rra(noted, lengths, schedule, Watch(5, REQUESTS), rng, n_slots)
+    observed = simulate_rra(noted, lengths, schedule, RequestWatch(5, REQUESTS), rng, n_slots)
     assert observed.requests_per_s > 0
 
     outputs = {str(i): each.output for i, each in enumerate(requests)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from planner.latency_bound.simulate import ObservedRequests, Watch, simulate_waa
+from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
@@ -57,7 +57,7 @@ def _observed(
     schedule = RequestSchedule("waa-c", 1, decoding, 1, 1, 1, float(PROMPT))
     times, generator = _OneStage(prompt_s, 1.0), np.random.default_rng(0)
     sides = WaaSides(times, times, Handover(keep, restore, 0.0, token_s), lengths)
-    return simulate_waa(sides, schedule, Watch(50, 200), generator)
+    return simulate_waa(sides, schedule, RequestWatch(50, 200), generator)
 
 
 def test_slow_prefills_decide_how_many_requests_are_served() -> None:
