@@ -1,8 +1,5 @@
-"""Seconds of a pass on the stages of a pipeline: one table of what the latency model says of their
-layers, by phase, requests and length, and their hops.
-
-Means of many passes are asked for too: between whole numbers of requests, and between lengths, time
-is linear (`planner.costs.micro_batch_times.between`).
+"""Seconds of a pass on the stages of a pipeline: one table by phase, requests and length, and hops.
+Means of many passes are asked for too: between whole numbers and lengths time is linear.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Whether any assignment fits at all, and if not, which memory is short by how much.
-
-Layers of one bitwidth weigh the same wherever they lie in the model, so a plan exists exactly
-when every stage's fixed parts fit, the first and the last stage can hold a layer, and the stages
-together can hold all layers, each at the smallest bitwidth that its device runs.
+"""Whether any assignment fits at all, and if not, which memory is short by how much. A plan exists
+exactly when fixed parts fit, the ends can hold a layer, and all stages together all layers at their
+smallest.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""The linear relaxation of an assignment: how many layers each kind of stage holds, in fractions.
-
-A layer's time and bytes depend on its stage and bitwidth only, so fractional counts of layers per
-stage and bitwidth say all about latency and memory; which layers get which bits is a transport
-problem that ignores where they lie. Every assignment is a point of this programme, so its minimum
-bounds LLM-PQ eq. 4 from below. Stages of one kind share their columns (the optimum is symmetric),
-and so do layers of equal sensitivity. Exact search and device orders group equal stages
-(`stage_kinds`); the integer programme's windows need every stage alone (`each_stage_alone`).
+"""The linear relaxation: how many layers each kind of stage holds at each bitwidth, in fractions.
+Every assignment is a point of this programme, so its minimum bounds LLM-PQ eq. 4 from below. Stages
+of one kind share columns, and so do layers of equal sensitivity; the integer programme's windows
+need every stage alone (`each_stage_alone`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The least sensitivity of a run of layers, for every number of layers at each bitwidth.
-
-Latency and memory of a stage depend on its counts of bitwidths only (LLM-PQ eq. 5-6, 12-13), so
-which of its layers get which bits can be settled beforehand, by dynamic programming over layers:
-`least[counts]` is the minimum over b of omega(i, b) plus the value for one layer less at b. The
-tables depend on the sensitivity alone and serve every device order and micro-batch size.
+"""The least sensitivity of a run of layers for every number of layers at each bitwidth, by dynamic
+programming: `least[counts]` is the minimum over b of omega(i, b) plus the value for one layer less
+at b. The tables serve every device order and micro-batch size (LLM-PQ eq. 5-6, 12-13 know counts
+only).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The candidates of a search (LLM-PQ Alg. 1, line 1): device orders by pairs of micro-batch sizes.
-
-They are made when they are asked for, best lower bound first: there may be more orders than can be
-listed. Orders are grouped by the kinds of device at both ends, and a group's bounds are found
-together: the fixed parts of the first and last stage depend on these kinds, and so do the prices
-that prove the best bounds; the stages between only change places.
+"""The candidates of a search (LLM-PQ Alg. 1, line 1): device orders by pairs of micro-batch sizes,
+made when asked for, best lower bound first. Orders are grouped by the kinds of device at both ends,
+on which fixed parts and the prices of the best bounds depend, and a group's bounds are found
+together.
 """
 
 from __future__ import annotations

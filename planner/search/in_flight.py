@@ -1,9 +1,6 @@
-"""How many requests of a job are in flight at once: the search over numbers, coarse then fine.
-
-More requests in flight share each pass over the weights; but their keys and values take memory that
-layers then lack for bits, and a job ends with slots that run empty. From the most that memory
-allows, halves are tried first, then ever nearer neighbours of the best, all by the objective of the
-whole job. No number is solved for further than it can beat the best.
+"""How many requests of a job are in flight at once. More share each pass over the weights, but take
+memory from layers' bits, and a job ends with empty slots. From the most that fit, halves are tried,
+then ever nearer neighbours of the best, none solved further than it can beat the best.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Lower bounds on all device orders that start with the same stages, to try orders best first.
-
-Any prices for what couples the stages (`planner.optimiser.prices`) prove a bound on every order.
-The least cost of the stages still to be placed is found backwards from the last stage, once for
-each set of devices that may be left: so the most promising order is found without going through the
+"""Lower bounds on all device orders that start with the same stages, by any prices for what couples
+stages (`planner.optimiser.prices`). The least cost of the stages still to be placed is found
+backwards, once for each set of devices left, so the best order is found without going through the
 others.
 """
 

@@ -1,10 +1,7 @@
-"""Device orders: which device is which pipeline stage (GetDeviceOrder of LLM-PQ Alg. 1).
-
-Two orders are the same if the devices' kinds agree stage by stage, and so does whether a stage's
-node is also that of the next one (and the last one's that of the first, where tokens return): then
-every layer, memory and link costs the same. Orders are made stage by stage. Partial orders that
-look the same so far are continued together, so that each order is made once and none in vain.
-Sets of devices that cost the same are told by their canonical order.
+"""Device orders: which device is which pipeline stage (GetDeviceOrder of LLM-PQ Alg. 1). Orders are
+the same if kinds agree stage by stage, and whether the next stage is on the same node (the first
+after the last). Partial orders that look the same are continued together, so that each order is
+made once.
 """
 
 from __future__ import annotations

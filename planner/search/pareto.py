@@ -1,9 +1,7 @@
-"""Latency against quality: the Pareto front by varying theta, and the plan that meets a bound.
-
-Every value of theta gives the point where a line of slope -theta touches the attainable pairs (sum
-of omega, latency) from below, so the front found here is its lower convex hull (Aneja and Nair,
-"Bicriteria transportation problem", 1979). Between two neighbouring points of the hull better plans
-for a bound may exist; how much better they can be at most is known and reported as the gap.
+"""Latency against quality: the Pareto front by varying theta, and the plan that meets a bound. A
+theta gives the point where a line of slope -theta touches the attainable pairs, so the front is
+their lower convex hull (Aneja and Nair, 1979); how much better plans between its points can be is
+the gap.
 """
 
 from __future__ import annotations

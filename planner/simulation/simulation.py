@@ -1,9 +1,6 @@
-"""Discrete-event simulation of one global batch: what every stage and link does, and when.
-
-Stages and links serve first come, first served; a transfer keeps its link busy but not its stages.
-Since the order of passes is known (`planner.schedule.static`), a recurrence over it gives every
-event exactly: ragged last micro-batches, growing context, the turn from prefill to decode, and
-waiting for links.
+"""Discrete-event simulation of one global batch: stages and links serve first come, first served.
+Since the order of passes is known, a recurrence over it gives every event exactly: ragged last
+micro-batches, growing context, the turn to decode, waiting for links.
 """
 
 from __future__ import annotations
