@@ -25,7 +25,7 @@ from llmpq.workload.input_job import InputJob
 from llmpq.workload.request_lengths import Requests, bound_request
 from planner.latency_bound.bounded_plan import bounded_options
 from planner.latency_bound.front import KindFronts
-from planner.latency_bound.request import job_of
+from planner.latency_bound.schedules import job_of
 from planner.options import PlanOptions
 from planner.search.find import FrontPoint
 from planner.search.request import PlanningRequest

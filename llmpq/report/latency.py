@@ -12,7 +12,7 @@ from llmpq.report.formatting import (
     seconds,
     whole_percent,
 )
-from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.schedules import BoundRequest
 from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.scheduling import ScheduleKind

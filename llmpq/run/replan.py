@@ -12,8 +12,8 @@ from llmpq.run.switching import Measured
 from llmpq.workload.bounded_plan import bounded_plan
 from llmpq.workload.request_lengths import Requests, requests_of
 from planner.cluster.spec import ClusterSpec
-from planner.latency_bound.request import BOUND
 from planner.latency_bound.reschedule import reschedule
+from planner.latency_bound.schedules import BOUND
 from planner.lengths import RequestLengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions

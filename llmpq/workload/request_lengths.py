@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmpq.workload.input_job import InputJob
 from llmpq.workload.measured_lengths import COLUMNS, read_measured
-from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.schedules import BoundRequest
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import PlanOptions
 from planner.workload import MAX_TOKENS, Job, Workload

@@ -13,8 +13,7 @@ from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError, Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
-from planner.latency_bound.request import BOUND, BoundRequest, job_of
-from planner.latency_bound.schedules import cycle_of, most_in_group
+from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
 from planner.latency_bound.waa import prompts_in_flight
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape

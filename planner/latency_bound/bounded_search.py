@@ -23,8 +23,8 @@ from planner.latency_bound.branch_and_bound import (
     Tolerance,
     best_evaluated,
 )
-from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.rra import RraPlanner
+from planner.latency_bound.schedules import BoundRequest
 from planner.latency_bound.simulate import ObservedRequests
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa import WaaPlanner

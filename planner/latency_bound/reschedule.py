@@ -15,9 +15,8 @@ from planner.latency_bound.bounded_plan import bound_not_met, latency_forecast
 from planner.latency_bound.bounded_search import CHECKS, TOLERANCE, Scheduled, kept_below, scheduled
 from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_evaluated
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
-from planner.latency_bound.request import PROMPTS, BoundRequest, sampled_lengths
 from planner.latency_bound.rra import RraSpace
-from planner.latency_bound.schedules import most_in_group
+from planner.latency_bound.schedules import PROMPTS, BoundRequest, most_in_group, sampled_lengths
 from planner.latency_bound.waa import WaaSpace
 from planner.lengths import RequestLengths
 from planner.model.finding import ModelShape

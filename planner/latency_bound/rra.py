@@ -14,9 +14,9 @@ from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled
 from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.estimates import estimated_rra, shortest_turns
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
-from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (
+    BoundRequest,
     Completions,
     cycle_of,
     most_in_group,

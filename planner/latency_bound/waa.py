@@ -20,8 +20,13 @@ from planner.latency_bound.placed_layers import (
     balanced_divisions,
     handover_of,
 )
-from planner.latency_bound.request import BoundRequest
-from planner.latency_bound.schedules import cycle_of, most_in_group, prefill_sizes, waa_schedule
+from planner.latency_bound.schedules import (
+    BoundRequest,
+    cycle_of,
+    most_in_group,
+    prefill_sizes,
+    waa_schedule,
+)
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides

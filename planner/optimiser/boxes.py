@@ -1,12 +1,8 @@
-"""Exact search to a proven gap, over how slow the slowest stage may be, prefill by decode.
-
-1. The relaxation bounds the objective and prices what couples the stages.
-2. Under a limit a little above that bound few ways of filling a stage are left; they are listed.
-3. Once the slowest prefill and decode are held within a box, the stages of an assignment are
-   coupled by their boundaries only, and the best one is a shortest path over boundaries through the
-   options of each stage. Boxes are split until none can hold anything better than the best path
-   found by more than the gap.
-4. If nothing lies below the limit it is raised, up to any known plan.
+"""Exact search to a proven gap, over how slow the slowest stage may be, prefill by decode. The
+relaxation bounds the objective and prices what couples stages; under a limit a little above, the
+few ways of filling a stage are listed. Within a box of limits the best assignment is a shortest
+path over boundaries; boxes are split until none can hold anything better by more than the gap. If
+nothing lies below the limit it is raised, up to any known plan.
 """
 
 from __future__ import annotations
@@ -98,7 +94,6 @@ class _BoxMethod:
 
     @property
     def _best(self) -> Assignment:
-        """The best assignment so far; the smallest layers where none has been looked for."""
         if self._found is None:
             self._found = smallest_assignment(self._problem)
         return self._found
@@ -258,7 +253,6 @@ class BoxSearch:
         return trips_s - self._form.decode_max * box.decode_least
 
     def _relaxed(self, box: Box, prices: Prices) -> BoxBound | None:
-        """The best path at these prices; None where it is not below the target."""
         constant = self._priced.constant(prices, box.prefill_least, box.decode_least)
         costs, tables = self._costs(box, prices)
         before = _before(tables)
@@ -374,7 +368,6 @@ def _after(tables: Sequence[FloatArray]) -> FloatArray:
 
 
 def _least_above(middle: float, seconds: Iterable[FloatArray]) -> float | None:
-    """The least seconds above `middle`; None if the path's slow options are filtered away."""
     above = [values[values > middle] for values in seconds]
     return min((float(values.min()) for values in above if values.size), default=None)
 
@@ -404,5 +397,4 @@ def _distinct(options: Sequence[StageOptions]) -> list[StageOptions]:
 
 
 def _ratio(slack: float, weight: float) -> float:
-    """Divide a slack by a weight; infinite for a weight of zero."""
     return slack / weight if weight > 0 else math.inf

@@ -11,7 +11,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_plan import bounded_options
 from planner.latency_bound.placed_layers import PlacedLayers
-from planner.latency_bound.request import BoundRequest, job_of
+from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape, model_shape

@@ -10,8 +10,8 @@ import pytest
 
 from planner.latency_bound.alternation import PlacingGoal
 from planner.latency_bound.bounded_plan import find_bounded_plan
-from planner.latency_bound.request import BoundRequest, job_of
 from planner.latency_bound.rra import RraPlanner, RraSpace
+from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.options import PlanOptions, Quality
 from planner.plan.spec import PlanSpec

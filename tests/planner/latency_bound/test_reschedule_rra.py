@@ -9,8 +9,8 @@ import pytest
 
 from planner.costs.pass_times import PassTable
 from planner.latency_bound.bounded_plan import find_bounded_plan
-from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.reschedule import RunningSizes, reschedule
+from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import model_shape

@@ -11,9 +11,8 @@ import pytest
 
 from planner.latency_bound.bounded_plan import find_bounded_plan
 from planner.latency_bound.placed_layers import PlacedLayers, handover_of
-from planner.latency_bound.request import BOUND, BoundRequest
 from planner.latency_bound.reschedule import RunningSizes, reschedule
-from planner.latency_bound.schedules import most_in_group
+from planner.latency_bound.schedules import BOUND, BoundRequest, most_in_group
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa
 from planner.latency_bound.waa_sides import WaaSides
 from planner.lengths import LengthDistribution, RequestLengths

@@ -9,7 +9,7 @@ import pytest
 
 from planner.costs.micro_batch_times import unlike_prompts_s
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
-from planner.latency_bound.request import BoundRequest
+from planner.latency_bound.schedules import BoundRequest
 from planner.latency_bound.stage_times import mean_prefill_s
 from planner.lengths import FloatArray, LengthDistribution
 from tests.planner.latency_bound.settings import (
