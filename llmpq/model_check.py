@@ -10,7 +10,8 @@ import warnings
 from pathlib import Path
 
 from actors.stage.model_config import checked_end_tokens
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.model.weight_check import check_weights
 from quant.checkpoint.model_reference import cached_snapshot, local_model, unfetched
 from quant.common.errors import SpecError

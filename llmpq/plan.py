@@ -31,7 +31,8 @@ from planner.latency_bound.draw import simulated_cycles
 from planner.latency_bound.front import KindFronts
 from planner.micro_batches import MicroBatches
 from planner.option_rules import refuse_unknown
-from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
+from planner.plan.forecasts import Prediction
+from planner.plan.spec import PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.search.find import FrontPoint
 from planner.simulation.pictures import write_chrome_trace, write_gantt
 from planner.simulation.simulation import Simulated

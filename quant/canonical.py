@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
-from quant.cuts import ROWS, Cut, part_group
 from quant.devices import moved_blocks
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled
-from quant.scheme import group_size
+from quant.scheme import ROWS, Cut, group_size, part_group
 
 CANONICAL_BITS = (3, 4, 8)
 

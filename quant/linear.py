@@ -14,10 +14,9 @@ from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
 from quant.canonical import CanonicalWeight, dequantize, quantize_part
 from quant.common.errors import DeviceError
-from quant.cuts import COLUMNS, Cut, part_shape
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import Rounding
-from quant.scheme import FULL_BITS, ROUNDINGS, LinearShape, Processor
+from quant.scheme import COLUMNS, FULL_BITS, ROUNDINGS, Cut, LinearShape, Processor, part_shape
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from actors.stage.spec import StageSpec
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceError, SpecError
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from actors.emulation.stand_in import stand_in_spec
 from actors.messages import KvPart
 from actors.stage.spec import stage_spec
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
-from planner.plan.handover import HandoverLink, handover_link
+from planner.plan.divided import HandoverLink, handover_link
 from planner.plan.spec import PlanSpec, StagePlan
 
 

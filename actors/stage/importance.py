@@ -16,7 +16,8 @@ from transformers import PretrainedConfig
 
 from actors.stage.layer_stream import LayerStream, StreamedLayer
 from actors.stage.spec import StageSpec
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.importance.statistics import LargestKeys, LayerImportance, LinearInputs

@@ -19,7 +19,7 @@ from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import RankShare, layer_cuts, vocabulary_cut
 from quant.cache.layer import put_submodule
 from quant.common.errors import StageLostError
-from quant.cuts import Cut
+from quant.scheme import Cut
 
 
 class OfGroup(nn.Module):

@@ -18,12 +18,11 @@ from planner.model.finding import model_shape
 from planner.model.tensor_parallel import RankShare, layer_cuts, rank_share, vocabulary_cut
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
-from quant.cuts import Cut
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
 from quant.loading.onednn_linear import prepack, prepack_linears
-from quant.scheme import WEIGHTED, Processor
+from quant.scheme import WEIGHTED, Cut, Processor
 
 
 def load_shard(

@@ -16,7 +16,8 @@ import yaml
 from benchmarks.planning.planner import CLUSTERS, PAPER
 from planner.cluster.spec import ClusterSpec
 from planner.lengths import Lengths
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.workload import Job
 
 PROMPTS = 3000

@@ -25,7 +25,8 @@ from benchmarks.lab import ROOT, header, show, table_row
 from benchmarks.planning.published import PublishedOutcome, solve_published
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions

@@ -46,19 +46,21 @@ from llmpq.quality.sensitivity.indicator import measure_indicators
 from llmpq.quality.sensitivity.stored_error import Alone, stored_here
 from llmpq.quality.text_windows import Document, Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.optimiser.solve import AssignmentProblem, solve
 from planner.quality.sensitivity import default_sensitivity
 from quant.backends.selection import fallback_rule
 from quant.importance.file import Importance
 from quant.loading.emulated_kernels import LayerScheme
 from quant.scheme import BITWIDTHS, ROUNDINGS, WEIGHTED, Processor
-from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
+    ErrorStatistics,
     HessianStatistics,
     Indicator,
     Matrix,
     VarianceStatistics,
+    in_nats,
     random_indicator,
 )
 from quant.sensitivity.variance_form import VarianceForm

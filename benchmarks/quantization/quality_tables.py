@@ -11,7 +11,7 @@ from scipy.stats import t as student
 
 from benchmarks.lab import header
 from llmpq.quality.perplexity import Perplexity
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 
 Bits = tuple[int, ...]
 

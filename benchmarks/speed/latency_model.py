@@ -47,7 +47,8 @@ from planner.costs.memory import (
     norm_bytes,
 )
 from planner.costs.roofline import RooflineLatency
-from planner.model.finding import ModelShape, model_shape, shape_from_config
+from planner.model.finding import model_shape, shape_from_config
+from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.fit import FitError, FittedLatency, all_together, relative_errors
 from planner.profiles.rows import LayerTerms, ProfileRow

@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Any
 from llmpq.cli.common import EXIT_DONE, run_command
 from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
 from llmpq.cli.parser import Parser, made
-from planner.model.finding import (
-    ModelShape,
-    builtin_names,
-    model_shape,
-    names_of_builtin,
-    supported_model_types,
-)
+from planner.model.families import supported_model_types
+from planner.model.finding import builtin_names, model_shape, names_of_builtin
+from planner.model.shape import ModelShape
 from planner.option_rules import argument, flag
 from quant.backends.selection import rule_for
 from quant.common.units import GIB, KIB

@@ -32,7 +32,8 @@ from llmpq.tables import Fitting, new_table
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
-from planner.model.finding import ModelShape, model_config, model_shape
+from planner.model.finding import model_config, model_shape
+from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, ProfileOptions
 from planner.profiles.fit import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError

@@ -22,7 +22,8 @@ from llmpq.quality.text_windows import token_windows
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.tables import size_text
 from llmpq.tokenizing.requests import load_tokenizer
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_folder import check_target
 from quant.checkpoint.model_reference import resolve

@@ -13,7 +13,8 @@ from llmpq.report.formatting import per_second, percent, plural, rate, seconds, 
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.pictures.schedule import Picture, cycle_pictures, schedule_pictures
 from llmpq.report.sentences import bottlenecks
-from planner.cluster.spec import ClusterSpec, Device
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetSpec
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.simulation.simulation import Simulated

@@ -11,7 +11,7 @@ from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.profiles.design import LayerWorkload, ProfileOptions, design
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles

@@ -11,7 +11,7 @@ from actors.profiling.loading import LoadTask, MeasuredLoad
 from actors.profiling.on_cluster import time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.profiles.csv_table import read_table, write_table
 from planner.profiles.loading import LoadRow, loading_path
 

@@ -11,7 +11,7 @@ import torch
 from llmpq.quality.options import ERROR, IndicatorOptions
 from llmpq.quality.sensitivity.bitwidth_mixtures import SHARES
 from llmpq.quality.sensitivity.stored_error import ALONE_TOKENS
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from quant.loading.emulated_kernels import Compute
 from quant.scheme import FULL_BITS
 

@@ -12,7 +12,8 @@ from actors.stage.layer_stream import compute_on
 from llmpq.quality.options import EvaluationOptions
 from llmpq.quality.scoring import Subject
 from llmpq.run.importance import checked_importance, importance_store, measuring_store
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec
 from quant.cache.settings import cache_settings
 from quant.common.errors import SpecError

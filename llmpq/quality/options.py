@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.option_rules import option
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS

@@ -11,7 +11,8 @@ from llmpq.report.formatting import duration, gap, number, per_second, plural, s
 from llmpq.report.job_answers import what_is_planned
 from llmpq.report.latency import latencies, lengths, rates
 from llmpq.report.sentences import search_outcome
-from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
+from planner.plan.forecasts import PerplexityForecast
+from planner.plan.spec import Baseline, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
 
 MOST_RUNS = 6  # of equal bits that are told in the order of the layers

@@ -32,7 +32,7 @@ from llmpq.report.sentences import (
     question,
     worth_telling_s,
 )
-from planner.cluster.spec import devices_of
+from planner.cluster.spec import grouped_cluster
 from planner.explanation.explain import Explanation, StageLimits
 from planner.latency_bound.front import KindFronts
 from planner.plan.spec import Baseline, PlanSpec
@@ -162,7 +162,7 @@ def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[st
     ]
     if explanation is not None:
         cluster = explanation.costs.cluster
-        path = devices_of(cluster, tuple(stage.device_names for stage in plan.stages))
+        path = grouped_cluster(cluster, [stage.device_names for stage in plan.stages]).devices
         for sender, receiver, line in zip(path, [*path[1:], path[0]], lines, strict=True):
             line.insert(0, rate(cluster.link_bytes_per_s(sender, receiver)))
     return lines

@@ -19,7 +19,8 @@ from llmpq.run.fleets import Runnable, check_fleet, named_plans, plans_of, shown
 from llmpq.run.importance import importance_file
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
-from planner.model.finding import ModelShape, shape_at_hand
+from planner.model.finding import shape_at_hand
+from planner.model.shape import ModelShape
 from planner.plan.check import check_plan
 from planner.plan.divided import all_stages
 from planner.plan.spec import PlanSpec

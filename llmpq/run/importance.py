@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.jobs.identity import model_digest
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.plan.divided import parts_of
 from planner.plan.spec import PlannedImportance, PlanSpec
 from quant.cache.settings import CacheSettings

@@ -15,7 +15,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.reschedule import reschedule
 from planner.latency_bound.schedules import BOUND
 from planner.lengths import RequestLengths
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.plan.origin import FILE_OPTIONS, PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan

@@ -7,7 +7,7 @@ from dataclasses import replace
 from llmpq.workload.request_lengths import Requests, bound_request
 from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.bounded_plan import find_bounded_plan
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 

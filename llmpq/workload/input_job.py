@@ -33,7 +33,7 @@ from planner.lengths import (
     expected_outputs,
     observed_lengths,
 )
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.workload import MAX_TOKENS, Job
 from quant.common.errors import InputError, SpecError
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,6 @@ from planner.cluster.file import (
 )
 from quant.common.errors import SpecError
 from quant.common.units import GIB
-
-__all__ = ["ClusterSpec", "Device", "Emulation"]
 
 DEFAULT_INTERNODE_GBIT_PER_S = 100.0  # the slower of the two networks of LLM-PQ table 3
 
@@ -332,22 +331,17 @@ def _only_rate(node: str, what: str, rates: Collection[float | None]) -> float |
     return _plain(rate / 1e9)
 
 
-def _traits(device: Device) -> tuple[object, ...]:
-    return (
-        device.memory_bytes,
-        device.link_bytes_per_s,
-        device.threads,
-        device.host_memory_bytes,
-        device.stated_host_link_bytes_per_s,
-    )
+_traits = attrgetter(
+    "memory_bytes",
+    "link_bytes_per_s",
+    "threads",
+    "host_memory_bytes",
+    "stated_host_link_bytes_per_s",
+)
 
 
 def _plain(number: float) -> float | int:
     return int(number) if number == int(number) else number
-
-
-Grouping = tuple[tuple[str, ...], ...]
-"""The names of the devices of each group."""
 
 
 def group_of(devices: Sequence[Device]) -> Device:
@@ -369,7 +363,7 @@ def ungrouped(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(member for device in devices for member in device.members)
 
 
-def grouped_cluster(cluster: ClusterSpec, grouping: Grouping) -> ClusterSpec:
+def grouped_cluster(cluster: ClusterSpec, grouping: Sequence[tuple[str, ...]]) -> ClusterSpec:
     """Return the cluster with one device for each group, without others; SpecError for unknown
     names.
     """
@@ -378,10 +372,6 @@ def grouped_cluster(cluster: ClusterSpec, grouping: Grouping) -> ClusterSpec:
         raise SpecError(f"cluster {cluster.name} has no device {unknown[0]}")
     groups = tuple(group_of([known[name] for name in group]) for group in grouping)
     return replace(cluster, devices=groups)
-
-
-def devices_of(cluster: ClusterSpec, grouping: Grouping) -> tuple[Device, ...]:
-    return grouped_cluster(cluster, grouping).devices
 
 
 def equal_devices(cluster: ClusterSpec) -> list[tuple[Device, ...]]:

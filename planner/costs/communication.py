@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from planner.cluster.device import Device, MeasuredSum
 from planner.cluster.spec import ClusterSpec
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from quant.scheme import DTYPE_BYTES, FULL_BITS
 
 _NVLINK_STEP_S = 3e-6

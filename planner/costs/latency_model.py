@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.scheduling import Phase
 
 

@@ -11,7 +11,7 @@ from functools import cache
 
 from planner.cluster.device import Device
 from planner.micro_batches import MicroBatches
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.workload import Workload
 from quant.backends.selection import layer_rule
 from quant.common.errors import SpecError

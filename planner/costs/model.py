@@ -24,7 +24,7 @@ from planner.costs.memory import (
 )
 from planner.costs.micro_batch_times import MicroBatchTimes
 from planner.micro_batches import MicroBatches
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.capacity import stages_hold

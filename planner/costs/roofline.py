@@ -13,7 +13,7 @@ from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.costs.latency_model import LatencyModel, LayerSeconds
 from planner.costs.memory import kv_token_bytes
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.scheduling import Phase
 from quant.backends.selection import rule_for
 from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.cluster.spec import devices_of
+from planner.cluster.spec import grouped_cluster
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
 from planner.optimiser.problem import AssignmentProblem, decode_round_form
 from planner.plan.origin import PlanOrigin
@@ -109,7 +110,7 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
         options=options,
         usable_bits=_usable_bits(plan, costs.options.bits),
     )
-    devices = devices_of(costs.cluster, tuple(stage.device_names for stage in plan.stages))
+    devices = grouped_cluster(costs.cluster, [stage.device_names for stage in plan.stages]).devices
     group, bits = costs.options.group, costs.options.bits
     choices = [bits.index(each) for stage in plan.stages for each in stage.bitwidths]
     bounds = [*(stage.layers.start for stage in plan.stages), plan.model.layers]

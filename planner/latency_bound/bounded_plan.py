@@ -16,7 +16,7 @@ from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
 from planner.latency_bound.waa import prompts_in_flight
 from planner.micro_batches import MicroBatches
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import JobPasses
 from planner.options import AUTO, PlanOptions

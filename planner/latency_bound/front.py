@@ -16,7 +16,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.bounded_plan import bounded_options, nothing_fits
 from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError, Scheduled
 from planner.latency_bound.schedules import BoundRequest, job_of
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.options import AUTO, PlanOptions
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.remedies import naming_remedies

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from planner.cluster.device import Device
-from planner.cluster.spec import ClusterSpec, devices_of
+from planner.cluster.spec import ClusterSpec, grouped_cluster
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_plan import bound_not_met, latency_forecast
 from planner.latency_bound.bounded_search import CHECKS, TOLERANCE, Scheduled, kept_below, scheduled
@@ -19,7 +19,7 @@ from planner.latency_bound.rra import RraSpace
 from planner.latency_bound.schedules import PROMPTS, BoundRequest, most_in_group, sampled_lengths
 from planner.latency_bound.waa import WaaSpace
 from planner.lengths import RequestLengths
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import Solution
@@ -100,7 +100,7 @@ def placements_of(
 
 
 def _placement(plan: PlanSpec, costs: CostModel) -> PlacedLayers:
-    devices = devices_of(costs.cluster, tuple(stage.device_names for stage in plan.stages))
+    devices = grouped_cluster(costs.cluster, [stage.device_names for stage in plan.stages]).devices
     return PlacedLayers(costs, _solution(plan, costs, devices))
 
 

@@ -29,17 +29,6 @@ from quant.common.errors import SpecError
 from quant.common.files import read_json_object
 from quant.common.text import near_names
 
-__all__ = [
-    "ModelShape",
-    "builtin_names",
-    "model_config",
-    "model_shape",
-    "names_of_builtin",
-    "shape_at_hand",
-    "shape_from_config",
-    "supported_model_types",
-]
-
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ENCODER_DECODERS = (
     *("t5", "mt5", "umt5", "longt5", "t5gemma", "switch_transformers", "bart", "mbart", "led"),

@@ -13,8 +13,15 @@ import numpy as np
 from planner.model.families import FAMILIES
 from planner.model.shape import ModelShape
 from quant.checkpoint.gptq_config import GptqConfig, StoredLinear, bits_of_words
-from quant.checkpoint.stored_tensors import StoredTensor, spellings, stored_tensors, unreadable
-from quant.checkpoint.tensor_header import DamagedFileError, TensorPlace, read_header
+from quant.checkpoint.stored_tensors import (
+    DamagedFileError,
+    StoredTensor,
+    TensorPlace,
+    read_header,
+    spellings,
+    stored_tensors,
+    unreadable,
+)
 from quant.common.files import FileIdentity
 from quant.scheme import FULL_BITS, LinearShape
 

@@ -1,7 +1,7 @@
 """Dividing layers among the ranks of a tensor-parallel stage (Megatron-LM, Shoeybi et al. 2019,
 section 3): attention by heads, the MLP by columns, embedding and head by the vocabulary. Parts
 differ by one unit at most. MLP columns are cut between quantization groups where there are enough;
-where a cut goes through a group, ranks share its scale (`quant.cuts.part_group`).
+where a cut goes through a group, ranks share its scale (`quant.scheme.part_group`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from math import gcd
 from planner.model.family import Architecture
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
-from quant.cuts import COLUMNS, ROWS, Cut
-from quant.scheme import GROUP_SIZES
+from quant.scheme import COLUMNS, GROUP_SIZES, ROWS, Cut
 
 DEGREES = (1, 2, 4, 8)
 """Numbers of devices that a group may have."""

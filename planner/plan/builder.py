@@ -15,16 +15,9 @@ from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.file import PLAN_VERSION
-from planner.plan.forecasts import JobForecast
+from planner.plan.forecasts import JobForecast, Prediction
 from planner.plan.modelled_times import ModelledTimes, modelled_times
-from planner.plan.spec import (
-    Baseline,
-    PlannedModel,
-    PlanSpec,
-    Prediction,
-    SolverRecord,
-    StagePlan,
-)
+from planner.plan.spec import Baseline, PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
 from planner.workload import Workload
 from quant.backends.selection import backend_name

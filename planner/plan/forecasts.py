@@ -60,3 +60,35 @@ class LatencyForecast:
         if self.prompts is None:
             return None
         return self.prompts / self.requests_per_s + self.mean_latency_s
+
+
+@dataclass(frozen=True, config=STRICT)
+class Prediction:
+    """The simulated time of a global batch or a job. `prefill_s`: until every request has its first
+    token (of a job, by work of the busiest stage); `busy_share` is what each stage computes of the
+    latency; `objective_latency_s`, the closed form, ranked plans.
+    """
+
+    latency_s: Positive
+    prefill_s: Seconds
+    decode_s: Seconds
+    tokens_per_s: Positive
+    prefill_bottleneck: int
+    decode_bottleneck: int
+    busy_share: tuple[float, ...]
+    objective_latency_s: float
+
+
+@dataclass(frozen=True, config=STRICT)
+class PerplexityForecast:
+    """The expected `increase` over `baseline` (16 bit), with its interval; `max_omega` is what
+    `max_increase` came to.
+    """
+
+    baseline: float
+    increase: float
+    low: float
+    high: float
+    points: int
+    max_increase: float | None = None
+    max_omega: float | None = None

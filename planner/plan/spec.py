@@ -32,7 +32,7 @@ from planner.plan.field_types import (
     Rounding,
     Seconds,
 )
-from planner.plan.forecasts import JobForecast, LatencyForecast
+from planner.plan.forecasts import JobForecast, LatencyForecast, PerplexityForecast, Prediction
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions
@@ -167,38 +167,6 @@ class StagePlan:
 
 
 @dataclass(frozen=True, config=STRICT)
-class Prediction:
-    """The simulated time of a global batch or a job. `prefill_s`: until every request has its first
-    token (of a job, by work of the busiest stage); `busy_share` is what each stage computes of the
-    latency; `objective_latency_s`, the closed form, ranked plans.
-    """
-
-    latency_s: Positive
-    prefill_s: Seconds
-    decode_s: Seconds
-    tokens_per_s: Positive
-    prefill_bottleneck: int
-    decode_bottleneck: int
-    busy_share: tuple[float, ...]
-    objective_latency_s: float
-
-
-@dataclass(frozen=True, config=STRICT)
-class PerplexityForecast:
-    """The expected `increase` over `baseline` (16 bit), with its interval; `max_omega` is what
-    `max_increase` came to.
-    """
-
-    baseline: float
-    increase: float
-    low: float
-    high: float
-    points: int
-    max_increase: float | None = None
-    max_omega: float | None = None
-
-
-@dataclass(frozen=True, config=STRICT)
 class SolverRecord:
     """`objective` is latency plus `theta` times the summed sensitivity; `gap` is relative to it."""
 
@@ -226,11 +194,8 @@ class Baseline:
     sensitivity: float | None
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which pydantic reports with the field, where only some are None."""
-        if (
-            len({each is None for each in (self.latency_s, self.tokens_per_s, self.sensitivity)})
-            > 1
-        ):
+        figures = (self.latency_s, self.tokens_per_s, self.sensitivity)
+        if None in figures and any(each is not None for each in figures):
             raise ValueError("give latency_s, tokens_per_s and sensitivity, or null for all three")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.profiles.csv_table import TableLine, read_lines, write_lines
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError

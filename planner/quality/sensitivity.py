@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.plan.spec import PlannedImportance
 from quant.common.errors import CheckpointError, SpecError

@@ -14,7 +14,8 @@ from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, forecast_solution, solution_quality
-from planner.plan.spec import MoreDevices, PlanChoice, PlansBeside, Prediction, QualityChoice
+from planner.plan.forecasts import Prediction
+from planner.plan.spec import MoreDevices, PlanChoice, PlansBeside, QualityChoice
 from planner.search.candidate_search import SearchTime, search
 from planner.search.in_flight import RANKING_PASSES, plan_solver
 from planner.search.qualities import Chosen

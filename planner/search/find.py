@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.builder import build_plan

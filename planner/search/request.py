@@ -14,7 +14,7 @@ from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, S
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
-from planner.model.finding import ModelShape
+from planner.model.shape import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import AUTO, PlanOptions, kv_bits_of
 from planner.profiles.fit import FittedLatency, ProfiledLatency

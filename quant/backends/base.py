@@ -68,7 +68,35 @@ class PackedWeight(Protocol):
     ) -> Self: ...
 
 
-class CanonicalPacked(ABC):
+class PackedFields:
+    """A dataclass of tensors and numbers, by which it is stored."""
+
+    def warm_up(self, in_features: int) -> None: ...
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(*(held for held in self._held.values() if torch.is_tensor(held)))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: torch.as_tensor(held) for name, held in self._held.items()}
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        numbers = {field.name for field in _fields(cls) if field.type in (int, "int")}
+        return cls(**{n: int(value) if n in numbers else value for n, value in state.items()})
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in _fields(self)}
+
+
+def _fields(packed: Any) -> Any:
+    return fields(packed)
+
+
+class CanonicalPacked(PackedFields, ABC):
     """Packs codes of its `bits`; `rounds_again`: rounded once more, to codes of its own."""
 
     bits: ClassVar[int]
@@ -97,27 +125,6 @@ class CanonicalPacked(ABC):
         inputs: InputStatistics | None = None,
     ) -> torch.Tensor:
         return dequantize(quantize(weight, cls.bits, rounding=rounding, inputs=inputs))
-
-    def warm_up(self, in_features: int) -> None:  # noqa: B027  (few backends compile anything)
-        ...
-
-    def state(self) -> dict[str, torch.Tensor]:
-        held = {field.name: getattr(self, field.name) for field in _fields(self)}
-        return {
-            name: torch.tensor(value) if isinstance(value, int) else value
-            for name, value in held.items()
-        }
-
-    @classmethod
-    def from_state(
-        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
-    ) -> Self:
-        numbers = {field.name for field in _fields(cls) if field.type in (int, "int")}
-        return cls(**{n: int(value) if n in numbers else value for n, value in state.items()})
-
-
-def _fields(packed: Any) -> Any:
-    return fields(packed)
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

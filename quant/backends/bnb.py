@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from quant.backends.base import copy_of, tensor_bytes
+from quant.backends.base import PackedFields, copy_of, tensor_bytes
 from quant.backends.table import NF4_BLOCK
 from quant.canonical import row_blocks
 from quant.common.errors import DeviceError
@@ -122,7 +122,7 @@ class BnbNf4:
 
 
 @dataclass(frozen=True)
-class BnbInt8:
+class BnbInt8(PackedFields):
     """`codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
 
     codes: torch.Tensor
@@ -150,21 +150,6 @@ class BnbInt8:
     ) -> torch.Tensor:
         packed = cls.from_weight(weight, torch.float16, weight.device, rounding, inputs)
         return packed.codes.float() * (packed.maxima.float() / 127).unsqueeze(-1)
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {"codes": self.codes, "maxima": self.maxima}
-
-    @classmethod
-    def from_state(
-        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
-    ) -> Self:
-        return cls(state["codes"], state["maxima"])
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.codes, self.maxima)
-
-    def warm_up(self, in_features: int) -> None: ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bitsandbytes = _bitsandbytes()

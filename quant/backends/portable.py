@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import CanonicalPacked, DecodeMemory, linear_by_blocks, tensor_bytes
+from quant.backends.base import CanonicalPacked, DecodeMemory, linear_by_blocks
 from quant.canonical import (
     CanonicalWeight,
     decode,
@@ -33,10 +33,6 @@ class Torch3Bit(CanonicalPacked):
         assert canonical.zero is not None, "3-bit codes are affine"
         zero = canonical.zero.to(canonical.scale.dtype)
         return cls(pack_planes(canonical.codes), canonical.scale, zero)
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.planes, self.scale, self.zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = DecodeMemory(x, self.scale.shape[0])
@@ -65,10 +61,6 @@ class Torch4Bit(CanonicalPacked):
         zero = canonical.zero.to(canonical.scale.dtype)
         return cls(pack_nibbles(canonical.codes), canonical.scale, zero)
 
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.nibbles, self.scale, self.zero)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = DecodeMemory(x, self.scale.shape[0])
 
@@ -93,10 +85,6 @@ class Torch8Bit(CanonicalPacked):
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         return cls(canonical.codes, canonical.scale)
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.codes, self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = len(self.codes)

@@ -26,8 +26,8 @@ import torch
 
 from quant.cache.settings import DEFAULT_LIMIT_BYTES, CacheSettings
 from quant.checkpoint.read_ahead import FileRange, ReadAhead
+from quant.checkpoint.stored_tensors import DamagedFileError, Header, read_header
 from quant.checkpoint.tensor_files import TensorWriter, checksums, read_tensor, reserved_bytes
-from quant.checkpoint.tensor_header import DamagedFileError, Header, read_header
 
 _LOCK_FILE = ".lock"
 _SUFFIX = ".safetensors"

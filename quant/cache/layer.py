@@ -23,12 +23,11 @@ from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
-from quant.checkpoint.tensor_header import DamagedFileError
-from quant.cuts import Cut, part_shape
+from quant.checkpoint.stored_tensors import DamagedFileError
 from quant.importance.file import digest_of_inputs
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, QuantizedLinear
-from quant.scheme import LinearShape
+from quant.scheme import Cut, LinearShape, part_shape
 
 _LIBRARIES = ("torch", "bitsandbytes")
 """Libraries that decide on the layout or the rounding of packed weights."""

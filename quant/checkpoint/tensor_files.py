@@ -16,20 +16,18 @@ from safetensors import SafetensorError, safe_open
 from quant.checkpoint.read_ahead import FileRange
 from quant.checkpoint.stored_tensors import (
     INDEX_FILE,
+    LENGTH_BYTES,
+    MALFORMED,
     SINGLE_FILE,
+    DamagedFileError,
+    Header,
+    TensorPlace,
     missing_in_hub_cache,
+    read_header,
     read_index,
     shard_path,
     unread_weights,
     unreadable,
-)
-from quant.checkpoint.tensor_header import (
-    LENGTH_BYTES,
-    MALFORMED,
-    DamagedFileError,
-    Header,
-    TensorPlace,
-    read_header,
 )
 from quant.common.errors import CheckpointError
 

@@ -12,9 +12,8 @@ from quant.canonical import CanonicalWeight, part_of, quantize, row_blocks
 from quant.checkpoint.gptq_config import STORED_BITS, WORD_BITS, bits_of_words
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, PlanMismatchError
-from quant.cuts import COLUMNS, ROWS, Cut
 from quant.linear import LayerForm, linear_of_codes
-from quant.scheme import FULL_BITS, group_size
+from quant.scheme import COLUMNS, FULL_BITS, ROWS, Cut, group_size
 
 _WORD_MASK = (1 << WORD_BITS) - 1
 _FIRST_PART, _SECOND_PART = 21, 11

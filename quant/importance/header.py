@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quant.checkpoint.tensor_header import MALFORMED, DamagedFileError, read_header
+from quant.checkpoint.stored_tensors import MALFORMED, DamagedFileError, read_header
 from quant.common.errors import CheckpointError
 
 SUFFIX = ".importance.safetensors"

@@ -1,4 +1,4 @@
-"""Telling who asked for it of every layer that is loaded."""
+"""Filling the layers of a stage from a checkpoint or the cache, and telling who asked of each."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError
-from quant.cuts import Cut
 from quant.gptq.format import check_planned_bits, gptq_linear
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
 from quant.loading.onednn_linear import PrepackedLinear
-from quant.scheme import FULL_BITS
+from quant.scheme import FULL_BITS, Cut
 
 _note: ContextVar[Callable[[], None] | None] = ContextVar("note of a loaded layer", default=None)
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from quant.cache.folder import CacheKey, ShardCache
 from quant.cache.layer import fill_from, layer_key, new_entry, read_layer
+from quant.checkpoint.stored_tensors import DamagedFileError, Header, _place
 from quant.checkpoint.tensor_files import _HEADER_CRC32, _header_crc32
-from quant.checkpoint.tensor_header import DamagedFileError, Header, _place
 from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor

@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from quant.canonical import CanonicalWeight, dequantize, part_of, quantize, quantize_part
-from quant.cuts import COLUMNS, ROWS, Cut, part_group, part_shape
 from quant.importance.statistics import InputStatistics
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
 from quant.rounding.ways import Rounding
-from quant.scheme import ROUNDINGS, LinearShape, Processor
+from quant.scheme import (
+    COLUMNS,
+    ROUNDINGS,
+    ROWS,
+    Cut,
+    LinearShape,
+    Processor,
+    part_group,
+    part_shape,
+)
 
 CPU = torch.device("cpu")
 PLAIN_CPU = Processor(instruction_sets=frozenset())

@@ -28,7 +28,8 @@ from benchmarks.gpu.measurements.models import (
 from benchmarks.lab import evictor, seconds_of
 from planner.cluster.device import Device
 from planner.costs.roofline import RooflineLatency
-from planner.model.finding import ModelShape, shape_from_config
+from planner.model.finding import shape_from_config
+from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.rows import LayerTerms, ProfileRow, write_profiles
 from quant.devices import local_processor

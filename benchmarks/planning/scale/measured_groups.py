@@ -20,7 +20,8 @@ from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.communication import Collectives
 from planner.costs.roofline import END_LAUNCHES, LAUNCH_S, RooflineLatency, layer_launches
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from quant.scheme import DTYPE_BYTES
 
 FloatArray = npt.NDArray[np.float64]

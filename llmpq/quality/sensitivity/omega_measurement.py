@@ -32,12 +32,13 @@ from quant.common.errors import SpecError
 from quant.importance.file import Importance, save_importance
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.scheme import ROUNDINGS
-from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
+    ErrorStatistics,
     HessianStatistics,
     Indicator,
     Matrix,
     VarianceStatistics,
+    in_nats,
     random_indicator,
 )
 

@@ -23,8 +23,7 @@ from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.ways import Rounding
 from quant.scheme import FULL_BITS, LinearShape
-from quant.sensitivity.errors import Stored
-from quant.sensitivity.indicators import Matrix
+from quant.sensitivity.indicators import Matrix, Stored
 
 ALONE_TOKENS = 1024
 """Most tokens on which layers are quantized one at a time: with so few, the divergence of a layer

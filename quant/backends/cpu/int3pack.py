@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.base import CanonicalPacked
 from quant.backends.cpu.int4pack import (
     BLOCK_ROWS,
     is_many,
@@ -58,10 +58,6 @@ class Int3Pack(CanonicalPacked):
             _fold(_parts(pack_codes(codes[block] << 1), 4), _parts(packed[block], 3))
         scale_zero = pack_scale_zero(canonical.scale / 2, canonical.zero)
         return cls(packed, scale_zero, canonical.group)
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.packed, self.scale_zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional
 
-from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.base import CanonicalPacked
 from quant.canonical import CanonicalWeight, row_blocks
 
 BLOCK_ROWS = 64
@@ -177,10 +177,6 @@ class Int4Pack(CanonicalPacked):
         for block in row_blocks(rows, columns, codes.device, multiple=BLOCK_ROWS):
             packed[block] = pack_codes(codes[block])
         return cls(packed, pack_scale_zero(canonical.scale, canonical.zero), canonical.group)
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.packed, self.scale_zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()

@@ -42,10 +42,6 @@ class Int8Pack(CanonicalPacked):
             )
         return cls(canonical.codes, canonical.scale.view(-1))
 
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.codes, self.scale)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
         rows = len(self.codes)

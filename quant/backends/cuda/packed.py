@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional
 
-from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.base import CanonicalPacked
 from quant.backends.cuda.driver import THREADS, Kernels, Width, kernels_for
 from quant.backends.table import FUSED_TOKENS
 from quant.canonical import CanonicalWeight, dequantize, row_blocks
@@ -84,10 +84,6 @@ class CudaPacked(CanonicalPacked):
             )
         parameters = (canonical.scale.bfloat16(), canonical.zero.bfloat16())
         return cls(pack_octets(canonical.codes, cls.bits), torch.stack(parameters, dim=-1), columns)
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.packed, self.scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES:

@@ -10,7 +10,8 @@ import pytest
 
 from actors.handover.routes import Route, find_routes
 from actors.messages import KvPart
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
 from planner.plan.spec import PlanSpec, StagePlan
 from tests.actors.models import CONFIGS, LAYERS, save_tiny

@@ -15,7 +15,7 @@ from llmpq.cli import plan as plan_cli
 from llmpq.report import report_page
 from llmpq.tables import comparison_table, front_table, latency_front_table, plan_table
 from planner.explanation.what_if import WhatIfOptions
-from planner.plan.spec import PerplexityForecast
+from planner.plan.forecasts import PerplexityForecast
 from planner.search.find import FrontPoint
 from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.jobs_of_prompts import job_plan

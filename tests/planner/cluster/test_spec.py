@@ -11,7 +11,9 @@ import yaml
 
 from llmpq import Cluster
 from planner.cluster.accelerators import registry
-from planner.cluster.spec import ClusterSpec, Device, Emulation
+from planner.cluster.device import Device
+from planner.cluster.file import Emulation
+from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions
 from planner.plan.origin import PlanOrigin
 from quant.common.errors import SpecError

@@ -35,7 +35,8 @@ from planner.costs.memory import (
     temporary_bytes,
 )
 from planner.micro_batches import MicroBatches
-from planner.model.finding import ModelShape, model_shape, shape_from_config
+from planner.model.finding import model_shape, shape_from_config
+from planner.model.shape import ModelShape
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.scheme import group_size

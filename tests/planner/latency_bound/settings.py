@@ -14,7 +14,8 @@ from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution

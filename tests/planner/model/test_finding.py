@@ -13,12 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.model.finding import (
-    builtin_names,
-    model_shape,
-    names_of_builtin,
-    supported_model_types,
-)
+from planner.model.families import supported_model_types
+from planner.model.finding import builtin_names, model_shape, names_of_builtin
 from quant.common.errors import SpecError
 
 TINY: dict[str, dict[str, Any]] = {

@@ -18,8 +18,7 @@ from planner.model.tensor_parallel import (
 )
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
-from quant.cuts import COLUMNS, part_shape
-from quant.scheme import group_size
+from quant.scheme import COLUMNS, group_size, part_shape
 
 DEGREES = (1, 2, 4, 8)
 MODELS = [model_shape(name) for name in builtin_names()]

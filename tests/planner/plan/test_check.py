@@ -16,7 +16,8 @@ import pytest
 from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
 from planner.lengths import Lengths
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec

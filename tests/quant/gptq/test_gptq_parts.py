@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
-from quant.cuts import COLUMNS, ROWS, Cut
 from quant.gptq.format import GptqWeight, gptq_linear, gptq_tensors
 from quant.linear import LayerForm, QuantizedLinear
-from quant.scheme import Processor
+from quant.scheme import COLUMNS, ROWS, Cut, Processor
 
 MODULE = "model.layers.0.mlp.down_proj"
 SHAPE = (32, 256)

@@ -11,7 +11,7 @@ from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import Rounding
-from quant.sensitivity.errors import ErrorStatistics, in_nats, weighted_square
+from quant.sensitivity.indicators import ErrorStatistics, in_nats, weighted_square
 
 BITS = (3, 4, 8, 16)
 

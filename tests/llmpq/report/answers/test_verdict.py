@@ -10,7 +10,8 @@ import pytest
 from llmpq.report import report_page
 from llmpq.report.answers.menu import menu
 from llmpq.report.answers.verdict import quality_word, verdict
-from planner.plan.spec import MoreDevices, PerplexityForecast, PlanChoice, PlanSpec
+from planner.plan.forecasts import PerplexityForecast
+from planner.plan.spec import MoreDevices, PlanChoice, PlanSpec
 from tests.llmpq.jobs_of_prompts import job_plan, small_plan
 from tests.llmpq.report.pages import Page
 
