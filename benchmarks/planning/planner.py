@@ -1,7 +1,7 @@
 """Speed of the planner: against the published formulation, and on large clusters.
 
-    python -m benchmarks.planning.planner clusters [--update docs/planner.md]
-    python -m benchmarks.planning.planner defaults [--update docs/planner.md]
+    python -m benchmarks.planning.planner clusters [--update docs/measurements/planner.md]
+    python -m benchmarks.planning.planner defaults [--update docs/measurements/planner.md]
 
 Times are CPU seconds of one process, so that other work on the machine does not count. Costs are
 the planner's own: rooflines, and memory by the kernels' rules. Sensitivities are random, uneven

@@ -25,7 +25,7 @@ _GLOO_STEP_S = 7e-5
 
 # LLaMA-2-70B on 2 and 8 A100 (splitwise-sim's measurements): a decode step takes 0.12 and 0.4 ms a
 # layer beyond its memory traffic, and 80 layers have two sums each. BLOOM on 8 A100 tells 1.3e-5,
-# LLaMA on 8 H100 1.2e-5 (docs/scale.md).
+# LLaMA on 8 H100 1.2e-5 (docs/measurements/scale.md).
 _GPU_RANK_S = 1.5e-5
 """What each rank adds to a sum: launches, and waiting for the last rank."""
 

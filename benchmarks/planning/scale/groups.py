@@ -1,6 +1,7 @@
 """The costs of tensor-parallel groups beside measured ones: LLaMA-2-70B and BLOOM on A100 and H100.
 
-    python -m benchmarks.planning.scale groups --data ../shared/data [--update docs/scale.md]
+    python -m benchmarks.planning.scale groups --data ../shared/data
+                                              [--update docs/measurements/scale.md]
 
 From the datasheet alone; fitted on every second row of a setup and judged on the others, both ways
 round; and fitted at 2 or 8 GPUs and judged at the other degree. Nothing is measured here, so the

@@ -1,7 +1,7 @@
 """Throughput of FT, DSI, ORCA, vLLM and ours on the paper's models, tasks and bounds (fig. 6 to 8).
 
     python -m benchmarks.reproduction.latency_bounds throughput [--models 13B 39B] [--tasks S T]
-                                                   [--update docs/latency_bounds.md]
+                                                   [--update docs/measurements/latency_bounds.md]
 
 Everything is simulated, on the same times by datasheets; each scheduler has its best sizes within
 the bound.
