@@ -13,7 +13,7 @@ from planner.lengths import LengthDistribution
 from tests.llmpq.commands import exit_code
 from tests.llmpq.fake_jobs import write_prompts
 from tests.llmpq.report.pages import Page, measures
-from tests.paths import DEMO_MODEL, SPECS
+from tests.paths import DEMO_MODEL, ROOT, SPECS
 
 ASKED = [
     "--model",
@@ -25,6 +25,7 @@ ASKED = [
     "--search_time_limit",
     "2",
 ]
+ON_ONE = [*ASKED, "--cluster", str(ROOT / "tests/llmpq/one_device.yaml")]
 NORMAL = ["--prompt_lengths", "30", "10", "64", "--output_lengths", "12", "5", "24"]
 HEADER = "prompt_tokens,output_tokens\n"
 
@@ -52,7 +53,7 @@ def test_a_file_of_lengths_is_enough(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_any_latency_and_another_quantile(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*ASKED, *NORMAL, "--prompts", "200", "--max_request_latency_s", "inf"]
+    words = [*ON_ONE, *NORMAL, "--prompts", "200", "--max_request_latency_s", "inf"]
     assert plan_cli.main([*words, "--quantile", "0.9", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["latency"]["bound_s"] is None
@@ -66,7 +67,7 @@ def test_an_input_gives_lengths_and_the_limit_of_rows_without_one(
 ) -> None:
     rows = [{"prompt": [5] * n, "max_new_tokens": 9} for n in (20, 30)] + [{"prompt": [5] * 40}]
     source, plan = write_prompts(tmp_path / "in.jsonl", *rows), tmp_path / "plan.json"
-    words = [*ASKED, "--max_request_latency_s", "2", "--input", str(source), "--n", "6"]
+    words = [*ON_ONE, "--max_request_latency_s", "2", "--input", str(source), "--n", "6"]
     assert plan_cli.main([*words, "-o", str(plan)]) == 0
     assert f"--input {source}" in capsys.readouterr().out
     spec = Plan.load(plan).spec
@@ -81,7 +82,7 @@ def test_a_bound_that_is_too_tight_says_the_least_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "no.html"
-    words = [*ASKED, *NORMAL, "--max_request_latency_s"]
+    words = [*ON_ONE, *NORMAL, "--max_request_latency_s"]
     assert plan_cli.main([*words, "1e-6", "--report", str(page)]) == 2
     _, _, error = capsys.readouterr().err.partition("error: ")
     least = error.split()[-1]
