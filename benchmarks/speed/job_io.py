@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.lab import processor_name
 from llmpq import Cluster, Workload
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS
-from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import OpenJob
+from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import logging
 import os
 import shlex
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from quant.common.errors import HeadLostError, LlmpqError, StageLostError
 from quant.common.text import printable, without_secrets
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
     from planner.cluster.spec import ClusterSpec
 
@@ -237,3 +239,49 @@ def _kept(text: str) -> str | None:
             file.write(text)
         return path
     return None
+
+
+_WIDEST = 80
+
+
+def print_json(shown: list[dict[str, Any]] | dict[str, Any]) -> None:
+    """Print values as indented JSON, without breaking lines."""
+    console().print(json.dumps(shown, indent=1), soft_wrap=True, highlight=False)
+
+
+def print_table(shown: RenderableType) -> None:
+    """Print in at most 80 columns, however wide the terminal is."""
+    screen = console()
+    screen.print(shown, width=min(screen.width, _WIDEST), highlight=False)
+
+
+def plain_table(heads: Iterable[str], left: Iterable[str], gap: int) -> Table:
+    """A table with these heads, `gap` columns between two; all but `left` are numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    texts = frozenset(left)
+    for head in heads:
+        table.add_column(head, justify="left" if head in texts else "right", no_wrap=True)
+    return table
+
+
+def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and values, without those that are empty."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        if value:
+            table.add_row(name, value)
+    return table
+
+
+def with_notes(table: RenderableType, *notes: str) -> RenderableType:
+    """The table and paragraphs below it."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(table, *(line for note in notes for line in (Text(), Text(note))))

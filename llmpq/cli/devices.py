@@ -6,8 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import EXIT_DONE, console, run_command
-from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
+from llmpq.cli.common import (
+    EXIT_DONE,
+    console,
+    facts_table,
+    plain_table,
+    print_json,
+    print_table,
+    run_command,
+    with_notes,
+)
 from llmpq.cli.parser import Parser, made
 from planner.cluster.accelerators import Accelerator, assumption, find_accelerator, registry
 from planner.cluster.described import entry_of

@@ -6,8 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import EXIT_DONE, run_command
-from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
+from llmpq.cli.common import (
+    EXIT_DONE,
+    facts_table,
+    plain_table,
+    print_json,
+    print_table,
+    run_command,
+    with_notes,
+)
 from llmpq.cli.parser import Parser, made
 from planner.model.families import supported_model_types
 from planner.model.finding import builtin_names, model_shape, names_of_builtin

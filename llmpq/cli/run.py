@@ -31,11 +31,10 @@ from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.cli.terminal import TaskProgress
 from llmpq.fleet import Fleet, load_plan
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import JobOptions, OpenJob, check_ids, finished_tally
+from llmpq.jobs.job import JobOptions, OpenJob, check_ids, finished_tally, stop_signals
 from llmpq.jobs.job_output import JournalPlace
 from llmpq.jobs.output import Output, open_output
 from llmpq.jobs.row_database import Tally
-from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.job_prompts import prompts_of_input
 from llmpq.quality.on_the_fly import with_calibrated

@@ -22,7 +22,7 @@ from llmpq.cli.parser import made, taken
 from llmpq.cli.run_options import NO_BATCHES, SERVE, ServeCommand, serve_parser
 from llmpq.cli.terminal import TaskProgress
 from llmpq.fleet import load_plan
-from llmpq.jobs.signals import stop_signals
+from llmpq.jobs.job import stop_signals
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.run.checkpoint import check_run
 from llmpq.run.fleets import plans_of
@@ -87,11 +87,11 @@ def _run(
 
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches
+    from llmpq.serve.metrics import ServeMetrics
     from llmpq.serve.pipeline_engine import PipelineEngine
     from llmpq.serve.replica_count import count_replicas
     from llmpq.serve.server import Server
     from llmpq.serve.service import Service
-    from llmpq.serve.telemetry.metrics import ServeMetrics
 
     with TaskProgress("calibrating for the plan") as progress:
         run_options = with_calibrated(plans[0], chosen, progress=progress.report)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmpq.jobs.formats import file_format
-from llmpq.jobs.formats.csv_files import csv_rows
 from llmpq.jobs.formats.file_format import (
     READ_ERRORS,
     SUFFIXES,
@@ -21,8 +20,8 @@ from llmpq.jobs.formats.file_format import (
     numbered_lines,
     reason,
 )
-from llmpq.jobs.formats.json_files import is_whole_json, json_rows
 from llmpq.jobs.formats.parquet import parquet_rows
+from llmpq.jobs.formats.text_files import csv_rows, is_whole_json, json_rows
 from llmpq.jobs.job_files import FileRecord, settled_identities
 from llmpq.jobs.store import InputRecord
 from llmpq.rows.row import BadRow, Occurrences, Row, row_from_line, row_from_mapping

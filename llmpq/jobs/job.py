@@ -1,14 +1,18 @@
-"""A job: its input is checked and counted, and gives the rows that have no result yet."""
+"""Signals that stop a job: Ctrl-C and SIGTERM end it in the same orderly way."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from types import FrameType
 
 from llmpq.jobs.formats.parquet import MOST_COLUMNS
-from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput, no_prompts
+from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.output import Output
 from llmpq.jobs.row_database import RowDatabase, RowKind, Tally, WantedRow, shown_id
 from llmpq.jobs.store import InputRecord
@@ -16,6 +20,29 @@ from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Have Ctrl-C and SIGTERM raise `KeyboardInterrupt`; gives the numbers of signals seen.
+
+    A destructor swallows the exception, so that only its number in the list tells.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

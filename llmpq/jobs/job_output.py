@@ -18,14 +18,19 @@ from types import TracebackType
 from llmpq.jobs.disk import Disk, OutputLock
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.formats.parquet import MOST_COLUMNS
-from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job_files import FileRecord, FolderRecord, Shard, settled_identities, shards_in
+from llmpq.jobs.job_files import (
+    FileRecord,
+    FolderRecord,
+    JobIdentity,
+    Shard,
+    settled_identities,
+    shards_in,
+)
 from llmpq.jobs.output_options import OutputForm, OutputOptions
-from llmpq.jobs.result_files import ResultFiles
+from llmpq.jobs.result_files import ResultFiles, ShardWriter
 from llmpq.jobs.result_lines import check_writable
 from llmpq.jobs.row_database import InputChanges, RowDatabase
-from llmpq.jobs.shard_writer import ShardWriter
 from llmpq.jobs.store import (
     LOCK,
     CompletionRecord,

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
-from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput, NamesAt, ReadInputAgain
 from llmpq.jobs.output_options import OutputForm, OutputOptions
 from llmpq.jobs.result_lines import openai_line

@@ -11,7 +11,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.formats.csv_files import read_csv_results
 from llmpq.jobs.formats.file_format import (
     FileFormat,
     contradiction,
@@ -20,6 +19,7 @@ from llmpq.jobs.formats.file_format import (
     require_pyarrow,
 )
 from llmpq.jobs.formats.parquet import read_results
+from llmpq.jobs.formats.text_files import read_csv_results
 from llmpq.jobs.output_options import OutputForm
 from llmpq.rows.answers import (
     BAD_LINE,

@@ -18,8 +18,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from actors.sampling_options import GREEDY
 from llmpq.jobs.disk import Disk, Sink, commit_file, file_digest
-from llmpq.jobs.identity import JobIdentity
-from llmpq.jobs.job_files import SHARD_ASIDE, FileRecord, FolderRecord, Shard, shards_in
+from llmpq.jobs.job_files import (
+    SHARD_ASIDE,
+    FileRecord,
+    FolderRecord,
+    JobIdentity,
+    Shard,
+    shards_in,
+)
 from llmpq.jobs.output_options import OUTPUT_FORMS, OutputForm
 from llmpq.jobs.row_database import RECORD_BYTES
 from llmpq.version import llmpq_version

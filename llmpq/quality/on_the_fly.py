@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.jobs.identity import model_digest
+from llmpq.jobs.job_files import model_digest
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.text_windows import Document, token_windows
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan

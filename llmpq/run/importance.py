@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.jobs.identity import model_digest
+from llmpq.jobs.job_files import model_digest
 from planner.model.shape import ModelShape
 from planner.plan.divided import parts_of
 from planner.plan.spec import PlannedImportance, PlanSpec

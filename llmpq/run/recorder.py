@@ -20,6 +20,7 @@ from llmpq.jobs.journal import (
     Entry,
     ErrorNote,
     EventNote,
+    JournalWriter,
     Loaded,
     MoreEvents,
     PlanChange,
@@ -30,8 +31,9 @@ from llmpq.jobs.journal import (
     SessionStart,
     StageRecord,
     WorkDone,
+    point_cadence,
+    work_cadence,
 )
-from llmpq.jobs.journal_writer import JournalWriter, point_cadence, work_cadence
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
 from llmpq.run.run import Run

@@ -8,9 +8,7 @@ import hmac
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from llmpq.serve.engine import Engine, EngineStatus
-from llmpq.serve.options import ServeOptions, is_of_this_machine
-from llmpq.serve.wire.errors import (
+from llmpq.serve.api_errors import (
     bad_request,
     from_page,
     other_host,
@@ -18,6 +16,8 @@ from llmpq.serve.wire.errors import (
     unavailable,
     wrong_key,
 )
+from llmpq.serve.engine import Engine, EngineStatus
+from llmpq.serve.options import ServeOptions, is_of_this_machine
 
 _NOT_READY: dict[EngineStatus, str] = {
     "loading": "the model is loading; try again when /ready answers 200",

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llmpq.rows.row import Row
+from llmpq.serve.api_errors import log_fault
 from llmpq.serve.engine import GenerationError, PromptError, PromptTooLongError
-from llmpq.serve.wire.boundary import log_fault
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess

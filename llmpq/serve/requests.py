@@ -11,6 +11,8 @@ from actors.sampling_options import Sampling
 from llmpq.rows.answers import TextPiece
 from llmpq.rows.row import BadRow, Row, row_from_mapping
 from llmpq.rows.sampling import merge_sampling
+from llmpq.serve.api_errors import ApiError, bad_request
+from llmpq.serve.bodies import ChatBody, CompletionBody
 from llmpq.serve.engine import (
     Engine,
     EngineLimits,
@@ -18,8 +20,6 @@ from llmpq.serve.engine import (
     PromptError,
     PromptTooLongError,
 )
-from llmpq.serve.wire.bodies import ChatBody, CompletionBody
-from llmpq.serve.wire.errors import ApiError, bad_request
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
 from quant.common.errors import FieldError

@@ -13,15 +13,15 @@ from fastapi.responses import JSONResponse
 
 from llmpq.rows.answers import Form, Head, Json, TextPiece, Usage
 from llmpq.serve.access import Gate
+from llmpq.serve.api_errors import ApiError, unknown_model
+from llmpq.serve.bodies import ChatBody, CompletionBody
 from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
+from llmpq.serve.metrics import ServeMetrics
 from llmpq.serve.options import ServeOptions
+from llmpq.serve.parsing import parse_json, read_body
 from llmpq.serve.requests import Asked, asked, generations_of
-from llmpq.serve.telemetry.metrics import ServeMetrics
-from llmpq.serve.wire.bodies import ChatBody, CompletionBody
-from llmpq.serve.wire.errors import ApiError, unknown_model
-from llmpq.serve.wire.parsing import parse_json, read_body
-from llmpq.serve.wire.streaming import DONE, EventStream, answer_unless_gone, event
+from llmpq.serve.streaming import DONE, EventStream, answer_unless_gone, event
 from llmpq.tokenizing.reasoning import ReasoningStream
 
 

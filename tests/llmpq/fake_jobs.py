@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 
 from actors.messages import Sampling
 from llmpq.jobs.disk import Disk
-from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
+from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.row_database import Tally

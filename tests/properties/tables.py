@@ -7,7 +7,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from llmpq.jobs.formats.csv_files import csv_lines
+from llmpq.jobs.formats.text_files import csv_lines
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.result_lines import result_identities
 from llmpq.rows.row import BadRow, Row

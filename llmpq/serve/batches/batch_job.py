@@ -24,11 +24,10 @@ from llmpq.jobs.formats.file_format import (
     numbered_lines,
     reason,
 )
-from llmpq.jobs.formats.json_files import is_whole_json
-from llmpq.jobs.identity import JobIdentity
+from llmpq.jobs.formats.text_files import is_whole_json
 from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import OpenJob
-from llmpq.jobs.job_files import shards_in
+from llmpq.jobs.job_files import JobIdentity, shards_in
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.result_lines import result_identity

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmpq.rows.answers import Json
 from llmpq.serve.access import check_origin
+from llmpq.serve.api_errors import bad_request, conflict, not_found, queue_full
 from llmpq.serve.batches.records import WINDOW_S, Batch, Endpoint, StoredFile, new_batch_id
 from llmpq.serve.batches.runner import Runner
 from llmpq.serve.batches.store import MOST_RECORDS, BatchStore
 from llmpq.serve.batches.uploading import ExpiresAfter, Uploads, disk_error
+from llmpq.serve.parsing import checked
 from llmpq.serve.service import Service
-from llmpq.serve.wire.errors import bad_request, conflict, not_found, queue_full
-from llmpq.serve.wire.parsing import checked
 
 MOST_UNFINISHED = 100
 """Batches that wait or run at once."""

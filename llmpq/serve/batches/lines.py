@@ -21,14 +21,13 @@ from llmpq.rows.answers import (
     written_line,
 )
 from llmpq.rows.row import MAX_ID_CHARACTERS
+from llmpq.serve.api_errors import ApiError, ErrorAnswer, bad_request, log_fault
+from llmpq.serve.api_errors import failed as failure
 from llmpq.serve.batches.behind import BehindOnline
 from llmpq.serve.batches.records import Endpoint, Problem
+from llmpq.serve.bodies import ChatBody, CompletionBody
+from llmpq.serve.parsing import chat_body, checked, completion_body, parse_json
 from llmpq.serve.service import Service
-from llmpq.serve.wire.bodies import ChatBody, CompletionBody
-from llmpq.serve.wire.boundary import log_fault
-from llmpq.serve.wire.errors import ApiError, ErrorAnswer, bad_request
-from llmpq.serve.wire.errors import failed as failure
-from llmpq.serve.wire.parsing import chat_body, checked, completion_body, parse_json
 
 DUPLICATE = "duplicate_custom_id"
 EXPIRED = "batch_expired"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from llmpq.cli import plan as plan_cli
-from llmpq.jobs.formats.csv_files import csv_rows
+from llmpq.jobs.formats.text_files import csv_rows
 from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError

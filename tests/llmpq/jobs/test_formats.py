@@ -17,8 +17,8 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import run as run_cli
-from llmpq.jobs.formats.csv_files import RESULT_COLUMNS, csv_lines, read_csv_results
 from llmpq.jobs.formats.file_format import SUFFIXES
+from llmpq.jobs.formats.text_files import RESULT_COLUMNS, csv_lines, read_csv_results
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob
 from llmpq.jobs.job_files import shards_in

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.jobs.journal import ProgressPoint, line_of
-from llmpq.jobs.journal_writer import THIN_BYTES, JournalWriter, thin_out
+from llmpq.jobs.journal import THIN_BYTES, JournalWriter, ProgressPoint, line_of, thin_out
 from llmpq.jobs.sessions import read_journal
 from tests.llmpq.made_journals import BEGAN, START, ended, lines_of, session, write_journal
 
@@ -79,7 +78,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, what: str) -> None:
 def test_a_disk_that_hangs_does_not_hold_up_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.journal_writer.CLOSE_S", 0.05)
+    monkeypatch.setattr("llmpq.jobs.journal.CLOSE_S", 0.05)
     released = threading.Event()
 
     def write(descriptor: int, data: bytes) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmpq.jobs.formats import file_format, json_files
+from llmpq.jobs.formats import file_format, text_files
 from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
@@ -42,7 +42,7 @@ def test_rows_are_those_of_lines(
     form: str, read_characters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if read_characters > 1 or form != "array":  # beyond the first bytes nothing tells an array
-        monkeypatch.setattr(json_files, "READ_CHARACTERS", read_characters)
+        monkeypatch.setattr(text_files, "READ_CHARACTERS", read_characters)
     expected = rows_of(write_prompts(tmp_path / "lines.jsonl", *ROWS))
     assert all(isinstance(row, Row) for row in expected)
     content = FORMS[form].encode()
@@ -121,7 +121,7 @@ def test_an_array_that_breaks_off_is_refused_as_a_file(
 
 def test_a_row_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_format, "MAX_LINE_BYTES", 1000)
-    monkeypatch.setattr(json_files, "READ_CHARACTERS", 100)
+    monkeypatch.setattr(text_files, "READ_CHARACTERS", 100)
     path = tmp_path / "in.json"
     path.write_text(json.dumps([{"prompt": "x" * 900}] * 50))
     assert len(rows_of(path)) == 50

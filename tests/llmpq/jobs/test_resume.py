@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from actors.messages import Sampling
-from llmpq.jobs.identity import JobIdentity
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob
+from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.output import open_output
 from llmpq.jobs.output_options import OutputOptions

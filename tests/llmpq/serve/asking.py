@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from llmpq.serve.app import application
 from llmpq.serve.options import ServeOptions
+from llmpq.serve.server import application
 from llmpq.serve.service import Service
 from tests.llmpq.serve.pretend_engine import PretendEngine
 

@@ -8,7 +8,7 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.serve.wire.bodies import ChatBody, CompletionBody
+from llmpq.serve.bodies import ChatBody, CompletionBody
 from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,

@@ -11,10 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmpq.serve.engine import GenerationError, GenerationRequest
+from llmpq.serve.metrics import AnswerTimer, ServeMetrics
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.service import Service
-from llmpq.serve.telemetry.answer_timer import AnswerTimer
-from llmpq.serve.telemetry.metrics import ServeMetrics
 from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,

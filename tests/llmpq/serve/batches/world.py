@@ -14,10 +14,10 @@ from typing import Any
 import httpx2
 
 from llmpq.jobs.disk import Disk
-from llmpq.serve.app import application
 from llmpq.serve.batches.batches import Batches
 from llmpq.serve.batches.store import BatchStore
 from llmpq.serve.options import BatchOptions, ServeOptions
+from llmpq.serve.server import application
 from llmpq.serve.service import Service
 from tests.llmpq.serve.asking import COMPLETIONS, NOW_S, OPTIONS, completion
 from tests.llmpq.serve.pretend_engine import PretendEngine

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from llmpq.rows.request_fields import fields_by_name, prompt_options
-from llmpq.serve.wire.bodies import Body, ChatBody, CompletionBody, StreamOptions
-from llmpq.serve.wire.errors import ApiError, bad_body, bad_request
+from llmpq.serve.api_errors import ApiError, bad_body, bad_request
+from llmpq.serve.bodies import Body, ChatBody, CompletionBody, StreamOptions
 from quant.common.errors import FieldError
 
 BodyT = TypeVar("BodyT", bound=Body)

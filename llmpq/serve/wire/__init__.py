@@ -1,1 +1,0 @@
-"""OpenAI's requests, answers and errors, as they stand on the wire."""
