@@ -22,6 +22,7 @@ from planner.prediction import predictor_file
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.lengths.learnable import by_prompt_length
+from tests.llmpq.processes import alive
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -115,4 +116,4 @@ def test_a_run_that_is_not_begun_leaves_no_process(one_stage: Plan, predictor: P
     source = run._expected.source
     assert isinstance(source, PredictorProcess)
     run.close()
-    assert source._process.returncode == -signal.SIGKILL
+    assert not alive({source.pid})
