@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmpq import Plan
-from llmpq.report import write_curve
+from llmpq.report.plan_charts import write_curve
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 80

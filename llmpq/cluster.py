@@ -13,11 +13,10 @@ from llmpq.fleet import Fleet
 from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
-from llmpq.workload.bounded_plan import bounded_plan
 from llmpq.workload.defaults import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
-from llmpq.workload.named_rows import naming
-from llmpq.workload.request_lengths import Requests, bound_request, requests_of
+from llmpq.workload.long_rows import naming
+from llmpq.workload.request_lengths import Requests, bound_request, bounded_plan, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.planning import FleetRequest, as_job, find_fleet, number_of
 from planner.latency_bound.front import KindFronts, kind_fronts
@@ -70,7 +69,7 @@ class Cluster:
         return f"<Cluster {self.spec.name}: {named}>"
 
     def _repr_html_(self) -> str:
-        from llmpq.notebook import cluster_html
+        from llmpq.report.notebook import cluster_html
 
         return cluster_html(self.spec)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from actors.recovery.policy import OnEvent
 from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import RunKeywords, lists_options
-from llmpq.notebook.views import fleet_html
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.report.formatting import per_second, plural, seconds
+from llmpq.report.notebook import fleet_html
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.fleets import check_fleet

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 from actors.recovery.policy import OnEvent
 from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
-from llmpq.notebook.views import bits_text, plan_html
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
-from llmpq.report import making, write_report
+from llmpq.report.answers import what_is_planned
 from llmpq.report.formatting import per_second, seconds
-from llmpq.report.job_answers import what_is_planned
 from llmpq.report.latency import latencies, rates
+from llmpq.report.notebook import bits_text, plan_html
+from llmpq.report.page import write_report
+from llmpq.report.rendering import making
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.options import RunOptions

@@ -19,9 +19,9 @@ from llmpq.model_check import checked_shape
 from llmpq.quality.options import EvaluationOptions, checked_bitwidths
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
+from llmpq.report.layout import Fitting, new_table, stacked
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.run.importance import checked_fingerprint, importance_file
-from llmpq.tables import Fitting, new_table, stacked
 from planner.plan.spec import PlanSpec
 from quant.cache.settings import cache_settings
 from quant.checkpoint.model_reference import resolve

@@ -28,7 +28,7 @@ from llmpq.quality.options import (
     refuse_without_error,
 )
 from llmpq.quality.text_windows import read_documents
-from llmpq.tables import Fitting, new_table
+from llmpq.report.layout import Fitting, new_table
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import FILE_ENTRY, OmegaContent, save_omega
 from quant.cache.settings import default_folder

@@ -22,7 +22,7 @@ from llmpq.cli.parser import made, taken
 from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
-from llmpq.tables import Fitting, new_table
+from llmpq.report.layout import Fitting, new_table
 from quant.common.errors import InputError
 from quant.common.files import names_a_file, write_whole
 

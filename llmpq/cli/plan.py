@@ -23,11 +23,10 @@ from llmpq.cli.plan_options import PROG, PlanCommand, plan_parser
 from llmpq.cli.terminal import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
-from llmpq.report import write_front, write_latency_front
-from llmpq.tables import comparison_table, fleet_table, front_table, latency_front_table
-from llmpq.workload.batch import InputBatch
-from llmpq.workload.input_job import InputJob
-from llmpq.workload.named_rows import naming
+from llmpq.report.plan_charts import write_front, write_latency_front
+from llmpq.report.plan_tables import comparison_table, fleet_table, front_table, latency_front_table
+from llmpq.workload.input_job import InputBatch, InputJob
+from llmpq.workload.long_rows import naming
 from planner.latency_bound.front import KindFronts
 from planner.options import PlanOptions
 from planner.planning_rules import BOUNDS

@@ -7,9 +7,14 @@ from dataclasses import replace
 from llmpq.cli.common import console, print_notes
 from llmpq.cli.plan_options import PlanCommand
 from llmpq.cluster import Cluster
-from llmpq.workload.batch import InputBatch, batch_of_input
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, SEPARATE
-from llmpq.workload.input_job import InputJob, job_of_input, job_of_prompts
+from llmpq.workload.input_job import (
+    InputBatch,
+    InputJob,
+    batch_of_input,
+    job_of_input,
+    job_of_prompts,
+)
 from llmpq.workload.long_rows import LongRowRule
 from llmpq.workload.request_lengths import (
     Requests,

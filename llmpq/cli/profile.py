@@ -27,8 +27,8 @@ from llmpq.profile.layers import (
 )
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
+from llmpq.report.layout import Fitting, new_table
 from llmpq.run.run_progress import about
-from llmpq.tables import Fitting, new_table
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency

@@ -19,8 +19,8 @@ from llmpq.model_check import checked_shape
 from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import check_compute, check_draw, check_lengths
 from llmpq.quality.text_windows import token_windows
+from llmpq.report.formatting import plain, size
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-from llmpq.tables import size_text
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
@@ -82,7 +82,7 @@ def _quantize(options: QuantizeCommand) -> int:
     tokens = calibration.token_ids.size
     again = command_line("llmpq", "plan", "--model", made.target)
     console().print(
-        f"wrote {size_text(made.tensor_bytes)} to {made.target}: {len(bitwidths)} layers of "
+        f"wrote {plain(size(made.tensor_bytes))} to {made.target}: {len(bitwidths)} layers of "
         f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on {tokens} tokens in "
         f"{seconds:.0f} s; plan it: {again} --cluster cluster.yaml",
         highlight=False,

@@ -39,6 +39,7 @@ from llmpq.plan import Plan
 from llmpq.quality.job_prompts import prompts_of_input
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
+from llmpq.report.plan_tables import plan_table
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.engine import RunResources
 from llmpq.run.fleets import check_fleet, plans_of, shown_plan
@@ -47,7 +48,7 @@ from llmpq.run.recorder import RunRecorder, SessionOf, recorded
 from llmpq.run.run import Run
 from llmpq.run.run_progress import RunProgress, about
 from llmpq.run.summary import RunSize, planned_s
-from llmpq.tables import plan_table, summary_table
+from llmpq.run.summary_table import summary_table
 from planner.cluster.spec import ClusterSpec
 from planner.plan.divided import undivided
 from planner.plan.run_trace import check_trace_path

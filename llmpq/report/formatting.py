@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 from typing import NamedTuple
 
 from quant.common.units import GIB, KIB, MIB
@@ -75,6 +76,34 @@ def duration(value: float) -> str:
     unit = next(fits, _DURATIONS[-1])
     whole, rest = divmod(round(value / unit.small_s), unit.ratio)
     return f"{whole:,} {unit.large}" + (f" {rest} {unit.small}" if rest else "")
+
+
+def moment(at: float) -> str:
+    """A time of this machine's clock."""
+    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def lasted(seconds: float) -> str:
+    """Seconds of work that goes on, in two units at most: "2.5 s", "16 min 20 s", "2 d 1 h"."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return _two(minutes, "min", rest, "s")
+    hours, rest = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return _two(hours, "h", rest, "min")
+    days, rest = divmod(round(seconds / 3600), 24)
+    return _two(days, "d", rest, "h")
+
+
+def _two(large: int, name: str, small: int, other: str) -> str:
+    return f"{large:,} {name}" + (f" {small} {other}" if small else "")
+
+
+def age(at: float, now: float) -> str:
+    """How long ago something was, in its largest unit: "5 s", "3 min", "2 d"."""
+    return " ".join(lasted(max(1.0, now - at)).split()[:2])
 
 
 def count(number_of: int) -> str:

@@ -1,8 +1,12 @@
-"""A plan under a bound on the latency of requests, in words: what was asked, and how it is kept."""
+"""Latency of requests in words: what was asked, how a plan keeps it, and what was measured."""
 
 from __future__ import annotations
 
-from llmpq.report.answers.answer import Answer
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actors.latency_counts import LatencyCounts
 from llmpq.report.formatting import (
     SPACE,
     count,
@@ -12,10 +16,12 @@ from llmpq.report.formatting import (
     seconds,
     whole_percent,
 )
-from planner.latency_bound.schedules import BoundRequest
-from planner.plan.forecasts import LatencyForecast
-from planner.plan.spec import PlanSpec
-from planner.scheduling import ScheduleKind
+
+if TYPE_CHECKING:
+    from planner.latency_bound.schedules import BoundRequest
+    from planner.plan.forecasts import LatencyForecast
+    from planner.plan.spec import PlanSpec
+    from planner.scheduling import ScheduleKind
 
 DIVIDED_BY: dict[ScheduleKind, str] = {"waa-c": "computing", "waa-m": "memory"}
 """By what the devices are divided among stages that prefill and stages that decode."""
@@ -25,7 +31,7 @@ def requests_per_second(value: float) -> str:
     return f"{per_second(value)} requests/s"
 
 
-def latency_answers(plan: PlanSpec, forecast: LatencyForecast) -> list[Answer]:
+def latency_answers(plan: PlanSpec, forecast: LatencyForecast) -> list[tuple[str, str]]:
     """How many requests a second, how soon they are done, by which schedule, which wait is not
     counted, how long all of them take, and for which lengths.
     """
@@ -37,7 +43,7 @@ def latency_answers(plan: PlanSpec, forecast: LatencyForecast) -> list[Answer]:
         ("How long for all?", _all(forecast)),
         ("For which lengths?", f"lengths: {lengths(forecast)}"),
     )
-    return [Answer(question, text) for question, text in found if text]
+    return [(question, text) for question, text in found if text]
 
 
 def _all(forecast: LatencyForecast) -> str:
@@ -125,3 +131,60 @@ def schedule_sentence(plan: PlanSpec) -> str:
 
 def _in_groups(groups: int) -> str:
     return "" if groups == 1 else f" in {count(groups)} groups"
+
+
+MEDIAN = 0.5
+
+
+@dataclass(frozen=True)
+class PlannedLatency:
+    """The latency that a share `quantile` of all requests should have at most, as forecast, and the
+    bound that was asked for, if any; both in seconds of the run.
+    """
+
+    quantile: float
+    planned_s: float
+    bound_s: float | None
+
+
+@dataclass(frozen=True)
+class LatencyFigures:
+    """Latencies of so many requests, from the submission of their prefill to their last token: the
+    median, and what a share `quantile` has at most, beside what was planned of it.
+    """
+
+    requests: int
+    median_s: float
+    quantile: float
+    quantile_s: float
+    planned_s: float
+    bound_s: float | None
+
+    @classmethod
+    def of(cls, counts: Sequence[LatencyCounts], planned: PlannedLatency) -> LatencyFigures | None:
+        """The figures of all these counts together; None where no request has ended."""
+        together = LatencyCounts()
+        for each in counts:
+            together = together.plus(each)
+        median_s, quantile_s = map(together.quantile_s, (MEDIAN, planned.quantile))
+        if median_s is None or quantile_s is None:
+            return None
+        return cls(
+            together.requests,
+            median_s,
+            planned.quantile,
+            quantile_s,
+            planned.planned_s,
+            planned.bound_s,
+        )
+
+    def __str__(self) -> str:
+        """The figures in words."""
+        beside = f"planned {seconds(self.planned_s)}"
+        if self.bound_s is not None:
+            kept = "within" if self.quantile_s <= self.bound_s else "above"
+            beside += f", {kept} the bound of {seconds(self.bound_s)}"
+        return (
+            f"{whole_percent(self.quantile)} within {seconds(self.quantile_s)} ({beside}), "
+            f"half within {seconds(self.median_s)}"
+        )

@@ -1,93 +1,43 @@
-"""The page as a whole: one file, with its style inside and nothing to load."""
+"""The page of a plan: one file, with its style inside and nothing to load."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.report import figures
-from llmpq.report.answers.answer import Answer
-from llmpq.report.answers.making import Making, making
-from llmpq.report.answers.menu import Course, menu
-from llmpq.report.answers.verdict import Verdict, verdict
-from llmpq.report.bounded_page import bounded_page
-from llmpq.report.figures import Facts, facts_of
 from llmpq.report.formatting import rate, seconds
-from llmpq.report.job_answers import job_answers, job_remarks
-from llmpq.report.pictures.curve import JobCurve, curve_of
-from llmpq.report.pictures.front import Chart, Front, front_of
-from llmpq.report.pictures.schedule import Picture, schedule_pictures
-from llmpq.report.pictures.writing import write_page
-from llmpq.report.reasons.kernels import KernelReason, kernel_reasons
-from llmpq.report.reasons.layer_reasons import ReasonGroup, reason_groups
-from llmpq.report.reasons.what_if import ChangedPlans, changed_plans
-from llmpq.report.rendering import render
-from llmpq.report.sentences import (
+from llmpq.report.kernels import kernel_reasons
+from llmpq.report.plan_charts import (
+    bounds_svg,
+    curve_of,
+    curve_svg,
+    cycle_pictures,
+    front_of,
+    front_svg,
+    schedule_pictures,
+    winners,
+)
+from llmpq.report.plan_facts import facts_of, menu
+from llmpq.report.reasons import (
+    binding,
     bottlenecks,
+    changed_plans,
     layer_sentence,
     layer_sentences,
     lever,
     question,
+    reason_groups,
     worth_telling_s,
 )
+from llmpq.report.rendering import Making, making, render, write_page
 from planner.cluster.spec import grouped_cluster
-from planner.explanation.explain import Explanation, StageLimits
+from planner.explanation.explain import Explanation
 from planner.latency_bound.front import KindFronts
-from planner.plan.spec import Baseline, PlanSpec
+from planner.plan.spec import PlanSpec
+from planner.scheduling import PHASES, Phase
 from planner.search.find import FrontPoint
 from quant.common.errors import LlmpqError
-
-
-@dataclass(frozen=True)
-class Explained:
-    """The part of the page that needs an explanation; `least_s`: accuracy of the search,
-    `layer_sentences` by stage.
-    """
-
-    least_s: float
-    lever: str
-    layer_titles: Mapping[int, str]
-    reason_groups: Sequence[ReasonGroup]
-    layer_sentences: Sequence[Sequence[str]]
-    kernels: Sequence[KernelReason]
-    pictures: Sequence[Picture]
-    limits: Sequence[StageLimits]
-    changed: ChangedPlans
-    not_asked: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The plans that can be had, what people ask of them, and their curve."""
-
-    menu: Sequence[Course]
-    answers: Sequence[Answer]
-    remarks: Sequence[str]
-    curve: JobCurve | None
-
-
-@dataclass(frozen=True)
-class Page:
-    """All that the templates show, under the names that they use.
-
-    `whole`: what the seconds of the plan are of.
-    """
-
-    plan: PlanSpec
-    whole: str
-    verdict: Verdict
-    making: Making
-    facts: Facts
-    summary: str
-    choices: Choices
-    link_lines: Sequence[Sequence[str]]
-    baselines: Sequence[Baseline]
-    explained: Explained | None
-    not_explained: str
-    front: Front | None
-    chart: Chart | None
 
 
 def report_page(
@@ -99,73 +49,107 @@ def report_page(
     """The plan as an HTML document.
 
     Without an explanation the reasons and the schedule are missing, and the page says so, with the
-    error that says why. `front`: as `planner.search.find.trace_front` finds it; by
-    default the plans for other thetas of the explanation. `made`: how the page is made, by default
-    now and by the command that the plan's origin tells. Of a plan under a bound on the latency of
-    requests it is `bounded_page`.
+    error that says why. `front`: as `planner.search.find.trace_front` finds it, or of a plan under
+    a bound on latency throughput over bounds; by default the plans for other thetas of the
+    explanation. `made`: how the page is made, by default now and by the command that the plan's
+    origin tells.
     """
+    facts, made = facts_of(plan), made or making(plan)
     if plan.latency is not None:
-        return bounded_page(plan, front if isinstance(front, KindFronts) else None, made)
-    points = () if isinstance(front, KindFronts) else front
+        fronts = front if isinstance(front, KindFronts) else None
+        return render(
+            "bounded.html.j2",
+            plan=plan,
+            facts=facts,
+            making=made,
+            parts=_parts(plan),
+            pictures=cycle_pictures(plan),
+            fronts=fronts,
+            fronts_svg=fronts and bounds_svg(fronts, plan.latency),
+            winners=fronts and winners(fronts),
+        )
     explanation = reasons if isinstance(reasons, Explanation) else None
-    found = front_of(plan, explanation, points)
-    page = Page(
+    found = front_of(plan, explanation, () if isinstance(front, KindFronts) else front)
+    curve, many = curve_of(plan), found is not None and len(found.points) > 1
+    return render(
+        "plan.html.j2",
         plan=plan,
-        whole=figures.whole(plan),
-        verdict=verdict(plan),
-        making=made or making(plan),
-        facts=facts_of(plan),
+        facts=facts,
+        making=made,
         summary=bottlenecks(plan),
-        choices=Choices(menu(plan), job_answers(plan), job_remarks(plan), curve_of(plan)),
+        menu=menu(plan),
+        curve=curve,
+        curve_svg=curve and curve_svg(curve),
         link_lines=_link_lines(plan, explanation),
         baselines=sorted(plan.baselines, key=lambda each: each.latency_s or math.inf),
         explained=_explained(plan, explanation) if explanation else None,
         not_explained=str(reasons) if isinstance(reasons, LlmpqError) else "",
         front=found,
-        chart=Chart(found.points, found.present) if found and len(found.points) > 1 else None,
+        front_svg=front_svg(found.points, facts.whole, found.present) if found and many else None,
     )
-    return render("plan.html.j2", **vars(page))
 
 
-def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
-    least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
-    devices = [stage.label for stage in plan.stages]
-    answers = explanation.answers
-    return Explained(
-        least_s=least_s,
-        lever=lever(plan, explanation, least_s),
-        layer_titles={
-            layer: layer_sentence(reason, devices[reason.stage], least_s)
-            for reason in explanation.layers
-            for layer in reason.layers
-        },
-        reason_groups=reason_groups(explanation.layers, least_s),
-        layer_sentences=[
-            layer_sentences(
-                [each for each in explanation.layers if each.stage == stage.index], devices, least_s
-            )
-            for stage in plan.stages
-        ],
-        kernels=kernel_reasons(plan, explanation.costs),
-        pictures=schedule_pictures(explanation.simulated, devices, plan.job is not None),
-        limits=explanation.stages,
-        changed=changed_plans(answers.given, plan, least_s, worth_telling_s(plan, least_s)),
-        not_asked=[question(each, plan.stages) for each in answers.left_out],
-    )
+def _parts(plan: PlanSpec) -> list[tuple[PlanSpec, str, tuple[Phase, ...], list[list[str]]]]:
+    """The pipelines of a plan, one, or one that prefills and one that decodes: what they do, their
+    phases, and the seconds of each stage's link to the next one.
+    """
+    parts: list[tuple[PlanSpec, str, tuple[Phase, ...]]] = [
+        (plan, "All stages prefill and decode", PHASES)
+    ]
+    if plan.prefill_plan is not None:
+        parts = [
+            (plan.prefill_plan, "Stages that prefill", ("prefill",)),
+            (plan, "Stages that decode", ("decode",)),
+        ]
+    return [(part, title, phases, _links(part, phases)) for part, title, phases in parts]
+
+
+def _links(plan: PlanSpec, phases: Sequence[Phase] = PHASES) -> list[list[str]]:
+    comm = [{"prefill": each.prefill_comm_s, "decode": each.decode_comm_s} for each in plan.stages]
+    return [[f"{phase} {seconds(each[phase])}" for phase in phases] for each in comm]
 
 
 def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[str]]:
     """Seconds of each stage's link to the next one, and its rate where the cluster is known."""
-    lines = [
-        [f"prefill {seconds(stage.prefill_comm_s)}", f"decode {seconds(stage.decode_comm_s)}"]
-        for stage in plan.stages
-    ]
+    lines = _links(plan)
     if explanation is not None:
         cluster = explanation.costs.cluster
         path = grouped_cluster(cluster, [stage.device_names for stage in plan.stages]).devices
         for sender, receiver, line in zip(path, [*path[1:], path[0]], lines, strict=True):
             line.insert(0, rate(cluster.link_bytes_per_s(sender, receiver)))
     return lines
+
+
+def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
+    """The part of the page that needs an explanation; `least_s`: accuracy of the search,
+    `layer_sentences` by stage.
+    """
+    least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
+    devices = [stage.label for stage in plan.stages]
+    answers = explanation.answers
+    changed, unchanged = changed_plans(answers.given, plan, least_s, worth_telling_s(plan, least_s))
+    return {
+        "least_s": least_s,
+        "lever": lever(plan, explanation, least_s),
+        "layer_titles": {
+            layer: layer_sentence(reason, devices[reason.stage], least_s)
+            for reason in explanation.layers
+            for layer in reason.layers
+        },
+        "reason_groups": reason_groups(explanation.layers, least_s),
+        "layer_sentences": [
+            layer_sentences(
+                [each for each in explanation.layers if each.stage == stage.index], devices, least_s
+            )
+            for stage in plan.stages
+        ],
+        "kernels": kernel_reasons(plan, explanation.costs),
+        "pictures": schedule_pictures(explanation.simulated, devices, plan.job is not None),
+        "limits": [(each, binding(each)) for each in explanation.stages],
+        "changed": changed,
+        "unchanged": unchanged,
+        "not_asked": [question(each, plan.stages) for each in answers.left_out],
+    }
 
 
 def write_report(

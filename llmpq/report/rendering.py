@@ -1,16 +1,28 @@
-"""The templates of the report, which escape every text that they are given."""
+"""How pages are made: the one environment of all templates, files, and the commands they name."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.report import formatting, latency, sentences
+from llmpq.report import formatting, latency
+from llmpq.version import llmpq_version
+from quant.common.errors import InputError, SpecError
+from quant.common.files import write_whole
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+    from planner.options import PlanOptions
+    from planner.plan.spec import PlanSpec
 
 FILTERS = (
     formatting.change,
@@ -18,8 +30,10 @@ FILTERS = (
     formatting.duration,
     formatting.gap,
     formatting.layer_numbers,
+    formatting.lasted,
     formatting.listed,
     formatting.mean_bits,
+    formatting.moment,
     formatting.number,
     formatting.percent,
     formatting.per_second,
@@ -31,9 +45,6 @@ FILTERS = (
     formatting.times,
     latency.bound,
     latency.kind_name,
-    sentences.binding,
-    sentences.difference,
-    sentences.search_outcome,
     math.isinf,
 )
 """Functions that the templates call on values, under their own names."""
@@ -51,21 +62,16 @@ def unbroken(text: str) -> str:
 
 
 def render(template: str, **values: object) -> str:
-    """The text of a template of the page or of a picture, with `values` under their names."""
+    """The text of a template, with `values` under their names; all texts are escaped."""
     return _environment().get_template(template).render(values)
 
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import (  # planning alone needs none
-        ChoiceLoader,
-        Environment,
-        PackageLoader,
-        StrictUndefined,
-    )
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # planning alone needs none
 
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader(f"llmpq.report{room}") for room in ("", ".pictures")]),
+        loader=PackageLoader("llmpq.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -75,3 +81,92 @@ def _environment() -> Environment:
     environment.filters["unbroken"] = unbroken
     environment.filters |= {function.__name__: function for function in FILTERS}
     return environment
+
+
+def write_picture(path: Path, text: str) -> None:
+    """Write `text` whole or not at all; SpecError where it cannot be written."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise SpecError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page whole or not at all; InputError where it cannot be written."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"cannot write the report to {path}: {error.strerror}") from error
+
+
+CLUSTER_FILE = "cluster.yaml"
+PROMPTS_FILE = "prompts.jsonl"
+_FLAGS = ("all_orders", "keep_all_devices", "strict_profiles")
+_OWN_FORM = ("bits", "profile_use")
+
+
+@dataclass(frozen=True)
+class Making:
+    """When and with which version a page was written, and the command of its plan; `cluster`: the
+    text of the cluster file that the command names, where it was not the user's own.
+    """
+
+    written: datetime
+    version: str
+    command: str
+    cluster: str = ""
+
+    @property
+    def date(self) -> str:
+        """Date and time as people read them, in UTC."""
+        return f"{self.written:%Y-%m-%d %H:%M} UTC"
+
+
+def making(
+    plan: PlanSpec | None, command: Sequence[str] = (), now: datetime | None = None
+) -> Making:
+    """The making of a page that is written now: by `command`, or by the one that its plan tells."""
+    now = now or datetime.now(UTC)
+    cluster = ""
+    if not command and plan is not None and plan.origin is not None:
+        command, cluster = _command_of(plan, plan.origin.options), plan.origin.cluster
+    return Making(now.astimezone(UTC), llmpq_version(), shlex.join(command), cluster)
+
+
+def _command_of(plan: PlanSpec, options: PlanOptions) -> list[str]:
+    """The command that makes the plan again of the files that it came from."""
+    parts = ["llmpq", "plan", "--model", plan.model.source, "--cluster", CLUSTER_FILE]
+    parts += [*_workload(plan), *_given(options)]
+    return [*parts, "-o", "plan.json"]
+
+
+def _workload(plan: PlanSpec) -> list[str]:
+    if plan.job is None:
+        w = plan.workload
+        return _pairs(("global_bz", w.global_batch), ("s", w.prompt_length), ("n", w.new_tokens))
+    lengths, prompts = plan.job.job.lengths, plan.job.job.prompts
+    if len(set(lengths.prompt_tokens)) == 1 and not lengths.outputs_vary:
+        sizes = ("s", lengths.longest_prompt), ("n", lengths.longest_output)
+        return _pairs(("prompts", prompts), *sizes)
+    limit = plan.default_new_tokens
+    return ["--input", PROMPTS_FILE, *(_pairs(("n", limit)) if limit is not None else [])]
+
+
+def _pairs(*options: tuple[str, object]) -> list[str]:
+    return [part for name, value in options for part in (f"--{name}", str(value))]
+
+
+def _given(options: PlanOptions) -> Iterator[str]:
+    """Yield the options that are not the defaults."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value == field.default or field.name in _OWN_FORM:
+            continue
+        yield f"--{field.name}"
+        if field.name not in _FLAGS:
+            yield f"{value:g}" if isinstance(value, float) else str(value)
+    default = type(options)
+    if options.bits != default.bits:
+        yield from ("--bits", *map(str, options.bits))
+    if options.profile_use != default.profile_use:
+        yield from ("--profile_use", options.profile_use)

@@ -45,7 +45,7 @@ class Result:
         return f"Result({self.custom_id!r}, {text!r}, {tokens} tokens, {self.finish_reason!r})"
 
     def _repr_html_(self) -> str:
-        from llmpq.notebook import result_html
+        from llmpq.report.notebook import result_html
 
         return result_html(self.as_dict())
 

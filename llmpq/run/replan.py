@@ -9,8 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from llmpq.run.switching import Measured
-from llmpq.workload.bounded_plan import bounded_plan
-from llmpq.workload.request_lengths import Requests, requests_of
+from llmpq.workload.request_lengths import Requests, bounded_plan, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.latency_bound.reschedule import reschedule
 from planner.latency_bound.schedules import BOUND

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from actors.latency_counts import LatencyCounts
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
-from llmpq.report.measured_latency import LatencyFigures
+from llmpq.report.latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import JobSampling

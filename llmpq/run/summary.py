@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.stage_figures import StageStats
-from llmpq.report.measured_latency import LatencyFigures, PlannedLatency
+from llmpq.report.latency import LatencyFigures, PlannedLatency
 from planner.plan.simulate import time_scale
 from planner.plan.spec import PlanSpec
 
@@ -55,7 +55,7 @@ class RunSummary:
         return f"<RunSummary: {self}>"
 
     def _repr_html_(self) -> str:
-        from llmpq.notebook import summary_html
+        from llmpq.report.notebook import summary_html
 
         return summary_html(self.figures, self._busy)
 

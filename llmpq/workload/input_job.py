@@ -1,13 +1,8 @@
-"""A job of the prompts in files: their lengths, and what is done about rows that are too long.
-
-Ordinary rows are one job. Few that are much longer than the others are another, with a plan of its
-own (`llmpq/workload/long_rows.py` has the rule). Rows that the model has no positions for are in
-neither: `llmpq run` writes error rows for them.
-"""
+"""Batches and jobs of the prompts in files, and what is done about rows that are too long."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +14,18 @@ from llmpq.keywords import PromptingKeywords
 from llmpq.model_check import checked_shape
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, ERROR, LEAVE, SEPARATE
-from llmpq.workload.long_rows import Cut, LongRowRule, best_cut, cut_at
+from llmpq.workload.long_rows import (
+    Cut,
+    LongRowRule,
+    NamedRows,
+    best_cut,
+    cut_at,
+    longest_row,
+    named_rows,
+    tokens_at,
+)
 from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
-from llmpq.workload.named_rows import NamedRows, longest_row, named_rows, tokens_at
 from planner.lengths import (
     MOST_UNSEEN,
     BoolArray,
@@ -34,7 +37,7 @@ from planner.lengths import (
     observed_lengths,
 )
 from planner.model.shape import ModelShape
-from planner.workload import MAX_TOKENS, Job
+from planner.workload import MAX_TOKENS, Job, Workload
 from quant.common.errors import InputError, SpecError
 
 if TYPE_CHECKING:
@@ -310,3 +313,50 @@ class _InputRows:
     def _named(self, chosen: BoolArray) -> NamedRows | None:
         """The chosen rows [rows]; None where there are none."""
         return named_rows(self.source, self.rows, chosen) if chosen.any() else None
+
+
+@dataclass(frozen=True)
+class InputBatch:
+    """The batch of an input; `notes` on rows that it has no room for, and as of an `InputJob` a
+    sentence on the `longest` of the others.
+    """
+
+    workload: Workload
+    notes: tuple[str, ...] = ()
+    longest: str | None = None
+
+
+def batch_of_input(
+    paths: Sequence[str | Path],
+    model: str,
+    given: Mapping[str, int],
+    percentile: float | None = None,
+    prompting: Prompting | None = None,
+) -> InputBatch:
+    """The batch, longest prompt and most new tokens of the prompts behind paths, folders and globs;
+    `given` values win.
+
+    Rows that the model has no positions for are left out, and those beyond `percentile` of the rows
+    by their tokens. `prompting`: how prompts become tokens where rows do not say. `model` must be a
+    local folder or hub id when prompts are text, for its tokenizer. Raises `InputError` when no
+    prompt can be used.
+    """
+    source = JobInput.find(paths)
+    new_tokens = given.get("new_tokens", DEFAULT_WORKLOAD["new_tokens"])
+    length = given.get("prompt_length")
+    rows = InputMeasure(source, model, new_tokens, length, prompting=prompting).measure()
+    fits = fitting(source, rows, most_tokens(checked_shape(model)))
+    notes = [] if fits.all() else [beyond_note(named_rows(source, rows, ~fits))]
+    within = fits
+    if percentile is not None:
+        within = fits & (rows.total <= tokens_at(percentile, rows, fits))
+    if (fits & ~within).any():
+        notes.append(left_out_note(named_rows(source, rows, fits & ~within)))
+    kept = rows.where(within)
+    derived = {
+        "global_batch": min(len(kept), DEFAULT_WORKLOAD["global_batch"]),
+        "prompt_length": int(kept.prompts.max()),
+        "new_tokens": int(kept.limits.max()),
+    }
+    workload = Workload(**(derived | dict(given)))
+    return InputBatch(workload, tuple(notes), longest_row(source, rows, within))

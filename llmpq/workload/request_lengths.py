@@ -9,9 +9,13 @@ from pathlib import Path
 
 from llmpq.workload.input_job import InputJob
 from llmpq.workload.measured_lengths import COLUMNS, read_measured
+from planner.cluster.spec import ClusterSpec
+from planner.latency_bound.bounded_plan import find_bounded_plan
 from planner.latency_bound.schedules import BoundRequest
 from planner.lengths import LengthDistribution, RequestLengths
+from planner.model.shape import ModelShape
 from planner.options import PlanOptions
+from planner.plan.spec import PlanSpec
 from planner.workload import MAX_TOKENS, Job, Workload
 from quant.common.errors import SpecError
 
@@ -98,3 +102,18 @@ def requests_of(workload: Workload | Job | InputJob | Requests | RequestLengths)
     lengths = workload.requests or requests_of(workload.ordinary).lengths
     limit = workload.ordinary.default_new_tokens
     return Requests(lengths, workload.prompts, limit, replace(workload, long_rows=None).notes)
+
+
+def bounded_plan(
+    cluster: ClusterSpec, shape: ModelShape, source: str, requests: Requests, options: PlanOptions
+) -> PlanSpec:
+    """The plan under the bound on the latency of requests that the options have; raises what
+    `find_bounded_plan` raises.
+    """
+    found = find_bounded_plan(cluster, shape, source, bound_request(requests, options), options)
+    forecast, job = found.latency, found.job
+    if forecast is not None:
+        forecast = replace(forecast, prompts=requests.prompts)
+    if job is not None:
+        job = replace(job, job=replace(job.job, default_new_tokens=requests.default_new_tokens))
+    return replace(found, latency=forecast, job=job)

@@ -14,7 +14,7 @@ import pytest
 
 from llmpq import Cluster, Plan, Workload
 from llmpq.errors import SpecError
-from llmpq.report import report_page
+from llmpq.report.page import report_page
 from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
 from planner.explanation.what_if import WhatIfOptions

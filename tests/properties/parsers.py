@@ -25,10 +25,10 @@ from actors.stage.model_config import GENERATION_CONFIG_FILE, checked_end_tokens
 from llmpq.jobs.result_lines import result_identity
 from llmpq.jobs.store import Manifest
 from llmpq.quality.text_windows import read_documents
-from llmpq.report import report_page
+from llmpq.report.page import report_page
+from llmpq.report.plan_tables import comparison_table, plan_table
 from llmpq.rows.row import FINGERPRINT_HEX, BadRow, digest, row_from_line
 from llmpq.rows.sampling import job_sampling, merge_sampling
-from llmpq.tables import comparison_table, plan_table
 from planner.cluster.file import MOST_TIME_SCALE
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape

@@ -13,9 +13,9 @@ import pytest
 from llmpq import Plan
 from llmpq.cli.common import EXIT_BAD_INPUT, console, run_command
 from llmpq.jobs.inputs import JobInput
-from llmpq.report import report_page
+from llmpq.report.page import report_page
+from llmpq.report.plan_tables import comparison_table, plan_table
 from llmpq.rows.row import Row
-from llmpq.tables import comparison_table, plan_table
 from quant.common.errors import DeviceError, LlmpqError, SpecError
 from tests.llmpq.hostile import ESCAPES, HOSTILE_TEXTS, with_texts
 from tests.llmpq.jobs_of_prompts import job_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpq import Plan
-from llmpq.report import report_page
+from llmpq.report.page import report_page
 from planner.plan.spec import PlanSpec
 from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.report.pages import Page

@@ -14,13 +14,14 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import plan as plan_cli
-from llmpq.report import write_curve, write_front, write_report
+from llmpq.report.page import write_report
+from llmpq.report.plan_charts import write_curve, write_front
 from planner.explanation.what_if import WhatIfOptions
 from planner.search.find import FrontPoint
 from tests.llmpq.jobs_of_prompts import job_plan
 from tests.llmpq.report.browser import CONTRASTS, FOCUSED, WIDTHS, browser, page_of
+from tests.llmpq.report.test_plan_tables import eight_stages
 from tests.llmpq.report.test_same_figures import demo_job, two_types
-from tests.llmpq.tables.test_plans import eight_stages
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.rare

@@ -16,8 +16,9 @@ import pytest
 
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import plan as plan_cli
-from llmpq.report import report_page, write_front
 from llmpq.report.formatting import change, layer_span, listed, seconds, shortened, size
+from llmpq.report.page import report_page
+from llmpq.report.plan_charts import write_front
 from planner.explanation.explain import Explanation
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from llmpq import Cluster, Job, Plan, Workload
 from llmpq.cli import plan as plan_cli
-from llmpq.report import report_page
-from llmpq.tables import comparison_table, front_table, latency_front_table, plan_table
+from llmpq.report.page import report_page
+from llmpq.report.plan_tables import comparison_table, front_table, latency_front_table, plan_table
 from planner.explanation.what_if import WhatIfOptions
 from planner.plan.forecasts import PerplexityForecast
 from planner.search.find import FrontPoint

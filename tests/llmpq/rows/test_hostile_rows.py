@@ -13,7 +13,7 @@ from llmpq.cli import run as run_cli
 from llmpq.jobs.inputs import JobInput
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
-from llmpq.workload.batch import batch_of_input
+from llmpq.workload.input_job import batch_of_input
 from quant.common.errors import SpecError
 from tests.actors.models import reference
 from tests.llmpq.conftest import NEW_TOKENS

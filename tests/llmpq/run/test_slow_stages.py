@@ -15,7 +15,7 @@ from llmpq.run.meter import RunState
 from llmpq.run.run_progress import RunProgress
 from llmpq.run.slow_stages import slow_stages
 from llmpq.run.summary import RunSummary
-from llmpq.tables import summary_table
+from llmpq.run.summary_table import summary_table
 
 PREFILL_S, DECODE_S = 0.5, 0.05
 

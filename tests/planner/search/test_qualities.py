@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmpq.report.answers.verdict import quality_word
+from llmpq.report.plan_facts import quality_word
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.fleet.planning import FleetRequest, find_fleet

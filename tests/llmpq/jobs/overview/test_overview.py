@@ -16,7 +16,7 @@ from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import BEAT_WITHIN_S, find_job, is_locked, jobs_in
-from llmpq.jobs.overview.sentences import (
+from llmpq.jobs.overview.words import (
     beside,
     facts,
     lasted,
@@ -149,7 +149,7 @@ def test_speed_and_predictions(tmp_path: Path, source: Path) -> None:
     assert job.tokens_per_s == pytest.approx(40)
     assert job.planned_tokens_per_s == pytest.approx(40)
     assert job.planned_s == pytest.approx(50 * 10 / 100)
-    told = {fact.name: fact.text for fact in facts(job)}
+    told = dict(facts(job))
     assert told["predicted"] == "40 tokens/s, 5 s for 10 rows"
     assert told["measured"] == "40 tokens/s, as predicted; 20 s without loading"
     assert told["time"] == "30 s, of which 10 s loading"
@@ -177,8 +177,8 @@ def test_latencies_of_all_sessions_beside_the_bound(tmp_path: Path) -> None:
     assert job.latency is not None
     assert job.latency.requests == 200
     assert job.latency.quantile_s == pytest.approx(20.0, rel=0.011)
-    (fact,) = [fact for fact in facts(job) if fact.name == "latency"]
-    assert "above the bound" in fact.text
+    told = dict(facts(job))["latency"]
+    assert "above the bound" in told
     write_journal(output, session())
     assert look(output).latency is None
 

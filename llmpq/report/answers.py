@@ -1,0 +1,258 @@
+"""What people ask of a plan, answered in sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from llmpq.report.formatting import (
+    SPACE,
+    count,
+    duration,
+    listed,
+    number,
+    per_second,
+    plural,
+    size,
+    times,
+)
+from llmpq.report.latency import latency_answers, what_is_bounded
+from llmpq.report.reasons import LEAST_GAIN
+from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
+from planner.plan.forecasts import JobForecast
+from planner.plan.spec import PlanChoice, PlanSpec
+from planner.scheduling import PREDICTING, TOKEN_POLICIES
+
+EQUAL_SPEED = 0.005  # less than a percent that is shown
+
+
+def job_answers(plan: PlanSpec) -> list[tuple[str, str]]:
+    """Return questions with their answers: how long, at which quality, how much slower without
+    quantization, what one more device would bring, what it costs, and what predicted lengths save;
+    of a plan of one batch only what is known beside it. Of a plan under a bound on latency first
+    how it keeps that.
+    """
+    if plan.latency is not None:
+        return [*latency_answers(plan, plan.latency), *_answers(plan, None)]
+    return _answers(plan, plan.job)
+
+
+def _answers(plan: PlanSpec, job: JobForecast | None) -> list[tuple[str, str]]:
+    found = (
+        ("How long?", _how_long(plan, job) if job is not None else ""),
+        ("At which quality?", _qualities(plan)),
+        ("And in full precision?", _full_precision(plan)),
+        ("With more devices?", _more_devices(plan)),
+        ("At which cost?", _cost(plan, job) if job is not None else ""),
+        ("What do predicted lengths save?", _prediction(plan, job) if job is not None else ""),
+    )
+    return [(question, text) for question, text in found if text]
+
+
+def job_remarks(plan: PlanSpec) -> list[str]:
+    """Sentences on the job that the answers rest on: a better plan, its long rows, its lengths."""
+    job = plan.job
+    remarks = [beaten(plan)]
+    if job is not None and plan.latency is None:
+        remarks += [_long_rows(plan, job), _lengths(job)]
+    return [each for each in remarks if each]
+
+
+def what_is_planned(plan: PlanSpec) -> str:
+    """The prompts of a job, how many of them are in flight, and their lengths, or the bound on the
+    latency of requests.
+    """
+    if plan.latency is not None:
+        return f"{what_is_bounded(plan.latency)}; {count(plan.workload.global_batch)} in flight"
+    if plan.job is None:
+        w = plan.workload
+        return f"{plural(w.global_batch, 'prompt')} of {w.prompt_length} tokens, {w.new_tokens} new"
+    lengths, slots = plan.job.job.lengths, plan.workload
+    prompts = f"{plural(plan.job.job.prompts, 'prompt')}, {count(slots.global_batch)} in flight"
+    alike = len(set(lengths.prompt_tokens)) == 1 and not lengths.outputs_vary
+    if alike:
+        return f"{prompts} ({lengths.longest_prompt} prompt tokens, {lengths.longest_output} new)"
+    room = f"slots of {count(slots.total_length)} tokens"
+    if plan.policy.name in TOKEN_POLICIES:
+        room = f"{count(slots.kv_tokens)} token slots for all"
+    return (
+        f"{prompts} (mean {lengths.mean_prompt:,.0f} prompt tokens, {lengths.mean_output:,.0f} "
+        f"new; {room})"
+    )
+
+
+def plan_choice(plan: PlanSpec) -> PlanChoice:
+    """The plan as one choice among those for the same job."""
+    bits = [each for stage in plan.stages for each in stage.bitwidths]
+    return PlanChoice(
+        in_flight=plan.workload.global_batch,
+        tokens_per_s=plan.predicted.tokens_per_s,
+        sensitivity=max(0.0, plan.solver.sensitivity),
+        mean_bits=sum(bits) / len(bits),
+    )
+
+
+def beaten(plan: PlanSpec) -> str:
+    """A sentence on the plan that has more tokens per second and less sensitivity, if there is."""
+    better, present = plan.beside.beaten_by, plan_choice(plan)
+    if better is None or better.tokens_per_s < present.tokens_per_s * (1 + LEAST_GAIN):
+        return ""
+    return (
+        f"{count(better.in_flight)} in flight would give {per_second(better.tokens_per_s)} "
+        f"tokens/s (this plan {per_second(present.tokens_per_s)}) at sensitivity "
+        f"{number(better.sensitivity)} ({number(present.sensitivity)}): leave out --global_bz"
+    )
+
+
+def _how_long(plan: PlanSpec, job: JobForecast) -> str:
+    return (
+        f"{plural(job.job.prompts, 'prompt')}: {duration(job.seconds)} at "
+        f"{per_second(job.tokens_per_s)} tokens/s, {count(plan.workload.global_batch)} in flight "
+        "(without loading)"
+    )
+
+
+def _qualities(plan: PlanSpec) -> str:
+    """The plans of the qualities; those that share one stand together."""
+    plans: dict[PlanChoice, list[str]] = {}
+    for each in plan.beside.qualities:
+        taken = " (taken)" if each.quality == plan.beside.quality else ""
+        plans.setdefault(each.plan, []).append(f"{each.quality}{taken}")
+    parts: list[str] = []
+    for choice, names in plans.items():
+        tokens, sensitivity = ("", "") if parts else (" tokens/s", "sensitivity ")
+        parts.append(
+            f"{listed(names)} {per_second(choice.tokens_per_s)}{tokens}, "
+            f"{sensitivity}{number(choice.sensitivity)}"
+        )
+    return f"quality: {'; '.join(parts)}" if parts else ""
+
+
+def _full_precision(plan: PlanSpec) -> str:
+    """The cost in speed of the most bits allowed, for all layers."""
+    if plan.beside.quality is None:
+        return ""
+    used = {bits for stage in plan.stages for bits in stage.bitwidths}
+    most, full = most_bits(plan), plan.beside.full_precision
+    if used == {most}:
+        return f"{most} bit: all layers have it"
+    if full is None:
+        return f"{most} bit does not fit"
+    slower = 1 - full.tokens_per_s / plan.predicted.tokens_per_s
+    if abs(slower) < EQUAL_SPEED:
+        return f"{most} bit fits, and is as fast: {count(full.in_flight)} in flight"
+    how = "slower" if slower > 0 else "faster"
+    return f"{most} bit fits: {abs(slower) * 100:.0f} % {how}, {count(full.in_flight)} in flight"
+
+
+def most_bits(plan: PlanSpec) -> int:
+    """The most bits that a layer may have."""
+    if plan.beside.full_precision is not None:
+        return round(plan.beside.full_precision.mean_bits)
+    used = max(bits for stage in plan.stages for bits in stage.bitwidths)
+    return used if plan.origin is None else max(used, *plan.origin.options.bits)
+
+
+def _more_devices(plan: PlanSpec) -> str:
+    """The gain of each kind of device that brings enough; its node where several have the kind."""
+    nodes = Counter(each.accelerator for each in plan.beside.more_devices)
+    least = plan.predicted.tokens_per_s * (1 + LEAST_GAIN)
+    found = [each for each in plan.beside.more_devices if each.plan.tokens_per_s >= least]
+    if plan.beside.more_devices and not found:
+        return f"one more device of any kind: less than {LEAST_GAIN * 100:g} % more tokens/s"
+    gains: list[str] = []
+    for each in found:
+        where = f" on {each.node}" if nodes[each.accelerator] > 1 else ""
+        many = "one" if each.count == 1 else count(each.count)
+        faster = times(each.plan.tokens_per_s / plan.predicted.tokens_per_s)
+        gains.append(
+            f"{many} more {each.accelerator}{where}: {faster}{'' if gains else ' the tokens/s'}"
+        )
+    return "; ".join(gains)
+
+
+def _cost(plan: PlanSpec, job: JobForecast) -> str:
+    """What the job costs with its long rows, by the prices of the nodes."""
+    if job.price_per_hour is None:
+        return "cost: not known, as the nodes of the cluster file have no price_per_hour"
+    longer = plan.long_rows.job if plan.long_rows is not None else None
+    parts = [job, longer] if longer is not None else [job]
+    cost = job.price_per_hour * sum(part.seconds for part in parts) / 3600
+    tokens = sum(part.seconds * part.tokens_per_s for part in parts)
+    return (
+        f"cost: {_price(job.price_per_hour)} per hour, {_price(cost / tokens * 1e6)} per million "
+        f"tokens, {_price(cost)} for the job"
+    )
+
+
+def _price(amount: float) -> str:
+    """An amount of any currency: two decimals, or two digits where that is more."""
+    if 0 < amount < 0.1:
+        return f"{amount:.2g}"
+    return f"{amount:,.2f}"
+
+
+def _prediction(plan: PlanSpec, job: JobForecast) -> str:
+    """The KV memory of a request by its predicted length and by its longest, under `s3`, and how
+    many more requests are in flight in the same memory thereby.
+    """
+    if plan.policy.name != PREDICTING:
+        return ""
+    lengths, slots = job.job.lengths, plan.workload
+    predicted, longest = job.job.mean_predicted, lengths.mean_reserved
+    token_bytes = sum(stage.memory.kv_cache for stage in plan.stages) / slots.kv_tokens
+    assumed, in_flight = job.job.predictor, slots.global_batch
+    if assumed is None or assumed.source == LONGEST:
+        return (
+            f"KV memory of a request: {_size(longest * token_bytes)} in the mean ({longest:,.0f} "
+            "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
+            "llmpq lengths for less"
+        )
+    fewer = min(in_flight, int(slots.reservable_tokens / longest))
+    return (
+        f"KV memory of a request: {_size(predicted * token_bytes)} expected in the mean "
+        f"({predicted:,.0f} tokens), {_size(longest * token_bytes)} reserved for the longest "
+        f"answer ({longest:,.0f}); so {count(in_flight)} in flight instead of {count(fewer)} "
+        f"({_predictor(assumed)})"
+    )
+
+
+def _size(count_bytes: float) -> str:
+    """Bytes for the terminal too, which may know no other space than that of ASCII."""
+    return size(count_bytes).replace(SPACE, " ")
+
+
+def _predictor(assumed: AssumedPredictor) -> str:
+    """What was assumed of predictions."""
+    if assumed.source == ORACLE:
+        return f"oracle: always the right one of {len(assumed.buckets)} lengths"
+    return (
+        f"predictor {assumed.source}: the right one of {len(assumed.buckets)} lengths for "
+        f"{assumed.accuracy:.0%} of the rows held out"
+    )
+
+
+def _long_rows(plan: PlanSpec, job: JobForecast) -> str:
+    """The plan for rows that have no room in the slots of the others."""
+    longer = plan.long_rows
+    if longer is None or longer.job is None:
+        return ""
+    return (
+        f"{count(longer.job.job.prompts)} longer prompts run by themselves: "
+        f"{duration(longer.job.seconds)}, {count(longer.workload.global_batch)} in flight; "
+        f"{duration(job.seconds + longer.job.seconds)} in all"
+    )
+
+
+def _lengths(job: JobForecast) -> str:
+    """The source of the output lengths, on which every figure rests."""
+    lengths = job.job.lengths
+    if lengths.outputs_from == "limits":
+        return (
+            "lengths: outputs are taken as long as their limits allow; --lengths FILE for measured "
+            "ones"
+        )
+    longest = f"prompts up to {count(lengths.longest_prompt)} tokens"
+    return (
+        f"lengths: {longest}, outputs {lengths.mean_output:,.0f} in the mean, "
+        f"{count(lengths.longest_output)} at most ({lengths.outputs_from})"
+    )

@@ -1,0 +1,482 @@
+"""Pictures of plans: the curve of a job, the front, throughput over bounds, the schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from llmpq.report.answers import plan_choice
+from llmpq.report.charts import (
+    ACCENT,
+    CARD,
+    INK,
+    Axis,
+    columns,
+    label,
+    polyline,
+    rows,
+    spot,
+    svg,
+    text,
+)
+from llmpq.report.formatting import (
+    count,
+    duration,
+    listed,
+    number,
+    per_second,
+    plural,
+    seconds,
+    shortened,
+)
+from llmpq.report.latency import kind_name, requests_per_second
+from llmpq.report.rendering import write_picture
+from planner.explanation.explain import Explanation
+from planner.latency_bound.draw import simulated_cycles
+from planner.latency_bound.front import KindFronts, LatencyPoint, reason_of
+from planner.plan.forecasts import LatencyForecast
+from planner.plan.spec import PlanChoice, PlanSpec
+from planner.scheduling import ScheduleKind
+from planner.search.find import FrontPoint, front_json
+from planner.simulation.pictures import GanttOptions, gantt_svg
+from planner.simulation.simulation import Simulated
+from quant.common.errors import SpecError
+
+CURVE_SIZE, FRONT_SIZE, BOUNDS_SIZE = (560, 430), (560, 340), (640, 360)
+SPEED_Y, QUALITY_Y = (268.0, 26.0), (374.0, 304.0)
+"""Pixels of the bottom and the top of the two panels of a curve."""
+LABEL_HEIGHT, LETTER = 16, 7.5  # pixels
+
+SAME_S = 1e-2
+"""Share of the seconds by which two searches may differ that end at the same sensitivity: there the
+picture has one plan.
+"""
+
+KIND_LOOKS: dict[ScheduleKind, tuple[str, str]] = {
+    "rra": (ACCENT, ""),
+    "waa-c": ("#b0500f", "8 4"),
+    "waa-m": ("#2f7d73", "2 3"),
+}
+"""Colours of the kinds, and dashes for those to whom these look alike."""
+
+GANTT_WIDTH = 800  # pixels of the drawing; with its labels as wide as the page's text
+GANTT_LABEL = 24  # characters
+ROUNDS_SHOWN = 4  # decode rounds after the first tokens, in the second picture
+
+
+@dataclass(frozen=True)
+class JobCurve:
+    """The best plans at other prompts in flight, ascending, with the plan itself, `present`.
+
+    `named`: plans that are more than a point of the curve, with what they are.
+    """
+
+    points: Sequence[PlanChoice]
+    present: PlanChoice
+    named: Mapping[PlanChoice, tuple[str, ...]]
+
+    @property
+    def plans(self) -> Sequence[PlanChoice]:
+        """All plans; the one that the page is about is drawn last, above the others."""
+        others = dict.fromkeys((*self.points, *self.named))
+        return [*(each for each in others if each != self.present), self.present]
+
+    def names(self, plan: PlanChoice) -> str:
+        return ", ".join(self.named.get(plan, ()))
+
+
+def curve_of(plan: PlanSpec) -> JobCurve | None:
+    """The curve of the plan's job; None where no other number in flight is known."""
+    present = plan_choice(plan)
+    others = [each for each in plan.beside.curve if each.in_flight != present.in_flight]
+    if plan.job is None or not others:
+        return None
+    names: dict[PlanChoice, tuple[str, ...]] = {present: ("this plan",)}
+    taken = [each.plan for each in plan.beside.qualities if each.quality == plan.beside.quality]
+    for each in plan.beside.qualities:
+        choice = present if each.plan in taken else each.plan
+        names[choice] = (*names.get(choice, ()), each.quality)
+    points = sorted((*others, present), key=lambda each: each.in_flight)
+    return JobCurve(points, present, names)
+
+
+def curve_svg(curve: JobCurve, alone: bool = False) -> Markup:
+    """Tokens per second over prompts in flight, and below it what quality that takes."""
+    left, right = 74, CURVE_SIZE[0] - 24
+    counts = [plan.in_flight for plan in curve.plans]
+    x = Axis.of_counts(counts, left, right)
+    ticks = x.chosen([curve.present.in_flight, min(counts), max(counts), *sorted(counts)])
+    speed = Axis.from_zero([plan.tokens_per_s for plan in curve.plans], *SPEED_Y)
+    quality = Axis.from_zero([plan.sensitivity for plan in curve.plans], *QUALITY_Y)
+
+    def panel(title: str, y: Axis, figure: Callable[[PlanChoice], float]) -> Iterator[Markup]:
+        yield text(10, y.last - 10, title, "title")
+        yield from rows(y.ticks, left, right)
+        yield polyline((x.at(plan.in_flight), y.at(figure(plan))) for plan in curve.points)
+        for plan in curve.plans:
+            is_present = plan == curve.present
+            named = plan in curve.named and not is_present
+            style = f"spot{' present' if is_present else ''}{' named' if named else ''}"
+            look = {"r": 8 if is_present else 5, "stroke": ACCENT, "stroke_width": 2}
+            fill, title = CARD if named else ACCENT, _choice_title(curve, plan)
+            yield spot(x.at(plan.in_flight), y.at(figure(plan)), title, style, fill, **look)
+
+    named = [
+        (curve.names(plan), x.at(plan.in_flight), speed.at(plan.tokens_per_s))
+        for plan in reversed(curve.plans)
+        if plan in curve.named
+    ]
+    parts = [
+        *columns(ticks, quality.first, speed.last),
+        text(
+            (left + right) / 2, CURVE_SIZE[1] - 8, "prompts in flight", "title",
+            text_anchor="middle",
+        ),
+        *panel("new tokens per second", speed, lambda plan: plan.tokens_per_s),
+        *panel(SENSITIVITY_TITLE, quality, lambda plan: plan.sensitivity),
+        *(label(at, y, words, "middle") for words, at, y in _apart(named, CURVE_SIZE[0])),
+    ]  # fmt: skip
+    titles = "; ".join(_choice_title(curve, plan) for plan in curve.plans)
+    said = f"tokens per second and sensitivity over prompts in flight: {titles}"
+    return svg(CURVE_SIZE, said, parts, alone)
+
+
+SENSITIVITY_TITLE = "summed sensitivity (no unit; less is better)"
+
+
+def _choice_title(curve: JobCurve, plan: PlanChoice) -> str:
+    """The figures of the plan in words."""
+    names = curve.named.get(plan)
+    return (
+        f"{f'{listed(list(names))}: ' if names else ''}{count(plan.in_flight)} in flight, "
+        f"{per_second(plan.tokens_per_s)} tokens/s, sensitivity {number(plan.sensitivity)}, "
+        f"{plan.mean_bits:.1f} bits a layer"
+    )
+
+
+def _apart(named: Iterable[tuple[str, float, float]], width: int) -> list[tuple[str, float, float]]:
+    """Words with the pixels of their middle and base line, beside their spots, where they do not
+    cover each other: above its spot, below it, and further away; within the picture.
+    """
+    placed: list[tuple[str, float, float]] = []
+
+    def is_free(words: str, x: float, y: float) -> bool:
+        return all(
+            abs(x - other_x) >= (len(words) + len(other)) * LETTER / 2
+            or abs(y - other_y) >= LABEL_HEIGHT
+            for other, other_x, other_y in placed
+        )
+
+    for words, spot_x, spot_y in named:
+        half = len(words) * LETTER / 2
+        x = min(max(spot_x, half + 2), width - half - 2)
+        choices = [spot_y + step for step in (-14, 24, -30, 40, -46, 56)]
+        placed.append((words, x, next((y for y in choices if is_free(words, x, y)), choices[0])))
+    return placed
+
+
+def write_curve(path: str | Path, plan: PlanSpec) -> None:
+    """Write the curve of the plan's job as an SVG picture, whole or not at all.
+
+    Raises SpecError where the plan has no curve, and where it cannot be written.
+    """
+    target = Path(path)
+    curve = curve_of(plan)
+    if curve is None:
+        what = "is of one batch" if plan.job is None else "was made for one number in flight"
+        raise SpecError(
+            f"{target}: the plan {what} and has no curve; plan a job of "
+            f"{plural(2, 'prompt')} or more with --in_flight auto"
+        )
+    if target.suffix != ".svg":
+        raise SpecError(f"{target}: the curve is written as .svg")
+    write_picture(target, curve_svg(curve, alone=True))
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """A plan by its simulated latency and its summed sensitivity, and the theta that gives it.
+
+    `bits`: mean bitwidth of a layer, None where it is not to be shown.
+    """
+
+    theta: float
+    latency_s: float
+    sensitivity: float
+    bits: float | None = None
+
+    @property
+    def title(self) -> str:
+        """The figures of the plan in words."""
+        bits = "" if self.bits is None else f", {self.bits:.1f} bits a layer"
+        return (
+            f"theta {number(self.theta)}: {duration(self.latency_s)}, "
+            f"sensitivity {number(self.sensitivity)}{bits}"
+        )
+
+
+def front_svg(
+    points: Sequence[PlanPoint], whole: str, present: PlanPoint | None = None, alone: bool = False
+) -> Markup:
+    """Latency against sensitivity, fastest first, where `present` is drawn large; `whole`: what the
+    seconds are of.
+    """
+    width, height = FRONT_SIZE
+    x = Axis.over([point.latency_s for point in points], 84, width - 28)
+    y = Axis.over([point.sensitivity for point in points], height - 62, 44)
+    spots = [(x.at(point.latency_s), y.at(point.sensitivity)) for point in points]
+    own = [index for index, point in enumerate(points) if point == present]
+    parts = [
+        *columns(x.ticks, y.first, y.last),
+        *rows(y.ticks, x.first, x.last),
+        text(
+            (x.first + x.last) / 2, height - 10, f"seconds of the {whole} (s)", "title",
+            text_anchor="middle",
+        ),
+        text(10, 22, SENSITIVITY_TITLE, "title"),
+        polyline(spots),
+        *(
+            spot(*pixels, point.title, *(("spot present",) if index in own else ()),
+                 r=8 if index in own else 5)
+            for index, (pixels, point) in enumerate(zip(spots, points, strict=True))
+        ),
+        *_end_labels(spots, own, width),
+    ]  # fmt: skip
+    said = "; ".join(point.title for point in points)
+    return svg(FRONT_SIZE, f"latency against summed sensitivity: {said}", parts, alone)
+
+
+def _end_labels(
+    spots: Sequence[tuple[float, float]], own: Sequence[int], width: int
+) -> Iterator[Markup]:
+    """Names of the plan that the page is about and of the two ends, where they have room."""
+    names = {index: ["this plan"] for index in own}
+    for index, name in ((0, "fastest"), (len(spots) - 1, "best quality")):
+        names.setdefault(index, []).append(name)
+    placed: list[tuple[float, float]] = []
+    for index, words in names.items():
+        left, top = spots[index]
+        x, anchor = (left - 14, "end") if left > width / 2 else (left + 14, "start")
+        y = top - 10
+        if all(abs(y - other_y) > 18 or abs(x - other_x) > 130 for other_x, other_y in placed):
+            placed.append((x, y))
+            yield label(x, y, ", ".join(words), anchor)
+
+
+@dataclass(frozen=True)
+class Front:
+    """Plans that no other one beats in both, fastest first, from those of `thetas`, ascending."""
+
+    present: PlanPoint
+    points: Sequence[PlanPoint]
+    thetas: Sequence[float]
+
+
+def front_of(
+    plan: PlanSpec, explanation: Explanation | None, front: Sequence[FrontPoint]
+) -> Front | None:
+    """The given front, else what other thetas gave, with `plan`; None where neither is known."""
+    bits = plan_choice(plan).mean_bits
+    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity, bits)
+    others = [_plan_point(each) for each in front if not _is_planned(plan, each)]
+    if front and not others:
+        return Front(present, [present], [present.theta])
+    if not others and explanation is not None:
+        others = [
+            PlanPoint(answer.theta, answer.predicted_s, answer.sensitivity)
+            for answer in explanation.answers.of("theta")
+        ]
+    if not others:
+        return None
+    thetas = sorted({point.theta for point in (present, *others)})
+    return Front(present, _undominated([present, *others]), thetas)
+
+
+def _plan_point(point: FrontPoint) -> PlanPoint:
+    return PlanPoint(point.theta, point.latency_s, point.omega, point.bits)
+
+
+def _is_planned(plan: PlanSpec, point: FrontPoint) -> bool:
+    """Whether a point of a front is `plan`, which another search with another theta found again, a
+    little faster or slower by its gap.
+    """
+    latency_s, sensitivity = plan.predicted.latency_s, plan.solver.sensitivity
+    same = math.isclose(point.omega, sensitivity, rel_tol=1e-6, abs_tol=1e-12)
+    return same and math.isclose(point.latency_s, latency_s, rel_tol=SAME_S)
+
+
+def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
+    """Points that no other one beats in both, fastest first; the first given one of equals."""
+    kept: list[PlanPoint] = []
+    for point in sorted(points, key=lambda each: (each.latency_s, each.sensitivity)):
+        if not kept or point.sensitivity < kept[-1].sensitivity:
+            kept.append(point)
+    return kept
+
+
+def front_beside(plan: PlanSpec, front: Sequence[FrontPoint]) -> list[FrontPoint]:
+    """The points of a given front that the page of `plan` has, with the plan's own figures."""
+    found = front_of(plan, None, front)
+    if found is None:
+        return []
+    p = plan.predicted
+    own = FrontPoint(
+        theta=plan.solver.theta,
+        latency_s=p.latency_s,
+        objective_latency_s=p.objective_latency_s,
+        tokens_per_s=p.tokens_per_s,
+        in_flight=plan.workload.global_batch,
+        omega=plan.solver.sensitivity,
+        bits=plan_choice(plan).mean_bits,
+    )
+    given = {(each.theta, each.latency_s): each for each in front}
+    return [
+        own if point == found.present else given[point.theta, point.latency_s]
+        for point in found.points
+    ]
+
+
+def _write_front(path: str | Path, picture: Callable[[], str], figures: Callable[[], str]) -> None:
+    """Write the picture (`.svg`) or the figures (`.json`) of a front, whole or not at all.
+
+    Raises SpecError for any other ending, and where it cannot be written.
+    """
+    target = Path(path)
+    made = {".svg": picture, ".json": figures}.get(target.suffix)
+    if made is None:
+        raise SpecError(f"{target}: the front is written as .svg or .json")
+    write_picture(target, made())
+
+
+def write_front(path: str | Path, points: Sequence[FrontPoint], whole: str = "batch") -> None:
+    """Write a front as `.svg` or `.json`; `whole`: what the seconds are of, a batch or a job."""
+    plans = [_plan_point(each) for each in points]
+    _write_front(path, lambda: front_svg(plans, whole, alone=True), lambda: front_json(points))
+
+
+def write_latency_front(path: str | Path, fronts: KindFronts) -> None:
+    """Write throughput over bounds as `.svg` or `.json`."""
+    _write_front(path, lambda: bounds_svg(fronts, alone=True), fronts.to_json)
+
+
+def winners(fronts: KindFronts) -> list[str]:
+    """A sentence for each span of bounds that one of several kinds of schedule is best for, with
+    what makes it so, and for each kind that cannot be had.
+    """
+    runs = fronts.runs if len(fronts.kinds) > 1 else []
+    found = []
+    for index, run in enumerate(runs, start=1):
+        until = f"to {seconds(runs[index][0].bound_s)}" if index < len(runs) else "on"
+        kind = kind_name(run[-1].best.schedule.kind)
+        found.append(f"from {seconds(run[0].bound_s)} {until}: {kind}, {reason_of(run)}")
+    return [*found, *(f"no {kind_name(each.kind)}: {each.problem}" for each in fronts.left_out)]
+
+
+def bounds_svg(
+    fronts: KindFronts, present: LatencyForecast | None = None, alone: bool = False
+) -> Markup:
+    """Requests per second over bounds on their latency, a line for each kind of schedule, with a
+    ring for the plan that the page is about; one of any latency is at the right end.
+    """
+    width, height = BOUNDS_SIZE
+    left, right = 74, width - 84
+    plans = [] if present is None else [present]
+    own_bounds = [each.bound_s for each in plans if each.bound_s is not None]
+    x = Axis.of_counts([*(each.bound_s for each in fronts.points), *own_bounds], left, right)
+    rates = [each.requests_per_s for each in fronts.points]
+    rates += [each.requests_per_s for each in plans]
+    y = Axis.from_zero(rates, height - 62, 44)
+    values = sorted({float(f"{each.bound_s:.3g}") for each in fronts.points})
+    lines = {kind: fronts.front(kind) for kind in fronts.kinds}
+    names = _line_ends({kind: y.at(each[-1].requests_per_s) for kind, each in lines.items()})
+    titles = "; ".join(_bound_title(point) for points in lines.values() for point in points)
+    said = f"requests per second over bounds on their latency: {titles}"
+    parts = [
+        *columns(x.chosen([values[0], values[-1], *values]), y.first, y.last),
+        *rows(y.ticks, x.first, x.last),
+        text(
+            (x.first + x.last) / 2, height - 10, "bound on the latency of a request (s)", "title",
+            text_anchor="middle",
+        ),
+        text(10, 22, "requests per second", "title"),
+    ]  # fmt: skip
+    for kind, points in lines.items():
+        colour, dashes = KIND_LOOKS[kind]
+        spots = [(x.at(each.bound_s), y.at(each.requests_per_s)) for each in points]
+        parts.append(polyline(spots, f"front {kind}", stroke=colour, stroke_dasharray=dashes))
+        parts += [
+            spot(*pixels, _bound_title(point), f"spot {kind}", colour)
+            for pixels, point in zip(spots, points, strict=True)
+        ]
+        parts.append(label(right + 4, names[kind], kind_name(kind)))
+    for plan in plans:
+        at = x.last if plan.bound_s is None else x.at(plan.bound_s)
+        ring = {"r": 9, "stroke": INK, "stroke_width": 3}
+        parts.append(spot(at, y.at(plan.requests_per_s), "this plan", "here", "none", **ring))
+    return svg(BOUNDS_SIZE, said, parts, alone)
+
+
+def _line_ends(ends: Mapping[ScheduleKind, float]) -> dict[ScheduleKind, float]:
+    """Pixels of the names of lines that end at these pixels: beside the ends, and apart."""
+    places: dict[ScheduleKind, float] = {}
+    above = math.inf
+    for kind, y in sorted(ends.items(), key=lambda each: -each[1]):
+        above = places[kind] = min(y + 5, above - LABEL_HEIGHT - 1)
+    return places
+
+
+def _bound_title(point: LatencyPoint) -> str:
+    """The figures of the point in words."""
+    return (
+        f"{kind_name(point.schedule.kind)} within {seconds(point.bound_s)}: "
+        f"{requests_per_second(point.requests_per_s)}, {seconds(point.latency_s)}"
+    )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A Gantt chart, `svg`, under its title."""
+
+    title: str
+    svg: str
+
+
+def schedule_pictures(
+    simulated: Simulated, devices: Sequence[str], is_job: bool = False
+) -> list[Picture]:
+    """What was simulated as two pictures: all of it, a batch or the first fills of a job's slots,
+    and the turn from prefill to decode.
+    """
+    labels = [shortened(device, GANTT_LABEL) for device in devices]
+    title = "The first fills of the slots" if is_job else "The whole batch"
+    views = [(title, GanttOptions(width=GANTT_WIDTH))]
+    turn = _turn(simulated)
+    if turn is not None:
+        views.append(("From prefill to decode", turn))
+    return [Picture(title, gantt_svg(simulated, labels, options)) for title, options in views]
+
+
+def cycle_pictures(plan: PlanSpec) -> list[Picture]:
+    """A few cycles of the schedule of a plan under a bound on latency."""
+    cycles = simulated_cycles(plan)
+    labels = [shortened(label, GANTT_LABEL) for label in cycles.labels]
+    options = GanttOptions(width=GANTT_WIDTH)
+    title = "Two cycles: every stage prefills, then decodes"
+    if plan.prefill_plan is not None:
+        title = "A few turns: some stages prefill, others decode meanwhile"
+    return [Picture(title, gantt_svg(cycles.simulated, labels, options))]
+
+
+def _turn(simulated: Simulated) -> GanttOptions | None:
+    """A few decode rounds around the time when all slots have first tokens, if there are more."""
+    decode_s = simulated.latency_s - simulated.filled_s
+    steps = max(each.step for each in simulated.passes)
+    if steps <= 2 * ROUNDS_SHOWN or simulated.stages == 1:
+        return None
+    span_s = ROUNDS_SHOWN * decode_s / steps
+    start_s = max(0.0, simulated.filled_s - span_s)
+    return GanttOptions(start_s, simulated.filled_s + span_s, GANTT_WIDTH)

@@ -1,0 +1,406 @@
+"""The facts of a plan: terminal, notebook and page take every number and sentence from here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from llmpq.report.answers import (
+    beaten,
+    job_answers,
+    job_remarks,
+    most_bits,
+    plan_choice,
+    what_is_planned,
+)
+from llmpq.report.formatting import (
+    count,
+    duration,
+    gap,
+    listed,
+    number,
+    per_second,
+    plural,
+    seconds,
+    times,
+    whole_percent,
+)
+from llmpq.report.latency import kind_name, latencies, lengths, rates, requests_per_second, waiting
+from llmpq.report.reasons import LEAST_GAIN, search_outcome
+from planner.plan.forecasts import LatencyForecast, PerplexityForecast
+from planner.plan.spec import Baseline, PlanChoice, PlanSpec, StagePlan
+from planner.scheduling import TOKEN_POLICIES
+from quant.scheme import FULL_BITS, NEAR_FULL_BITS
+
+MOST_RUNS = 6  # of equal bits that are told in the order of the layers
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """A plan in words: what it is for, the verdict on it, what people ask of it, and what its
+    figures rest on. `tiles` are the first figures by their names; `baselines` the simpler plans
+    against this one.
+    """
+
+    title: str
+    planned: str
+    whole: str
+    sentence: str
+    tiles: Sequence[tuple[str, str]]
+    rests_on: Sequence[str]
+    warnings: Sequence[str]
+    answers: Sequence[tuple[str, str]]
+    remarks: Sequence[str]
+    quality: QualityWord
+    predicted: str
+    searched: str
+    priced: str
+    times_from: Sequence[str]
+    baselines: Sequence[str]
+    lengths: str
+
+
+def facts_of(plan: PlanSpec) -> PlanFacts:
+    """The facts of a plan, which fits, as it was made."""
+    quality = quality_word(plan)
+    return PlanFacts(
+        title=f"{plan.model.name} on {plan.cluster}",
+        planned=f"{what_is_planned(plan)}; micro-batches {micro_batches(plan)}",
+        whole=whole(plan),
+        sentence=_sentence(plan, quality),
+        tiles=_tiles(plan, quality),
+        rests_on=[_times(plan), f"Quality: {quality.basis}.", _search(plan)],
+        warnings=_warnings(plan),
+        answers=job_answers(plan),
+        remarks=job_remarks(plan),
+        quality=quality,
+        predicted=predicted(plan),
+        searched=searched(plan),
+        priced=f"theta {number(plan.solver.theta)}, {sensitivity(plan)} "
+        f"({plan.sensitivity_source})",
+        times_from=times_from(plan),
+        baselines=[beside(plan, each) for each in plan.baselines if each.name == "uniform"],
+        lengths="" if plan.latency is None else lengths(plan.latency),
+    )
+
+
+def whole(plan: PlanSpec) -> str:
+    """What the seconds of a plan are of."""
+    if plan.latency is not None:
+        return "request"
+    return "batch" if plan.job is None else "job"
+
+
+def micro_batches(plan: PlanSpec) -> str:
+    """How many requests the stages take at once."""
+    sizes, policy = plan.micro_batches, plan.policy
+    if policy.name not in TOKEN_POLICIES:
+        prefills = (plan.prefill_plan or plan).micro_batches
+        return f"{prefills.prefill} (prefill), {sizes.decode} (decode)"
+    parts = f", prompts in parts of {policy.prefill_chunk_tokens} tokens"
+    most = f"of up to {policy.max_batch_size} requests of both phases (policy {policy.name}"
+    return f"{most}{parts if policy.prefill_chunk_tokens else ''})"
+
+
+def bits_of(stage: StagePlan) -> list[str]:
+    """Runs of equal bits in layer order, or counts where there are too many runs to read."""
+    runs = [(bits, len(list(group))) for bits, group in groupby(stage.bitwidths)]
+    if len(runs) <= MOST_RUNS:
+        return [f"{bits}x{count}" for bits, count in runs]
+    counts = Counter(stage.bitwidths)
+    return [*(f"{bits}x{counts[bits]}" for bits in sorted(counts)), "(mixed)"]
+
+
+def predicted(plan: PlanSpec) -> str:
+    """Seconds and tokens per second; of the two phases where they follow one another. Under a bound
+    on latency requests per second, and the latency.
+    """
+    p = plan.predicted
+    if plan.latency is not None:
+        return f"{rates(plan.latency)}; {latencies(plan.latency)}"
+    text = f"{duration(p.latency_s)} {_of_what(plan)}, {per_second(p.tokens_per_s)} tokens/s"
+    if plan.job is not None:
+        return text
+    return f"{text} (prefill {duration(p.prefill_s)}, decode {duration(p.decode_s)})"
+
+
+def searched(plan: PlanSpec) -> str:
+    """How the plan was found, and how far from the best it can be."""
+    s = plan.solver
+    if plan.latency is not None:
+        schedules = plural(plan.latency.evaluations, "schedule")
+        return f"{schedules} evaluated by branch and bound, {seconds(s.seconds)}"
+    return (
+        f"{s.method} with {s.solver}, {search_outcome(plan)}, gap {gap(s.gap)}, "
+        f"{seconds(s.seconds)} for {plural(s.candidates, 'candidate')} of order and micro-batches "
+        f"({s.solved:,} solved)"
+    )
+
+
+def sensitivity(plan: PlanSpec) -> str:
+    """How much the bits of layers lose, those of stages that only prefill by themselves."""
+    text = f"sensitivity {number(plan.solver.sensitivity)}"
+    if plan.prefill_plan is None:
+        return text
+    return f"{text} (of prefill {number(plan.prefill_plan.solver.sensitivity)})"
+
+
+def expected_perplexity(forecast: PerplexityForecast) -> str:
+    """The rise of perplexity, its interval, and the bound where one was asked for."""
+    text = (
+        f"{forecast.increase:+.3g} over {number(forecast.baseline)} at 16 bit expected "
+        f"({forecast.low:+.3g} to {forecast.high:+.3g}, from {forecast.points} measured points)"
+    )
+    if forecast.max_increase is None or forecast.max_omega is None:
+        return text
+    return (
+        f"{text}; at most {forecast.max_increase:+.3g} asked for, which is a sensitivity of "
+        f"{number(forecast.max_omega)}"
+    )
+
+
+def beside(plan: PlanSpec, baseline: Baseline) -> str:
+    """A simpler plan against this one."""
+    if baseline.latency_s is None or baseline.sensitivity is None:
+        return f"{baseline.name}: does not fit at any bitwidth"
+    ratio = baseline.latency_s / plan.predicted.latency_s
+    return (
+        f"{baseline.name} ({baseline.bitwidth} bit): {duration(baseline.latency_s)} "
+        f"{_of_what(plan)}, sensitivity {number(baseline.sensitivity)}; this plan is "
+        f"{times(ratio)} as fast"
+    )
+
+
+def times_from(plan: PlanSpec) -> list[str]:
+    """Lines that say where the stages' times come from; stages of one source share a line."""
+    stages: dict[str, list[str]] = {}
+    prefills = () if plan.prefill_plan is None else plan.prefill_plan.stages
+    for stage in (*prefills, *plan.stages):
+        phase = "" if stage.role == "both" else f"{stage.role} "
+        stages.setdefault(stage.provenance, []).append(f"{phase}stage {stage.index}")
+    if len(stages) == 1:
+        return [f"times: {source}" for source in stages]
+    return [f"times of {_together(of)}: {source}" for source, of in stages.items()]
+
+
+def _together(stages: list[str]) -> str:
+    """Numbers of stages behind what they are: "stage 0, 2"."""
+    kinds: dict[str, list[str]] = {}
+    for kind, _, index in (stage.rpartition(" ") for stage in stages):
+        kinds.setdefault(kind, []).append(index)
+    return ", ".join(f"{kind} {', '.join(numbers)}" for kind, numbers in kinds.items())
+
+
+def _of_what(plan: PlanSpec) -> str:
+    return "a batch" if plan.job is None else "for the job"
+
+
+LEAST_SHOWN_GAP = 5e-5  # less reads as 0.00 %
+
+
+class QualityWord(NamedTuple):
+    """How good a plan's answers are, in a word, and what that rests on."""
+
+    word: str
+    basis: str
+
+
+def quality_word(plan: PlanSpec) -> QualityWord:
+    """The expected rise of perplexity where points were measured, else a word for the bits."""
+    if plan.perplexity is not None:
+        rise = f"perplexity {plan.perplexity.increase:+.3g}"
+        return QualityWord(rise, f"perplexity: {expected_perplexity(plan.perplexity)}")
+    counts = _counts(plan)
+    told = f"{_shares(counts)} of {plural(plan.model.layers, 'layer')}"
+    if plan.prefill_plan is not None:
+        prefills = _counts(plan.prefill_plan)
+        told += f" where stages decode, {_shares(prefills)} where they prefill"
+        counts = min(counts, prefills, key=lambda each: sorted(each.elements()))
+    if set(counts) == {FULL_BITS}:
+        return QualityWord("that of 16 bit", f"{told}: nothing is quantized")
+    return QualityWord(
+        _word(counts),
+        f"{told}, {sensitivity(plan)}; a word for the bits, no measurement of this model: llmpq "
+        "indicator --perplexity gives one",
+    )
+
+
+def _counts(plan: PlanSpec) -> Counter[int]:
+    """How many layers have which bits."""
+    return Counter(bits for stage in plan.stages for bits in stage.bitwidths)
+
+
+def _shares(counts: Counter[int]) -> str:
+    return listed([f"{counts[bits]} at {bits} bit" for bits in sorted(counts, reverse=True)])
+
+
+def _word(counts: Counter[int]) -> str:
+    """A word for the bits that layers have; by the layers of 4 and 3 bit, which lose most."""
+    layers = counts.total()
+    if min(counts) >= NEAR_FULL_BITS:
+        return "close to 16 bit"
+    if min(counts) == 4:
+        return "a little below 16 bit" if counts[4] < layers / 2 else "below 16 bit"
+    return "below 16 bit" if counts[3] < layers / 4 else "clearly below 16 bit"
+
+
+def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
+    devices = plural(len(_stages(plan)), "device")
+    place = f"{plan.model.name} runs on {devices} of {plan.cluster}"
+    if plan.perplexity is None:
+        good = f"at a quality {quality.word}"
+    else:
+        good = f"with {quality.word} expected"
+    if plan.latency is not None:
+        return (
+            f"{place}. It should answer {requests_per_second(plan.latency.requests_per_s)}, "
+            f"{per_second(plan.latency.tokens_per_s)} new tokens per second, {good}: "
+            f"{latencies(plan.latency)}."
+        )
+    speed = f"{per_second(plan.predicted.tokens_per_s)} new tokens per second"
+    if plan.job is None:
+        prompts = f"a batch of {plural(plan.workload.global_batch, 'prompt')}"
+        took = duration(plan.predicted.latency_s)
+    else:
+        prompts, took = plural(plan.job.job.prompts, "prompt"), duration(plan.job.seconds)
+    return f"{place}. It should finish {prompts} in {took}, {speed}, {good}."
+
+
+def _tiles(plan: PlanSpec, quality: QualityWord) -> list[tuple[str, str]]:
+    if plan.latency is not None:
+        return _bounded_tiles(plan, plan.latency, quality)
+    job, in_flight = plan.job, count(plan.workload.global_batch)
+    took = duration(plan.predicted.latency_s) if job is None else duration(job.seconds)
+    prompts = plan.workload.global_batch if job is None else job.job.prompts
+    tiles = [
+        (plural(prompts, "prompt"), took),
+        ("new tokens per second", per_second(plan.predicted.tokens_per_s)),
+        ("quality", quality.word),
+    ]
+    if job is None:
+        return [*tiles, ("until all first tokens", duration(plan.predicted.prefill_s))]
+    return [*tiles, ("prompts in flight", in_flight)]
+
+
+def _bounded_tiles(
+    plan: PlanSpec, forecast: LatencyForecast, quality: QualityWord
+) -> list[tuple[str, str]]:
+    schedule = plan.policy.schedule
+    kind = [] if schedule is None else [("schedule", kind_name(schedule.kind))]
+    return [
+        ("requests per second", per_second(forecast.requests_per_s)),
+        ("new tokens per second", per_second(forecast.tokens_per_s)),
+        (f"{whole_percent(forecast.quantile)} of requests within", seconds(forecast.latency_s)),
+        ("quality", quality.word),
+        *kind,
+    ]
+
+
+def _times(plan: PlanSpec) -> str:
+    """What the seconds rest on: stages that were measured and stages that were not."""
+    measured = [each for each in _stages(plan) if not _is_estimated(each.provenance)]
+    if not measured:
+        return "Seconds: estimated from datasheets for every stage, simulated; nothing is measured."
+    if len(measured) == len(_stages(plan)):
+        return "Seconds: from measured layer times of every stage, simulated."
+    return (
+        f"Seconds: from measured layer times of {len(measured)} of "
+        f"{plural(len(_stages(plan)), 'stage')}, the others estimated from datasheets; simulated."
+    )
+
+
+def _stages(plan: PlanSpec) -> tuple[StagePlan, ...]:
+    """The stages of a plan, and those that prefill for them."""
+    return plan.stages + (plan.prefill_plan.stages if plan.prefill_plan is not None else ())
+
+
+def _is_estimated(provenance: str) -> bool:
+    return "estimated" in provenance
+
+
+def _search(plan: PlanSpec) -> str:
+    s = plan.solver
+    if plan.latency is not None:
+        return f"Search: {searched(plan)}."
+    proven = f"proven to be within {gap(s.gap)} of the best plan that was looked for"
+    if s.gap < LEAST_SHOWN_GAP:
+        proven = "proven to be the best plan that was looked for"
+    return f"Search: {search_outcome(plan)}, {proven}, by {s.method} with {s.solver}."
+
+
+def _warnings(plan: PlanSpec) -> list[str]:
+    """What may make the figures wrong, or a better plan possible."""
+    found: list[str] = []
+    estimated = [each for each in _stages(plan) if _is_estimated(each.provenance)]
+    if estimated:
+        kinds = listed(list(dict.fromkeys(each.accelerator for each in estimated)))
+        found.append(
+            f"Times of {kinds} are estimates from datasheets: llmpq profile measures them on the "
+            "devices, and --profiles FILE plans with them."
+        )
+    if plan.latency is not None:
+        found.append(f"Latency is {waiting(plan.latency)}.")
+    if plan.latency is None and plan.solver.gap >= LEAST_GAIN:
+        found.append(
+            f"The search ended before it had proven more: a plan up to {gap(plan.solver.gap)} "
+            "better may exist; --search_time_limit S gives it more time."
+        )
+    if any(stage.emulated for stage in plan.stages):
+        found.append(
+            "Some devices are emulated on CPUs: the seconds are those of the devices that they "
+            f"stand for, and the {whole(plan)} takes longer here."
+        )
+    if plan.unused_devices:
+        found.append(f"Not used: {', '.join(plan.unused_devices)}.")
+    return found
+
+
+@dataclass(frozen=True)
+class Course:
+    """A plan that can be had: its names, its figures, the seconds of the batch or the job, and the
+    option or the device that gives it.
+    """
+
+    name: str
+    plan: PlanChoice
+    seconds: float
+    how: str
+    is_present: bool = False
+
+
+def menu(plan: PlanSpec) -> list[Course]:
+    """This plan and the others that are known; only this one where none is."""
+    tokens = plan.predicted.tokens_per_s * plan.predicted.latency_s
+    return [
+        Course(name, choice, tokens / choice.tokens_per_s, how, is_present=index == 0)
+        for index, (name, choice, how) in enumerate(_choices(plan))
+    ]
+
+
+def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
+    """Yield names, figures and the way to each plan."""
+    present, beside = plan_choice(plan), plan.beside
+    taken = next((each.plan for each in beside.qualities if each.quality == beside.quality), None)
+    groups: dict[PlanChoice, list[str]] = {}
+    for each in beside.qualities:
+        groups.setdefault(each.plan, []).append(each.quality)
+    own = groups.pop(taken, []) if taken is not None else []
+    yield f"this plan{f' ({listed(own)})' if own else ''}", present, "taken"
+    for choice, names in groups.items():
+        yield listed(list(names)), choice, f"--quality {names[0]}"
+    full = beside.full_precision
+    if full is not None and full.mean_bits > present.mean_bits:
+        bits = most_bits(plan)
+        yield f"all layers at {bits} bit", full, f"--bits {bits}"
+    if beaten(plan) and beside.beaten_by is not None:
+        yield "fewer in flight", beside.beaten_by, "--input or --prompts in place of --global_bz"
+    kinds = Counter(each.accelerator for each in beside.more_devices)
+    for more in beside.more_devices:
+        if more.plan.tokens_per_s < present.tokens_per_s * (1 + LEAST_GAIN):
+            continue
+        where = f" on {more.node}" if kinds[more.accelerator] > 1 else ""
+        name = f"{more.count} more {more.accelerator}{where}"
+        yield name, more.plan, "one more device" if more.count == 1 else "more devices"

@@ -1,0 +1,318 @@
+"""The verdict comes first, and sentences say what the figures of the forecast are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmpq import Cluster
+from llmpq.report.answers import job_answers, job_remarks, what_is_planned
+from llmpq.report.formatting import count, duration, per_second
+from llmpq.report.page import report_page
+from llmpq.report.plan_facts import facts_of, menu, quality_word
+from llmpq.report.reasons import search_outcome
+from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
+from planner.lengths import Lengths
+from planner.options import PlanOptions
+from planner.plan.forecasts import PerplexityForecast
+from planner.plan.origin import origin_of
+from planner.plan.spec import MoreDevices, PlanChoice, PlanSpec, QualityChoice
+from planner.scheduling import PolicyOptions
+from planner.workload import Job
+from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, job_plan, small_plan
+from tests.llmpq.report.pages import Page
+
+
+def with_bits(bits: Sequence[int]) -> PlanSpec:
+    plan = small_plan()
+    (stage,) = plan.stages
+    layers = len(stage.layers)
+    bitwidths = tuple(bits[layer * len(bits) // layers] for layer in range(layers))
+    return replace(plan, stages=(replace(stage, bitwidths=bitwidths),))
+
+
+@pytest.mark.parametrize(
+    ("bits", "word"),
+    [
+        ((16,), "that of 16 bit"),
+        ((16, 8), "close to 16 bit"),
+        ((16, 8, 4), "a little below 16 bit"),
+        ((8, 4, 4), "below 16 bit"),
+        ((8, 8, 8, 8, 4, 3), "below 16 bit"),
+        ((4, 3), "clearly below 16 bit"),
+    ],
+)
+def test_quality_is_a_word_for_the_bits(bits: Sequence[int], word: str) -> None:
+    plan = with_bits(bits)
+    found = quality_word(plan)
+    assert found.word == word
+    counts = [each for stage in plan.stages for each in stage.bitwidths]
+    for each in set(bits):
+        assert f"{counts.count(each)} at {each} bit" in found.basis
+    assert ("llmpq indicator --perplexity" in found.basis) == (word != "that of 16 bit")
+
+
+def test_quality_is_in_perplexity_where_it_was_measured() -> None:
+    plan = replace(small_plan(), perplexity=PerplexityForecast(44.1, 0.123, 0.05, 0.23, 7))
+    assert quality_word(plan).word == "perplexity +0.123"
+    assert "+0.123 over 44.1 at 16 bit" in quality_word(plan).basis
+    assert facts_of(plan).sentence.endswith("with perplexity +0.123 expected.")
+
+
+def test_the_verdict_stands_before_the_menu_and_the_menu_before_the_reasons() -> None:
+    text = Page(report_page(job_plan())).text
+    order = [
+        text.index(part)
+        for part in (
+            "It fits.",
+            "16 min 20 s",
+            "Mind",
+            "Plans to choose from",
+            "--quality high",
+            "Why these bits",
+        )
+    ]
+    assert order == sorted(order)
+    assert "306 new tokens per second, at a quality close to 16 bit." in text
+
+
+def test_what_makes_the_figures_uncertain_is_a_warning() -> None:
+    plan = job_plan()
+    (estimate,) = facts_of(plan).warnings
+    assert "llmpq profile" in estimate
+    stage = replace(plan.stages[0], provenance="T4-16GB measured", emulated=True)
+    late = replace(plan, stages=(stage,), solver=replace(plan.solver, gap=0.0217))
+    search, emulated = facts_of(late).warnings
+    assert "up to 2.17\N{NO-BREAK SPACE}% better" in search
+    assert "emulated" in emulated
+    assert facts_of(late).rests_on[0].startswith("Seconds: from measured layer times of every")
+
+
+def test_the_menu_leaves_out_what_gains_less_than_a_percent() -> None:
+    plan = job_plan()
+    names = [course.name for course in menu(plan)]
+    assert names == [
+        "this plan (balanced)",
+        "high",
+        "fast",
+        "all layers at 16 bit",
+        "1 more T4-16GB",
+        "2 more V100-SXM2-32GB",
+    ]
+    hardly = MoreDevices("T4-16GB", "a", 1, PlanChoice(96, 309.0, 0.2, 6.0))  # 0.98 %
+    less = replace(plan, beside=replace(plan.beside, more_devices=(hardly,)))
+    assert not any("more" in course.name for course in menu(less))
+    text = Page(report_page(less)).text
+    assert "one more device of any kind: less than 1 % more tokens/s" in text
+    seconds = {course.name: course.seconds for course in menu(plan)}
+    assert seconds["fast"] == pytest.approx(306 * 980 / 310)
+
+
+def changed(**fields: Any) -> PlanSpec:
+    """The job's plan with other fields of the forecast or of the plans beside it."""
+    plan = job_plan()
+    assert plan.job is not None
+    names = {name for name in fields if hasattr(plan.beside, name)}
+    beside = replace(plan.beside, **{name: fields[name] for name in names})
+    job = {name: value for name, value in fields.items() if name not in names}
+    return replace(plan, job=replace(plan.job, **job), beside=beside)
+
+
+def texts(plan: PlanSpec) -> list[str]:
+    return [answer for _, answer in job_answers(plan)]
+
+
+def all_at(plan: PlanSpec, bits: int) -> PlanSpec:
+    stages = (replace(each, bitwidths=(bits,) * len(each.layers)) for each in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def test_five_questions_are_answered() -> None:
+    assert texts(job_plan()) == [
+        "3,000 prompts: 16 min 20 s at 306 tokens/s, 96 in flight (without loading)",
+        "quality: high 281 tokens/s, sensitivity 0.12; balanced (taken) 306, 0.21; fast 310, 0.9",
+        "16 bit fits: 14 % slower, 48 in flight",
+        "one more T4-16GB: 1.21 times the tokens/s; 2 more V100-SXM2-32GB: 1.35 times",
+        # 980 s at 3.10 an hour; 980 s at 306 tokens/s are 299,880 tokens
+        "cost: 3.10 per hour, 2.81 per million tokens, 0.84 for the job",
+    ]
+    assert texts(small_plan()) == []
+    assert job_remarks(small_plan()) == []
+
+
+def test_qualities_that_share_a_plan_are_named_once() -> None:
+    same = tuple(QualityChoice(name, 1.0, BALANCED) for name in ("high", "balanced"))
+    both = changed(qualities=(*same, QualityChoice("fast", 0.0, FAST)))
+    assert texts(both)[1] == (
+        "quality: high and balanced (taken) 306 tokens/s, sensitivity 0.21; fast 310, 0.9"
+    )
+    every = changed(qualities=(*same, QualityChoice("fast", 0.0, BALANCED)))
+    assert texts(every)[1] == (
+        "quality: high, balanced (taken) and fast 306 tokens/s, sensitivity 0.21"
+    )
+    theta = changed(quality=None, qualities=(QualityChoice("high", 1.0, HIGH),))
+    assert texts(theta)[1] == "quality: high 281 tokens/s, sensitivity 0.12"
+    assert not any("quality" in text for text in texts(changed(qualities=())))
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: changed(full_precision=None), "16 bit does not fit"),
+        (lambda: all_at(changed(full_precision=None), 16), "16 bit: all layers have it"),
+        (
+            lambda: all_at(changed(full_precision=PlanChoice(96, 300.0, 0.3, 8.0)), 4),
+            "8 bit fits: 2 % slower, 96 in flight",
+        ),
+        (
+            lambda: all_at(changed(full_precision=PlanChoice(96, 306.1, 0.0, 16.0)), 8),
+            "16 bit fits, and is as fast: 96 in flight",
+        ),
+    ],
+)
+def test_the_most_bits_are_named(made: Callable[[], PlanSpec], expected: str) -> None:
+    assert texts(made())[2] == expected
+
+
+def test_without_prices_the_remedy_is_named() -> None:
+    assert texts(changed(price_per_hour=None))[-1] == (
+        "cost: not known, as the nodes of the cluster file have no price_per_hour"
+    )
+    assert texts(changed(price_per_hour=0.001))[-1] == (
+        "cost: 0.001 per hour, 0.00091 per million tokens, 0.00027 for the job"
+    )
+
+
+def test_a_kind_of_device_on_two_nodes_is_told_apart() -> None:
+    faster = PlanChoice(96, 459.0, 0.2, 6.0)
+    twice = tuple(MoreDevices("T4-16GB", node, 1, faster) for node in ("a", "b"))
+    assert texts(changed(more_devices=twice))[3] == (
+        "one more T4-16GB on a: 1.50 times the tokens/s; one more T4-16GB on b: 1.50 times"
+    )
+    assert len(texts(changed(more_devices=()))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (  # 60 of 50 and 150 of 150 new tokens expected: (50 * 160 + 150 * 450) / 200 slots
+            ORACLE,
+            "KV memory of a request: 3.69 MiB expected in the mean (378 tokens), 3.91 MiB "
+            "reserved for the longest answer (400); so 96 in flight instead of 90 (oracle: always "
+            "the right one of 10 lengths)",
+        ),
+        (
+            LONGEST,
+            "KV memory of a request: 3.91 MiB in the mean (400 tokens), as every answer is "
+            "expected to be the longest; --predictor FOLDER of llmpq lengths for less",
+        ),
+    ],
+)
+def test_what_predicted_lengths_save_is_told(name: str, expected: str) -> None:
+    lengths = Lengths((100, 300), (50, 150), "seen", 150)
+    assumed = AssumedPredictor.named(name, lengths)
+    # a token slot has 10 KiB; of all of them 95 % may be reserved
+    plan = changed(job=Job(3000, lengths, predictor=assumed))
+    slots = replace(plan.workload, n_slots=38148)
+    stage = replace(plan.stages[0].memory, kv_cache=38148 * 10240)
+    plan = replace(
+        plan,
+        stages=(replace(plan.stages[0], memory=stage),),
+        workload=slots,
+        policy=PolicyOptions("s3", 24),
+    )
+    assert texts(plan)[-1] == expected
+    assert texts(replace(plan, policy=PolicyOptions("orca", 24)))[-1].startswith("cost")
+    folder = AssumedPredictor("lengths/", (50, 150), ((3, 1), (0, 4)))
+    trained = replace(plan, job=replace(plan.job, job=Job(3000, lengths, predictor=folder)))  # type: ignore[type-var]
+    assert texts(trained)[-1].endswith(
+        "(predictor lengths/: the right one of 2 lengths for 88% of the rows held out)"
+    )
+
+
+def test_long_rows_have_their_time_and_their_share_of_the_cost() -> None:
+    longer = replace(
+        changed(job=Job(12, LENGTHS), seconds=196.0),
+        workload=replace(job_plan().workload, global_batch=4),
+    )
+    plan = replace(job_plan(), long_rows=longer)
+    assert job_remarks(plan)[0] == (
+        "12 longer prompts run by themselves: 3 min 16 s, 4 in flight; 19 min 36 s in all"
+    )
+    assert texts(plan)[-1].endswith(", 2.81 per million tokens, 1.01 for the job")  # 1.2 times 0.84
+
+
+def test_a_plan_that_another_one_beats_says_so() -> None:
+    plan = job_plan()
+    slow = replace(
+        plan,
+        workload=replace(plan.workload, global_batch=128),
+        predicted=replace(plan.predicted, tokens_per_s=275.0),
+        solver=replace(plan.solver, sensitivity=2.4),
+        beside=replace(plan.beside, beaten_by=BALANCED),
+    )
+    sentence = (
+        "96 in flight would give 306 tokens/s (this plan 275) at sensitivity 0.21 (2.4): "
+        "leave out --global_bz"
+    )
+    assert job_remarks(slow)[0] == sentence
+    assert job_remarks(replace(slow, job=None)) == [sentence]
+    assert not any("would give" in each for each in job_remarks(plan))
+
+
+def test_the_source_of_the_output_lengths_is_named() -> None:
+    assert job_remarks(job_plan()) == [
+        "lengths: outputs are taken as long as their limits allow; --lengths FILE for measured ones"
+    ]
+    measured = replace(LENGTHS, outputs_from="answers.jsonl")
+    assert job_remarks(changed(job=Job(9, measured))) == [
+        "lengths: prompts up to 300 tokens, outputs 100 in the mean, 150 at most (answers.jsonl)"
+    ]
+
+
+def test_what_is_planned() -> None:
+    assert what_is_planned(small_plan()) == "1 prompt of 8 tokens, 2 new"
+    assert what_is_planned(job_plan()) == (
+        "3,000 prompts, 96 in flight (mean 200 prompt tokens, 100 new; slots of 450 tokens)"
+    )
+    alike = changed(job=Job(3000, Lengths.constant(300, 150)))
+    assert what_is_planned(alike) == "3,000 prompts, 96 in flight (300 prompt tokens, 150 new)"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (lambda: duration(0.0314), "31.40 ms"),
+        (lambda: duration(59.4), "59.40 s"),
+        (lambda: duration(99.994), "99.99 s"),
+        (lambda: duration(99.996), "1 min 40 s"),
+        (lambda: duration(119.6), "2 min"),
+        (lambda: duration(980), "16 min 20 s"),
+        (lambda: duration(3599.6), "1 h"),
+        (lambda: duration(11100), "3 h 5 min"),
+        (lambda: duration(86399), "1 d"),
+        (lambda: duration(86400 * 2 + 3700), "2 d 1 h"),
+        (lambda: duration(86400 * 5000), "5,000 d"),
+        (lambda: per_second(1126.6), "1,127"),
+        (lambda: per_second(8.256), "8.26"),
+        (lambda: count(1_000_000), "1,000,000"),
+    ],
+)
+def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
+    assert written().replace("\N{NO-BREAK SPACE}", " ") == expected
+
+
+def test_out_of_time_is_said_only_where_time_was_up() -> None:
+    def told(plan: PlanSpec, status: str, seconds: float) -> str:
+        solver = replace(plan.solver, status=status, seconds=seconds)
+        return search_outcome(replace(plan, solver=solver))
+
+    origin = origin_of(Cluster.from_counts(["T4"], [1]).spec, PlanOptions(search_time_limit=60.0))
+    job = replace(job_plan(), origin=origin)
+    assert told(job, "optimal", 3.0) == "optimal"
+    assert told(job, "time_limit", 3.0) == "best found"
+    assert told(job, "time_limit", 61.0) == "out of time"
+    assert told(replace(job, job=None), "time_limit", 3.0) == "out of time"
