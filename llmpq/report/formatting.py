@@ -70,7 +70,7 @@ def duration(value: float) -> str:
     """The time of a batch or a job, wherever it is told: "71.41 s", and from `MOST_S` on in two
     units at most, "16 min 20 s", "3 h 5 min", "2 d 1 h".
     """
-    if round(value, 2) < MOST_S:
+    if round(value, 2) < MOST_S or math.isinf(value):  # of a plan whose figures were edited
         return seconds(value)
     fits = (each for each in _DURATIONS if round(value / each.small_s) < each.most)
     unit = next(fits, _DURATIONS[-1])

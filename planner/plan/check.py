@@ -37,8 +37,6 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
         _refuse_first(_device_fields(plan, stage, source), source)
     _refuse_first(_origin(plan, source), source)
     for stage in plan.stages:
-        if shape is not None:
-            _refuse_first(_kernels_and_bytes(plan, stage, shape), source)
         where = f"stages.{stage.index}.memory_bytes"
         found, offered = stage.memory_bytes, stage.memory_limit_bytes
         _refuse_first([(where, found, stage.memory.total, "its parts")], source)
@@ -47,6 +45,8 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
                 f"{source}: field {where}: {found} where {stage.device} offers {offered}; plan "
                 "again with llmpq plan, with fewer bits or a smaller batch"
             )
+        if shape is not None:
+            _refuse_first(_kernels_and_bytes(plan, stage, shape), source)
 
 
 def _refuse_first(fields: Iterator[Derived] | list[Derived], source: str) -> None:
