@@ -46,7 +46,7 @@ class RankGroup(Protocol):
         """Leave the others, whose calls fail from now on."""
 
 
-class Alone:
+class UndividedGroup:
     """The group of a stage that is not divided."""
 
     rank = 0
@@ -72,4 +72,4 @@ class Alone:
         pass
 
 
-ALONE = Alone()
+ALONE = UndividedGroup()

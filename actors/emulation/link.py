@@ -49,7 +49,7 @@ class EmulatedLink:
         return size + _ARRIVAL.size if size else 0
 
 
-class HandoverLink:
+class EmulatedHandover:
     """The link by which a stage's host gives keys and values away, one message after the other, by
     a clock that all processes of the machine share.
     """

@@ -12,7 +12,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from actors.emulation.link import HandoverLink
+from actors.emulation.link import EmulatedHandover
 from actors.messages import KvPart
 from actors.stage.handed_over import HeldKeysValues
 from actors.transport.pipelines import RayMessage, from_ray
@@ -34,7 +34,7 @@ class KeysValuesKeeper:
         self._handing = Lock()  # around what must not be done half when its run ends
         self._keys_values: HeldKeysValues | None = None
         self._handed_epoch = 0
-        self._link = HandoverLink()
+        self._link = EmulatedHandover()
 
     def open_handover(self, keys_values: HeldKeysValues, epoch: int) -> None:
         """Take and give from now on, as of this `epoch` of the stage's pipeline."""

@@ -43,7 +43,7 @@ from benchmarks.quantization.quality_tables import (
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.sensitivity.indicator import measure_indicators
-from llmpq.quality.sensitivity.stored_error import Alone, stored_here
+from llmpq.quality.sensitivity.stored_error import LayerAlone, stored_here
 from llmpq.quality.text_windows import Document, Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
@@ -212,7 +212,7 @@ def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:
     found = measure_indicators(setting.model, text, forms, BITWIDTHS, compute)
     like = LayerScheme(dtype=torch.float32, rounding=setting.rounding)
     importance = setting.importance or importance_of(setting.model, shape)
-    alone = Alone(setting.model, text, BITWIDTHS, like, importance)
+    alone = LayerAlone(setting.model, text, BITWIDTHS, like, importance)
     measured = alone.divergence(CPU, every_bitwidth=True)
     partly = measured.copy()
     partly[:, BITWIDTHS.index(4)] = np.nan  # 3 and 8 bit are what llmpq indicator measures

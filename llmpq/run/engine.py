@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from quant.importance.file import ImportanceStore
 
 
-class PlannedModel:
+class CheckedModel:
     """The checkpoint that a plan or a fleet is run with, checked, and the stages that compute it.
 
     `source` is the plan's file, for messages; `job` names the stages in Ray's metrics. `sampling`
@@ -149,7 +149,7 @@ class PlannedModel:
         self.listener(event)
 
 
-class RunResources(PlannedModel):
+class RunResources(CheckedModel):
     """What the runs of a plan or a fleet share: `kept` for many until `close`, else until one has
     ended. `plan` is that of the next run, of a fleet one with all stages: a run that plans again
     for good puts another there.

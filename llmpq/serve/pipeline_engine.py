@@ -17,7 +17,7 @@ from actors.messages import Progress, Request, Sampling
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.sources import wait_loaded
 from llmpq.rows.row import Row
-from llmpq.run.engine import PlannedModel
+from llmpq.run.engine import CheckedModel
 from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
 from llmpq.run.fleets import Runnable
 from llmpq.run.options import RunOptions
@@ -58,7 +58,7 @@ class PipelineEngine:
     """
 
     def __init__(self, spec: Runnable, options: RunOptions, source: str = "the plan") -> None:
-        model = self._model = PlannedModel(spec, options, source)
+        model = self._model = CheckedModel(spec, options, source)
         model.listener = lambda event: _LOG.warning("%s: %s", event.kind, event.text)
         self.end_note = model.end_note
         model.load_importance()

@@ -15,9 +15,9 @@ from llmpq.model_check import checked_shape
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, ERROR, LEAVE, SEPARATE
 from llmpq.workload.long_rows import (
-    Cut,
     LongRowRule,
     NamedRows,
+    RowCut,
     best_cut,
     cut_at,
     longest_row,
@@ -273,7 +273,7 @@ class _InputRows:
         long = LongRows(self._job(above, outputs), named, cut.saved)
         return replace(planned, long_rows=long)
 
-    def _cut(self, chosen: BoolArray, outputs: IntArray, rule: LongRowRule) -> Cut | None:
+    def _cut(self, chosen: BoolArray, outputs: IntArray, rule: LongRowRule) -> RowCut | None:
         """Where long ones of the chosen rows [rows] begin."""
         lengths = self.rows.prompts[chosen], self.rows.limits[chosen], outputs[chosen]
         if rule.percentile is None:

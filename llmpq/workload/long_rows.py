@@ -48,7 +48,7 @@ class LongRowRule:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowCut:
     """Rows of at most `total` tokens, prompt and limit together, are ordinary.
 
     `saved`: share of the KV cache's tokens times time that parting them saves.
@@ -58,14 +58,14 @@ class Cut:
     saved: float
 
 
-def cut_at(slot: int, prompts: IntArray, limits: IntArray, outputs: IntArray) -> Cut | None:
+def cut_at(slot: int, prompts: IntArray, limits: IntArray, outputs: IntArray) -> RowCut | None:
     """The cut after rows of `slot` tokens, None where no row is longer; arrays as of `best_cut`."""
     total = prompts + limits
     above = total > slot
     if not above.any():
         return None
     share = float(outputs[above].sum() / outputs.sum())
-    return Cut(slot, _saved(share, slot, int(total.max())))
+    return RowCut(slot, _saved(share, slot, int(total.max())))
 
 
 def _saved(share_of_long: float, slot: int, longest: int) -> float:
@@ -73,7 +73,7 @@ def _saved(share_of_long: float, slot: int, longest: int) -> float:
     return float(1 - taken / longest)
 
 
-def best_cut(prompts: IntArray, limits: IntArray, outputs: IntArray) -> Cut | None:
+def best_cut(prompts: IntArray, limits: IntArray, outputs: IntArray) -> RowCut | None:
     """The cut between ordinary and long rows, None where none saves enough.
 
     Prompt tokens, most new tokens and expected ones of each row [rows].
@@ -86,13 +86,13 @@ def best_cut(prompts: IntArray, limits: IntArray, outputs: IntArray) -> Cut | No
     if len(ends) > MOST_CUTS:
         ends = ends[np.linspace(0, len(ends) - 1, MOST_CUTS).astype(np.int64)]
     longest = int(total.max())
-    best: Cut | None = None
+    best: RowCut | None = None
     for end in ends:
         slot = int(total[order[end - 1]])
         share = outputs[order[end:]].sum() / outputs.sum()
         saved = _saved(float(share), slot, longest)
         if saved >= LEAST_SAVED and (best is None or saved > best.saved):
-            best = Cut(slot, saved)
+            best = RowCut(slot, saved)
     return best
 
 

@@ -22,7 +22,7 @@ from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
 from llmpq.quality.sensitivity.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.sensitivity.indicator import Calibration, measure_with_importance
-from llmpq.quality.sensitivity.stored_error import Alone, stored_here
+from llmpq.quality.sensitivity.stored_error import LayerAlone, stored_here
 from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
@@ -92,7 +92,7 @@ def _measured(
     matrix = found[options.method]
     if options.method == ERROR:
         like = LayerScheme(dtype=compute.dtype, rounding=options.rounding)
-        alone = Alone(folder, sample.token_ids, options.bits, like, importance)
+        alone = LayerAlone(folder, sample.token_ids, options.bits, like, importance)
         matrix = in_nats(matrix, alone.divergence(compute.device, progress))
     sequences, length = sample.token_ids.shape
     provenance = _form(options) | {

@@ -49,7 +49,7 @@ def stored_here(rounding: str, compute: Compute) -> Stored:
 
 
 @dataclass(frozen=True)
-class Alone:
+class LayerAlone:
     """A model in `folder` with one layer alone quantized, at 16 bit otherwise.
 
     `token_ids` `[sequences, length]`, of which the first `ALONE_TOKENS` are used; `bitwidths`
