@@ -59,8 +59,7 @@ def planned(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of a second and of few rows, and any saving is worth a switch."""
     monkeypatch.setattr("llmpq.run.drift.LEAST_S", 1.0)
-    for module in ("rate", "watch"):
-        monkeypatch.setattr(f"llmpq.run.drift.{module}.LEAST_ROWS", 24)
+    monkeypatch.setattr("llmpq.run.drift.LEAST_ROWS", 24)
     monkeypatch.setattr("llmpq.run.switching.MARGIN", 0.0)
 
 
