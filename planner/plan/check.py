@@ -39,7 +39,6 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
     for stage in plan.stages:
         where = f"stages.{stage.index}.memory_bytes"
         found, offered = stage.memory_bytes, stage.memory_limit_bytes
-        _refuse_first([(where, found, stage.memory.total, "its parts")], source)
         if found > offered:
             raise SpecError(
                 f"{source}: field {where}: {found} where {stage.device} offers {offered}; plan "
@@ -47,6 +46,7 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
             )
         if shape is not None:
             _refuse_first(_kernels_and_bytes(plan, stage, shape), source)
+        _refuse_first([(where, found, stage.memory.total, "its parts")], source)
 
 
 def _refuse_first(fields: Iterator[Derived] | list[Derived], source: str) -> None:
