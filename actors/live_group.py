@@ -15,6 +15,7 @@ from actors.messages import Finished, Progress, Request
 from actors.stage_figures import LayersLoaded, QueueDepth, StageStats
 from actors.telemetry.observer import StageTrace
 from planner.plan.spec import PlanSpec
+from quant.common.errors import SpecError
 
 
 class Live(Protocol):
@@ -154,8 +155,10 @@ class LiveGroup(ABC):
         """Free actors and placement groups."""
 
     def follow(self, plan: PlanSpec) -> None:
-        """Go on by `plan`, of which nothing but the schedule differs, where the group can."""
-        raise NotImplementedError
+        """Go on by `plan`, of which nothing but the schedule differs; SpecError where these stages
+        cannot.
+        """
+        raise SpecError("several pipelines keep the schedule they were started with; start again")
 
     @abstractmethod
     def live(self) -> Live:

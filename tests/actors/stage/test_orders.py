@@ -88,8 +88,11 @@ def test_orders_arrive_as_they_were_sent() -> None:
             assert getattr(found, name) == getattr(BATCH, name), name
 
 
-def test_a_stage_that_is_not_divided_sends_nothing() -> None:
+def test_a_stage_that_is_not_divided_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes | None] = []
+    monkeypatch.setattr(type(ALONE), "broadcast_bytes", lambda self, data: sent.append(data))
     send(ALONE, Order.STEP, BATCH)
+    assert sent == []
 
 
 TOKENS = encode(BATCH, Sampled(np.array([3]), (None,))).numpy().tobytes()
