@@ -23,7 +23,8 @@ from llmpq.cli.plan_options import PROG, PlanCommand, plan_parser
 from llmpq.cli.terminal import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
-from llmpq.report.plan_charts import write_front, write_latency_front
+from llmpq.report.bound_charts import write_latency_front
+from llmpq.report.plan_charts import write_front
 from llmpq.report.plan_tables import comparison_table, fleet_table, front_table, latency_front_table
 from llmpq.workload.input_job import InputBatch, InputJob
 from llmpq.workload.long_rows import naming

@@ -6,17 +6,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmpq.report.bound_charts import bounds_svg, winners
 from llmpq.report.formatting import rate, seconds
 from llmpq.report.kernels import kernel_reasons
 from llmpq.report.plan_charts import (
-    bounds_svg,
     curve_of,
     curve_svg,
     cycle_pictures,
     front_of,
     front_svg,
     schedule_pictures,
-    winners,
 )
 from llmpq.report.plan_facts import facts_of, menu
 from llmpq.report.reasons import (

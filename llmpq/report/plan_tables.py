@@ -9,6 +9,7 @@ from statistics import mean
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from llmpq.report.bound_charts import winners
 from llmpq.report.formatting import (
     duration,
     mean_bits,
@@ -22,7 +23,7 @@ from llmpq.report.formatting import (
 )
 from llmpq.report.latency import kind_name
 from llmpq.report.layout import Fitting, Notes, broken_name, stacked, table_of
-from llmpq.report.plan_charts import front_beside, winners
+from llmpq.report.plan_charts import front_beside
 from llmpq.report.plan_facts import PlanFacts, bits_of, facts_of
 from llmpq.report.reasons import RESOURCES
 from planner.explanation.explain import StageLimits

@@ -12,17 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from llmpq.report.bound_charts import BOUNDS_SIZE, bounds_svg, write_latency_front
 from llmpq.report.formatting import plain
 from llmpq.report.page import report_page
-from llmpq.report.plan_charts import (
-    BOUNDS_SIZE,
-    QUALITY_Y,
-    SPEED_Y,
-    bounds_svg,
-    curve_of,
-    write_curve,
-    write_latency_front,
-)
+from llmpq.report.plan_charts import QUALITY_Y, SPEED_Y, curve_of, write_curve
 from planner.plan.forecasts import LatencyForecast
 from planner.plan.spec import PlanChoice, PlanSpec, QualityChoice
 from quant.common.errors import SpecError
