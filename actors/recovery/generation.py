@@ -25,6 +25,7 @@ from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import SpecError, StageLostError
 
 LEAST_TOGETHER = 64  # requests: a call takes about a millisecond, spread over this many
+MOST_AHEAD = 8  # times what is taken together: a source that was slow once is not read to its end
 
 
 class LiveGeneration:
@@ -137,7 +138,7 @@ class LiveGeneration:
             try:
                 for told in self._items(stream):
                     if not told:
-                        self._ahead += self._together
+                        self._ahead = min(self._ahead + self._together, MOST_AHEAD * self._together)
                     new = self._new(told)
                     if new or not told:
                         yield new

@@ -10,7 +10,7 @@ import pytest
 from actors.messages import BatchKind, Finished, Request
 from actors.processes.health import BatchFailure
 from actors.recovery.faults import RunInterruptedError
-from actors.recovery.generation import halved
+from actors.recovery.generation import LEAST_TOGETHER, MOST_AHEAD, halved
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 from tests.actors.recovery.pretend import Cluster, requests, started, tokens_of
@@ -124,6 +124,26 @@ def test_a_link_that_breaks_is_nobodys_fault() -> None:
     cluster.check_all(requests(COUNT))
     assert cluster.kinds() == [("broken", None)]
     assert [stage.starts for stage in cluster.stages] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("slow", [0, 900])
+def test_a_source_is_read_ahead_of_the_slots_but_no_further(slow: int) -> None:
+    """Also where it was slower than the stages at first, and they waited for it."""
+    cluster, taken, ended = started(), 0, 0
+    most = cluster.pipeline.sizes.slots + (1 + (MOST_AHEAD if slow else 1)) * LEAST_TOGETHER
+
+    def source() -> Iterator[Request]:
+        nonlocal taken
+        for request in requests(slow + 3 * COUNT):
+            taken += 1
+            if taken < slow:
+                cluster.tick(2.0)
+            yield request
+
+    for finished in cluster.whole_answers(source()).results():
+        ended += len(finished)
+        assert taken - ended < most
+    assert ended == slow + 3 * COUNT
 
 
 def test_an_error_of_the_source_is_nobody_elses() -> None:

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from actors.messages import Request, Sampling
+from actors.recovery.generation import MOST_AHEAD
 from actors.recovery.policy import Recovery
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
@@ -22,7 +23,8 @@ from tests.llmpq.conftest import NEW_TOKENS
 
 TOGETHER = 16
 """In place of `LEAST_TOGETHER`, and more than the slots of the plan."""
-COUNT = 3 * TOGETHER + 5
+AHEAD = (1 + MOST_AHEAD) * TOGETHER
+COUNT = 2 * AHEAD
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def test_a_long_queue_is_taken_in_as_needed_and_each_request_ends_once(
         for each in finished:
             assert each.custom_id not in ended
             ended[each.custom_id] = each.token_ids
-        assert source.taken <= len(ended) + group.sizes.slots + 2 * TOGETHER
+        assert source.taken <= len(ended) + group.sizes.slots + AHEAD
         assert len(group.stats()) == 3, "answered while the stages compute"
     left = group.generate(Source(prompts))
     next(left)
@@ -70,7 +72,7 @@ def test_a_long_queue_is_taken_in_as_needed_and_each_request_ends_once(
     again = [f for batch in group.generate(Source(prompts[:7])) for f in batch]
     assert {f.custom_id: f.token_ids for f in again} == {str(i): ended[str(i)] for i in range(7)}
     assert len(ended) == COUNT
-    for i in range(0, COUNT, 7):
+    for i in range(0, COUNT, 71):
         assert list(ended[str(i)]) == reference(tiny[1], prompts[i], 1 + i % NEW_TOKENS)
 
 
@@ -78,7 +80,7 @@ def test_a_killed_stage_is_named_within_seconds_where_it_is_not_replaced(
     group: StageGroup,
 ) -> None:
     """As when memory is short: the kernel gives the process no chance to say good-bye."""
-    running = group.generate(Source(random_prompts([5] * 200 * COUNT)))
+    running = group.generate(Source(random_prompts([5] * 40 * COUNT)))
     next(running)
     actors = ray._private.state.actors()
     os.kill(actors[group.stages[2].actor_id]["Pid"], signal.SIGKILL)
