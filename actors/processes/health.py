@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from actors.messages import BatchKind, MicroBatch
+from actors.messages import BatchKind, MicroBatch, SlotTokens
 from quant.common.errors import LlmpqError, StageLostError
 
 _SHORT_OF_MEMORY = (
@@ -48,14 +45,6 @@ class BatchFailure:
     text: str
     asked_bytes: int = 0
     held_bytes: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class SlotTokens:
-    """The request in each KV slot of the first stage in a `run`, with its new tokens."""
-
-    run: int | None
-    slots: Mapping[int, tuple[str, npt.NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)

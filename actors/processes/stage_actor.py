@@ -17,12 +17,9 @@ from actors.emulation.times import ScaledTimes
 from actors.messages import BATCH_KINDS, MicroBatch, Progress, Request, Sampled
 from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
-from actors.processes.leader import Leader
-from actors.processes.loading import ShardLoader
-from actors.processes.ranks import Followers, RankActor
-from actors.schedule.driver import Pipeline
-from actors.schedule.latencies import LatencyRecord
-from actors.schedule.live_run import Inbox
+from actors.processes.ranks import Followers, RankActor, ShardLoader
+from actors.schedule.driver import LatencyRecord, Pipeline
+from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage

@@ -1,13 +1,17 @@
-"""Faults of a run: what happened to which stage, and what was computed meanwhile."""
+"""Faults of a run: what happened to which stage, and which requests are suspected of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
-from actors.processes.health import BatchFailure, SlotTokens
+from actors.messages import Finished, Request, SlotTokens
+from actors.processes.health import BatchFailure
 from actors.recovery.policy import FaultKind
-from quant.common.errors import StageLostError
+from quant.common.errors import DeviceError, SpecError, StageLostError
 
 
 class HangError(StageLostError):
@@ -93,3 +97,147 @@ def lost_by(error: Exception) -> dict[int, Loss]:
     if isinstance(error, HangError) and error.stage is not None:
         return {error.stage: error.loss}
     return {}
+
+
+ALONE_FAULTS = 2
+"""Faults of a request that runs alone until it is held to be their cause: one may be chance."""
+
+
+class RequestLedger:
+    """Takes requests from `source` as they are wanted and keeps those that are not finished. It
+    says what to run next, and takes in what finished and what went wrong.
+
+    The source may pause, with a None in the place of a request: no more has come yet.
+
+    They are run in turns. A turn that has no fault finishes all there is. After a fault the next
+    turn begins with what the last one left. Requests that were computed at `retries` faults are
+    suspects, and have turns of their own, half of them at a time, until each has finished or is
+    alone; one that fails twice alone is given up. It takes two faults alone, so that stages which
+    die by chance do not make errors of innocent requests. More than `restarts` turns in a row that
+    finish nothing end the run.
+    """
+
+    def __init__(self, source: Iterable[Request | None], retries: int, restarts: int) -> None:
+        self._source: Iterator[Request | None] = iter(source)
+        self._retries, self._restarts = retries, restarts
+        self.paused = False
+        self._exhausted = False
+        self._unfinished: dict[str, Request] = {}
+        self._turn: deque[str] = deque()
+        self._alone: tuple[str, ...] = ()
+        self._groups: deque[tuple[str, ...]] = deque()
+        self._faults: Counter[str] = Counter()
+        self._faults_alone: Counter[str] = Counter()
+        self._in_vain = 0  # turns in a row that finished nothing
+        self._given_up = 0  # requests in a row, with none between them that finished
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """Requests that were taken and have not finished, with the tokens they have."""
+        return tuple(self._unfinished.values())
+
+    def next_turn(self) -> bool:
+        """Begin the next turn; False when all requests of the source have finished."""
+        while self._groups:
+            self._alone = self._left(self._groups.popleft())
+            if self._alone:
+                self._turn = deque(self._alone)
+                return True
+        self._alone = ()
+        self._turn = deque(self._unfinished)
+        return bool(self._turn) or not self._exhausted
+
+    def take(self, count: int) -> tuple[Request, ...]:
+        """Return the next requests of this turn; fewer than `count` are its last, unless the source
+        has `paused`. Raises `SpecError` for a custom_id that is in the run twice.
+        """
+        old = [self._turn.popleft() for _ in range(min(count, len(self._turn)))]
+        missing = 0 if self._alone or self._exhausted else count - len(old)
+        new = self._read(missing)
+        for request in new:
+            if request.custom_id in self._unfinished:
+                raise SpecError(f"custom_id {request.custom_id!r:.80} is in the run twice")
+            self._unfinished[request.custom_id] = request
+        return (*(self._unfinished[custom_id] for custom_id in old), *new)
+
+    def _read(self, count: int) -> list[Request]:
+        new: list[Request] = []
+        self.paused = False
+        for request in islice(self._source, count):
+            if request is None:
+                self.paused = True
+                break
+            new.append(request)
+        self._exhausted |= len(new) < count and not self.paused
+        return new
+
+    def finish(self, custom_id: str) -> bool:
+        """Take in that a request has finished; tell whether it had not before."""
+        if self._unfinished.pop(custom_id, None) is None:
+            return False
+        self._in_vain = self._given_up = 0
+        return True
+
+    def cancel(self, custom_id: str) -> None:
+        if self._unfinished.pop(custom_id, None) is not None and custom_id in self._turn:
+            self._turn.remove(custom_id)
+
+    def progress(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        for custom_id, generated in tokens.items():
+            request = self._unfinished.get(custom_id)
+            if request is not None and len(generated) > len(request.generated):
+                self._unfinished[custom_id] = replace(request, generated=tuple(generated))
+
+    def fault(self, fault: Fault) -> tuple[Finished, ...]:
+        """Take in that `fault` has ended the turn; return requests that are given up for it.
+
+        Raises `StageLostError`, or `DeviceError` where memory is short, when there is no point in
+        going on.
+        """
+        ids = fault.custom_ids
+        hit = self._left(ids if ids is not None else tuple(self._unfinished))
+        if self._alone:
+            return self._fault_of_suspects(fault, hit)
+        self._in_vain += 1
+        if self._in_vain > self._restarts:
+            what = f"{self._in_vain} restarts in a row, and no request finished between them"
+            raise StageLostError(f"gave up after {what}; the last time {fault.text}")
+        self._faults.update(hit)
+        suspects = tuple(i for i in hit if self._faults[i] >= self._retries)
+        self._groups.extend(_halves(suspects))
+        return ()
+
+    def _fault_of_suspects(self, fault: Fault, hit: tuple[str, ...]) -> tuple[Finished, ...]:
+        left = self._left(self._alone)
+        if len(left) != 1:
+            hit = tuple(i for i in left if i in hit) or left
+            rest = tuple(i for i in left if i not in hit)
+            self._faults.update(hit)
+            self._groups.extendleft(reversed([*_halves(hit), rest]))
+            return ()
+        (custom_id,) = left
+        self._faults_alone[custom_id] += 1
+        if self._faults_alone[custom_id] < ALONE_FAULTS:
+            self._groups.appendleft(left)
+            return ()
+        self._given_up += 1
+        if self._given_up > self._restarts:
+            what = f"{self._given_up} requests in a row failed alone; the last time {fault.text}"
+            raise (DeviceError if fault.kind == "memory" else StageLostError)(f"gave up: {what}")
+        times = self._faults[custom_id] + self._faults_alone[custom_id]
+        error = (
+            f"{fault.text}; this happened {times} times while this row was computed, and in "
+            f"{ALONE_FAULTS} of them it ran alone"
+        )
+        generated = self._unfinished.pop(custom_id).generated
+        return (Finished(custom_id, generated, "error", error),)
+
+    def _left(self, custom_ids: Collection[str]) -> tuple[str, ...]:
+        wanted = set(custom_ids)
+        return tuple(i for i in self._unfinished if i in wanted)
+
+
+def _halves(custom_ids: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Split into two groups, or fewer where there are not two requests."""
+    half = -(-len(custom_ids) // 2)
+    return [group for group in (custom_ids[:half], custom_ids[half:]) if group]

@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from ray import ObjectRef
 
+from actors.messages import SlotTokens
 from actors.processes.answers import StageAnswers
 from actors.processes.handle import StageHandle
-from actors.processes.health import Heartbeat, RankSigns, SlotTokens
+from actors.processes.health import Heartbeat, RankSigns
 from actors.recovery.faults import HangError, RankLostError
 
 T = TypeVar("T")

@@ -1,16 +1,104 @@
-"""Driving micro-batches through a pipeline of stages, whichever way the stages are reached."""
+"""Driving micro-batches through a pipeline of stages, and timing the requests in them."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, Protocol
 
-from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
-from actors.schedule.latencies import LatencyRecord
-from actors.schedule.scheduler import FollowsSchedule, Scheduler
+import numpy as np
+
+from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.schedule.scheduler import Scheduler
+from actors.stage_figures import BUCKETS, LatencyCounts, bucket_of
 from planner.scheduling import RequestSchedule
+
+MOST_BEGUN = 2**16
+"""Requests whose beginning is kept at most, the latest ones: far more than are in flight."""
+
+UNSEEN = 2**14
+"""Latencies that are kept until metrics are published next."""
+
+
+class LatencyRecord:
+    """Counts requests by their latency; other threads may read the counts at any time.
+
+    What a request waits before its prefill is submitted does not count. One that comes back with
+    tokens, after a fault or because it was preempted, began when it was prefilled first; where that
+    is not known, as it was in a process that died, it is not counted. Nor is one that ends in an
+    error, or with which other stages go on: these are told its age, and count it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began_s: dict[str, float] = {}
+        self._goes_on: dict[str, None] = {}  # on other stages, unless it ends by itself
+        self._ages_s: dict[str, float] = {}  # of those that did
+        self._counts = np.zeros(BUCKETS, dtype=np.int64)
+        self._unseen: deque[float] = deque(maxlen=UNSEEN)
+
+    @property
+    def counts(self) -> LatencyCounts:
+        counts = self._counts.copy()
+        found = np.flatnonzero(counts)
+        return LatencyCounts(tuple(zip(found.tolist(), counts[found].tolist(), strict=True)))
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Note what is known of requests that will come: how old they are, and that other stages
+        are to go on with them.
+        """
+        now_s = self._clock()
+        for each in requests:
+            if each.age_s is not None:
+                self._began_s[each.custom_id] = now_s - each.age_s
+            if each.host_key is not None and not each.generated:
+                self._goes_on[each.custom_id] = None
+        _keep_latest(self._goes_on)
+
+    def begin(self, admitted: Sequence[Admission]) -> None:
+        now_s = self._clock()
+        for each in admitted:
+            if not each.generated:
+                self._began_s.pop(each.custom_id, None)  # of another run
+                self._began_s[each.custom_id] = now_s
+        _keep_latest(self._began_s)
+
+    def end(self, finished: Sequence[Finished]) -> None:
+        """Count requests that have ended, here."""
+        now_s = self._clock()
+        for each in finished:
+            began_s = self._began_s.pop(each.custom_id, None)
+            goes_on = each.custom_id in self._goes_on and each.finish_reason == "length"
+            self._goes_on.pop(each.custom_id, None)
+            if began_s is not None and goes_on:
+                self._ages_s[each.custom_id] = now_s - began_s
+                _keep_latest(self._ages_s)
+            elif began_s is not None and each.finish_reason != "error":
+                self._counts[bucket_of(now_s - began_s)] += 1
+                self._unseen.append(now_s - began_s)
+
+    def forget(self, custom_id: str) -> None:
+        self._began_s.pop(custom_id, None)
+        self._ages_s.pop(custom_id, None)
+        self._goes_on.pop(custom_id, None)
+
+    def take_age_s(self, custom_id: str) -> float | None:
+        """Return, once, how old a request was when these stages were done with it; None for one
+        with which no others go on.
+        """
+        return self._ages_s.pop(custom_id, None)
+
+    def new_seconds(self) -> list[float]:
+        """Return the latency of each request that ended since the last call."""
+        return [self._unseen.popleft() for _ in range(len(self._unseen))]
+
+
+def _keep_latest(known: dict[str, Any]) -> None:
+    """Forget what was known first, where it is too much: its requests were given up."""
+    while len(known) > MOST_BEGUN:
+        del known[next(iter(known))]
 
 
 class Pipeline(Protocol):
@@ -53,18 +141,9 @@ class PipelineDriver:
     def wants_requests(self) -> bool:
         return self._scheduler.wants_requests
 
-    def run(self) -> Iterator[tuple[Finished, ...]]:
-        """Run until the scheduler wants more requests or all have ended; yields those that end."""
-        while not self._scheduler.wants_requests:
-            if self.submit_next() is not None:
-                continue
-            if not self._under_way:
-                return
-            yield self.take_back()[2]
-
-    def add(self, requests: Sequence[Request], last: bool) -> None:
+    def add(self, requests: Sequence[Request]) -> None:
         with self._lock:
-            self._scheduler.add(requests, last)
+            self._scheduler.add(requests)
         self._latencies.expect(requests)
 
     def cancel(self, custom_id: str) -> None:
@@ -76,12 +155,9 @@ class PipelineDriver:
         return self._latencies.take_age_s(custom_id)
 
     def follow(self, schedule: RequestSchedule) -> None:
-        """Have the scheduler go by another schedule, where its policy has one; any thread may call
-        this.
-        """
+        """Have the scheduler go by another schedule; any thread may call this."""
         with self._lock:
-            if isinstance(self._scheduler, FollowsSchedule):
-                self._scheduler.follow(schedule)
+            self._scheduler.follow(schedule)
 
     def submit_next(self) -> MicroBatch | None:
         """Submit the next micro-batch and return it; None where there is none now, or no room."""

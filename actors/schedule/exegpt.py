@@ -15,8 +15,7 @@ import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import QueueSizes, check_reservable
-from actors.stage_figures import NO_SUPERVISION, Supervision
+from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable
 from planner.plan.spec import PlanSpec
 from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.static import UNDER_WAY_PER_STAGE
@@ -25,7 +24,7 @@ from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
 
 
-class RraScheduler:
+class RraScheduler(Scheduler):
     """A scheduler whose requests are divided into groups, each of which alternates by itself.
 
     `RraPolicy` decides what comes next; here are the requests and their tokens. Who ends leaves at
@@ -45,12 +44,10 @@ class RraScheduler:
         self._moves: tuple[Move, ...] = ()  # that their reservations take
         self._waiting: deque[Request] = deque()
         self._arrivals = 0
-        self._closed = False
 
-    def add(self, requests: Sequence[Request], last: bool) -> None:
+    def add(self, requests: Sequence[Request]) -> None:
         self._slots.expect(requests)
         self._waiting.extend(requests)
-        self._closed = last
 
     def cancel(self, custom_id: str) -> None:
         self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
@@ -63,7 +60,6 @@ class RraScheduler:
 
     @property
     def most_under_way(self) -> int:
-        """Most micro-batches that may be under way at a time: enough to hide the hops."""
         return UNDER_WAY_PER_STAGE * self._stages
 
     @property
@@ -74,18 +70,13 @@ class RraScheduler:
     def in_slots(self) -> int:
         return len(self._slots.requests)
 
-    @property
-    def supervision(self) -> Supervision:
-        """Nothing: every reservation has room for the longest answer."""
-        return NO_SUPERVISION
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return self._slots.tokens()
 
     @property
     def wants_requests(self) -> bool:
         """Whether a turn comes next that could take more requests than the queue has."""
-        return not self._closed and self._policy.wants(len(self._waiting))
+        return self._policy.wants(len(self._waiting))
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         following = self._policy.next(self)

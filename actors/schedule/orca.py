@@ -12,8 +12,7 @@ import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import QueueSizes, check_reservable
-from actors.stage_figures import NO_SUPERVISION, Supervision
+from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
 from planner.schedule.policy_sizes import OrcaSizes, policy_sizes
@@ -21,7 +20,7 @@ from planner.scheduling import PolicyName, PolicyOptions
 from quant.common.errors import SpecError
 
 
-class OrcaScheduler:
+class OrcaScheduler(Scheduler):
     """A scheduler that selects, for every iteration anew, the requests that came first.
 
     A micro-batch has up to `max_batch_size` requests in the order of their arrival, some with their
@@ -34,7 +33,6 @@ class OrcaScheduler:
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
         _check(sizes, stages)
-        self._closed = False
         self._policy = self._make_policy(
             OrcaSizes(
                 sizes.max_batch_size,
@@ -56,17 +54,12 @@ class OrcaScheduler:
         """Token slots for all that it may have."""
         return most_tokens(request)
 
-    def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come.
-
-        Raises SpecError for a request with more tokens than all may reserve together.
-        """
+    def add(self, requests: Sequence[Request]) -> None:
         self._slots.expect(requests)
         for request in requests:
             text = len(request.prompt_ids) + len(request.generated)
             self._wait(request, Waiting(self._arrivals, text, self._first_reservation(request)))
             self._arrivals += 1
-        self._closed = last
 
     def _wait(self, request: Request, waiting: Waiting) -> None:
         self._waiting[waiting.request] = request
@@ -74,33 +67,21 @@ class OrcaScheduler:
 
     @property
     def wants_requests(self) -> bool:
-        """Whether more requests could change what is selected next, and more may come."""
-        return not self._closed and self._policy.wants(int(np.count_nonzero(self._slots.ready)))
+        return self._policy.wants(int(np.count_nonzero(self._slots.ready)))
 
     @property
     def waiting(self) -> int:
-        """Number of requests without a reservation."""
         return len(self._waiting)
 
     @property
     def most_under_way(self) -> int:
-        """Most micro-batches that may be under way."""
         return self._policy.most_under_way
 
     @property
     def in_slots(self) -> int:
-        """Number of requests that have a reservation."""
         return len(self._slots.requests)
 
-    @property
-    def supervision(self) -> Supervision:
-        """What was done about reservations that were too small."""
-        return NO_SUPERVISION
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
-        requests.
-        """
         return self._slots.tokens()
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
@@ -129,14 +110,9 @@ class OrcaScheduler:
         """Note that requests have come into slots, all of which have their ranges now."""
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        """Take in the tokens of `batch`; returns the requests that ended with it."""
         return self._slots.complete(batch, sampled)
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request: it leaves the queue or its slot now, or when its micro-batch is back.
-
-        Nothing is told of it any more.
-        """
         for arrival in [n for n, r in self._waiting.items() if r.custom_id == custom_id]:
             self._give_up(arrival)
         self._slots.cancel(custom_id)

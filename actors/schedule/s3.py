@@ -45,7 +45,7 @@ class S3Scheduler(OrcaScheduler):
         super().__init__(sizes, stages)
         self._sizes = sizes
         self._parked: dict[int, int] = {}  # tokens in host memory of those that wait, by arrival
-        self._supervision = Supervision()
+        self.supervision = Supervision()
         self._parks: list[Park] = []  # of the next micro-batch, as the following two are
         self._restores: dict[int, int] = {}  # tokens by slot
         self._drops = [EVERY_KEY] if sizes.park_tokens_from else []  # what an earlier run left
@@ -68,11 +68,6 @@ class S3Scheduler(OrcaScheduler):
             if len(left) == len(self._parks):
                 self._drops.append(arrival)
             self._parks = left
-
-    @property
-    def supervision(self) -> Supervision:
-        """What was done about reservations that were too small."""
-        return self._supervision
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """Supervise the ready requests, then select as the base does."""
@@ -133,7 +128,7 @@ class S3Scheduler(OrcaScheduler):
     def _is_parked(self, tokens: int) -> bool:
         """Whether a request with so many tokens has them parked when it is preempted."""
         least = self._sizes.park_tokens_from
-        in_all = self._supervision.parked_now + tokens
+        in_all = self.supervision.parked_now + tokens
         return 0 < least <= tokens and in_all <= self._sizes.parked_tokens
 
     def _admitted(self, slots: Sequence[int]) -> None:
@@ -146,8 +141,8 @@ class S3Scheduler(OrcaScheduler):
                 self._count(parked_now=-parked)
 
     def _count(self, **more: int) -> None:
-        counts = {name: getattr(self._supervision, name) + n for name, n in more.items()}
-        self._supervision = replace(self._supervision, **counts)
+        counts = {name: getattr(self.supervision, name) + n for name, n in more.items()}
+        self.supervision = replace(self.supervision, **counts)
 
 
 def s3_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:

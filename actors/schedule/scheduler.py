@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
-from actors.stage_figures import Supervision
+from actors.stage_figures import NO_SUPERVISION, Supervision
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec, Role
 from planner.scheduling import PolicyName, RequestSchedule
@@ -94,26 +94,37 @@ def check_reservable(sizes: QueueSizes) -> None:
         )
 
 
-class Scheduler(Protocol):
-    """A scheduling policy: plain Python without a device or a clock.
+class Scheduler(ABC):
+    """A scheduling policy: plain Python without a device or a clock. It decides which micro-batch
+    comes next and takes in the tokens that were sampled.
 
-    It decides which micro-batch comes next and takes in the tokens that were sampled. Each policy
-    is one file beside this one, and one entry of `actors.schedule.table`.
+    Each policy is one file beside this one, and one entry of `actors.schedule.table`.
     """
 
-    def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come."""
+    supervision: Supervision = NO_SUPERVISION
+    """What was done so far about requests that outgrew their reservation: nothing where every
+    reservation has room for the longest answer."""
+
+    @abstractmethod
+    def add(self, requests: Sequence[Request]) -> None:
+        """Put `requests` at the end of the queue. SpecError for one with more tokens than all may
+        reserve together.
+        """
 
     @property
+    @abstractmethod
     def wants_requests(self) -> bool:
-        """Tell whether it should be given more requests before it is asked for a micro-batch."""
+        """Whether more requests could change what comes next."""
 
+    @abstractmethod
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """The next micro-batch and its token ids, or None when it waits for those under way."""
 
+    @abstractmethod
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         """Take in the tokens of `batch`; returns the requests that ended with it."""
 
+    @abstractmethod
     def cancel(self, custom_id: str) -> None:
         """Give up a request, of which nothing is told any more; one that has ended is ignored.
 
@@ -121,31 +132,27 @@ class Scheduler(Protocol):
         """
 
     @property
+    @abstractmethod
     def most_under_way(self) -> int:
         """Most micro-batches that may be under way at a time."""
 
     @property
+    @abstractmethod
     def waiting(self) -> int:
         """Number of requests without a KV slot."""
 
     @property
+    @abstractmethod
     def in_slots(self) -> int:
         """Number of requests that have a KV slot."""
 
-    @property
-    def supervision(self) -> Supervision:
-        """What was done so far about requests that outgrew their reservation."""
-
+    @abstractmethod
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens.
-
-        Requests that were cancelled are left out.
+        """Return, by slot, the `custom_id` of its request and the new tokens; none of requests that
+        were cancelled.
         """
 
-
-@runtime_checkable
-class FollowsSchedule(Protocol):
-    """A scheduling policy whose schedule may change while it runs."""
-
-    def follow(self, schedule: RequestSchedule) -> None:
-        """Go by this schedule from now on, with the memory and the slots that there are."""
+    def follow(self, schedule: RequestSchedule) -> None:  # noqa: B027  (most have none)
+        """Go by this schedule from now on, with the memory and the slots that there are; a policy
+        that has none goes on as it did.
+        """

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds, TokenRange
-from actors.schedule.scheduler import QueueSizes
-from actors.stage_figures import NO_SUPERVISION, Supervision
+from actors.schedule.scheduler import QueueSizes, Scheduler
 from planner.micro_batches import MicroBatches
 from planner.schedule.static import SlotGroup, StaticPolicy
 
 
-class StaticScheduler:
+class StaticScheduler(Scheduler):
     """A scheduler that keeps requests in a queue until one of the KV slots is free: each slot has a
     range of the KV cache for the longest request.
 
@@ -34,7 +33,6 @@ class StaticScheduler:
         self._policy = StaticPolicy(slots, planned, stages)
         self._slot_tokens = sizes.slot_tokens
         self._waiting: deque[Request] = deque()
-        self._closed = False
         self._requests: dict[int, Request] = {}
         self._cancelled: set[int] = set()  # slots of requests that leave with their next token
         self._tokens = np.zeros((slots, 1), dtype=np.int64)
@@ -42,28 +40,23 @@ class StaticScheduler:
         self._decodes = np.zeros(slots, dtype=np.bool_)  # slots whose request is prefilled
         self._prompt = np.zeros(slots, dtype=np.int64)  # length of its prompt
 
-    def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come."""
+    def add(self, requests: Sequence[Request]) -> None:
         self._waiting.extend(requests)
-        self._closed = last
         longest = max((r.max_new_tokens for r in requests), default=0)
         missing = longest - self._tokens.shape[1]
         if missing > 0:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request: it leaves the queue now, or its slot with its next token."""
         self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
         self._cancelled |= {s for s, r in self._requests.items() if r.custom_id == custom_id}
 
     @property
     def most_under_way(self) -> int:
-        """Most micro-batches that may be under way at a time."""
         return self._policy.most_under_way
 
     @property
     def waiting(self) -> int:
-        """Number of requests without a slot."""
         return len(self._waiting)
 
     @property
@@ -71,15 +64,7 @@ class StaticScheduler:
         """Number of requests that have one."""
         return len(self._requests)
 
-    @property
-    def supervision(self) -> Supervision:
-        """Nothing: every slot has room for the longest request."""
-        return NO_SUPERVISION
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
-        requests.
-        """
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
             for slot, request in self._requests.items()
@@ -88,11 +73,9 @@ class StaticScheduler:
 
     @property
     def wants_requests(self) -> bool:
-        """Whether slots could be filled, had the queue enough requests."""
-        return self._policy.wants(len(self._waiting), self._closed)
+        return self._policy.wants(len(self._waiting))
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
-        """Prefill requests in the slots, or have the group step, that the policy says."""
         following = self._policy.next(len(self._waiting))
         if following is None:
             return None
@@ -135,7 +118,6 @@ class StaticScheduler:
         return MicroBatch(slots, starts, counts, begins, admitted, sizes=sizes)
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        """Take in the tokens of `batch`; returns the requests that ended with it."""
         slots, policy = batch.slots, self._policy
         self._tokens[slots, self._given[slots]] = sampled.token_ids
         self._given[slots] += 1

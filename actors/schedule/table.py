@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from actors.schedule.exegpt import RraScheduler, exegpt_sizes
-from actors.schedule.exegpt_decode import DecodeScheduler, decode_sizes
-from actors.schedule.exegpt_prefill import PrefillScheduler, prefill_sizes
+from actors.schedule.exegpt_waa import (
+    DecodeScheduler,
+    PrefillScheduler,
+    decode_sizes,
+    prefill_sizes,
+)
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler

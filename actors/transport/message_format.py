@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.logprobs import MOST_TOP_LOGPROBS, NO_TOKEN, LogprobRows, check_top_logprobs
 from actors.messages import (
+    MOST_TOP_LOGPROBS,
+    NO_TOKEN,
     Admission,
     FinishReason,
+    LogprobRows,
     MicroBatch,
     Move,
     Park,
@@ -27,6 +29,7 @@ from actors.messages import (
     Sampling,
     TokenIds,
     TokenRange,
+    check_top_logprobs,
 )
 from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
 from quant.common.errors import LlmpqError

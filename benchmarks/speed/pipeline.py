@@ -36,7 +36,8 @@ from llmpq import Cluster, Workload
 from llmpq.remote.session import ray_session
 from planner.plan.spec import MicroBatches, PlanSpec
 from quant.devices import local_processor
-from tests.actors.local_pipeline import LocalPipeline, drive
+from tests.actors.driving import drive
+from tests.actors.local_pipeline import LocalPipeline
 
 PREFILL_S, DECODE_S = 0.05, 0.025
 """Held by an equal stage: ten times what the demo model's part computes, for eight on two cores."""
@@ -134,7 +135,7 @@ def alone(plan: PlanSpec, model: Path, requests: Sequence[Request]) -> list[floa
     for turn in range(2):
         before = pipeline.stats()
         scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
-        scheduler.add(requests, last=True)
+        scheduler.add(requests)
         for _ in drive(scheduler, pipeline):
             pass
         if turn:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from actors.latency_counts import BUCKETS
+from actors.stage_figures import BUCKETS
 from quant.common.files import write_whole
 
 JOURNAL_VERSION = 1
@@ -135,7 +135,7 @@ class StageRecord:
 class WorkDone:
     """What all stages of the present plan have done, in pipeline order.
 
-    `latencies` of all requests of the session, as `actors.latency_counts.LatencyCounts.buckets`;
+    `latencies` of all requests of the session, as `actors.stage_figures.LatencyCounts.buckets`;
     none where no latency was planned.
     """
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from actors.latency_counts import NO_LATENCIES, LatencyCounts
+from actors.stage_figures import NO_LATENCIES, LatencyCounts
 from llmpq.jobs.journal import (
     JOURNAL_VERSION,
     Entry,

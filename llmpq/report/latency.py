@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.latency_counts import LatencyCounts
+from actors.stage_figures import LatencyCounts
 from llmpq.report.formatting import (
     SPACE,
     count,

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.messages import Request
-from actors.stage_figures import StageStats
+from actors.stage_figures import NO_LATENCIES, LatencyCounts, StageStats
 from llmpq.run.meter import RunState
 from llmpq.run.slow_stages import Evidence, SlowStage, slow_stages
 from llmpq.run.summary import planned_latency, settled_tokens_per_s

@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from actors.latency_counts import NO_LATENCIES, LatencyCounts
-from actors.stage_figures import QueueDepth, StageStats, joined_queue, pipelines_of
+from actors.stage_figures import (
+    NO_LATENCIES,
+    LatencyCounts,
+    QueueDepth,
+    StageStats,
+    joined_queue,
+    pipelines_of,
+)
 
 INTERVAL_S = 1.0  # between two states
 WINDOW_S = 15.0  # over which tokens per second are counted: long enough for several prefills

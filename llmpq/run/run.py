@@ -8,9 +8,9 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from actors.latency_counts import LatencyCounts
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
+from actors.stage_figures import LatencyCounts
 from llmpq.report.latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row

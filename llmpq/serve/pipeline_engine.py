@@ -12,8 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from actors.logprobs import MOST_TOP_LOGPROBS, TokenLogprobs
-from actors.messages import Progress, Request, Sampling
+from actors.messages import MOST_TOP_LOGPROBS, Progress, Request, Sampling, TokenLogprobs
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.sources import wait_loaded
 from llmpq.rows.row import Row

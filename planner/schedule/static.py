@@ -74,10 +74,10 @@ class StaticPolicy:
         self._ready: deque[SlotGroup] = deque()
         self._decode_is_next = False
 
-    def wants(self, waiting: int, closed: bool) -> bool:
+    def wants(self, waiting: int) -> bool:
         """Whether slots could be filled, had the queue more than so many `waiting` requests."""
         free = self._unused or len(self._free)
-        if closed or waiting >= min(self._prefill_size, free):
+        if waiting >= min(self._prefill_size, free):
             return False
         return self.refills or self._empty_groups > 0
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from actors.messages import Finished, MicroBatch, Sampled, TokenIds
-from actors.schedule.driver import Pipeline, PipelineDriver
-from actors.schedule.scheduler import Scheduler
+from actors.messages import MicroBatch, Sampled, TokenIds
 from actors.stage.stage import Stage
 from actors.stage_figures import StageStats
 
@@ -35,8 +33,3 @@ class LocalPipeline:
     def stats(self) -> tuple[StageStats, ...]:
         """Figures of every stage."""
         return tuple(stage.stats() for stage in self._stages)
-
-
-def drive(scheduler: Scheduler, pipeline: Pipeline) -> Iterator[tuple[Finished, ...]]:
-    """Run a scheduler that has all of its requests dry; yields those that ended."""
-    return PipelineDriver(scheduler, pipeline).run()

@@ -27,7 +27,8 @@ from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from quant.importance.statistics import LayerImportance
 from quant.scheme import Processor
-from tests.actors.local_pipeline import LocalPipeline, drive
+from tests.actors.driving import drive
+from tests.actors.local_pipeline import LocalPipeline
 
 LAYERS = 5
 VOCABULARY = 199
@@ -175,7 +176,7 @@ def generate(
     spec = stages[0].spec
     sizes = QueueSizes(spec.slots, prefill, decode, spec.max_tokens)
     scheduler = StaticScheduler(sizes, len(stages))
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     for finished in drive(scheduler, LocalPipeline(stages)):
         results |= {f.custom_id: list(f.token_ids) for f in finished}
     return [results[str(i)] for i in range(len(prompts))]

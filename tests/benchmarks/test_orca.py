@@ -62,7 +62,7 @@ def played(scheduler: RequestLevelScheduler) -> list[tuple[MicroBatch, list[int]
 
 def test_a_batch_starts_at_its_shortest_prompt_and_ends_all_together() -> None:
     scheduler = baseline(2, 2)
-    scheduler.add([request(0, 3, 4), request(1, 5, 1)], last=True)
+    scheduler.add([request(0, 3, 4), request(1, 5, 1)])
     passes = played(scheduler)
     # positions 0-2 at once, then 3, 4 and 5: token 3 + 4 of the first request needs position 5
     assert [batch.counts.tolist() for batch, _ in passes] == [[3, 3], [1, 1], [1, 1], [1, 1]]
@@ -75,7 +75,7 @@ def test_a_batch_starts_at_its_shortest_prompt_and_ends_all_together() -> None:
 
 def test_the_next_batch_waits_for_the_whole_one_before() -> None:
     scheduler = baseline(2, 1)
-    scheduler.add([request(i, 4, new) for i, new in enumerate((1, 3, 2))], last=True)
+    scheduler.add([request(i, 4, new) for i, new in enumerate((1, 3, 2))])
     admitted = [[a.custom_id for a in batch.admitted] for batch, _ in played(scheduler)]
     assert admitted == [["0"], [], [], ["1"], [], [], ["2"], []]
 

@@ -6,7 +6,7 @@ from decimal import ROUND_FLOOR, Decimal
 
 import pytest
 
-from actors.schedule.exegpt_decode import DecodeScheduler
+from actors.schedule.exegpt_waa import DecodeScheduler
 from planner.latency_bound.schedules import cycle_of, most_in_group
 from planner.lengths import Lengths
 from planner.schedule.policy_sizes import TurnSizes

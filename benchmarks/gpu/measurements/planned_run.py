@@ -42,7 +42,8 @@ from planner.search.request import planning_costs
 from planner.workload import Workload
 from quant.devices import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS
-from tests.actors.local_pipeline import LocalPipeline, drive
+from tests.actors.driving import drive
+from tests.actors.local_pipeline import LocalPipeline
 
 WEIGHTS_WITH_ROOM = 0.5
 """Share of the 16-bit layers that the memory of the mixed plan has room for."""
@@ -187,7 +188,7 @@ def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request
     """Run all requests through the stages."""
     pipeline = TimedPipeline(stages)
     scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     began = time.perf_counter()
     finished = sum(len(each) for each in drive(scheduler, pipeline))
     latency_s = time.perf_counter() - began

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.schedule.scheduler import Scheduler
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.01
@@ -43,7 +44,7 @@ class _Running:
         return self.request.custom_id
 
 
-class OnDemandScheduler:
+class OnDemandScheduler(Scheduler):
     """A scheduler of blocks on demand for `kv_tokens` token slots.
 
     `preemptions` and `computed_again` count what preemption has cost: how often, and tokens.
@@ -59,22 +60,20 @@ class OnDemandScheduler:
         self._most = max_batch_size
         self._most_tokens = max_batch_tokens
         self._waiting: deque[tuple[int, Request]] = deque()
-        self._closed = False
         self._arrivals = 0
         self._running: dict[int, _Running] = {}  # by slot, in the order of their arrival
         self._free_slots: list[int] = []
 
-    def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come."""
+    def add(self, requests: Sequence[Request]) -> None:
+        """Put `requests` at the end of the queue."""
         for request in requests:
             self._waiting.append((self._arrivals, request))
             self._arrivals += 1
-        self._closed = last
 
     @property
     def wants_requests(self) -> bool:
         """Whether the queue may be too short to fill a micro-batch."""
-        return not self._closed and len(self._waiting) < self._most
+        return len(self._waiting) < self._most
 
     @property
     def most_under_way(self) -> int:

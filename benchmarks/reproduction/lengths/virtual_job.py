@@ -148,7 +148,7 @@ def run_job(
         while scheduler.wants_requests and given < len(requests):
             part = requests[given : given + AT_ONCE]
             given += len(part)
-            driver.add(part, last=given == len(requests))
+            driver.add(part)
         if driver.submit_next() is not None:
             run.held.append(scheduler.in_slots)
             continue

@@ -28,6 +28,7 @@ from actors.messages import (
     TokenIds,
     TokenRange,
 )
+from actors.schedule.scheduler import Scheduler
 
 
 @dataclass(eq=False)
@@ -39,7 +40,7 @@ class _Group:
     under_way: bool = False
 
 
-class RequestLevelScheduler:
+class RequestLevelScheduler(Scheduler):
     """A scheduler that runs one batch after the other, each until its last request is done.
 
     Each request has a range of `slot_tokens` token slots, as many as the longest request needs:
@@ -57,23 +58,20 @@ class RequestLevelScheduler:
         self._micro_batch_size = micro_batch_size
         self._slot_tokens = slot_tokens
         self._waiting: deque[Request] = deque()
-        self._closed = False
         self._batch: list[Request] = []  # by slot
         self._tokens: list[list[int]] = []  # by slot, those that were sampled
         self._gone: set[int] = set()  # slots of requests that have ended or were cancelled
         self._groups: list[_Group] = []
         self._end = 0  # tokens of each slot after the batch's last pass
 
-    def add(self, requests: Sequence[Request], last: bool) -> None:
-        """Put `requests` at the end of the queue; after the `last` ones no more come."""
+    def add(self, requests: Sequence[Request]) -> None:
+        """Put `requests` at the end of the queue."""
         self._waiting.extend(requests)
-        self._closed = last
 
     @property
     def wants_requests(self) -> bool:
         """Whether the next batch could be larger."""
-        idle = not self._groups and len(self._waiting) < self._max_batch_size
-        return idle and not self._closed
+        return not self._groups and len(self._waiting) < self._max_batch_size
 
     @property
     def most_under_way(self) -> int:

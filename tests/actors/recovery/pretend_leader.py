@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.logprobs import TokenLogprobs
-from actors.messages import Finished, Progress, Request
+from actors.messages import Finished, Progress, Request, SlotTokens, TokenLogprobs
 from actors.processes.answers import StageDiedError
-from actors.processes.health import SlotTokens
 from actors.schedule.live_run import Inbox, Mail
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError

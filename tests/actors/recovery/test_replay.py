@@ -21,7 +21,8 @@ from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
 from quant.backends.cuda.driver import CudaError, Kernels
 from tests.actors.batches import batch_in_ranges
-from tests.actors.local_pipeline import LocalPipeline, drive
+from tests.actors.driving import drive, run_dry
+from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import CONFIGS, LAYERS, random_prompts, save_tiny, stages_of
 
 NEW_TOKENS = 12
@@ -30,7 +31,7 @@ LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 
 def run(stages: list[Stage], requests: list[Request]) -> dict[str, Finished]:
     scheduler = StaticScheduler(QueueSizes(4, 2, 3, stages[0].spec.max_tokens), len(stages))
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     batches = list(drive(scheduler, LocalPipeline(stages)))
     return {f.custom_id: f for batch in batches for f in batch}
 
@@ -57,7 +58,7 @@ def test_tokens_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) -> No
 def test_tokens_so_far_are_told_while_requests_run() -> None:
     request = Request("a", (3, 4), 5, Sampling(), generated=(7,))
     scheduler = StaticScheduler(QueueSizes(2, 2, 2, 64), 1)
-    scheduler.add([request], last=True)
+    scheduler.add([request])
 
     class Nine:
         stages = 1
@@ -72,7 +73,7 @@ def test_tokens_so_far_are_told_while_requests_run() -> None:
     told: list[dict[str, list[int]]] = []
     sampler = Sampler(())
     driver = PipelineDriver(scheduler, Nine())  # type: ignore[arg-type]
-    (finished,) = [f for batch in driver.run() for f in batch]
+    (finished,) = [f for batch in run_dry(driver) for f in batch]
     assert finished.token_ids == (7, 9, 9, 9, 9)
     assert told == [{"a": [7]}, {"a": [7, 9]}, {"a": [7, 9, 9]}, {"a": [7, 9, 9, 9]}]
     assert driver.slot_tokens() == {}

@@ -61,7 +61,7 @@ class RandomServer:
                 self.take_back()
 
     def add(self, requests: Sequence[Request]) -> None:
-        self.scheduler.add(requests, last=False)
+        self.scheduler.add(requests)
         self.pool.update(dict.fromkeys(each.custom_id for each in requests))
 
     def cancel(self, name: str) -> None:
@@ -98,7 +98,7 @@ class RandomServer:
         assert_right_tokens(self.finished, left, [outputs[r.custom_id] for r in left])
         assert self.scheduler.slot_tokens() == {}
         whole = request(len(requests), self.n_slots - 1, 1)
-        self.scheduler.add([whole], last=True)
+        self.scheduler.add([whole])
         batch = self.scheduler.next_batch()
         assert batch is not None, "token slots were lost"
         assert batch[0].admitted[0].room.size == self.n_slots

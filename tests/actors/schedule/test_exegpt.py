@@ -18,6 +18,7 @@ from actors.schedule.scheduler import QueueSizes
 from planner.schedule.policy_sizes import TurnSizes
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
+from tests.actors.driving import run_dry
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 from tests.actors.schedule.exegpt_simulation import Plan, Query, RraSimulation
 from tests.actors.schedule.token_pipeline import TokenPipeline, assert_right_tokens, request
@@ -111,14 +112,10 @@ class Setting:
 
 
 def fed(case: Setting, pipeline: TokenPipeline, chunk: int) -> Iterator[Finished]:
-    """As `StageGroup` feeds an actor: by chunks, of which the last may be empty."""
+    """As a live run that waits is fed: by chunks, whenever more are wanted."""
     scheduler = RraScheduler(case.sizes(), case.stages)
-    driver = PipelineDriver(scheduler, pipeline)
-    for first in range(0, len(case.requests) + 1, chunk):
-        part = case.requests[first : first + chunk]
-        scheduler.add(part, last=len(part) < chunk)
-        for finished in driver.run():
-            yield from finished
+    for finished in run_dry(PipelineDriver(scheduler, pipeline), case.requests, chunk):
+        yield from finished
 
 
 def served(case: Setting, pipeline: TokenPipeline) -> Iterator[Finished]:
@@ -129,7 +126,7 @@ def served(case: Setting, pipeline: TokenPipeline) -> Iterator[Finished]:
     free_s, now_s = [0.0] * case.stages, 0.0
     while coming or scheduler.waiting or scheduler.in_slots:
         while coming and coming[0][0] <= now_s:
-            scheduler.add([coming.popleft()[1]], last=False)
+            scheduler.add([coming.popleft()[1]])
         room = len(under_way) < scheduler.most_under_way
         following = scheduler.next_batch() if room else None
         if following is not None:
@@ -182,8 +179,8 @@ def test_turns_of_two_groups_and_their_steps() -> None:
     pipeline.expect(requests)
     scheduler = RraScheduler(sizes_of(SCHEDULE), 2)
     driver = PipelineDriver(scheduler, pipeline)
-    driver.add(requests, last=True)
-    list(driver.run())
+    driver.add(requests)
+    list(run_dry(driver))
     names = ["".join(each) for each in pipeline.names]
     assert names[:2] == ["01", "23"]
     assert names[2:8] == ["01", "23"] * 3
@@ -195,11 +192,11 @@ def test_turns_of_two_groups_and_their_steps() -> None:
 def test_a_lone_request_starts_at_once_and_others_join_it() -> None:
     """Nobody waits for a turn to fill, and one who comes later has a group of its own."""
     scheduler = RraScheduler(sizes_of(SCHEDULE), 2)
-    scheduler.add([request(0, 4, 30)], last=False)
+    scheduler.add([request(0, 4, 30)])
     first = scheduler.next_batch()
     assert first is not None
     assert scheduler.next_batch() is None
-    scheduler.add([request(1, 4, 30)], last=False)
+    scheduler.add([request(1, 4, 30)])
     second = scheduler.next_batch()
     assert second is not None
     assert [each.custom_id for each in second[0].admitted] == ["1"]
@@ -207,26 +204,26 @@ def test_a_lone_request_starts_at_once_and_others_join_it() -> None:
 
 def test_a_turn_that_found_nobody_is_made_up_for_after_any_step() -> None:
     scheduler = RraScheduler(sizes_of(replace(SCHEDULE, decode_micro_batches=1)), 1)
-    scheduler.add([request(0, 4, 30)], last=False)
+    scheduler.add([request(0, 4, 30)])
     kinds = []
     for step in range(9):
         if step == 1:
-            scheduler.add([request(1, 4, 30)], last=False)
+            scheduler.add([request(1, 4, 30)])
         if step == 7:
-            scheduler.add([request(2, 4, 30)], last=False)
+            scheduler.add([request(2, 4, 30)])
         following = scheduler.next_batch()
         assert following is not None
         kinds.append(following[0].kind[0])
         scheduler.complete(following[0], goes_on(following[0]))
     assert "".join(kinds) == "pdddpdddp", "three steps between turns"
-    scheduler.add([request(3, 4, 30)], last=False)
+    scheduler.add([request(3, 4, 30)])
     assert scheduler.in_slots == 3
 
 
 def test_more_requests_are_wanted_only_where_a_turn_could_have_them() -> None:
     scheduler = RraScheduler(sizes_of(SCHEDULE), 2)
     assert scheduler.wants_requests
-    scheduler.add([request(i, 4, 8) for i in range(8)], last=False)
+    scheduler.add([request(i, 4, 8) for i in range(8)])
     assert not scheduler.wants_requests
     batches = [scheduler.next_batch(), scheduler.next_batch()]
     assert not scheduler.wants_requests, "both groups have steps to make"
@@ -234,13 +231,11 @@ def test_more_requests_are_wanted_only_where_a_turn_could_have_them() -> None:
         assert following is not None
         scheduler.complete(following[0], goes_on(following[0]))
     assert not scheduler.wants_requests
-    scheduler.add([], last=True)
-    assert not scheduler.wants_requests
 
 
 def test_newcomers_that_are_cancelled_before_their_prefill_leave_the_others_to_it() -> None:
     scheduler = RraScheduler(sizes_of(replace(SCHEDULE, decode_micro_batches=1)), 1)
-    scheduler.add([request(i, 4, 8) for i in range(4)], last=True)
+    scheduler.add([request(i, 4, 8) for i in range(4)])
     first = scheduler.next_batch()
     assert first is not None
     assert scheduler.in_slots == 4
@@ -256,7 +251,7 @@ def test_newcomers_that_are_cancelled_before_their_prefill_leave_the_others_to_i
 
 def test_an_error_ends_a_request() -> None:
     scheduler = RraScheduler(sizes_of(SCHEDULE), 1)
-    scheduler.add([request(0, 2, 2)], last=True)
+    scheduler.add([request(0, 2, 2)])
     following = scheduler.next_batch()
     assert following is not None
     (ended,) = scheduler.complete(following[0], Sampled(np.array([5]), ("error",)))
@@ -282,4 +277,4 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
 def test_a_request_longer_than_the_cache_is_refused() -> None:
     scheduler = RraScheduler(sizes_of(SCHEDULE, 20), 1)
     with pytest.raises(SpecError, match=r"'0' needs 15 prompt and 6 new tokens, .* 20 token slots"):
-        scheduler.add([request(0, 15, 6)], last=True)
+        scheduler.add([request(0, 15, 6)])

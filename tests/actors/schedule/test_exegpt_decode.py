@@ -11,12 +11,13 @@ import pytest
 
 from actors.messages import Finished, HostKey, MicroBatch, Request
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.exegpt_decode import DecodeScheduler
+from actors.schedule.exegpt_waa import DecodeScheduler
 from actors.schedule.live_run import LiveRun
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
+from tests.actors.driving import run_dry
 from tests.actors.schedule.random_inbox import ChangingInbox, LimitedPipeline
 from tests.actors.schedule.token_pipeline import (
     NUMBERS,
@@ -57,9 +58,9 @@ def run(
     scheduler: DecodeScheduler, pipeline: TokenPipeline, requests: list[Request]
 ) -> list[Finished]:
     pipeline.expect(requests)
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     driver = PipelineDriver(scheduler, pipeline)
-    return [each for some in driver.run() for each in some]
+    return [each for some in run_dry(driver) for each in some]
 
 
 def kinds(batches: list[MicroBatch]) -> list[tuple[int, int]]:
@@ -109,7 +110,7 @@ def test_memory_is_reserved_for_all_new_tokens_and_nobody_is_overtaken() -> None
     assert_right_tokens(finished, requests, [3] * 3)
     assert pipeline.names == [("0",), ("0",), ("1",), ("1",), ("2",), ("2",)]
     with pytest.raises(SpecError, match="needs 18 prompt and 5 new tokens, but there are 20"):
-        DecodeScheduler(sizes_of(3, 1, 20), 1).add([request(1, 18, 5)], last=True)
+        DecodeScheduler(sizes_of(3, 1, 20), 1).add([request(1, 18, 5)])
 
 
 def test_short_memory_makes_more_and_smaller_groups() -> None:
@@ -132,8 +133,8 @@ def test_groups_of_another_schedule_are_fewer_and_then_more() -> None:
     pipeline.expect(requests)
     scheduler = DecodeScheduler(sizes_of(6, 3, 400), 1)
     driver = PipelineDriver(scheduler, pipeline)
-    driver.add(requests, last=True)
-    running = driver.run()
+    driver.add(requests)
+    running = run_dry(driver)
     finished = [*next(running)]
     assert pipeline.names == [("0", "1"), ("2", "3"), ("4", "5")]
     driver.follow(schedule_of(2, 1))

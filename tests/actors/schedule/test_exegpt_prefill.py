@@ -9,12 +9,13 @@ import pytest
 
 from actors.messages import Finished, HostKey, Park, Progress, Request
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.exegpt_prefill import PrefillScheduler
+from actors.schedule.exegpt_waa import PrefillScheduler
 from actors.schedule.live_run import LiveRun
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import make_scheduler
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
+from tests.actors.driving import run_dry
 from tests.actors.schedule.random_inbox import ChangingInbox, LimitedPipeline
 from tests.actors.schedule.token_pipeline import (
     NUMBERS,
@@ -51,8 +52,8 @@ def prefilled(
     pipeline.expect(requests)
     scheduler = PrefillScheduler(sizes, stages)
     driver = PipelineDriver(scheduler, pipeline)
-    driver.add(requests, last=True)
-    finished = [each for some in driver.run() for each in some]
+    driver.add(requests)
+    finished = [each for some in run_dry(driver) for each in some]
     assert_right_tokens(finished, requests, [1] * len(requests))
     assert (scheduler.waiting, scheduler.in_slots) == (0, 0)
     return pipeline, finished
@@ -100,7 +101,7 @@ def test_as_many_micro_batches_are_under_way_as_keep_all_stages_busy() -> None:
         requests = [request(i, 10, 1) for i in range(30)]
         pipeline.expect(requests)
         pipeline.fixed_rooms = False
-        driver.add(requests, last=True)
+        driver.add(requests)
         while driver.submit_next() is not None:
             pass
         assert driver.under_way == scheduler.most_under_way == stages + 1
@@ -113,7 +114,7 @@ def test_micro_batches_are_those_of_another_schedule_from_the_next_one_on() -> N
     pipeline.expect(requests)
     scheduler = PrefillScheduler(SIZES, 1)
     driver = PipelineDriver(scheduler, pipeline)
-    driver.add(requests, last=True)
+    driver.add(requests)
     found: list[list[int]] = []
     for size, mean in ((3, 10.0), (1, 10.0), (2, 15.0), (50, 10.0), (50, 5.0)):
         driver.follow(RequestSchedule("waa-c", 50, 30, 1, 2, size, mean_prompt_tokens=mean))

@@ -17,6 +17,7 @@ from actors.schedule.scheduler import QueueSizes
 from planner.schedule.policy_sizes import TurnSizes
 from planner.schedule.turns import TurnGroup, TurnQueue, Turns
 from planner.scheduling import RequestSchedule
+from tests.actors.driving import run_dry
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 from tests.actors.schedule.random_server import RandomServer
 from tests.actors.schedule.token_pipeline import TokenPipeline, request
@@ -189,8 +190,8 @@ def test_groups_take_the_size_of_another_schedule() -> None:
     small = RequestSchedule("rra", 3, 12, 4, 2, 6, 4.0)
     scheduler = TurnsSeen(queue_sizes_of(TurnSizes.of(large, 10**5), 10**5), 2)
     driver = PipelineDriver(scheduler, pipeline)
-    driver.add(requests, last=True)
-    running = driver.run()
+    driver.add(requests)
+    running = run_dry(driver)
     for turns in (Turns.of(large), Turns.of(small), Turns.of(large)):
         driver.follow(turns.schedule)
         for _ in range(150):
@@ -233,8 +234,8 @@ def test_groups_keep_their_size_while_the_queue_is_long(
     scheduler = TurnsSeen(queue_sizes_of(TurnSizes.of(schedule, 10**5), 10**5), stages)
     turns = Turns.of(schedule)
     driver = PipelineDriver(scheduler, pipeline)
-    driver.add(requests, last=True)
-    list(driver.run())
+    driver.add(requests)
+    list(run_dry(driver))
     filled: set[int] = set()
     for group, size, waiting in scheduler.seen:
         assert size <= turns.most
@@ -256,7 +257,7 @@ def test_ages_in_a_group_are_unlike_from_the_beginning(longest: int) -> None:
     sizes = queue_sizes_of(TurnSizes.of(schedule, 10**5), 10**5)
     server = RandomServer.of(2, sizes, requests, 1, 0.0)
     server.pipeline.outputs = {r.custom_id: r.max_new_tokens for r in requests}
-    server.scheduler.add(requests, last=True)
+    server.scheduler.add(requests)
     server.pool.update(dict.fromkeys(each.custom_id for each in requests))
     server.coming.clear()
     server.run()

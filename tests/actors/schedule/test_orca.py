@@ -13,6 +13,7 @@ from actors.messages import Finished, MicroBatch, Request, Sampled
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.orca import OrcaScheduler
 from quant.common.errors import SpecError
+from tests.actors.driving import run_dry
 from tests.actors.schedule.orca_simulation import OrcaSimulation, SimRequest
 from tests.actors.schedule.token_pipeline import (
     TokenPipeline,
@@ -92,13 +93,9 @@ class Setting:
 def fed(
     scheduler: OrcaScheduler, pipeline: TokenPipeline, requests: Sequence[Request], chunk: int
 ) -> Iterator[Finished]:
-    """As `StageGroup` feeds an actor: by chunks, of which the last may be empty."""
-    driver = PipelineDriver(scheduler, pipeline)
-    for first in range(0, len(requests) + 1, chunk):
-        part = requests[first : first + chunk]
-        scheduler.add(part, last=len(part) < chunk)
-        for finished in driver.run():
-            yield from finished
+    """As a live run that waits is fed: by chunks, whenever more are wanted."""
+    for finished in run_dry(PipelineDriver(scheduler, pipeline), requests, chunk):
+        yield from finished
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -134,7 +131,7 @@ def served(case: Setting, pipeline: TokenPipeline) -> Iterator[Finished]:
     free_s, now_s = [0.0] * case.stages, 0.0
     while coming or scheduler.waiting or scheduler.in_slots:
         while coming and coming[0][0] <= now_s:
-            scheduler.add([coming.popleft()[1]], last=False)
+            scheduler.add([coming.popleft()[1]])
         room = len(under_way) < scheduler.most_under_way
         following = scheduler.next_batch() if room else None
         if following is not None:
@@ -208,7 +205,7 @@ def test_a_request_under_way_is_cancelled_when_it_comes_back() -> None:
     pipeline = TokenPipeline(2, 12, dict.fromkeys("012", 4))
     pipeline.expect(requests)
     scheduler = OrcaScheduler(sizes_of(2, 1, 12), 2)
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     first, second = (pipeline.submit(*batch) for _ in "01" if (batch := scheduler.next_batch()))
     scheduler.cancel("0")
     assert scheduler.next_batch() is None, "its token slots are still its own"
@@ -231,7 +228,7 @@ def test_more_requests_are_wanted_only_where_a_batch_could_have_them() -> None:
     assert scheduler.wants_requests
     requests = [request(i, 2, 3) for i in range(2)]
     pipeline.expect(requests)
-    scheduler.add(requests, last=False)
+    scheduler.add(requests)
     assert not scheduler.wants_requests
     following = scheduler.next_batch()
     assert following is not None
@@ -241,13 +238,11 @@ def test_more_requests_are_wanted_only_where_a_batch_could_have_them() -> None:
     assert not scheduler.wants_requests, "those that came back are a batch"
     scheduler.cancel("0")
     assert scheduler.wants_requests
-    scheduler.add([], last=True)
-    assert not scheduler.wants_requests
 
 
 def test_a_waiting_request_is_cancelled_at_once() -> None:
     scheduler = OrcaScheduler(sizes_of(1, 2, 30), 1)
-    scheduler.add([request(0, 2, 2), request(1, 2, 2)], last=True)
+    scheduler.add([request(0, 2, 2), request(1, 2, 2)])
     scheduler.cancel("0")
     assert scheduler.waiting == 1
     batch = scheduler.next_batch()
@@ -257,7 +252,7 @@ def test_a_waiting_request_is_cancelled_at_once() -> None:
 
 def test_an_error_ends_a_request() -> None:
     scheduler = OrcaScheduler(sizes_of(1, 2, 30), 1)
-    scheduler.add([request(0, 2, 2)], last=True)
+    scheduler.add([request(0, 2, 2)])
     following = scheduler.next_batch()
     assert following is not None
     (ended,) = scheduler.complete(following[0], Sampled(np.array([5]), ("error",)))
@@ -283,7 +278,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], message: str
 def test_a_request_longer_than_the_cache_is_refused() -> None:
     scheduler = OrcaScheduler(replace(sizes_of(1, 2, 30), n_slots=20), 1)
     with pytest.raises(SpecError, match=r"'0' needs 15 prompt and 6 new tokens, .* 20 token slots"):
-        scheduler.add([request(0, 15, 6)], last=True)
+        scheduler.add([request(0, 15, 6)])
 
 
 def test_messages_have_at_most_the_tokens_that_have_a_slot() -> None:

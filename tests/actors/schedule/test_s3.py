@@ -25,6 +25,7 @@ from planner.schedule.s3 import (
     LongestFirst,
     first_reservation_of,
 )
+from tests.actors.driving import drive, run_dry
 from tests.actors.schedule.s3_simulation import S3Simulation
 from tests.actors.schedule.token_pipeline import (
     TokenPipeline,
@@ -126,7 +127,7 @@ class S3Machine(RuleBasedStateMachine):
         self.requests += new
         self.pipeline.outputs |= {each.custom_id: self.ends.of(each) for each in new}
         self.pipeline.expect(new)
-        self.scheduler.add(new, last=False)
+        self.scheduler.add(new)
         for each in new:
             self.simulation.add(
                 each.custom_id,
@@ -208,7 +209,7 @@ class S3Machine(RuleBasedStateMachine):
         assert self.scheduler.slot_tokens() == {}
         assert self.scheduler.supervision.parked_now == 0
         whole = request(len(self.requests), self.simulation.n_slots - 1, 1)
-        self.scheduler.add([whole], last=True)
+        self.scheduler.add([whole])
         batch = self.scheduler.next_batch()
         assert batch is not None, "token slots were lost"
         assert batch[0].admitted[0].room.size == self.simulation.n_slots
@@ -229,8 +230,8 @@ def run(
     pipeline.expect(requests)
     scheduler = S3Scheduler(sizes, stages)
     scheduler._policy.queue = LongestFirst(most_overtakes)
-    scheduler.add(requests, last=True)
-    finished = [each for some in PipelineDriver(scheduler, pipeline).run() for each in some]
+    scheduler.add(requests)
+    finished = [each for some in drive(scheduler, pipeline) for each in some]
     assert_right_tokens(finished, requests, outputs)
     assert scheduler.waiting == scheduler.in_slots == scheduler.supervision.parked_now == 0
     assert scheduler._slots.ranges.reserved == 0
@@ -355,10 +356,10 @@ def test_the_memory_is_held_for_whoever_was_overtaken_too_often() -> None:
     pipeline = TokenPipeline(1, 40, outputs, fixed_rooms=False)
     pipeline.expect(requests)
     scheduler = S3Scheduler(s3_sizes_of(1, 4, 40), 1)
-    scheduler.add(requests[:1], last=False)
+    scheduler.add(requests[:1])
     driver = PipelineDriver(scheduler, pipeline)
     assert driver.submit_next() is not None
-    scheduler.add(requests[1:], last=True)
+    scheduler.add(requests[1:])
     admitted = [0]
     while driver.under_way:
         driver.take_back()
@@ -434,11 +435,9 @@ def test_the_pool_is_filled_before_a_run_begins_and_bounded() -> None:
     scheduler = S3Scheduler(s3_sizes_of(2, 4, 1000), 2)
     count = 0
     while scheduler.wants_requests:
-        scheduler.add([request(count, 5, 5)], last=False)
+        scheduler.add([request(count, 5, 5)])
         count += 1
     assert count == POOL_PER_SLOT * 8
-    scheduler.add([], last=True)
-    assert not scheduler.wants_requests
 
 
 def test_a_cancelled_request_that_is_parked_is_forgotten() -> None:
@@ -447,7 +446,7 @@ def test_a_cancelled_request_that_is_parked_is_forgotten() -> None:
     pipeline = TokenPipeline(1, 30, {str(i): 12 for i in range(3)}, fixed_rooms=False)
     pipeline.expect(requests)
     scheduler = S3Scheduler(s3_sizes_of(1, 3, 30, park_from=1, parked_tokens=99), 1)
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     driver = PipelineDriver(scheduler, pipeline)
     while not scheduler.supervision.parked:
         driver.submit_next()
@@ -456,7 +455,7 @@ def test_a_cancelled_request_that_is_parked_is_forgotten() -> None:
     assert len(parked) == 2, "either has too little room to grow"
     scheduler.cancel(str(next(iter(parked))))
     assert scheduler.supervision.parked_now == 8
-    assert len([each for some in driver.run() for each in some]) == 2
+    assert len([each for some in run_dry(driver) for each in some]) == 2
     assert not pipeline.parked
 
 
@@ -469,7 +468,7 @@ def test_what_no_micro_batch_has_parked_yet_is_parked_by_the_next_one(is_cancell
     pipeline = TokenPipeline(2, 40, {"0": 15, "1": 20}, fixed_rooms=False)
     pipeline.expect(requests)
     scheduler = S3Scheduler(s3_sizes_of(2, 1, 40, park_from=1, parked_tokens=99), 2)
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     driver = PipelineDriver(scheduler, pipeline)
     while True:
         batch = driver.submit_next()
@@ -482,7 +481,7 @@ def test_what_no_micro_batch_has_parked_yet_is_parked_by_the_next_one(is_cancell
     assert not pipeline.parked
     if is_cancelled:
         scheduler.cancel("1")
-    ended = [each.custom_id for some in driver.run() for each in some]
+    ended = [each.custom_id for some in run_dry(driver) for each in some]
     assert sorted(ended) == (["0"] if is_cancelled else ["0", "1"])
     assert sum(len(batch.parks) for batch in pipeline.batches) == (not is_cancelled)
     assert not pipeline.parked

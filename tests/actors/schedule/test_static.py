@@ -24,7 +24,7 @@ from actors.schedule.driver import PipelineDriver
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from tests.actors.batches import SLOT_TOKENS, batch_in_ranges
-from tests.actors.local_pipeline import drive
+from tests.actors.driving import drive, run_dry
 
 
 @dataclass
@@ -141,7 +141,7 @@ def run(
     scheduler = StaticScheduler(
         QueueSizes(slots or len(counts), prefill, decode, SLOT_TOKENS), stages
     )
-    scheduler.add(requests(counts), last=True)
+    scheduler.add(requests(counts))
     finished = [f for batch in drive(scheduler, pipeline) for f in batch]
     return pipeline, finished
 
@@ -201,13 +201,9 @@ def test_micro_batches_under_way_are_bounded() -> None:
 def fed(
     scheduler: StaticScheduler, pipeline: CountingPipeline, made: list[Request], chunk: int
 ) -> Iterator[Finished]:
-    """As `StageGroup` feeds an actor: by chunks, of which the last may be empty."""
-    driver = PipelineDriver(scheduler, pipeline)
-    for first in range(0, len(made) + 1, chunk):
-        part = made[first : first + chunk]
-        scheduler.add(part, last=len(part) < chunk)
-        for finished in driver.run():
-            yield from finished
+    """As a live run that waits is fed: by chunks, whenever more are wanted."""
+    for finished in run_dry(PipelineDriver(scheduler, pipeline), made, chunk):
+        yield from finished
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -233,7 +229,7 @@ def test_cancelled_requests_leave_and_the_others_get_their_tokens(seed: int) -> 
     prefill, decode = (int(n) for n in rng.integers(1, slots + 1, size=2))
     counts = rng.integers(1, 12, size=40).tolist()
     scheduler = StaticScheduler(QueueSizes(slots, prefill, decode, SLOT_TOKENS), stages)
-    scheduler.add(requests(counts), last=True)
+    scheduler.add(requests(counts))
     pipeline = CancellingPipeline(counts, decode, stages, scheduler, rng)
     finished = [each.custom_id for batch in drive(scheduler, pipeline) for each in batch]
     assert pipeline.cancelled
@@ -315,7 +311,7 @@ def test_no_stage_rests_while_requests_wait(
     counts = [9] * count if lengths == "equal" else rng.integers(1, 20, size=count).tolist()
     pipeline = pipeline_for(counts, decode, stages=stages)
     scheduler = StaticScheduler(QueueSizes(groups * decode, prefill, decode, SLOT_TOKENS), stages)
-    scheduler.add(requests(counts), last=True)
+    scheduler.add(requests(counts))
     list(drive(scheduler, pipeline))
     first, last = first_decode(pipeline), last_prefill(pipeline)
     for stage in range(stages):
@@ -328,7 +324,7 @@ def test_the_slowest_stage_never_rests_while_requests_wait(slowest: int) -> None
     counts = np.random.default_rng(1).integers(1, 40, size=200).tolist()
     pipeline = pipeline_for(counts, 8, Seconds(seconds, seconds))
     scheduler = StaticScheduler(QueueSizes(24, 4, 8, SLOT_TOKENS), 3)
-    scheduler.add(requests(counts), last=True)
+    scheduler.add(requests(counts))
     list(drive(scheduler, pipeline))
     idle_s = pipeline.idle_s(slowest, first_decode(pipeline), last_prefill(pipeline))
     assert idle_s == pytest.approx(0.0)
@@ -340,7 +336,7 @@ def seconds_of_queue(counts: Sequence[int], part: int) -> float:
     made = requests(counts)
     for first in range(0, len(made), part):
         scheduler = StaticScheduler(QueueSizes(32, 8, 8, SLOT_TOKENS), 2)
-        scheduler.add(made[first : first + part], last=True)
+        scheduler.add(made[first : first + part])
         list(drive(scheduler, pipeline))
     return pipeline.now_s
 

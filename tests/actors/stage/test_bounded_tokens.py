@@ -22,6 +22,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
 from planner.schedule.policy_sizes import TurnSizes
 from planner.scheduling import RequestSchedule
+from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import CONFIGS, LAYERS, random_prompts, reference, save_tiny, stages_of
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
@@ -77,10 +78,10 @@ def requests() -> list[Request]:
 
 def run(stages: Sequence[Stage], schedule: RequestSchedule) -> list[list[int]]:
     scheduler = RraScheduler(sizes_for(schedule), len(stages))
-    scheduler.add(requests(), last=True)
+    scheduler.add(requests())
     found = {
         each.custom_id: list(each.token_ids)
-        for some in PipelineDriver(scheduler, LocalPipeline(stages)).run()
+        for some in drive(scheduler, LocalPipeline(stages))
         for each in some
     }
     return [found[str(i)] for i in range(len(PROMPTS))]

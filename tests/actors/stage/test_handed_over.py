@@ -12,14 +12,14 @@ import torch
 
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.messages import HostKey, KvPart, Park, Request, Sampling
-from actors.schedule.exegpt_decode import DecodeScheduler
-from actors.schedule.exegpt_prefill import PrefillScheduler
+from actors.schedule.exegpt_waa import DecodeScheduler, PrefillScheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.stage import Stage
 from planner.scheduling import RequestSchedule
 from tests.actors.batches import batch_in_ranges
-from tests.actors.local_pipeline import LocalPipeline, drive
+from tests.actors.driving import drive
+from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
@@ -66,7 +66,7 @@ def prefilled(stages: Sequence[Stage], requests: Sequence[Request]) -> list[Requ
         schedule=SCHEDULE,
     )
     scheduler = PrefillScheduler(sizes, len(stages))
-    scheduler.add([replace(each, max_new_tokens=1) for each in requests], last=True)
+    scheduler.add([replace(each, max_new_tokens=1) for each in requests])
     ended = [each for some in drive(scheduler, LocalPipeline(stages)) for each in some]
     firsts = {each.custom_id: each.token_ids for each in ended}
     return [replace(each, generated=firsts[each.custom_id]) for each in requests]
@@ -100,7 +100,7 @@ def decoded(stages: Sequence[Stage], requests: Sequence[Request]) -> dict[str, l
         schedule=SCHEDULE,
     )
     scheduler = DecodeScheduler(sizes, len(stages))
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     ended = [each for some in drive(scheduler, LocalPipeline(stages)) for each in some]
     return {each.custom_id: list(each.token_ids) for each in ended}
 

@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.logprobs import NO_TOKEN, TokenLogprobs
-from actors.messages import Admission, Request, Sampling
+from actors.messages import NO_TOKEN, Admission, Request, Sampling, TokenLogprobs
 from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.live_run import Inbox, LiveRun
 from actors.schedule.table import make_scheduler
-from actors.stage.penalties import logprob_rows
-from actors.stage.sampler import Sampler
+from actors.stage.sampler import Sampler, logprob_rows
 from actors.stage.stage import Stage
 from actors.transport import pipelines
 from actors.transport.message_format import PlainCodec

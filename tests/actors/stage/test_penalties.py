@@ -11,8 +11,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from actors.messages import Admission, MicroBatch, Request, Sampling
-from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
-from actors.stage.sampler import Sampler
+from actors.stage.sampler import NO_TOKENS, Sampler, TokenCounts, changed_logits
 from tests.actors.batches import batch_in_ranges
 
 VOCABULARY = 50

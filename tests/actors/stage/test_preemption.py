@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
-from actors.logprobs import TokenLogprobs
 from actors.messages import (
     EVERY_KEY,
     Admission,
@@ -27,6 +26,7 @@ from actors.messages import (
     Sampled,
     Sampling,
     TokenIds,
+    TokenLogprobs,
     TokenRange,
 )
 from actors.schedule.driver import PipelineDriver
@@ -36,6 +36,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
 from actors.stage_figures import Supervision
 from tests.actors.batches import batch_in_ranges
+from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (
     CONFIGS,
@@ -145,12 +146,10 @@ def run(
     stages: Sequence[Stage], sizes: QueueSizes, requests: Sequence[Request]
 ) -> tuple[list[list[int]], Supervision]:
     scheduler = S3Scheduler(sizes, len(stages))
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     pipeline = CheckedPipeline(stages)
     found = {
-        each.custom_id: list(each.token_ids)
-        for some in PipelineDriver(scheduler, pipeline).run()
-        for each in some
+        each.custom_id: list(each.token_ids) for some in drive(scheduler, pipeline) for each in some
     }
     assert all(stage._cache.parked.tokens == 0 for stage in stages)
     assert pipeline.most_parked <= sizes.parked_tokens

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.logprobs import NO_TOKEN, LogprobRows
-from actors.messages import Admission, MicroBatch, Move, Sampled, Sampling, TokenRange
+from actors.messages import (
+    NO_TOKEN,
+    Admission,
+    LogprobRows,
+    MicroBatch,
+    Move,
+    Sampled,
+    Sampling,
+    TokenRange,
+)
 from actors.transport.gloo_links import FRAME_BYTES, Links
 from actors.transport.message_format import decode, encode, message_bytes
 from quant.common.errors import StageLostError

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.logprobs import MOST_TOP_LOGPROBS, LogprobRows
 from actors.messages import (
     EVERY_KEY,
+    MOST_TOP_LOGPROBS,
     Admission,
+    LogprobRows,
     MicroBatch,
     Move,
     Park,

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.messages import Request, Sampling
-from actors.stage_figures import PhaseWork, StageStats
+from actors.stage_figures import NO_LATENCIES, LatencyCounts, PhaseWork, StageStats
 from llmpq import Cluster, Workload
 from llmpq.run.drift import LengthRecord
 from llmpq.run.meter import RunState

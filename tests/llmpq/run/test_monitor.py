@@ -9,8 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from actors.latency_counts import LatencyCounts
-from actors.stage_figures import PhaseWork, QueueDepth, StageStats
+from actors.stage_figures import LatencyCounts, PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
 from llmpq.run.meter import EARLY_PROMPTS, WINDOW_S, RunMeter, RunState
 from llmpq.run.monitor import monitor

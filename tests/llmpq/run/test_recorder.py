@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.recovery.policy import RecoveryEvent
-from actors.stage_figures import PhaseWork, StageStats
+from actors.stage_figures import NO_LATENCIES, LatencyCounts, PhaseWork, StageStats
 from llmpq import Plan
 from llmpq.jobs.journal import Entry, line_of
 from llmpq.jobs.overview.overview import latency_figures

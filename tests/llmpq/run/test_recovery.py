@@ -20,7 +20,8 @@ from actors.schedule.static import StaticScheduler
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
 from quant.cache.settings import CacheSettings
-from tests.actors.local_pipeline import LocalPipeline, drive
+from tests.actors.driving import drive
+from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import LAYERS, random_prompts, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.faulty import LARGEST, FaultyActor
@@ -59,7 +60,7 @@ def undisturbed(tiny: tuple[Path, Any]) -> dict[str, tuple[int, ...]]:
     """Without Ray, in stages and micro-batches of other sizes."""
     stages = stages_of(tiny[0], (0, 2, LAYERS), 40, PROMPT_LENGTH + NEW_TOKENS)
     scheduler = StaticScheduler(QueueSizes(40, 20, 20, stages[0].spec.max_tokens), len(stages))
-    scheduler.add(list(requests(COUNT)), last=True)
+    scheduler.add(list(requests(COUNT)))
     recorder = Recorder()
     recorder.take(chain.from_iterable(drive(scheduler, LocalPipeline(stages))))
     assert len(recorder.ended) == COUNT

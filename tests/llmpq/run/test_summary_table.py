@@ -6,8 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from actors.latency_counts import LatencyCounts
-from actors.stage_figures import PhaseWork, StageStats
+from actors.stage_figures import LatencyCounts, PhaseWork, StageStats
 from llmpq.report.latency import LatencyFigures, PlannedLatency
 from llmpq.run.summary import RunSummary
 from llmpq.run.summary_table import summary_table

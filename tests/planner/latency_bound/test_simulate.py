@@ -18,6 +18,7 @@ from planner.latency_bound.simulate import (
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.schedule.policy_sizes import TurnSizes
 from planner.scheduling import RequestSchedule
+from tests.actors.driving import run_dry
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 from tests.actors.schedule.token_pipeline import TokenPipeline, request
 
@@ -84,8 +85,8 @@ def test_events_prefill_what_the_runtime_prefills(
     pipeline.expect(asked)
     sizes = queue_sizes_of(TurnSizes.of(schedule, n_slots), n_slots)
     driver = PipelineDriver(RraScheduler(sizes, stages), pipeline)
-    driver.add(asked, last=True)
-    for _ in driver.run():
+    driver.add(asked)
+    for _ in run_dry(driver):
         if sum(batch.kind == "prefill" for batch in pipeline.batches) >= len(noted.passes):
             break
     ran = [

@@ -21,6 +21,7 @@ from planner.simulation.job_simulation import forecast_job, simulate_job
 from planner.simulation.simulation import simulate
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError
+from tests.actors.driving import run_dry
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 from tests.actors.schedule.token_pipeline import TokenPipeline, request
 
@@ -85,8 +86,8 @@ def driven(case: Case) -> RecordingPipeline:
     pipeline.expect(requests)
     sizes = queue_sizes_of(case.sizes, case.n_slots + 9)
     driver = PipelineDriver(RraScheduler(sizes, case.stages), pipeline)
-    driver.add(requests, last=True)
-    ended = [each for finished in driver.run() for each in finished]
+    driver.add(requests)
+    ended = [each for finished in run_dry(driver) for each in finished]
     assert len(ended) == len(requests)
     return pipeline
 

@@ -23,6 +23,7 @@ from planner.simulation.job_simulation import simulate_job
 from planner.simulation.simulation import simulate
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from tests.actors.driving import run_dry
 from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_of
 
 TIMES = ModelledTimes(
@@ -96,8 +97,8 @@ def driven(case: Case) -> TimedPipeline:
     requests = [request(i, case.prompts[i], case.limits[i]) for i in range(len(case.prompts))]
     pipeline.expect(requests)
     driver = PipelineDriver(case.scheduler(), pipeline)
-    driver.add(requests, last=True)
-    ended = [each for finished in driver.run() for each in finished]
+    driver.add(requests)
+    ended = [each for finished in run_dry(driver) for each in finished]
     assert len(ended) == len(requests)
     return pipeline
 

@@ -17,6 +17,7 @@ from planner.schedule.policy_sizes import OrcaSizes
 from planner.schedule.s3 import LongestFirst, S3Schedule
 from planner.schedule.static import JobRows, rounded_mean
 from quant.common.errors import SpecError
+from tests.actors.driving import run_dry
 from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_of
 
 
@@ -59,10 +60,7 @@ def driven(case: Case) -> tuple[TokenPipeline, S3Scheduler]:
     pipeline.expect(requests)
     scheduler = case.scheduler()
     driver = PipelineDriver(scheduler, pipeline)
-    ended = 0
-    for each in requests:
-        driver.add([each], last=each is requests[-1])
-        ended += sum(len(finished) for finished in driver.run())
+    ended = sum(len(finished) for finished in run_dry(driver, requests))
     assert ended == len(requests)
     return pipeline, scheduler
 

@@ -12,7 +12,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from planner.micro_batches import MicroBatches
 from planner.schedule.static import JobRows, JobSchedule
-from tests.actors.local_pipeline import drive
+from tests.actors.driving import drive
 
 Submitted = tuple[str, tuple[int, ...], int, int]
 """Phase, prompts of a prefill or sum of contexts in a decode step, requests, results before."""
@@ -76,7 +76,7 @@ def test_every_decision_is_that_of_the_scheduler(kind: str, seed: int) -> None:
     ]
     recorded = RecordingPipeline(stages, outputs)
     scheduler = StaticScheduler(QueueSizes(slots, sizes.prefill, sizes.decode, 64), stages)
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     for _ in drive(scheduler, recorded):
         pass
     schedule = JobSchedule(JobRows(prompts, outputs), slots, sizes, stages)

@@ -22,7 +22,7 @@ from planner.schedule.static import JobRows, static_schedule
 from planner.simulation.simulation import Simulated, simulate, simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import SpecError
-from tests.actors.local_pipeline import drive
+from tests.actors.driving import drive
 from tests.planner.simulation.event_simulation import EventSimulation, Pipeline
 
 
@@ -94,7 +94,7 @@ def test_order_is_that_of_the_scheduler(
     recorded = RecordingPipeline(stages)
     recorded.last_length = workload.total_length - 1
     scheduler = StaticScheduler(QueueSizes(len(requests), prefill, decode, 64), stages)
-    scheduler.add(requests, last=True)
+    scheduler.add(requests)
     for _ in drive(scheduler, recorded):
         pass
     sizes = {"prefill": prefill, "decode": decode}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.latency_counts import LatencyCounts
+from actors.stage_figures import LatencyCounts
 from llmpq.jobs.job import JobOptions
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.output_options import OutputOptions

@@ -1,7 +1,7 @@
-"""The policy `exegpt` on stages that only decode, as others prefill (WAA, ExeGPT section 4.1).
+"""The policy `exegpt` where some stages prefill and others decode (WAA, ExeGPT section 4.1).
 
-Names of the paper and here: B_D is `decode_requests` and B_m `decode_micro_batches` of the
-schedule.
+Names of the paper and here: B_E is `prefill_requests` of the schedule, of which the driver gives
+turns of as many; B_D is `decode_requests` and B_m `decode_micro_batches`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,150 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.messages import Finished, MicroBatch, Move, Park, Request, Sampled, TokenIds
+from actors.messages import (
+    Admission,
+    Finished,
+    MicroBatch,
+    Move,
+    Park,
+    Request,
+    Sampled,
+    TokenIds,
+    TokenRange,
+)
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import QueueSizes
-from actors.stage_figures import NO_SUPERVISION, Supervision
+from actors.schedule.scheduler import QueueSizes, Scheduler
 from planner.plan.parking import host_tokens
 from planner.plan.spec import PlanSpec
-from planner.schedule.turns import joining
+from planner.schedule.turns import SHORT_PROMPTS, WAITING, PrefillSizes, joining
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
+
+
+class PrefillScheduler(Scheduler):
+    """A scheduler of requests for one token each, first come, first served.
+
+    Prompts follow each other in micro-batches of about as many tokens as the schedule's
+    `prefill_micro_batch` of the mean length have; where the queue has less than two of these,
+    halves of it. A request is done with one pass, and what other stages need of it is kept in host
+    memory. So the next micro-batch has the whole KV cache again, as every stage takes them in their
+    order.
+    """
+
+    def __init__(self, sizes: QueueSizes, stages: int) -> None:
+        if min(sizes.slots, sizes.prefill_micro_batch) < 1 or sizes.kv_tokens < sizes.slot_tokens:
+            raise SpecError(
+                f"{sizes.slots} slots, prefills of {sizes.prefill_micro_batch} and "
+                f"{sizes.kv_tokens} token slots for prompts of up to {sizes.slot_tokens}; give at "
+                "least 1 of each, and room for the longest prompt"
+            )
+        self._sizes = sizes
+        self._stages = stages
+        self._waiting: deque[Request] = deque()
+        self._free = deque(range(sizes.slots))
+        self._requests: dict[int, Request] = {}
+        self._cancelled: set[int] = set()
+        self.follow(sizes.followed_schedule)
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Make micro-batches by this schedule from now on, of the most requests that there are."""
+        self._size = min(self._sizes.prefill_micro_batch, schedule.prefill_micro_batch)
+        parts = PrefillSizes.of(schedule, self._sizes.slot_tokens, self._size)
+        self._parts = replace(parts, most_tokens=min(self._sizes.kv_tokens, parts.most_tokens))
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+
+    def cancel(self, custom_id: str) -> None:
+        self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
+        self._cancelled |= {s for s, r in self._requests.items() if r.custom_id == custom_id}
+
+    @property
+    def most_under_way(self) -> int:
+        return self._stages + WAITING
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def in_slots(self) -> int:
+        return len(self._requests)
+
+    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
+        return {
+            slot: (request.custom_id, np.array(request.generated, dtype=np.int64))
+            for slot, request in self._requests.items()
+            if slot not in self._cancelled
+        }
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether the queue has less than a micro-batch."""
+        return len(self._waiting) < self._size
+
+    def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
+        """Prefill the requests that came first, from the beginning of the KV cache on."""
+        requests = [self._waiting.popleft() for _ in range(self._newcomers())]
+        if not requests:
+            return None
+        slots = [self._free.popleft() for _ in requests]
+        self._requests |= dict(zip(slots, requests, strict=True))
+        texts = [np.array(r.prompt_ids + r.generated, dtype=np.int64) for r in requests]
+        counts = np.array([len(text) for text in texts], dtype=np.int64)
+        begins = counts.cumsum() - counts
+        rows = list(zip(slots, requests, begins.tolist(), counts.tolist(), strict=True))
+        batch = MicroBatch(
+            np.array(slots, dtype=np.int64),
+            np.zeros_like(counts),
+            counts,
+            begins,
+            tuple(Admission.of(slot, r, TokenRange(at, size)) for slot, r, at, size in rows),
+            sizes=counts,
+            keeps=tuple(
+                Park(r.host_key.number, at, size)
+                for _, r, at, size in rows
+                if r.host_key is not None and size <= self._sizes.parked_tokens
+            ),
+        )
+        return batch, np.concatenate(texts)
+
+    def _newcomers(self) -> int:
+        """How many requests make the next micro-batch."""
+        texts = [len(r.prompt_ids) + len(r.generated) for r in self._waiting]
+        return self._parts.next_part(texts[: len(self._free)], sum(texts))
+
+    def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
+        finished: list[Finished] = []
+        rows = zip(
+            batch.slots.tolist(), sampled.token_ids.tolist(), sampled.finish_reasons, strict=True
+        )
+        for slot, token, reason in rows:
+            request = self._requests.pop(slot)
+            self._free.append(slot)
+            if slot in self._cancelled:
+                self._cancelled.discard(slot)
+                continue
+            assert reason is not None, "each is for one token"
+            tokens = (*request.generated, token)
+            finished.append(Finished(request.custom_id, tokens, reason))
+        return tuple(finished)
+
+
+def prefill_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
+    """The sizes for stages of `plan` that prefill by the schedule of those that decode."""
+    size, workload = plan.micro_batches.prefill, plan.workload
+    return QueueSizes(
+        slots=SHORT_PROMPTS * size * (len(plan.stages) + WAITING),
+        prefill_micro_batch=size,
+        decode_micro_batch=(SHORT_PROMPTS - 1) * size,
+        slot_tokens=workload.total_length,
+        policy="exegpt",
+        kv_tokens=workload.kv_tokens,
+        parked_tokens=host_tokens(plan),
+        schedule=options.followed_schedule,
+        role="prefill",
+    )
 
 
 @dataclass(eq=False)
@@ -31,7 +166,7 @@ class _Group:
     is_open: bool = True
 
 
-class DecodeScheduler:
+class DecodeScheduler(Scheduler):
     """A scheduler whose requests are divided into groups, each of which makes one decode step per
     round.
 
@@ -57,7 +192,6 @@ class DecodeScheduler:
         self._bare: deque[Request] = deque()  # without keys and values
         self._drops: list[int] = []  # of the next micro-batch
         self._joined = 0
-        self._closed = False
         self._steps_next = False
         self.follow(sizes.followed_schedule)
 
@@ -77,11 +211,10 @@ class DecodeScheduler:
         for number, group in enumerate(self._groups):
             group.is_open = number < count
 
-    def add(self, requests: Sequence[Request], last: bool) -> None:
+    def add(self, requests: Sequence[Request]) -> None:
         self._slots.expect(requests)
         for request in requests:
             (self._arrived if _has_arrived(request) else self._bare).append(request)
-        self._closed = last
 
     def cancel(self, custom_id: str) -> None:
         for request in self._arrived:
@@ -105,18 +238,13 @@ class DecodeScheduler:
     def in_slots(self) -> int:
         return len(self._slots.requests)
 
-    @property
-    def supervision(self) -> Supervision:
-        """Nothing: every reservation has room for the longest answer."""
-        return NO_SUPERVISION
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return self._slots.tokens()
 
     @property
     def wants_requests(self) -> bool:
         """Whether a request could join that is not there yet."""
-        return not self._closed and not self.waiting and self.in_slots < self._most
+        return not self.waiting and self.in_slots < self._most
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """The next prefill or step, by turns where there are both."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.latency_counts import LatencyCounts
 from actors.messages import (
     Admission,
     Finished,
@@ -15,11 +14,12 @@ from actors.messages import (
     Sampling,
     TokenIds,
 )
-from actors.schedule.driver import PipelineDriver
-from actors.schedule.latencies import MOST_BEGUN, LatencyRecord
+from actors.schedule.driver import MOST_BEGUN, LatencyRecord, PipelineDriver
 from actors.schedule.orca import OrcaScheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
+from actors.stage_figures import LatencyCounts
+from tests.actors.driving import run_dry
 from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_of
 
 
@@ -52,8 +52,8 @@ def test_requests_are_timed_from_their_prefill_to_their_last_token() -> None:
     pipeline.clock = Clock()
     record = LatencyRecord(pipeline.clock)
     driver = PipelineDriver(OrcaScheduler(sizes_of(1, 2, 10), 1), pipeline, record)
-    driver.add(requests, last=True)
-    list(driver.run())
+    driver.add(requests)
+    list(run_dry(driver))
     assert record.counts == LatencyCounts.of([4 * 1.25, 2 * 1.25])
     assert record.new_seconds() == [5.0, 2.5]
     assert record.new_seconds() == []
@@ -111,10 +111,10 @@ def test_a_driver_forgets_cancelled_requests() -> None:
     scheduler = StaticScheduler(QueueSizes(1, 1, 1, 9), 1)
     pipeline = _Echo()
     driver = PipelineDriver(scheduler, pipeline, record)
-    driver.add([Request("a", (1, 2), 3, Sampling())], last=True)
+    driver.add([Request("a", (1, 2), 3, Sampling())])
     driver.submit_next()
     driver.cancel("a")
-    list(driver.run())
+    list(run_dry(driver))
     assert record.counts.requests == 0
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from actors.messages import Finished, Request, Sampling
-from actors.recovery.faults import Fault
-from actors.recovery.suspects import RequestLedger
+from actors.recovery.faults import Fault, RequestLedger
 from quant.common.errors import DeviceError, SpecError, StageLostError
 
 SLOTS = 8

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.latency_counts import NO_LATENCIES, LatencyCounts
+from actors.stage_figures import NO_LATENCIES, LatencyCounts
 
 SECONDS = st.lists(st.floats(0.002, 90_000), min_size=1, max_size=60)
 
