@@ -15,7 +15,7 @@ from llmpq.cli.common import EXIT_DONE, console, run_command
 from llmpq.cli.parser import Parser, finite_number, made, whole_number
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import DEPTH, JobPlace, find_job, jobs_in
-from llmpq.jobs.overview.terminal import job_text, list_text, ray_text
+from llmpq.jobs.overview.words import job_text, list_text, ray_text
 from planner.option_rules import REQUIRED, argument, flag, option
 from quant.common.errors import InputError
 

@@ -18,8 +18,8 @@ from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
 from llmpq.profile.tables import loading_note
 from llmpq.report.latency import lengths, what_is_bounded
+from llmpq.report.page import refusal_of, write_refusal
 from llmpq.report.plan_tables import plan_table
-from llmpq.report.refusal import refusal_of, write_refusal
 from llmpq.tokenizing.requests import tokenizer_checked
 from llmpq.workload.input_job import InputJob
 from llmpq.workload.request_lengths import Requests, bound_request

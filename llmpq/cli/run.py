@@ -31,9 +31,16 @@ from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.cli.terminal import TaskProgress
 from llmpq.fleet import Fleet, load_plan
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import JobOptions, OpenJob, check_ids, finished_tally, stop_signals
+from llmpq.jobs.job import (
+    JobOptions,
+    OpenJob,
+    Output,
+    check_ids,
+    finished_tally,
+    open_output,
+    stop_signals,
+)
 from llmpq.jobs.job_output import JournalPlace
-from llmpq.jobs.output import Output, open_output
 from llmpq.jobs.row_database import Tally
 from llmpq.plan import Plan
 from llmpq.quality.job_prompts import prompts_of_input

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from actors.messages import Sampling
 from llmpq.cli.parser import Parser, made, taken
-from llmpq.jobs.output_options import OutputOptions
+from llmpq.jobs.result_lines import OutputOptions
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
 from llmpq.serve.options import BatchOptions, ServeOptions
 from planner.option_rules import REQUIRED, Rule, flag, option

@@ -54,7 +54,7 @@ def _serve(options: ServeCommand, given: argparse.Namespace) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise SpecError(_EXTRA) from error
-    from llmpq.serve.replica_count import parse_replicas
+    from llmpq.serve.options import parse_replicas
 
     file = options.api_key_file
     serving = ServeOptions(
@@ -88,8 +88,8 @@ def _run(
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches
     from llmpq.serve.metrics import ServeMetrics
+    from llmpq.serve.options import count_replicas
     from llmpq.serve.pipeline_engine import PipelineEngine
-    from llmpq.serve.replica_count import count_replicas
     from llmpq.serve.server import Server
     from llmpq.serve.service import Service
 

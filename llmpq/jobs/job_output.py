@@ -27,9 +27,8 @@ from llmpq.jobs.job_files import (
     settled_identities,
     shards_in,
 )
-from llmpq.jobs.output_options import OutputForm, OutputOptions
 from llmpq.jobs.result_files import ResultFiles, ShardWriter
-from llmpq.jobs.result_lines import check_writable
+from llmpq.jobs.result_lines import OutputForm, OutputOptions, check_writable
 from llmpq.jobs.row_database import InputChanges, RowDatabase
 from llmpq.jobs.store import (
     LOCK,

@@ -22,8 +22,8 @@ from llmpq.jobs.formats.file_format import (
 from llmpq.jobs.formats.parquet import ColumnKinds, write_results
 from llmpq.jobs.formats.text_files import csv_lines
 from llmpq.jobs.job_files import DAMAGED_SUFFIX, Shard, write_shard
-from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.result_lines import (
+    OutputOptions,
     ResultIdentity,
     finished_lines,
     finished_rows,

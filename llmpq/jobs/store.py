@@ -26,7 +26,7 @@ from llmpq.jobs.job_files import (
     Shard,
     shards_in,
 )
-from llmpq.jobs.output_options import OUTPUT_FORMS, OutputForm
+from llmpq.jobs.result_lines import OUTPUT_FORMS, OutputForm
 from llmpq.jobs.row_database import RECORD_BYTES
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError

@@ -36,8 +36,6 @@ KIND_LOOKS: dict[ScheduleKind, tuple[str, str]] = {
     "waa-c": ("#b0500f", "8 4"),
     "waa-m": ("#2f7d73", "2 3"),
 }
-
-
 """Colours of the kinds, and dashes for those to whom these look alike."""
 
 

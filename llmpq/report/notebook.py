@@ -9,8 +9,7 @@ from typing import Any
 from llmpq.report.answers import what_is_planned
 from llmpq.report.formatting import per_second, percent, plural, rate, seconds, size
 from llmpq.report.plan_charts import Picture, cycle_pictures, schedule_pictures
-from llmpq.report.plan_facts import facts_of
-from llmpq.report.reasons import bottlenecks
+from llmpq.report.plan_facts import bottlenecks, facts_of
 from llmpq.report.rendering import render
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec

@@ -50,7 +50,6 @@ SAME_S = 1e-2
 picture has one plan.
 """
 
-
 GANTT_WIDTH = 800  # pixels of the drawing; with its labels as wide as the page's text
 GANTT_LABEL = 24  # characters
 ROUNDS_SHOWN = 4  # decode rounds after the first tokens, in the second picture

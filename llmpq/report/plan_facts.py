@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 from llmpq.report.answers import (
-    beaten,
     job_answers,
     job_remarks,
-    most_bits,
-    plan_choice,
     what_is_planned,
 )
 from llmpq.report.formatting import (
@@ -23,15 +20,17 @@ from llmpq.report.formatting import (
     listed,
     number,
     per_second,
+    percent,
     plural,
     seconds,
     times,
     whole_percent,
 )
 from llmpq.report.latency import kind_name, latencies, lengths, rates, requests_per_second, waiting
-from llmpq.report.reasons import LEAST_GAIN, search_outcome
+from llmpq.report.reasons import LEAST_GAIN
+from planner.options import PLAN_TIME
 from planner.plan.forecasts import LatencyForecast, PerplexityForecast
-from planner.plan.spec import Baseline, PlanChoice, PlanSpec, StagePlan
+from planner.plan.spec import Baseline, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
 from quant.scheme import FULL_BITS, NEAR_FULL_BITS
 
@@ -312,6 +311,31 @@ def _times(plan: PlanSpec) -> str:
     )
 
 
+def search_outcome(plan: PlanSpec) -> str:
+    """The outcome of the search: "optimal" to the gap, "best found", or best when "out of time"."""
+    solver = plan.solver
+    if solver.status != "time_limit":
+        return solver.status
+    limit_s = 0.0 if plan.origin is None else PLAN_TIME * plan.origin.options.search_time_limit
+    return "best found" if plan.job is not None and solver.seconds < limit_s else "out of time"
+
+
+def bottlenecks(plan: PlanSpec) -> str:
+    """A sentence on the stages that work longest, and on how much of the time devices wait."""
+    p = plan.predicted
+    if len(plan.stages) == 1:
+        return "There is one stage, so it is the bottleneck of both phases."
+    first, second = plan.stages[p.prefill_bottleneck], plan.stages[p.decode_bottleneck]
+    idle = 1 - sum(p.busy_share) / len(p.busy_share)
+    where = (
+        f"Stage {first.index} ({first.device}) is the slowest in both phases"
+        if first is second
+        else f"The slowest stage is {first.index} ({first.device}) in prefill and {second.index} "
+        f"({second.device}) in decode"
+    )
+    return f"{where}; on average a device waits {percent(idle)} of the time."
+
+
 def _stages(plan: PlanSpec) -> tuple[StagePlan, ...]:
     """The stages of a plan, and those that prefill for them."""
     return plan.stages + (plan.prefill_plan.stages if plan.prefill_plan is not None else ())
@@ -356,51 +380,3 @@ def _warnings(plan: PlanSpec) -> list[str]:
     if plan.unused_devices:
         found.append(f"Not used: {', '.join(plan.unused_devices)}.")
     return found
-
-
-@dataclass(frozen=True)
-class Course:
-    """A plan that can be had: its names, its figures, the seconds of the batch or the job, and the
-    option or the device that gives it.
-    """
-
-    name: str
-    plan: PlanChoice
-    seconds: float
-    how: str
-    is_present: bool = False
-
-
-def menu(plan: PlanSpec) -> list[Course]:
-    """This plan and the others that are known; only this one where none is."""
-    tokens = plan.predicted.tokens_per_s * plan.predicted.latency_s
-    return [
-        Course(name, choice, tokens / choice.tokens_per_s, how, is_present=index == 0)
-        for index, (name, choice, how) in enumerate(_choices(plan))
-    ]
-
-
-def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
-    """Yield names, figures and the way to each plan."""
-    present, beside = plan_choice(plan), plan.beside
-    taken = next((each.plan for each in beside.qualities if each.quality == beside.quality), None)
-    groups: dict[PlanChoice, list[str]] = {}
-    for each in beside.qualities:
-        groups.setdefault(each.plan, []).append(each.quality)
-    own = groups.pop(taken, []) if taken is not None else []
-    yield f"this plan{f' ({listed(own)})' if own else ''}", present, "taken"
-    for choice, names in groups.items():
-        yield listed(list(names)), choice, f"--quality {names[0]}"
-    full = beside.full_precision
-    if full is not None and full.mean_bits > present.mean_bits:
-        bits = most_bits(plan)
-        yield f"all layers at {bits} bit", full, f"--bits {bits}"
-    if beaten(plan) and beside.beaten_by is not None:
-        yield "fewer in flight", beside.beaten_by, "--input or --prompts in place of --global_bz"
-    kinds = Counter(each.accelerator for each in beside.more_devices)
-    for more in beside.more_devices:
-        if more.plan.tokens_per_s < present.tokens_per_s * (1 + LEAST_GAIN):
-            continue
-        where = f" on {more.node}" if kinds[more.accelerator] > 1 else ""
-        name = f"{more.count} more {more.accelerator}{where}"
-        yield name, more.plan, "one more device" if more.count == 1 else "more devices"

@@ -10,14 +10,12 @@ from llmpq.report.formatting import (
     layer_span,
     listed,
     number,
-    percent,
     plural,
     seconds,
     size,
 )
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
 from planner.explanation.what_if import Question, WhatIfAnswer
-from planner.options import PLAN_TIME
 from planner.plan.spec import PlanSpec, StagePlan
 
 LEAST_S = 1e-9  # below this a difference is rounding
@@ -27,31 +25,6 @@ RESOURCES = {
     "prefill": "prefill time",
     "decode": "decode time",
 }
-
-
-def search_outcome(plan: PlanSpec) -> str:
-    """The outcome of the search: "optimal" to the gap, "best found", or best when "out of time"."""
-    solver = plan.solver
-    if solver.status != "time_limit":
-        return solver.status
-    limit_s = 0.0 if plan.origin is None else PLAN_TIME * plan.origin.options.search_time_limit
-    return "best found" if plan.job is not None and solver.seconds < limit_s else "out of time"
-
-
-def bottlenecks(plan: PlanSpec) -> str:
-    """A sentence on the stages that work longest, and on how much of the time devices wait."""
-    p = plan.predicted
-    if len(plan.stages) == 1:
-        return "There is one stage, so it is the bottleneck of both phases."
-    first, second = plan.stages[p.prefill_bottleneck], plan.stages[p.decode_bottleneck]
-    idle = 1 - sum(p.busy_share) / len(p.busy_share)
-    where = (
-        f"Stage {first.index} ({first.device}) is the slowest in both phases"
-        if first is second
-        else f"The slowest stage is {first.index} ({first.device}) in prefill and {second.index} "
-        f"({second.device}) in decode"
-    )
-    return f"{where}; on average a device waits {percent(idle)} of the time."
 
 
 def binding(limits: StageLimits) -> str:

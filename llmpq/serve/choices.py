@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from actors.sampling_options import stop_begin
 from llmpq.rows.answers import TextPiece, TokenText
-from llmpq.serve.api_errors import ApiError, failed, log_fault, queue_full, unavailable
+from llmpq.serve.access import ApiError, failed, log_fault, queue_full, unavailable
 from llmpq.serve.engine import (
     Engine,
     EngineBusyError,

@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmpq.serve.access import CLIENT_GONE
 from llmpq.serve.engine import EngineBusyError, EngineStoppingError, QueueState
-from llmpq.serve.streaming import CLIENT_GONE
 
 CANCELLED = "cancelled"
 """How answers end whose client has gone, or does not read."""

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from llmpq.rows.row import Row
-from llmpq.serve.api_errors import log_fault
+from llmpq.serve.access import log_fault
 from llmpq.serve.engine import GenerationError, PromptError, PromptTooLongError
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer

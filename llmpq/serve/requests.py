@@ -11,7 +11,7 @@ from actors.sampling_options import Sampling
 from llmpq.rows.answers import TextPiece
 from llmpq.rows.row import BadRow, Row, row_from_mapping
 from llmpq.rows.sampling import merge_sampling
-from llmpq.serve.api_errors import ApiError, bad_request
+from llmpq.serve.access import ApiError, bad_request
 from llmpq.serve.bodies import ChatBody, CompletionBody
 from llmpq.serve.engine import (
     Engine,

@@ -16,11 +16,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from llmpq.rows.answers import ChatForm, CompletionForm, model_content, models_content
-from llmpq.serve.access import Gate, check_host, check_key
-from llmpq.serve.api_errors import ApiError, Boundary, ErrorAnswer
+from llmpq.serve.access import ApiError, Boundary, ErrorAnswer, Gate, check_host, check_key
 from llmpq.serve.batches.batches import Batches, batch_routes
+from llmpq.serve.bodies import chat_body, completion_body
 from llmpq.serve.metrics import CONTENT_TYPE, Counting
-from llmpq.serve.parsing import chat_body, completion_body
 from llmpq.serve.service import Service
 from quant.common.errors import SpecError, StageLostError
 

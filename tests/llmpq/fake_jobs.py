@@ -21,7 +21,7 @@ from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
 from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput
-from llmpq.jobs.output_options import OutputOptions
+from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.row_database import Tally
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row

@@ -10,16 +10,10 @@ from typing import NamedTuple
 from llmpq.jobs.sessions import JobSession
 
 BUCKETS = 80
-
-
 """Means that a curve of tokens per second has at most: a point every 7 pixels."""
 
-
 LEAST_BUCKET_S = 4.0
-
-
 """Seconds of a mean at least: micro-batches give their tokens in bursts."""
-
 
 MOST_POINTS = 240
 

@@ -29,8 +29,7 @@ from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import OpenJob
 from llmpq.jobs.job_files import JobIdentity, shards_in
 from llmpq.jobs.job_output import JobOutput
-from llmpq.jobs.output_options import OutputOptions
-from llmpq.jobs.result_lines import result_identity
+from llmpq.jobs.result_lines import OutputOptions, result_identity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row, digest
 from llmpq.serve.batches.lines import EXPIRED, BatchLine, LineAnswer, Scan, custom_id_of

@@ -13,13 +13,12 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmpq.rows.answers import Json
-from llmpq.serve.access import check_origin
-from llmpq.serve.api_errors import bad_request, conflict, not_found, queue_full
+from llmpq.serve.access import bad_request, check_origin, conflict, not_found, queue_full
 from llmpq.serve.batches.records import WINDOW_S, Batch, Endpoint, StoredFile, new_batch_id
 from llmpq.serve.batches.runner import Runner
 from llmpq.serve.batches.store import MOST_RECORDS, BatchStore
 from llmpq.serve.batches.uploading import ExpiresAfter, Uploads, disk_error
-from llmpq.serve.parsing import checked
+from llmpq.serve.bodies import checked
 from llmpq.serve.service import Service
 
 MOST_UNFINISHED = 100

@@ -15,10 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from llmpq.serve.api_errors import log_fault
+from llmpq.serve.access import log_fault
 from llmpq.serve.batches.batch_job import BatchJob, fail_batch, finish_batch, may_pass, scan
-from llmpq.serve.batches.behind import BehindOnline
-from llmpq.serve.batches.lines import CANCELLED, EXPIRED, Answering, Scan
+from llmpq.serve.batches.lines import CANCELLED, EXPIRED, Answering, BehindOnline, Scan
 from llmpq.serve.batches.records import Batch, LineCounts, Problem
 from llmpq.serve.batches.store import BatchStore
 from llmpq.serve.service import Service

@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from llmpq.serve.api_errors import ApiError, bad_body, bad_request, no_room, queue_full
+from llmpq.serve.access import ApiError, bad_body, bad_request, no_room, queue_full
 from llmpq.serve.batches.records import KEPT_S, StoredFile
 from llmpq.serve.batches.store import MOST_RECORDS, Arrival, BatchStore
-from llmpq.serve.parsing import checked
+from llmpq.serve.bodies import checked
 from llmpq.serve.service import Service
 from quant.common.units import MIB
 

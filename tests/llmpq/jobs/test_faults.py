@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.jobs.job import JobOptions
-from llmpq.jobs.output_options import OutputOptions
+from llmpq.jobs.result_lines import OutputOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     OVERWRITE,

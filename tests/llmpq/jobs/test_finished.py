@@ -22,7 +22,7 @@ from llmpq import Plan
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
 from llmpq.jobs.job_output import JobOutput
-from llmpq.jobs.output_options import OutputOptions
+from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.row_database import Tally
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.options import RunOptions

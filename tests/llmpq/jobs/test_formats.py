@@ -20,10 +20,9 @@ from llmpq.cli import run as run_cli
 from llmpq.jobs.formats.file_format import SUFFIXES
 from llmpq.jobs.formats.text_files import RESULT_COLUMNS, csv_lines, read_csv_results
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import JobOptions, OpenJob
+from llmpq.jobs.job import JobOptions, OpenJob, open_output
 from llmpq.jobs.job_files import shards_in
 from llmpq.jobs.job_output import JobOutput
-from llmpq.jobs.output import open_output
 from llmpq.jobs.result_files import ResultFiles
 from llmpq.jobs.result_lines import result_identities
 from llmpq.jobs.row_database import RowDatabase, Tally

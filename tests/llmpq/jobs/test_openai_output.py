@@ -15,9 +15,8 @@ from openai.types.chat import ChatCompletion
 
 from llmpq.jobs.formats.file_format import input_format, numbered_lines
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import JobOptions
+from llmpq.jobs.job import JobOptions, open_output
 from llmpq.jobs.job_files import JobIdentity
-from llmpq.jobs.output import open_output
 from llmpq.jobs.overview.overview import overview_of
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.result_lines import openai_line

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster
-from llmpq.report.answers import job_answers, job_remarks, what_is_planned
+from llmpq.report.answers import job_answers, job_remarks, menu, what_is_planned
 from llmpq.report.formatting import count, duration, per_second
 from llmpq.report.page import report_page
-from llmpq.report.plan_facts import facts_of, menu, quality_word
-from llmpq.report.reasons import search_outcome
+from llmpq.report.plan_facts import facts_of, quality_word, search_outcome
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.lengths import Lengths
 from planner.options import PlanOptions

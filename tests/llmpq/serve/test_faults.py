@@ -14,7 +14,7 @@ from llmpq.serve.engine import (
     EngineStoppingError,
     GenerationError,
 )
-from llmpq.serve.streaming import EventStream
+from llmpq.serve.service import EventStream
 from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,

@@ -8,7 +8,7 @@ import ray
 from actors.processes import placement, reservation
 from actors.processes.placement import Placement
 from llmpq.errors import DeviceError, SpecError
-from llmpq.serve.replica_count import count_replicas, parse_replicas
+from llmpq.serve.options import count_replicas, parse_replicas
 
 Bundle = dict[str, float]
 

@@ -13,7 +13,6 @@ import pytest
 from actors.stage_figures import LatencyCounts
 from llmpq.jobs.job import JobOptions
 from llmpq.jobs.job_output import JobOutput
-from llmpq.jobs.output_options import OutputOptions
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import BEAT_WITHIN_S, find_job, is_locked, jobs_in
 from llmpq.jobs.overview.words import (
@@ -24,6 +23,7 @@ from llmpq.jobs.overview.words import (
     state_words,
     why_stopped,
 )
+from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.store import JOURNAL
 from llmpq.serve.batches.batch_job import BatchJob
 from llmpq.serve.batches.lines import LineAnswer

@@ -24,8 +24,7 @@ from llmpq.jobs.overview.page import (
     write_page,
 )
 from llmpq.jobs.overview.places import find_job
-from llmpq.jobs.overview.terminal import job_text, list_text
-from llmpq.jobs.overview.words import facts
+from llmpq.jobs.overview.words import facts, job_text, list_text
 from llmpq.report.formatting import SPACE
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import prompts, run_job, write_prompts

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.serve.access import Gate
-from llmpq.serve.batches.behind import BehindOnline
+from llmpq.serve.batches.lines import BehindOnline
 from llmpq.serve.engine import GenerationRequest, QueueState, TokenEvent
 from llmpq.serve.options import ServeOptions
 from tests.llmpq.serve.asking import COMPLETIONS, completion, run
