@@ -11,7 +11,7 @@ from actors.recovery.policy import OnEvent
 from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import RunKeywords, lists_options
 from llmpq.plan import Plan
-from llmpq.quality.on_the_fly import with_calibrated
+from llmpq.quality.calibration import with_calibrated
 from llmpq.report.formatting import per_second, plural, seconds
 from llmpq.report.notebook import fleet_html
 from llmpq.rows.row import BadRow, Row

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from actors.recovery.policy import OnEvent
 from llmpq.jobs.python_rows import RowsInput, rows_of
 from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
-from llmpq.quality.on_the_fly import with_calibrated
+from llmpq.quality.calibration import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document

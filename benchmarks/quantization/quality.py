@@ -40,10 +40,9 @@ from benchmarks.quantization.quality_tables import (
     print_pairs,
     print_rows,
 )
+from llmpq.quality.indicator import LayerAlone, measure_indicators, stored_here
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.sensitivity.indicator import measure_indicators
-from llmpq.quality.sensitivity.stored_error import LayerAlone, stored_here
 from llmpq.quality.text_windows import Document, Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape

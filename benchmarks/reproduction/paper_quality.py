@@ -21,9 +21,9 @@ from benchmarks.quantization.models import MODELS, Texts, texts_for
 from benchmarks.quantization.quality import CPU, importance_of, weight_only
 from benchmarks.quantization.quality_tables import Bits
 from benchmarks.reproduction.paper_report import markdown_table
+from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.sensitivity.indicator import measure_indicators
 from planner.model.finding import model_shape
 from quant.scheme import ROUNDINGS
 from quant.sensitivity.indicators import VarianceStatistics

@@ -18,7 +18,7 @@ from llmpq.cli.measure_options import INDICATOR, IndicatorCommand, indicator_par
 from llmpq.cli.parser import made, taken
 from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
-from llmpq.quality.job_prompts import calibration_documents
+from llmpq.quality.calibration import calibration_documents
 from llmpq.quality.options import (
     ERROR,
     SEQUENCE_LENGTH,
@@ -67,7 +67,7 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
     held_out = read_documents(options.perplexity)
     calibration = calibration_documents(options.calibration, options.input, folder, prompting)
 
-    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
+    from llmpq.quality.omega import measure_omega, measure_points
     from quant.checkpoint.reader import Checkpoint  # slow to load, as they need torch
 
     Checkpoint(folder).check_files()

@@ -20,7 +20,7 @@ from llmpq.cli.measure_options import (
 )
 from llmpq.cli.parser import made, taken
 from llmpq.cli.terminal import TaskProgress
-from llmpq.lengths.buckets import Agreement
+from llmpq.lengths.predictor import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
 from llmpq.report.layout import Fitting, new_table
 from quant.common.errors import InputError

@@ -57,17 +57,19 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     config = model_config(options.model)
     profile = Profile(target, config, shape, chosen, cluster.own_accelerators)
 
-    from llmpq.profile.links import profile_links  # slow to load, as they need torch and Ray
-    from llmpq.profile.loading import LoadProfile
-    from llmpq.profile.sums import profile_sums
+    # slow to load, as they need torch and Ray
+    from llmpq.profile.transfers import profile_links, profile_loading, profile_sums
 
-    loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
     with ray_session(options.address if on_cluster else "local"):
         done = [_measure(profile, device) for device in devices]
         beside = []
         if not options.layers_only:
             with TaskProgress("measuring loading, hops and sums") as progress:
-                loaded = [row for device in devices for row in loads.measure(device, progress.say)]
+                loaded = [
+                    row
+                    for device in devices
+                    for row in profile_loading(target, config, shape, chosen, device, progress.say)
+                ]
                 hops = profile_links(target, cluster, progress.say)
                 sums = profile_sums(target, cluster, progress.say)
             beside = [loading_table(loaded), hop_table(hops), sum_table(sums)]

@@ -16,7 +16,7 @@ from llmpq.cli.measure_options import (
 from llmpq.cli.parser import made
 from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
-from llmpq.quality.job_prompts import calibration_documents
+from llmpq.quality.calibration import calibration_documents
 from llmpq.quality.options import check_compute, check_draw, check_lengths
 from llmpq.quality.text_windows import token_windows
 from llmpq.report.formatting import plain, size
@@ -57,9 +57,9 @@ def _quantize(options: QuantizeCommand) -> int:
     import torch  # slow to load: what is refused without it is refused by now
 
     from actors.stage.layer_stream import compute_on
+    from llmpq.quality.calibration import Calibration
     from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
-    from llmpq.quality.sensitivity.indicator import Calibration
     from llmpq.quality.subjects import compute_dtype, device_of
     from quant.checkpoint.reader import Checkpoint
 

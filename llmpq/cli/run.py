@@ -43,8 +43,7 @@ from llmpq.jobs.job import (
 from llmpq.jobs.job_output import JournalPlace
 from llmpq.jobs.row_database import Tally
 from llmpq.plan import Plan
-from llmpq.quality.job_prompts import prompts_of_input
-from llmpq.quality.on_the_fly import with_calibrated
+from llmpq.quality.calibration import prompts_of_input, with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.report.plan_tables import plan_table
 from llmpq.run.checkpoint import job_identity

@@ -23,7 +23,7 @@ from llmpq.cli.run_options import NO_BATCHES, SERVE, ServeCommand, serve_parser
 from llmpq.cli.terminal import TaskProgress
 from llmpq.fleet import load_plan
 from llmpq.jobs.job import stop_signals
-from llmpq.quality.on_the_fly import with_calibrated
+from llmpq.quality.calibration import with_calibrated
 from llmpq.run.checkpoint import check_run
 from llmpq.run.fleets import plans_of
 from llmpq.run.options import RunOptions

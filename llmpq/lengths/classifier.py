@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from llmpq.lengths.buckets import FloatArray, buckets_of
-from llmpq.lengths.predictor import Encoded, Example, Prompt, Rest
+from llmpq.lengths.predictor import Encoded, Example, FloatArray, Prompt, Rest, buckets_of
 from quant.common.errors import SpecError
 
 MOST_TOKENS = 256

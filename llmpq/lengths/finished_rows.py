@@ -17,12 +17,11 @@ from typing import Any
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import Content, JobInput, row_of
 from llmpq.lengths.predictor import Prompt
-from llmpq.lengths.trace_file import whole_tokens
 from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
-from llmpq.workload.measured_lengths import MOST_FINISHED, read_measured
+from llmpq.workload.measured_lengths import MOST_FINISHED, read_measured, whole_tokens
 from planner.workload import MAX_TOKENS, Workload
 from quant.common.errors import InputError, SpecError
 

@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmpq.lengths.boosting import Boosting
-from llmpq.lengths.buckets import IntArray
-from llmpq.lengths.predictor import BucketModel
+from llmpq.lengths.predictor import BucketModel, IntArray
 from planner.prediction import PREDICTOR_FILE, PredictorFile, predictor_file
 from quant.common.errors import InputError, SpecError
 

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmpq.lengths.buckets import buckets_of
-from llmpq.lengths.predictor import BucketModel, Example, likeliest
+from llmpq.lengths.predictor import BucketModel, Example, buckets_of, likeliest
 
 _NICENESS = 9
 """Added to that of the process, so that predictions come first."""

@@ -80,8 +80,7 @@ class LearningPredictor:
         return {"figures": self._figures()}
 
     def _predict(self, rows: Sequence[tuple[str, int, list[int], str]]) -> list[int]:
-        from llmpq.lengths.buckets import buckets_of
-        from llmpq.lengths.predictor import Bucketed, Prompt
+        from llmpq.lengths.predictor import Bucketed, Prompt, buckets_of
 
         model = self.model
         prompts = [Prompt(name, limit, tuple(ids), text) for name, limit, ids, text in rows]
@@ -97,8 +96,7 @@ class LearningPredictor:
         return expected
 
     def _finish(self, rows: Sequence[tuple[str, int]]) -> None:
-        from llmpq.lengths.buckets import buckets_of
-        from llmpq.lengths.predictor import Example
+        from llmpq.lengths.predictor import Example, buckets_of
 
         for custom_id, tokens in rows:
             predicted = self._ahead.pop(custom_id, None)

@@ -9,17 +9,18 @@ from typing import Literal
 
 import numpy as np
 
-from llmpq.lengths.buckets import (
+from llmpq.lengths.finished_rows import LearntRow
+from llmpq.lengths.predictor import (
     BUCKETS,
     Agreement,
+    BucketModel,
     IntArray,
     agreement,
     buckets_of,
     confusion_of,
     even_buckets,
+    likeliest,
 )
-from llmpq.lengths.finished_rows import LearntRow
-from llmpq.lengths.predictor import BucketModel, likeliest
 from planner.option_rules import option
 from quant.common.errors import SpecError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from llmpq.quality.indicator import ALONE_TOKENS
+from llmpq.quality.omega import SHARES
 from llmpq.quality.options import ERROR, IndicatorOptions
-from llmpq.quality.sensitivity.bitwidth_mixtures import SHARES
-from llmpq.quality.sensitivity.stored_error import ALONE_TOKENS
 from planner.model.shape import ModelShape
 from quant.loading.emulated_kernels import Compute
 from quant.scheme import FULL_BITS

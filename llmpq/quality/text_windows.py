@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmpq.tokenizing.tokenizer_process import TokenizerProcess
 
 Document = str | Sequence[int]
+TokenIds = npt.NDArray[np.int64]
 
 STDIN = "-"
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -42,7 +43,7 @@ class Windows:
     last window may be shorter, and is padded on its right.
     """
 
-    token_ids: npt.NDArray[np.int64]
+    token_ids: TokenIds
     counts: npt.NDArray[np.int64]
 
     @property

@@ -4,25 +4,133 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from llmpq.remote.dashboard import (
-    check_dashboard,
-    checked_address,
-    dashboard_client,
-    error_reason,
-    no_answer,
-)
-from llmpq.remote.job_log import JobLog
+from llmpq.remote.starting import error_reason
 from llmpq.remote.token import refused_token, warn_of_readers
-from quant.common.errors import DeviceError, InputError
-from quant.common.text import printable
+from quant.common.errors import DeviceError, InputError, SpecError
+from quant.common.text import printable, without_user
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+
+ANSWER_S = 10.0
+"""Seconds within which a dashboard must answer for the first time."""
+
+_OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Variables that Ray's client prefers to the address it is given."""
+
+_VERBOSE_LOGGERS = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+)
+"""Loggers of Ray that report every upload."""
+
+
+def checked_address(address: str, option: str) -> str:
+    """`address` without a slash at its end; raises `SpecError` naming `option` if it is no
+    dashboard's.
+    """
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise SpecError(
+            f"{option} wants the address of the cluster's dashboard, as http://HEAD:8265; "
+            f"{without_user(address)!r} is none"
+        )
+    if "@" in parts.netloc:
+        raise SpecError(
+            f"{option} takes no user and password in the address, which would be shown in "
+            "messages; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+        )
+    return address.rstrip("/")
+
+
+def check_dashboard(address: str) -> None:
+    """Fail soon where no Ray dashboard answers: Ray's client waits without limit."""
+    import requests
+
+    try:
+        answer = requests.get(f"{address}/api/version", timeout=ANSWER_S)
+        known = not answer.ok or "ray_version" in answer.json()
+    except ValueError:
+        known = False
+    except OSError as error:
+        raise no_answer(address, error) from error
+    if not known or answer.status_code == 404:
+        raise DeviceError(
+            f"what answers at {address} is no Ray dashboard (status {answer.status_code}); name "
+            "the address that `ray start --head` printed, by default http://HEAD:8265"
+        )
+
+
+def no_answer(address: str, error: OSError) -> DeviceError:
+    return DeviceError(
+        f"no Ray dashboard answers at {address} ({error_reason(error)}); is it the address that "
+        "`ray start --head` printed, and is port 8265 reachable from here?"
+    )
+
+
+def dashboard_client(address: str) -> JobSubmissionClient:
+    """Ray's client for just this address, without its notes on uploads."""
+    from ray.job_submission import JobSubmissionClient
+
+    for name in _VERBOSE_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    saved = {name: os.environ.pop(name) for name in _OVERRIDING if name in os.environ}
+    try:
+        return JobSubmissionClient(address)
+    finally:
+        os.environ.update(saved)
+
+
+QUIET_S = 150.0
+"""Seconds without log after which a connection counts as dead; a run writes a line a minute."""
+
+
+class JobLog:
+    """The log of a job, of which each character is written once."""
+
+    def __init__(self, write: Callable[[str], Any]) -> None:
+        self._write = write
+        self._written = 0
+
+    async def tail(self, client: JobSubmissionClient, job_id: str) -> None:
+        """Write what is new; every connection begins at the log's first character.
+
+        Raises `TimeoutError` when nothing came for `QUIET_S`.
+        """
+        seen = 0
+        async with asyncio.timeout(QUIET_S) as limit:
+            async for text in client.tail_job_logs(job_id):
+                limit.reschedule(asyncio.get_running_loop().time() + QUIET_S)
+                self._take(text, seen)
+                seen += len(text)
+
+    def catch_up(self, whole: str) -> None:
+        """Write what is new of the whole log."""
+        self._take(whole, 0)
+
+    def _take(self, text: str, begin: int) -> None:
+        new = text[max(0, self._written - begin) :]
+        if new:
+            self._written = begin + len(text)
+            self._write(new)
+
 
 RECONNECT_S = 300.0
 """Seconds for which a cluster may be silent while a job is followed: a restart of its head takes a

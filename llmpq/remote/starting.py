@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from os import environ
 
-from llmpq.remote.dashboard import error_reason
 from llmpq.remote.token import unreadable_token
 from quant.common.errors import DeviceError
 from quant.common.text import without_secrets
@@ -143,6 +142,20 @@ def _find(causes: tuple[_Cause, ...], error: BaseException, words: str) -> tuple
             if match is not None:
                 return cause.say(match), cause.again
     return None
+
+
+def error_reason(error: BaseException) -> str:
+    """The part of an error that a message shows.
+
+    That is what the system said; else the last line of a traceback, or the first sentence.
+    """
+    text = str(error)
+    system = re.search(r"\[Errno -?\d+\] [\w ]+", text)
+    if system is not None:
+        return system[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    is_trace = any(line.startswith("Traceback") for line in lines)
+    return (lines[-1] if is_trace else lines[0].partition(". ")[0])[:300]
 
 
 def _is_full(folder: str) -> bool:

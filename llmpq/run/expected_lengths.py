@@ -12,8 +12,7 @@ from pathlib import Path
 
 from actors.messages import Finished, Request
 from llmpq.lengths.predictor import Prompt
-from llmpq.lengths.predictor_process import PredictionFigures
-from llmpq.lengths.sources import LengthSource
+from llmpq.lengths.sources import LengthSource, PredictionFigures
 from llmpq.rows.row import BadRow
 from quant.common.errors import InputError
 

@@ -124,20 +124,21 @@ def _table(path: Path) -> MeasuredLengths:
 
 def _pair(line: TableLine) -> tuple[int, int]:
     values = line.fields()
-    prompt, output = (_tokens(values[name], name, line.place) for name in COLUMNS)
+    prompt, output = (whole_tokens(values[name], name, line.place) for name in COLUMNS)
     return prompt, output
 
 
-def _tokens(text: str, name: str, place: str) -> int:
+def whole_tokens(value: object, name: str, place: str) -> int:
+    """The number of tokens that `value` is, also as text; SpecError naming `place` otherwise."""
     try:
-        value = int(text)
+        number = int(value) if isinstance(value, str) else value
     except ValueError:
-        value = 0
-    if not 1 <= value <= MAX_TOKENS:
+        number = None
+    if type(number) is not int or not 1 <= number <= MAX_TOKENS:
         raise SpecError(
-            f"{place}: {name} is {text!r:.80}; it must be a whole number of 1 to {MAX_TOKENS}"
+            f"{place}: {name} is {value!r:.80}; it must be a whole number of 1 to {MAX_TOKENS}"
         )
-    return value
+    return number
 
 
 def _finished(path: Path, folder: Path) -> Iterator[tuple[str, int]]:

@@ -22,8 +22,7 @@ from llmpq.cli.run_options import run_parser
 from llmpq.cli.submit import entrypoint, exit_code, split_options
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote import ray_jobs
-from llmpq.remote.dashboard import dashboard_client
-from llmpq.remote.ray_jobs import JobEnd, RayJobs, keep_folder_to_driver
+from llmpq.remote.ray_jobs import JobEnd, RayJobs, dashboard_client, keep_folder_to_driver
 from quant.common.errors import DeviceError, InputError, SpecError
 from tests.llmpq.fake_jobs import write_prompts
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmpq.lengths.boosting import Boosting, Trees
-from llmpq.lengths.features import ID_FEATURES
+from llmpq.lengths.boosting import ID_FEATURES, Boosting, Trees
 from llmpq.lengths.folder import save_predictor
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.training import LearntRow

@@ -11,11 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from llmpq.lengths import boosting
-from llmpq.lengths.boosting import Boosting, TreeOptions, train_boosting
-from llmpq.lengths.buckets import buckets_of
-from llmpq.lengths.features import features_of
+from llmpq.lengths.boosting import Boosting, TreeOptions, features_of, train_boosting
 from llmpq.lengths.folder import load_predictor
-from llmpq.lengths.predictor import Bucketed, Example, Prompt
+from llmpq.lengths.predictor import Bucketed, Example, Prompt, buckets_of
 from quant.common.errors import SpecError
 from tests.llmpq.lengths.learnable import (
     BUCKETS,

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from llmpq.lengths.buckets import buckets_of
 from llmpq.lengths.classifier import (
     MOST_TOKENS,
     Classifier,
@@ -20,7 +19,7 @@ from llmpq.lengths.classifier import (
 )
 from llmpq.lengths.folder import load_predictor
 from llmpq.lengths.learner import accuracy
-from llmpq.lengths.predictor import Bucketed, Example, Prompt
+from llmpq.lengths.predictor import Bucketed, Example, Prompt, buckets_of
 from quant.common.errors import SpecError
 from tests.llmpq.lengths.learnable import (
     BUCKETS,

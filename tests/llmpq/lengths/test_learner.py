@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from llmpq.lengths.boosting import train_boosting
-from llmpq.lengths.buckets import buckets_of
 from llmpq.lengths.classifier import TuningOptions, from_nothing, train_classifier
 from llmpq.lengths.learner import Learner, LearningLimits
-from llmpq.lengths.predictor import BucketModel, Encoded, Example, Rest, likeliest
+from llmpq.lengths.predictor import BucketModel, Encoded, Example, Rest, buckets_of, likeliest
 from tests.llmpq.lengths.learnable import BUCKETS, learnable, prompts_of, tokens_of
 
 AT_ONCE = LearningLimits(share=1e6, least_mistakes=12)

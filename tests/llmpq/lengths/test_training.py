@@ -11,9 +11,8 @@ import pytest
 
 from llmpq.cli.lengths import main
 from llmpq.lengths.boosting import feature_count
-from llmpq.lengths.buckets import buckets_of, confusion_of
 from llmpq.lengths.folder import tokenizer_digest
-from llmpq.lengths.predictor import Prompt, likeliest
+from llmpq.lengths.predictor import Prompt, buckets_of, confusion_of, likeliest
 from llmpq.lengths.training import HELD_OUT, LearntRow, ServedIds, TrainingOptions, judge, train
 from planner.prediction import predictor_file
 from quant.common.errors import LlmpqError, SpecError

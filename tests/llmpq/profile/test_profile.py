@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def times(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "times.csv"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmpq.profile.links.measure_hops", partial(measure_hops, turns=5))
+        patch.setattr("llmpq.profile.transfers.measure_hops", partial(measure_hops, turns=5))
         assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *FEW]) == 0
     return path
 

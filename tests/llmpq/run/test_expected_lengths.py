@@ -17,8 +17,13 @@ import pytest
 from actors.messages import Finished, Request, Sampling
 from llmpq import Plan
 from llmpq.lengths.predictor import Known, Prompt
-from llmpq.lengths.predictor_process import PredictionFigures, PredictorProcess
-from llmpq.lengths.sources import Direct, open_source, wait_loaded
+from llmpq.lengths.sources import (
+    Direct,
+    PredictionFigures,
+    PredictorProcess,
+    open_source,
+    wait_loaded,
+)
 from llmpq.rows.row import BadRow
 from llmpq.run.engine import RunResources
 from llmpq.run.expected_lengths import AHEAD, TOGETHER, ExpectedLengths, figures_text

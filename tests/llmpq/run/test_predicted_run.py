@@ -14,7 +14,7 @@ import pytest
 from actors.recovery.policy import RecoveryEvent
 from llmpq import Plan
 from llmpq.lengths.folder import save_predictor, tokenizer_digest
-from llmpq.lengths.predictor_process import PredictorProcess
+from llmpq.lengths.sources import PredictorProcess
 from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run

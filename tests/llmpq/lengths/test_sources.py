@@ -17,7 +17,7 @@ from llmpq.lengths.folder import load_predictor
 from llmpq.lengths.learner import LearningLimits
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.predictor_child import LEAST_COUNTED, NICENESS
-from llmpq.lengths.predictor_process import PredictorLimits, PredictorProcess
+from llmpq.lengths.sources import PredictorLimits, PredictorProcess
 from planner.prediction import predictor_file
 from quant.common.errors import InputError, SpecError
 from tests.llmpq.lengths.learnable import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.quality.on_the_fly import with_calibrated
+from llmpq.quality.calibration import with_calibrated
 from llmpq.run.options import RunOptions
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError

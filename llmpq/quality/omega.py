@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 
 from actors.stage.layer_stream import compute_on
-from llmpq.quality.importance import Weighing, weighed
-from llmpq.quality.options import (
-    ERROR,
-    EvaluationOptions,
-    IndicatorOptions,
-    refuse_without_error,
-)
+from llmpq.quality.calibration import Calibration
+from llmpq.quality.indicator import LayerAlone, measure_with_importance, stored_here
+from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions, refuse_without_error
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.sensitivity.bitwidth_mixtures import assignments_to_measure
-from llmpq.quality.sensitivity.indicator import Calibration, measure_with_importance
-from llmpq.quality.sensitivity.stored_error import LayerAlone, stored_here
-from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
+from llmpq.quality.subjects import (
+    Weighing,
+    bits_subject,
+    compute_dtype,
+    device_of,
+    weighed,
+    windows_of,
+)
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
@@ -31,7 +31,7 @@ from planner.quality.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaC
 from quant.common.errors import SpecError
 from quant.importance.file import Importance, save_importance
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.scheme import ROUNDINGS
+from quant.scheme import FULL_BITS, ROUNDINGS
 from quant.sensitivity.indicators import (
     ErrorStatistics,
     HessianStatistics,
@@ -41,6 +41,45 @@ from quant.sensitivity.indicators import (
     in_nats,
     random_indicator,
 )
+
+SHARES = (0.7, 0.4, 0.23, 0.13, 0.07, 0.04)
+"""Shares of the sensitivity at the lowest bitwidth at which mixtures are measured, evenly spread on
+the logarithmic scale on which the curve is fitted."""
+
+Bits = tuple[int, ...]
+
+
+def assignments_to_measure(matrix: Matrix, bitwidths: Sequence[int]) -> list[Bits]:
+    """16 bit, every lower bitwidth for all layers, and mixtures; each once, 16 bit first.
+
+    `matrix` [L, K], K ascending `bitwidths`. The mixtures are those of least sensitivity, as a
+    planner's are: choosing by an indicator prefers the layers that it underestimates, and such
+    mixtures cost more than others of the same sum (a fifth to a half more on the demo model).
+    """
+    layers = len(matrix)
+    found: dict[Bits, None] = {(FULL_BITS,) * layers: None}
+    found |= {(bits,) * layers: None for bits in reversed(bitwidths) if bits != FULL_BITS}
+    found |= dict.fromkeys(_mixtures(matrix, bitwidths))
+    return list(found)
+
+
+def _mixtures(matrix: Matrix, bitwidths: Sequence[int]) -> Iterator[Bits]:
+    """Assignments at which the sum first is within each of `SHARES`.
+
+    From the lowest bitwidth on, that layer is raised whose next step saves most sensitivity for a
+    bit a weight.
+    """
+    rows = np.arange(len(matrix))
+    gain = (matrix[:, :-1] - matrix[:, 1:]) / np.diff(bitwidths)
+    gain = np.column_stack([gain, np.full(len(matrix), -np.inf)])  # no step from the last
+    choice = np.zeros(len(matrix), dtype=np.int64)
+    for share in SHARES:
+        while (
+            matrix[rows, choice].sum() > share * matrix[:, 0].sum()
+            and np.isfinite(gain[rows, choice]).any()
+        ):
+            choice[gain[rows, choice].argmax()] += 1
+        yield tuple(bitwidths[index] for index in choice.tolist())
 
 
 def measure_omega(

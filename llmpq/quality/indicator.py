@@ -1,29 +1,128 @@
-"""The error of stored weights as a sensitivity: what kernels hold, and what a layer alone costs."""
+"""What each layer loses by quantization, measured with one decoder layer in memory at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from actors.stage.layer_stream import LayerStream, StreamedLayer
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.sensitivity.indicator import TokenIds
-from llmpq.quality.text_windows import Windows
+from llmpq.quality.text_windows import TokenIds, Windows
 from planner.model.finding import model_shape
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.selection import layer_rule
+from quant.common.errors import CheckpointError
 from quant.importance.file import Importance
-from quant.importance.statistics import InputStatistics
+from quant.importance.statistics import InputStatistics, LargestKeys, LayerImportance, LinearInputs
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.ways import Rounding
 from quant.scheme import FULL_BITS, LinearShape
-from quant.sensitivity.indicators import Matrix, Stored
+from quant.sensitivity.indicators import Indicator, LayerStatistics, Matrix, Stored
+
+
+def measure_indicators(
+    checkpoint: str | Path,
+    token_ids: TokenIds,
+    indicators: Mapping[str, Indicator],
+    bitwidths: Sequence[int],
+    compute: Compute,
+    progress: ReportProgress | None = None,
+) -> dict[str, Matrix]:
+    """The indicators of `measure_with_importance` alone."""
+    arguments = checkpoint, token_ids, indicators, bitwidths, compute, progress
+    return measure_with_importance(*arguments)[0]
+
+
+def measure_with_importance(
+    checkpoint: str | Path,
+    token_ids: TokenIds,
+    indicators: Mapping[str, Indicator],
+    bitwidths: Sequence[int],
+    compute: Compute,
+    progress: ReportProgress | None = None,
+) -> tuple[dict[str, Matrix], list[LayerImportance]]:
+    """Each indicator as `[layers, K]` by its name, and the importance of each layer, from one pass
+    of the text through the model.
+
+    `token_ids` `[sequences, length]`, without padding. Raises what `LayerStream` raises, and
+    `CheckpointError` for layers whose inputs or indicators are not finite.
+    """
+    stream = LayerStream(checkpoint, compute)
+    hidden = stream.embed(torch.from_numpy(token_ids))
+    rows: dict[str, list[list[float]]] = {name: [] for name in indicators}
+    importance: list[LayerImportance] = []
+    for index in range(stream.layers):
+        statistics = {name: indicator() for name, indicator in indicators.items()}
+        try:
+            found, own = _layer_rows(stream.layer(index, hidden), statistics, bitwidths)
+        except CheckpointError as error:
+            raise CheckpointError(f"layer {index}: {error}") from error
+        importance.append(own)
+        for name, row in found.items():
+            rows[name].append(row)
+        if progress is not None:
+            progress(index + 1, stream.layers)
+    return {name: np.array(matrix) for name, matrix in rows.items()}, importance
+
+
+def _layer_rows(
+    layer: StreamedLayer, statistics: Mapping[str, LayerStatistics], bitwidths: Sequence[int]
+) -> tuple[dict[str, list[float]], LayerImportance]:
+    """Send the text through the layer and the weights through every indicator.
+
+    The layer is gone when this returns, before the next one is loaded.
+    """
+    inputs, keys = LinearInputs(), LargestKeys()
+    with (
+        _observed(layer.linears, list(statistics.values())) as source_of,
+        inputs.watching(layer.linears),
+    ):
+        layer.advance(keys.see)
+    weights = {name: linear.weight.detach() for name, linear in layer.linears.items()}
+    found = {name: own.omega(weights, source_of, bitwidths) for name, own in statistics.items()}
+    return found, LayerImportance(inputs.results(), keys.result())
+
+
+@contextmanager
+def _observed(
+    linears: Mapping[str, nn.Linear], statistics: Sequence[LayerStatistics]
+) -> Iterator[dict[str, str]]:
+    """Have inputs of the linears reach the statistics while it is open, equal ones once.
+
+    Gives the name of the linear whose input stands for each one's: linears called one after
+    another with the same tensor share it.
+    """
+    source_of: dict[str, str] = {}
+    last: list[Any] = [None, ""]  # an input, kept so that no other takes its place, and its source
+
+    def look(name: str, inputs: Tensor) -> None:
+        if inputs is not last[0]:
+            last[:] = [inputs, name]
+            for own in statistics:
+                own.observe(name, inputs)
+        source_of[name] = last[1]
+
+    handles = [
+        linear.register_forward_pre_hook(lambda _, inputs, name=name: look(name, inputs[0]))
+        for name, linear in linears.items()
+    ]
+    try:
+        yield source_of
+    finally:
+        last[:] = [None, ""]
+        for handle in handles:
+            handle.remove()
+
 
 ALONE_TOKENS = 1024
 """Most tokens on which layers are quantized one at a time: with so few, the divergence of a layer

@@ -20,10 +20,10 @@ from actors.stage.layer_stream import compute_on
 from llmpq import Cluster, Workload
 from llmpq.cli import indicator
 from llmpq.cli import plan as plan_cli
+from llmpq.quality.calibration import Calibration
+from llmpq.quality.indicator import measure_indicators
+from llmpq.quality.omega import assignments_to_measure, measure_omega
 from llmpq.quality.options import IndicatorOptions
-from llmpq.quality.sensitivity.bitwidth_mixtures import assignments_to_measure
-from llmpq.quality.sensitivity.indicator import Calibration, measure_indicators
-from llmpq.quality.sensitivity.omega_measurement import measure_omega
 from llmpq.quality.text_windows import Windows, token_windows
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import load_omega
@@ -280,7 +280,7 @@ def test_layers_alone_may_take_several_passes(
     options = IndicatorOptions(method="error", bits=(3, 8), sequence_length=12)
     ids = tokens(1, 60)[0].tolist()
     at_once = measure_omega(model, [ids], options).matrix
-    monkeypatch.setattr("llmpq.quality.sensitivity.stored_error._HIDDEN_BYTES", 1)
+    monkeypatch.setattr("llmpq.quality.indicator._HIDDEN_BYTES", 1)
     done: list[tuple[int, int]] = []
     one_by_one = measure_omega(model, [ids], options, lambda *at: done.append(at)).matrix
     assert one_by_one == pytest.approx(at_once, rel=1e-5)

@@ -1,0 +1,175 @@
+"""What weights are calibrated on, and the checkpoint that is calibrated before a run begins."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from actors.messages import Request, Sampling
+from llmpq.jobs.inputs import JobInput, no_prompts
+from llmpq.jobs.job_files import model_digest
+from llmpq.quality.perplexity import ReportProgress
+from llmpq.quality.text_windows import Document, TokenIds, Windows, read_documents, token_windows
+from llmpq.rows.row import Row
+from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
+from llmpq.run.options import RunOptions
+from llmpq.tokenizing.prompting import Prompting
+from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
+from llmpq.tokenizing.tokenizer_process import RowLimits
+from planner.plan.spec import PlanSpec
+from planner.workload import MAX_TOKENS, Workload
+from quant.checkpoint.gptq_config import CONFIG_FILE
+from quant.checkpoint.model_reference import resolve
+from quant.common.errors import InputError, SpecError
+from quant.scheme import GPTQ
+
+MOST_ROWS = 4096
+"""Rows that are tokenized, evenly spaced: at 16 tokens each they fill 128 sequences of 512."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The sequences that an indicator sees, `token_ids` `[sequences, length]`."""
+
+    token_ids: TokenIds
+
+    @classmethod
+    def sample(cls, windows: Windows, sequences: int, seed: int) -> Calibration:
+        """Draw at most `sequences` whole windows of a text by `seed`, kept in its order.
+
+        Raises `InputError` for less than one sequence and for a negative seed.
+        """
+        if sequences < 1:
+            raise InputError(f"sequences is {sequences}; give at least 1")
+        if seed < 0:
+            raise InputError(f"seed is {seed}; give at least 0")
+        length = windows.token_ids.shape[1]
+        whole = np.flatnonzero(windows.counts == length)
+        drawn = np.random.default_rng(seed).permutation(whole)[:sequences]
+        return cls(windows.token_ids[np.sort(drawn)])
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the token ids and of how they are cut."""
+        shape = ",".join(map(str, self.token_ids.shape)).encode()
+        content = self.token_ids.astype("<i8").tobytes()
+        return hashlib.sha256(shape + b":" + content).hexdigest()[:16]
+
+
+def calibration_documents(
+    texts: Sequence[str],
+    paths: Sequence[str],
+    folder: Path,
+    prompting: Prompting | None = None,
+) -> tuple[Document, ...]:
+    """The documents in the files `texts`, and the prompts of the job in `paths`.
+
+    All are found before any is tokenized. Raises as `read_documents` and `prompts_of_input`.
+    """
+    if paths:
+        JobInput.find(paths)
+    documents = read_documents(texts)
+    return documents + prompts_of_input(paths, folder, prompting) if paths else documents
+
+
+def prompts_of_input(
+    paths: Sequence[str], folder: Path, prompting: Prompting | None = None
+) -> tuple[Document, ...]:
+    """Token ids of prompts of the job in `paths`, with chat template, of evenly spaced rows.
+
+    `folder` has the model's tokenizer; `prompting` is for rows that do not say. Rows that cannot be
+    used are left out. Raises `InputError` where none can, and for files that cannot be read.
+    """
+    source = JobInput.find(paths)
+    named = ", ".join(map(str, source.files))
+    usable = sum(isinstance(row, Row) for row, _ in source.rows())
+    if not usable:
+        raise no_prompts(named)
+    step = -(-usable // MOST_ROWS)
+    rows = (row for row, _ in source.rows() if isinstance(row, Row))
+    chosen = (replace(row, sampling={}) for number, row in enumerate(rows) if number % step == 0)
+    tokenizer = start_tokenizer(folder, RowLimits(), prompting)
+    try:
+        if tokenizer is not None:
+            tokenizer.wait()
+        maker = RequestMaker(Workload(1, MAX_TOKENS, MAX_TOKENS), MAX_TOKENS, Sampling(), tokenizer)
+        found = [each.prompt_ids for each in maker.requests(chosen) if isinstance(each, Request)]
+    finally:
+        if tokenizer is not None:
+            tokenizer.close()
+    if not found:
+        raise InputError(f"{named}: no prompt can be tokenized; give --calibration")
+    return tuple(found)
+
+
+FOLDER = "gptq"
+"""The folder's name within the cache of packed layers."""
+
+_SEQUENCES, _LENGTH, _SEED = 32, 512, 0
+
+
+def with_calibrated(
+    plan: PlanSpec,
+    options: RunOptions,
+    prompts: Callable[[Path], Sequence[Document]] | None = None,
+    progress: ReportProgress | None = None,
+) -> RunOptions:
+    """`options` with the calibrated checkpoint as their model, where `plan` asks for one.
+
+    `prompts` gives what to calibrate on, token ids of the job's prompts for the model in a folder;
+    None: random ids. `progress` is told of the layers that are done. Nodes must see the folder
+    under this path. Raises `SpecError` without a cache folder, and what quantizing raises.
+    """
+    if plan.rounding != GPTQ:
+        return options
+    reference = checkpoint_reference(plan, options.model)
+    folder = resolve(reference)
+    if shape_for_plan(plan, folder).stored is not None:
+        return options
+    if options.no_cache:
+        raise SpecError(
+            "rounding gptq keeps a calibrated checkpoint, which no_cache forbids; give a cache_dir "
+            "that all nodes see, or quantize with llmpq quantize and pass its folder as --model"
+        )
+    bits = tuple(bits for stage in plan.stages for bits in stage.bitwidths)
+    documents = () if prompts is None else prompts(folder)
+    seen = hashlib.sha256(repr(documents).encode()).hexdigest() if documents else "random ids"
+    key = hashlib.sha256(f"{model_digest(folder, reference)} {bits} {seen}".encode()).hexdigest()
+    target = options.cache.path / FOLDER / key[:32]
+    if not (target / CONFIG_FILE).is_file():
+        _quantize(folder, target, bits, documents, progress)
+    return replace(options, model=str(target))
+
+
+def _quantize(
+    folder: Path,
+    target: Path,
+    bits: Sequence[int],
+    documents: Sequence[Document],
+    progress: ReportProgress | None,
+) -> None:
+    import torch
+
+    from actors.stage.importance import random_token_ids
+    from actors.stage.layer_stream import compute_on
+    from actors.stage.model_config import read_config
+    from llmpq.quality.calibration import Calibration
+    from llmpq.quality.quantize import Quantization, quantize_checkpoint
+    from llmpq.quality.subjects import compute_dtype, device_of
+    from planner.model.finding import model_shape
+    from quant.gptq.options import GptqOptions
+
+    length = min(_LENGTH, model_shape(str(folder)).max_positions)
+    if documents:
+        windows = token_windows(documents, None, length)
+        token_ids = torch.from_numpy(Calibration.sample(windows, _SEQUENCES, _SEED).token_ids)
+    else:
+        token_ids = random_token_ids(read_config(folder), _SEQUENCES, length)
+    device = device_of("auto")
+    compute = compute_on(device, compute_dtype("auto", device))
+    wanted = Quantization(bits, token_ids, compute, GptqOptions())
+    quantize_checkpoint(folder, target, wanted, progress=progress)

@@ -1,1 +1,0 @@
-"""Measuring what each layer loses by quantization: indicators, omega files, measured points."""
