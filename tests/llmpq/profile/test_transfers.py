@@ -1,4 +1,4 @@
-"""Hops between stages and sums of tensor-parallel groups, measured over the transport that runs use."""
+"""Hops between stages and sums of tensor-parallel groups, measured over the transport of runs."""
 
 from __future__ import annotations
 
