@@ -10,8 +10,6 @@ from typing import Any
 
 import ray
 
-from actors.emulation.stand_in import check_planned_memory, stand_in_spec
-from actors.emulation.times import emulated_times
 from actors.live_group import LiveGroup
 from actors.messages import Transport
 from actors.processes.answers import StageAnswers
@@ -28,12 +26,13 @@ from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
+from actors.stage.emulation import emulated_times
 from actors.stage.importance import what_is_seen
-from actors.stage.spec import StageSpec, stage_spec
+from actors.stage.spec import StageSpec, check_planned_memory, stage_spec, stand_in_spec
 from actors.stage_figures import StageStats
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
-from actors.transport.rendezvous import CONTROL
+from actors.transport.gloo_links import CONTROL
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PolicyOptions, RequestSchedule

@@ -1,9 +1,9 @@
-"""Factors that make the channels of keys alike before they become 8-bit codes.
+"""Keys and values of a stage's layers in token slots, of which each request holds a range; they are
+allocated once and written in place.
 
-The codes of a token's key in a head share one scale, so that a channel that is much larger than the
-others, as biases on keys make them, leaves these few steps. A key divided by a factor per channel
-scores as before where the query is multiplied by it. Powers of two are exact in floating point:
-what changes is how far numbers are rounded, and no score where none is.
+Ranges rather than blocks with a table (ORCA section 4.2 reserves them too): every attention kernel
+from GPUs of compute capability 6.0 on, PyTorch's and the loop of a CPU read a range where it lies.
+Where the holes between ranges are too small for a request, ranges are moved together.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ _LEAST_FACTOR = 2.0**-14
 
 
 def key_factors(largest: Tensor, rotary_width: int) -> Tensor:
-    """What to divide each channel of the keys by, float32 `[kv_heads, head_dim]`: powers of two up
-    to 1, so that no query becomes larger.
+    """What to divide each channel of the keys by, so that channels are alike before they become
+    8-bit codes: float32 `[kv_heads, head_dim]`, powers of two up to 1, so that no query becomes
+    larger.
+
+    The codes of a token's key in a head share one scale, so that a channel that is much larger than
+    the others, as biases on keys make them, leaves these few steps. A key divided by a factor per
+    channel scores as before where the query is multiplied by it. Powers of two are exact in
+    floating point: what changes is how far numbers are rounded, and no score where none is.
 
     `largest` `[kv_heads, head_dim]`: the largest magnitude seen of each channel after the rotation.
     Of the first `rotary_width` channels those at half that distance rotate into each other, so that
@@ -78,7 +84,7 @@ class Stored:
     """Keys or values of one layer: `numbers` `[kv_heads, tokens, head_dim]`.
 
     At 8 bits they are int8 codes, to be multiplied by `scales` `[kv_heads, tokens]`. With `factors`
-    `[kv_heads, head_dim]` (`actors.attention.kv_cache`) they are those of keys divided by these.
+    `[kv_heads, head_dim]` (`key_factors`) they are those of keys divided by these.
     """
 
     numbers: Tensor

@@ -8,8 +8,10 @@ prompts request by request.
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -18,13 +20,64 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from actors.attention.addresses import Addresses
-from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend
-from actors.attention.cpu_prefill import attend_fresh, prefers_blocks
+from actors.attention.addresses import Addresses, Scoring
+from actors.attention.cpu import (
+    DecodeQuery,
+    attend_fresh,
+    attend_in_place,
+    can_attend,
+    prefers_blocks,
+)
 from actors.attention.kv_cache import KVCache, Stored
-from actors.attention.masks import Scoring
-from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
+
+
+class AttentionTimer:
+    """Times attention where it runs in a pass, with the caches as the rest of a layer leaves them.
+
+    Entered before each layer's attention. On a GPU events in its stream are timed, which hold up
+    what starts kernels by some microseconds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._began_s = self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        """Begin with a layer's attention."""
+        if self._on_gpu:
+            self._record()
+        else:
+            self._began_s = time.perf_counter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End with it."""
+        if self._on_gpu:
+            self._record()
+        else:
+            self._seconds += time.perf_counter() - self._began_s
+
+    def take_s(self) -> float:
+        """Seconds of attention since the last call, in all layers; waits for the GPU."""
+        if self._events:
+            self._events[-1].synchronize()
+            pairs = zip(self._events[::2], self._events[1::2], strict=True)
+            self._seconds += sum(began.elapsed_time(ended) for began, ended in pairs) / 1e3
+            self._events.clear()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _record(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
 
 RAGGED_ATTENTION = "llmpq_ragged"
 

@@ -11,11 +11,9 @@ from types import TracebackType
 
 import ray
 
-from actors.handover.ledger import DividedLedger
-from actors.handover.pace import PrefillPace
-from actors.handover.routes import find_routes
+from actors.handover.ledger import DividedLedger, PrefillPace
 from actors.handover.run import DividedLive, Sides
-from actors.handover.transfer import Transfer
+from actors.handover.transfer import Transfer, find_routes
 from actors.live_group import JoinedObserver, LiveGroup
 from actors.processes.handle import StageHandle
 from actors.processes.placement import place

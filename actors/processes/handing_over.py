@@ -12,7 +12,6 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from actors.emulation.link import EmulatedHandover
 from actors.messages import KvPart
 from actors.stage.handed_over import HeldKeysValues
 from actors.transport.pipelines import RayMessage, from_ray
@@ -34,7 +33,7 @@ class KeysValuesKeeper:
         self._handing = Lock()  # around what must not be done half when its run ends
         self._keys_values: HeldKeysValues | None = None
         self._handed_epoch = 0
-        self._link = EmulatedHandover()
+        self._link_free_s = 0.0  # by a clock that all processes of the machine share
 
     def open_handover(self, keys_values: HeldKeysValues, epoch: int) -> None:
         """Take and give from now on, as of this `epoch` of the stage's pipeline."""
@@ -51,12 +50,15 @@ class KeysValuesKeeper:
         self, keys: Sequence[int], part: KvPart, as_part: KvPart, modelled_s: float
     ) -> Handed:
         """Run `HeldKeysValues.hand_over`; the message travels for `modelled_s` seconds over an
-        emulated link (0: a real one).
+        emulated link, one after the other (0: over a real one).
 
         Raises `StageLostError` where the stage has left its run.
         """
         message = self._open().hand_over(keys, part, as_part)
-        arrival_s = self._link.arrival_s(modelled_s) if modelled_s else 0.0
+        arrival_s = 0.0
+        if modelled_s:
+            arrival_s = max(time.monotonic(), self._link_free_s) + modelled_s
+            self._link_free_s = arrival_s
         content: RayMessage = message.numpy()
         return content, arrival_s
 

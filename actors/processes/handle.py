@@ -19,7 +19,7 @@ from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.telemetry.meter import Spans
-from actors.transport.rendezvous import Rendezvous
+from actors.transport.gloo_links import Rendezvous
 from planner.plan.spec import StagePlan
 from planner.scheduling import RequestSchedule
 from quant.importance.statistics import LayerImportance

@@ -14,8 +14,6 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayActorError
 from torch import Tensor
 
-from actors.collectives.distributed import Meeting
-from actors.collectives.group import ALONE, RankGroup
 from actors.messages import MicroBatch, Sampled
 from actors.processes.device import local_device
 from actors.processes.handing_over import KeysValuesKeeper
@@ -26,7 +24,8 @@ from actors.stage.ranks import follow as follow_orders
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import LayersLoaded, StageStats
-from actors.transport.rendezvous import CONTROL
+from actors.transport.collectives import ALONE, Meeting, RankGroup
+from actors.transport.gloo_links import CONTROL
 from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceError, StageLostError

@@ -11,9 +11,6 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from actors.emulation.device import EmulatedDevice
-from actors.emulation.stage import EmulatedStage
-from actors.emulation.times import ScaledTimes
 from actors.messages import BATCH_KINDS, MicroBatch, Progress, Request, Sampled
 from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
@@ -21,12 +18,13 @@ from actors.processes.ranks import Followers, RankActor, ShardLoader
 from actors.schedule.driver import LatencyRecord, Pipeline
 from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
+from actors.stage.emulation import EmulatedDevice, EmulatedStage, ScaledTimes
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
 from actors.telemetry.metrics import MetricsPublisher
-from actors.transport.gloo_links import Links
+from actors.transport.gloo_links import CONTROL, BoardKeeper, Links, RemoteBoard, Rendezvous
 from actors.transport.message_format import Codec, PlainCodec
 from actors.transport.message_limits import Limits
 from actors.transport.pipelines import (
@@ -37,7 +35,6 @@ from actors.transport.pipelines import (
     relay,
     serve,
 )
-from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from planner.scheduling import RequestSchedule
 from quant.cache.settings import CacheSettings
 from quant.common.errors import StageLostError

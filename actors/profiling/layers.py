@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.kv_cache import CacheForm, KVCache
-from actors.attention.timer import AttentionTimer
+from actors.attention.ragged import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 from actors.stage.model_config import with_layers
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage

@@ -16,16 +16,15 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from actors.collectives.distributed import DistributedGroup, Meeting
 from actors.messages import MicroBatch
 from actors.processes.answers import get_answer, get_answers
 from actors.processes.device import device_here, stage_environment
 from actors.processes.placement import CRUMB, Placement
 from actors.profiling.on_cluster import bare_errors
-from actors.transport.gloo_links import Links
+from actors.transport.collectives import DistributedGroup, Meeting
+from actors.transport.gloo_links import CONTROL, BoardKeeper, Links, RemoteBoard, Rendezvous
 from actors.transport.message_format import decode, encode
 from actors.transport.pipelines import RayMessage, from_ray
-from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from planner.cluster.device import Place, Way
 from quant.common.errors import DeviceError
 

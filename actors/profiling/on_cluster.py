@@ -1,9 +1,4 @@
-"""A fixed piece of work whose time shows how fast this machine is at the moment.
-
-Clocks, neighbours on a shared machine and heat make the same work take 10 to 20 % longer a few
-seconds later. Reference work that is timed right before and after a measurement tells by how much:
-a matrix product, as in prefill, and the sum of more memory than caches hold, as in decode.
-"""
+"""Measuring in a Ray task that is placed and started as a stage on the device would be."""
 
 from __future__ import annotations
 
@@ -24,12 +19,6 @@ from actors.profiling.task import ProfileState, ProfileTask, measure
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from quant.common.errors import DeviceError, LlmpqError
-
-# Products of 1.4 ms on one core with AVX512-BF16, 2 ms on a T4; sums of 64 and 512 MiB, more than
-# the caches of processors and of GPUs hold. In bfloat16 the product takes 1.5 s on a core with AVX2
-# alone, which computes in float32 and takes 7 ms for it.
-_CPU_ROWS, _CPU_WIDTH, _CPU_ELEMENTS = 256, 1024, 16 * 2**20
-_GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 2048, 4096, 128 * 2**20
 
 
 @dataclass(frozen=True)

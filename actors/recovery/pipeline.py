@@ -15,7 +15,7 @@ from actors.processes.answers import StageAnswers, StageDiedError
 from actors.processes.handle import StageHandle
 from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
 from actors.schedule.scheduler import QueueSizes
-from actors.transport.rendezvous import Rendezvous
+from actors.transport.gloo_links import Rendezvous
 from planner.scheduling import RequestSchedule
 from quant.common.errors import DeviceError, LlmpqError, StageLostError
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from actors.attention.masks import Scoring
+from actors.attention.addresses import Scoring
 from actors.attention.ragged import (
     RAGGED_ATTENTION,
     NewTokens,

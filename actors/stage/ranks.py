@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.collectives.group import ALONE, RankGroup
 from actors.messages import MicroBatch, Sampled
 from actors.stage.partial_model import architecture_of
+from actors.transport.collectives import ALONE, RankGroup
 from actors.transport.message_format import decode, encode
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import RankShare, layer_cuts, vocabulary_cut

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention.cpu_decode import can_attend, warm_up
+from actors.attention.cpu import can_attend, warm_up
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
-from actors.attention.ragged import RaggedContext, with_rows
-from actors.attention.timer import AttentionTimer
-from actors.collectives.group import ALONE, RankGroup
+from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.model_config import read_config
@@ -31,6 +29,7 @@ from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, share_of, weight_bytes
 from actors.stage.spec import StageSpec
 from actors.stage_figures import StageStats
+from actors.transport.collectives import ALONE, RankGroup
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from planner.model.tensor_parallel import spread
 from quant.cache.folder import open_cache

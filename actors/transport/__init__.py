@@ -1,1 +1,1 @@
-"""How hidden states go from stage to stage and tokens back: by Ray, or by torch.distributed."""
+"""How hidden states go from stage to stage and tokens back, and what the ranks of a stage share."""

@@ -1,22 +1,172 @@
-"""Point-to-point links between the processes of the stages over torch.distributed's gloo."""
+"""Point-to-point links between the processes of the stages over torch.distributed's gloo, which
+exchange their addresses without a port that listens for it.
+
+The first process keeps a small store of keys and values, which the others reach by calls of Ray's,
+under Ray's token and TLS.
+"""
 
 from __future__ import annotations
 
 import hmac
+import secrets
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
+import ray
 import torch
 import torch.distributed
 from torch import Tensor
 
 from actors.transport.message_format import host_memory, message_bytes
-from actors.transport.rendezvous import Board, Rendezvous, RendezvousStore
 from quant.common.errors import DeviceError, StageLostError
+
+CONTROL = "control"  # an actor's own thread for calls that must not wait for its work
+LOOPBACK = "127.0.0.1"
+
+KEYS_OF_AN_END = 8  # gloo writes one, as its calls show
+KEY_CHARACTERS = 64
+VALUE_BYTES = 4096  # gloo's has about 150 bytes, and few for each further end
+VALUE_BYTES_OF_AN_END = 256
+_LOOK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The node address of each end, the seconds within which they must connect, and the `secret`
+    by which they know each other.
+    """
+
+    hosts: tuple[str, ...]
+    timeout_s: float
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def address(self, index: int) -> str:
+        """The address on which end `index` listens: loopback where all ends are on one machine."""
+        return self.hosts[index] if len(set(self.hosts)) > 1 else LOOPBACK
+
+
+class Board(Protocol):
+    """A store of keys and values in which the ends tell each other their addresses."""
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The values of those `keys` that are there."""
+
+
+class LocalBoard:
+    """A board in this process, for any thread; it takes no more than gloo's ends need."""
+
+    def __init__(self, ends: int) -> None:
+        self._most_keys = KEYS_OF_AN_END * ends
+        self._most_bytes = VALUE_BYTES + VALUE_BYTES_OF_AN_END * ends
+        self._values: dict[str, bytes] = {}
+        self._lock = Lock()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep `value`; raises `DeviceError` where it is too much, or there already."""
+        with self._lock:
+            if len(value) > self._most_bytes or len(key) > KEY_CHARACTERS:
+                raise DeviceError(
+                    f"stages exchange values of at most {self._most_bytes} bytes, and one has "
+                    f"{len(value)}; choose transport='ray'"
+                )
+            if key in self._values or len(self._values) >= self._most_keys:
+                raise DeviceError(
+                    f"stages exchange at most {self._most_keys} values, each told once, and "
+                    f"{key!r} comes on top; choose transport='ray'"
+                )
+            self._values[key] = value
+
+    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
+        with self._lock:
+            return {key: self._values[key] for key in keys if key in self._values}
+
+
+class BoardKeeper:
+    """The part of an actor that keeps the board of the latest rendezvous, for those who know its
+    secret.
+    """
+
+    _kept: tuple[Rendezvous, LocalBoard] | None = None
+
+    @ray.method(concurrency_group=CONTROL)
+    def open_rendezvous(self, rendezvous: Rendezvous) -> None:
+        """Begin with an empty board; the one of an earlier rendezvous is gone."""
+        self._kept = rendezvous, LocalBoard(len(rendezvous.hosts))
+
+    @ray.method(concurrency_group=CONTROL)
+    def board_put(self, secret: bytes, key: str, value: bytes) -> None:
+        self.board(secret).put(key, value)
+
+    @ray.method(concurrency_group=CONTROL)
+    def board_read(self, secret: bytes, keys: Sequence[str]) -> dict[str, bytes]:
+        return self.board(secret).read(keys)
+
+    def board(self, secret: bytes) -> LocalBoard:
+        """The board of the rendezvous with this `secret`; raises `DeviceError` where it is over."""
+        if self._kept is None or not hmac.compare_digest(self._kept[0].secret, secret):
+            raise DeviceError("the rendezvous of the stages is over, another one may have begun")
+        return self._kept[1]
+
+    def close_rendezvous(self) -> None:
+        self._kept = None
+
+
+class RemoteBoard:
+    """The board of `rendezvous` that the actor `keeper` has."""
+
+    def __init__(self, keeper: Any, rendezvous: Rendezvous) -> None:
+        self._keeper, self._rendezvous = keeper, rendezvous
+
+    def put(self, key: str, value: bytes) -> None:
+        self._get(self._keeper.board_put.remote(self._rendezvous.secret, key, value))
+
+    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = self._get(
+            self._keeper.board_read.remote(self._rendezvous.secret, list(keys))
+        )
+        return found
+
+    def _get(self, reference: Any) -> Any:
+        try:
+            return ray.get(reference, timeout=self._rendezvous.timeout_s)
+        except ray.exceptions.RayError as error:
+            raise DeviceError(f"the first stage does not answer its neighbours: {error}") from error
+
+
+_Store: Any = getattr(torch.distributed, "Store", object)  # missing in a torch without it
+
+
+class RendezvousStore(_Store):  # type: ignore[misc]
+    """A board as the store by which gloo's ends exchange addresses: gloo calls these methods."""
+
+    def __init__(self, board: Board, timeout_s: float) -> None:
+        super().__init__()
+        self._board, self._timeout_s = board, timeout_s
+
+    def set(self, key: str, value: bytes) -> None:
+        self._board.put(key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])  # another end may still have to put it there
+        return self._board.read([key])[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all `keys` are there; raises `DeviceError` when the time is up."""
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        ends_s = time.monotonic() + limit_s
+        while len(self._board.read(keys)) < len(keys):
+            if time.monotonic() > ends_s:
+                raise DeviceError("not all of them came")
+            time.sleep(_LOOK_S)
+
 
 FRAME_BYTES = 4 * 2**20
 """A message goes in frames of at most this size: 512 tokens of 4,096 fp16 values are one frame."""
@@ -27,61 +177,83 @@ _PROOF = 1  # the tag of proofs, messages have 0
 _FOR_EVER = timedelta(days=365)
 
 
-def check_available() -> None:
-    """Raise `DeviceError` where torch was built without gloo."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_gloo_available()):
-        raise DeviceError("this torch has no gloo; choose transport='ray'")
+def gloo_group(store: Any, index: int, ends: int, address: str, timeout: timedelta) -> Any:
+    """The group of end `index`, which listens on `address` and meets the others at `store`."""
+    distributed: Any = torch.distributed
+    gloo = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return gloo(store, index, ends, options)
+
+
+def check_invited(
+    group: Any,
+    ends: str,
+    own: int,
+    others: Iterable[int],
+    secret: bytes,
+    wait: Callable[[Any], None],
+) -> None:
+    """Check that the `others` know the `secret`, and show them that end `own` does: gloo takes
+    whoever comes first under their numbers.
+
+    `ends` is what they are called, "stage" or "rank", in proofs too and in the `DeviceError` of one
+    that was not invited. `wait` waits for gloo's work.
+    """
+
+    def proof(source: int, target: int) -> bytes:
+        return hmac.digest(secret, f"{ends} {source} to {target}".encode(), "sha256")
+
+    others = sorted(others)
+    shown = [torch.frombuffer(bytearray(proof(own, each)), dtype=torch.uint8) for each in others]
+    sending = [group.send([each], other, _PROOF) for each, other in zip(shown, others, strict=True)]
+    for other in others:
+        expected = proof(other, own)
+        found = torch.zeros(len(expected), dtype=torch.uint8)
+        wait(group.recv([found], other, _PROOF))
+        if not hmac.compare_digest(found.numpy().tobytes(), expected):
+            raise DeviceError(f"who came as {ends} {other} is not the one that was invited")
+    for work in sending:
+        wait(work)
 
 
 class Links:
     """The connections of stage `index` to all others, which find each other by the `board` of their
     rendezvous.
 
-    Raises `DeviceError` when they do not connect in time, or one does not prove that it was
-    invited.
+    Raises `DeviceError` where torch was built without gloo, when they do not connect in time, or
+    one does not prove that it was invited.
     """
 
     def __init__(self, rendezvous: Rendezvous, index: int, board: Board) -> None:
-        check_available()
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_gloo_available()):
+            raise DeviceError("this torch has no gloo; choose transport='ray'")
         self.index, self.stages = index, len(rendezvous.hosts)
         self._senders: list[Sender] = []
         address = rendezvous.address(index)
-        distributed: Any = torch.distributed
-        gloo = distributed.ProcessGroupGloo
+        timeout = timedelta(seconds=rendezvous.timeout_s)
         # Python's part of the store goes with its last reference here, and gloo keeps the other
         self._store = RendezvousStore(board, rendezvous.timeout_s)
         try:
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=address)]
-            options._timeout = timedelta(seconds=rendezvous.timeout_s)
-            self._group = gloo(self._store, index, self.stages, options)
-            self._check_neighbours(rendezvous)
+            self._group = gloo_group(self._store, index, self.stages, address, timeout)
+            neighbours = {(index + step) % self.stages for step in (1, -1)} - {index}
+            check_invited(
+                self._group,
+                "stage",
+                index,
+                neighbours,
+                rendezvous.secret,
+                lambda work: work.wait(timeout),
+            )
         except (RuntimeError, DeviceError) as error:
             raise DeviceError(
                 f"stage {index} on {address} did not meet the others within "
                 f"{rendezvous.timeout_s:g} s: {error}"
             ) from error
 
-    def _check_neighbours(self, rendezvous: Rendezvous) -> None:
-        """Check that both neighbours know the secret: gloo takes whoever comes first under their
-        numbers.
-        """
-        timeout = timedelta(seconds=rendezvous.timeout_s)
-        near = {(self.index + step) % self.stages for step in (1, -1)} - {self.index}
-        shown = {other: _bytes(rendezvous.proof(self.index, other)) for other in near}
-        sending = [self._group.send([proof], other, _PROOF) for other, proof in shown.items()]
-        for other in sorted(near):
-            expected = rendezvous.proof(other, self.index)
-            found = torch.zeros(len(expected), dtype=torch.uint8)
-            self._group.recv([found], other, _PROOF).wait(timeout)
-            if not hmac.compare_digest(found.numpy().tobytes(), expected):
-                raise DeviceError(f"who came as stage {other} is not the one that was invited")
-        for work in sending:
-            work.wait(timeout)
-
     def sender(self, to: int) -> Sender:
-        """A sender of messages to stage `to`."""
         self._senders.append(Sender(self._group, to, self.stages))
         return self._senders[-1]
 
@@ -96,9 +268,8 @@ class Links:
         timeout_s: float | None = None,
         bytes_of: Callable[[Tensor], int] = message_bytes,
     ) -> Receiver:
-        """A receiver of messages from stage `source`, each of which may take `timeout_s`.
-
-        `bytes_of` gives the length of a message by its first frame.
+        """A receiver of messages that may take `timeout_s` each; `bytes_of` gives the length of one
+        by its first frame.
         """
         return Receiver(self._group, source, timeout_s, bytes_of)
 
@@ -196,7 +367,3 @@ def _wait(work: Any, stage: int, timeout: timedelta) -> None:
 
 def _lost(stage: int, error: RuntimeError) -> StageLostError:
     return StageLostError(f"stage {stage} cannot be reached, its process died or hangs: {error}")
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,7 +1,9 @@
-"""Log-probabilities in a message of sampled tokens: arrays `[asked, 1 + most]` of ids and values.
+"""A micro-batch with its hidden states, or its sampled tokens, as one message of plain bytes.
 
-The first column has the places of the tokens and the values of those that were chosen, the others
-the most probable tokens.
+A message is a prefix of fixed size, int64 arrays, the admissions as JSON, and the tensor, which
+begins at a multiple of 64 bytes; with sampled tokens, it is their log-probabilities, where they are
+asked for. Nothing in it is ever run: no pickle. Nothing in it is trusted either: the sizes that it
+states are checked against the plan before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ _NO_IDS: TokenIds = np.zeros(0, dtype=np.int64)
 
 
 def logprob_arrays(asked: LogprobRows | None) -> tuple[TokenIds, Tensor | None]:
-    """Ids, flat, and values `[asked, 1 + most]` in float32."""
+    """Ids, flat, and values `[asked, 1 + most]` in float32.
+
+    The first column has the places of the tokens and the values of those that were chosen, the
+    others the most probable tokens.
+    """
     if asked is None:
         return _NO_IDS, None
     ids: TokenIds = np.column_stack([asked.rows, asked.top_ids]).ravel()

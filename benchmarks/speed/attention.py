@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from actors.attention.cpu_decode import DecodeQuery, attend_in_place
+from actors.attention.addresses import Scoring
+from actors.attention.cpu import DecodeQuery, attend_in_place
 from actors.attention.kv_cache import Stored, quantized
-from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
 from benchmarks.lab import header, processor_name
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.transport.gloo_links import Links
-from actors.transport.rendezvous import LocalBoard, Rendezvous
+from actors.transport.gloo_links import Links, LocalBoard, Rendezvous
 
 HOST = "192.0.2.7"  # of no machine (RFC 5737): ends on one node do not listen there
 

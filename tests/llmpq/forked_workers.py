@@ -79,8 +79,8 @@ def prepare() -> None:
     import torch
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from actors.attention.cpu_decode import warm_up
-    from actors.emulation import stage  # noqa: F401
+    from actors.attention.cpu import warm_up
+    from actors.stage import emulation  # noqa: F401
 
     torch.set_num_threads(1)
     with patch("numba.set_num_threads"):  # it starts threads, which do not survive a fork

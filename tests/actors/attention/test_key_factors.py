@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.attention.addresses import Scoring
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors, quantized
-from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.stage.importance import measure_stage
 from actors.stage.stage import Stage, make_cache, rotary_width, run_decoder

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from actors.attention.addresses import Scoring
 from actors.attention.kv_cache import (
     CacheForm,
     CacheShape,
@@ -19,7 +20,6 @@ from actors.attention.kv_cache import (
     Stored,
     quantized,
 )
-from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import MicroBatch, Move, TokenRange
 from actors.stage.spec import stage_spec

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.attention import ragged
-from actors.attention.addresses import Addresses
-from actors.attention.cpu_decode import DecodeQuery
+from actors.attention.addresses import Addresses, Scoring
+from actors.attention.cpu import DecodeQuery
 from actors.attention.kv_cache import (
     CacheForm,
     CacheShape,
@@ -21,7 +21,6 @@ from actors.attention.kv_cache import (
     Stored,
     quantized,
 )
-from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import MicroBatch, TokenRange
 from tests.actors.batches import batch_in_ranges

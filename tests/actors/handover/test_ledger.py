@@ -7,8 +7,7 @@ from itertools import count
 
 import pytest
 
-from actors.handover.ledger import DividedLedger
-from actors.handover.pace import Load, PrefillPace
+from actors.handover.ledger import DividedLedger, Load, PrefillPace
 from actors.messages import FinishReason, HostKey, Progress, Request, Sampling
 from actors.schedule.scheduler import QueueSizes
 from planner.scheduling import RequestSchedule

@@ -10,8 +10,7 @@ from random import Random
 
 import pytest
 
-from actors.handover.ledger import DividedLedger
-from actors.handover.pace import Load, PrefillPace
+from actors.handover.ledger import DividedLedger, Load, PrefillPace
 from actors.messages import Progress, Request, Sampling
 from actors.schedule.scheduler import QueueSizes
 from planner.scheduling import RequestSchedule

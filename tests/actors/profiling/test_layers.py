@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from actors.attention.timer import AttentionTimer
+from actors.attention.ragged import AttentionTimer
 from actors.profiling.layers import TimedLayers
-from actors.profiling.reference_work import ReferenceWork
-from actors.profiling.task import ProfileTask, _Passes, measure
+from actors.profiling.task import ProfileTask, ReferenceWork, _Passes, measure
 from actors.stage.model_config import config_of_values
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import shape_from_config
@@ -66,7 +65,7 @@ def test_attention_of_every_layer_is_timed_where_it_runs(name: str) -> None:
         prepared = layers.prepare(workload)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "actors.attention.timer.time.perf_counter",
+                "actors.attention.ragged.time.perf_counter",
                 map(float, itertools.count()).__next__,
             )
             layers.pass_through(prepared, timer)

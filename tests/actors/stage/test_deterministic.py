@@ -180,6 +180,6 @@ def test_a_stage_whose_rows_depend_on_their_place_is_refused(
 def test_compiled_attention_is_asked_for(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.attention.cpu_decode.has_numba", lambda: False)
+    monkeypatch.setattr("actors.attention.cpu.has_numba", lambda: False)
     with pytest.raises(DeviceError, match=r"pip install 'llmpq\[cpu\]'"):
         stages(folders["odd sizes"], (0, LAYERS))

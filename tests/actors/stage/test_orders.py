@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.collectives.group import ALONE
 from actors.messages import (
     NOTHING_SAMPLED,
     Admission,
@@ -23,6 +22,7 @@ from actors.messages import (
     TokenRange,
 )
 from actors.stage.ranks import Order, follow, send
+from actors.transport.collectives import ALONE
 from actors.transport.message_format import encode
 from quant.common.errors import StageLostError
 from tests.actors.batches import batch_in_ranges

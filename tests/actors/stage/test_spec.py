@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.emulation.stand_in import stand_in_spec
-from actors.emulation.times import emulated_times
-from actors.stage.spec import stage_spec
+from actors.stage.emulation import emulated_times
+from actors.stage.spec import stage_spec, stand_in_spec
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions

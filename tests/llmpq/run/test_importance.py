@@ -21,7 +21,7 @@ from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
-from actors.transport.rendezvous import CONTROL
+from actors.transport.gloo_links import CONTROL
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import indicator
 from llmpq.run.importance import importance_store

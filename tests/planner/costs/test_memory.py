@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from actors.attention.addresses import Scoring
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
-from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import Admission, MicroBatch, Sampling
 from actors.stage.sampler import Sampler

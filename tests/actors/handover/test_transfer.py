@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.handover.routes import Route, find_routes
+from actors.handover.transfer import Route, find_routes
 from actors.messages import KvPart
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.collectives.distributed import DistributedGroup, Meeting, Seat
-from actors.collectives.group import ALONE, RankGroup
+from actors.transport.collectives import ALONE, DistributedGroup, Meeting, RankGroup, Seat
 from quant.common.errors import DeviceError, StageLostError
 from tests.actors.thread_ranks import thread_groups
 
@@ -164,7 +163,7 @@ def test_a_rank_on_a_gpu_that_leaves_ends_what_the_others_wait_for(
         made.append(PretendNccl())
         return made[-1]
 
-    monkeypatch.setattr("actors.collectives.distributed._nccl", pretend)
+    monkeypatch.setattr("actors.transport.collectives._nccl", pretend)
     meeting, device = Meeting.on_this_node(), torch.device("meta")
     with ThreadPoolExecutor(DEGREE) as pool:
         first, *others = pool.map(lambda rank: meeting.join(rank, DEGREE, device), range(DEGREE))

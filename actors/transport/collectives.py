@@ -1,11 +1,13 @@
-"""Where the ranks of a stage meet: a file of their node, and a secret.
+"""What the ranks of a tensor-parallel stage do together: sums, messages from rank 0, gathering.
 
-No port listens for them, as a store of torch's that is asked over TCP would on all addresses.
+Ranks in processes of their own are connected by torch.distributed. Orders go over gloo in host
+memory. Tensors go over NCCL where ranks compute on CUDA devices, each on another one, and else over
+gloo too, whose sums are taken in float32: so few numbers are added that their transfer costs less
+than what 16 bit would lose.
 """
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import shutil
 import tempfile
@@ -15,20 +17,88 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.transport.gloo_links import LOOPBACK, check_invited, gloo_group
 from quant.common.errors import DeviceError, StageLostError
+
+
+class RankGroup(Protocol):
+    """The `degree` ranks of a stage, seen from one of them.
+
+    All ranks call the same methods in the same order with tensors of the same shapes and types. An
+    error of one rank, or its end, makes the calls of the others raise `StageLostError`.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank; 0 is the stage, the others follow it."""
+
+    @property
+    def degree(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, the same on each, in the tensor's type; `tensor` may be
+        overwritten.
+        """
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0; those of the others are overwritten."""
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """The bytes of rank 0; the others give None."""
+
+    def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """On rank 0 the tensors `[rows, widths[rank]]` of all ranks side by side, `[rows,
+        sum(widths)]`; None on the others.
+        """
+
+    def check(self) -> None:
+        """Raise `StageLostError` where what was computed may lack the part of another rank."""
+
+    def close(self) -> None:
+        """Leave the others, whose calls fail from now on."""
+
+
+class UndividedGroup:
+    """The group of a stage that is not divided."""
+
+    rank = 0
+    degree = 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert data is not None, "rank 0 has what it sends"
+        return data
+
+    def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        return tensor
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = UndividedGroup()
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The `folder`, which only the user may read that the processes run as, and the `secret` by
-    which the ranks know each other.
+    """A file in the `folder`, which only the user may read that the processes run as, and the
+    `secret` by which the ranks know each other. No port listens for them, as a store of torch's
+    that is asked over TCP would on all addresses.
     """
 
     folder: Path
@@ -60,21 +130,21 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one rank: its number, that of all ranks, the device that it computes on, and the
-    address on which it listens to the others. Each call ends within `timeout_s`, but for waiting
-    for the next order. By the `secret` the ranks know each other.
+    """The place of one rank: its number, that of all ranks, and the device that it computes on.
+
+    Each call ends within `timeout_s`, but for waiting for the next order. By the `secret` the ranks
+    know each other.
     """
 
     rank: int
     degree: int
     device: torch.device
-    address: str = "127.0.0.1"
     timeout_s: float = 600.0
     secret: bytes = field(default=b"", repr=False)
 
-    def proof(self, source: int, target: int) -> bytes:
-        """The bytes by which rank `source` shows rank `target` that it knows the secret."""
-        return hmac.digest(self.secret, f"rank {source} to {target}".encode(), "sha256")
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self.timeout_s)
 
 
 class DistributedGroup:
@@ -90,14 +160,17 @@ class DistributedGroup:
         self._on_gpu = seat.device.type != "cpu"
         self._ending = Lock()
         try:
-            self._host = _gloo(seat, store)
-            self._check_others()
+            distributed: Any = torch.distributed
+            own_store = distributed.PrefixStore("gloo", store)
+            self._host = gloo_group(own_store, seat.rank, seat.degree, LOOPBACK, seat.timeout)
+            others = set(range(seat.degree)) - {seat.rank}
+            check_invited(self._host, "rank", seat.rank, others, seat.secret, self._wait)
             self._nccl = _nccl(seat, store) if self._on_gpu else None
             first = torch.zeros(1, device=seat.device)
             self._wait((self._nccl or self._host).allreduce([first]))  # at which NCCL connects
         except (RuntimeError, StageLostError, DeviceError) as error:
             raise DeviceError(
-                f"rank {seat.rank} of {seat.degree} on {seat.address} did not meet the others "
+                f"rank {seat.rank} of {seat.degree} on {LOOPBACK} did not meet the others "
                 f"within {seat.timeout_s:g} s: {error}"
             ) from error
         if self._on_gpu and folder is not None:
@@ -116,27 +189,10 @@ class DistributedGroup:
             nccl.abort()
 
     def check(self) -> None:
-        """Raise `StageLostError` where a rank has left: NCCL's calls without it have ended too."""
-        if self._on_gpu and self._nccl is None:
+        if self._on_gpu and self._nccl is None:  # NCCL's calls without it have ended too
             raise self._lost("it has left")
 
-    def _check_others(self) -> None:
-        """Check that every other rank knows the secret."""
-        seat = self._seat
-        others = [rank for rank in range(seat.degree) if rank != seat.rank]
-        shown = {each: _bytes(seat.proof(seat.rank, each)) for each in others}
-        sending = [self._host.send([proof], each, 0) for each, proof in shown.items()]
-        for other in others:
-            expected = seat.proof(other, seat.rank)
-            found = torch.zeros(len(expected), dtype=torch.uint8)
-            self._wait(self._host.recv([found], other, 0))
-            if not hmac.compare_digest(found.numpy().tobytes(), expected):
-                raise DeviceError(f"who came as rank {other} is not the one that was invited")
-        for work in sending:
-            self._wait(work)
-
     def close(self) -> None:
-        """Leave the others, whose calls fail from now on; it is not used again."""
         self._host = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -144,30 +200,26 @@ class DistributedGroup:
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
         return self._seat.rank
 
     @property
     def degree(self) -> int:
-        """Number of ranks."""
         return self._seat.degree
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, the same on each, in the tensor's type."""
         own = tensor if self._on_gpu else tensor.float()
         total = own.contiguous()
         self._on_device(lambda tensors: tensors.allreduce([total]))
         return total.to(tensor.dtype)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0."""
         sent = tensor.contiguous()
         if sent.numel():
             self._on_device(lambda tensors: tensors.broadcast([sent], _from_rank_0()))
         return sent
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """The bytes of rank 0, by way of the host: their number, then they themselves."""
+        """By way of the host: their number, then they themselves."""
         length = torch.tensor([0 if data is None else len(data)])
         self._wait(self._host.broadcast([length], _from_rank_0(_FOR_EVER)), _FOR_EVER)
         content = torch.empty(int(length), dtype=torch.uint8)
@@ -178,11 +230,8 @@ class DistributedGroup:
         return content.numpy().tobytes()
 
     def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The tensors `[rows, widths[rank]]` of all ranks side by side on rank 0, sent with equal
-        widths.
-        """
         widest = max(widths)
-        own = F.pad(tensor, (0, widest - tensor.shape[-1])).contiguous()
+        own = F.pad(tensor, (0, widest - tensor.shape[-1])).contiguous()  # equal widths are sent
         parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
         options = torch.distributed.GatherOptions()
         options.rootRank = 0
@@ -212,25 +261,12 @@ class DistributedGroup:
 
     def _wait(self, work: Any, limit: timedelta | None = None) -> None:
         try:
-            work.wait(limit or timedelta(seconds=self._seat.timeout_s))
+            work.wait(limit or self._seat.timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def _lost(self, error: object) -> StageLostError:
         return StageLostError(f"rank {self.rank} of {self.degree} lost another one: {error}")
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _gloo(seat: Seat, store: Any) -> Any:
-    distributed: Any = torch.distributed
-    options = distributed.ProcessGroupGloo._Options()
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=seat.address)]
-    options._timeout = timedelta(seconds=seat.timeout_s)
-    own = distributed.PrefixStore("gloo", store)
-    return distributed.ProcessGroupGloo(own, seat.rank, seat.degree, options)
 
 
 def _nccl(seat: Seat, store: Any) -> Any:
@@ -239,7 +275,7 @@ def _nccl(seat: Seat, store: Any) -> Any:
         raise DeviceError("this torch has no NCCL; give each stage one GPU")
     torch.cuda.set_device(seat.device)
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=seat.timeout_s)
+    options._timeout = seat.timeout
     own = distributed.PrefixStore("nccl", store)
     return distributed.ProcessGroupNCCL(own, seat.rank, seat.degree, options)
 

@@ -1,4 +1,4 @@
-"""Compiled decode attention on the CPU against float64, for every type, length, bias and window."""
+"""Attention on a CPU, against float64 and PyTorch's own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,62 @@ from numba.core.event import install_recorder
 from torch import Tensor
 from torch.nn import functional
 
-from actors.attention import cpu_decode
-from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend, warm_up
+from actors.attention import cpu
+from actors.attention.addresses import Scoring
+from actors.attention.cpu import (
+    QUERIES_AT_ONCE,
+    DecodeQuery,
+    attend_fresh,
+    attend_in_place,
+    can_attend,
+    prefers_blocks,
+    warm_up,
+)
 from actors.attention.kv_cache import Stored, quantized
-from actors.attention.masks import Scoring
 from quant import numba_loops
 from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, generate, random_prompts, save_tiny, stages_of
+
+
+@pytest.mark.parametrize("tokens", [1, 48, QUERIES_AT_ONCE, QUERIES_AT_ONCE + 1, 150])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("size", [1.0, 8.0])
+def test_prompts_against_float64(tokens: int, heads: int, kv_heads: int, size: float) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    query = (size * torch.randn(tokens, heads, 16, generator=draw)).bfloat16().transpose(0, 1)
+    key = torch.randn(tokens, kv_heads, 16, generator=draw).bfloat16().transpose(0, 1)
+    value = torch.randn(tokens, kv_heads, 16, generator=draw).bfloat16().transpose(0, 1)
+    expected = functional.scaled_dot_product_attention(
+        query.double()[None],
+        key.double()[None],
+        value.double()[None],
+        is_causal=True,
+        scale=0.3,
+        enable_gqa=True,
+    )[0]
+    found = attend_fresh(query, key, value, 0.3)
+    assert found.shape == query.shape
+    bound = 2.0**-7 * float(value.abs().max())  # shares and result, each rounded to bfloat16
+    assert float((found - expected).abs().max()) < bound
+
+
+def test_values_that_are_not_finite_stay_so() -> None:
+    ones = torch.ones(2, 64, 8, dtype=torch.bfloat16)
+    bad = ones.clone()
+    bad[:, 10] = float("nan")
+    found = attend_fresh(ones, bad, ones, 1.0)
+    assert not found[:, 10:].isfinite().any()  # nor need those before be: it is one request
+
+
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_what_is_left_to_pytorch(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_matrix_tiles", lambda: has_tiles)
+    long = torch.zeros(1, 2, 64, 8)
+    assert prefers_blocks(long.bfloat16()) is not has_tiles
+    assert not prefers_blocks(long)
+    assert not prefers_blocks(long[:, :, :5].bfloat16())
+    assert not prefers_blocks(long.bfloat16().to("meta"))
+
 
 SCALE = 0.21
 ROOM = 80
@@ -67,7 +116,7 @@ def in_double(question: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("lengths", [[33] * 5, [1, 70, 2, 33, 17], [1]])
 @pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.rare), 8])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_against_float64(
+def test_decode_against_float64(
     dtype: torch.dtype,
     kv_bits: int,
     heads: int,
@@ -144,7 +193,7 @@ def test_without_numba_one_message_says_so(
     ],
 )
 def test_the_first_token_finds_its_loop_compiled(name: str, kv_bits: int, tmp_path: Path) -> None:
-    cpu_decode._kernel.cache_clear()  # of other tests
+    cpu._kernel.cache_clear()  # of other tests
     save_tiny(tmp_path, CONFIGS[name])
     stages = stages_of(tmp_path, (0, 3, 5), slots=4, max_tokens=32, kv_bits=kv_bits)
     with install_recorder("numba:compile") as compiled:

@@ -13,15 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.emulation.clock import EmulatedClock
-from actors.emulation.link import EmulatedLink
-from actors.emulation.stage import EmulatedStage, warm_up
-from actors.emulation.stand_in import check_planned_memory, stand_in_spec
-from actors.emulation.times import ScaledTimes, emulated_times
-from actors.messages import MicroBatch, Sampled
-from actors.stage.spec import stage_spec
+from actors.messages import MicroBatch, Park, Sampled
+from actors.stage.emulation import (
+    EmulatedClock,
+    EmulatedLink,
+    EmulatedStage,
+    ScaledTimes,
+    emulated_times,
+    warm_up,
+)
+from actors.stage.spec import check_planned_memory, stage_spec, stand_in_spec
 from actors.transport.message_format import PlainCodec
 from planner.cluster.spec import ClusterSpec
+from planner.costs.communication import COPY_LAUNCH_S
 from planner.costs.pass_times import PassSeconds
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
@@ -333,3 +337,31 @@ def test_warming_up_leaves_nothing_behind(tmp_path: Path) -> None:
         assert stage.stats().decode_tokens > 0, "largest micro-batches of both phases"
     found = generate(stages, prompts, 6, prefill=2, decode=3)
     assert found == [reference(model, prompt, 6) for prompt in prompts]
+
+
+ONE, ZERO = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+
+
+def test_tokens_that_are_parked_and_restored_take_the_time_of_their_way() -> None:
+    """Each of them once over PCIe, beside the pass; the time scale is that of all seconds."""
+    cluster = ClusterSpec.from_dict(
+        {
+            "name": "one",
+            "nodes": [{"name": "a", "accelerators": {"T4": 1}}],
+            "emulate": {"time_scale": 0.5},
+        },
+        "test",
+    )
+    options = PlanOptions(bits=(4,), dtype="float16")
+    plan = find_plan(cluster, model_shape("opt-1.3b"), "opt-1.3b", Workload(4, 64, 16), options)
+    (stage,) = plan.stages
+    times = emulated_times(plan, stage)
+    assert times is not None
+    step = MicroBatch(ZERO, 9 * ONE, ONE, ZERO)
+    both = replace(step, parks=(Park(1, 0, 30),), restores=(Park(2, 90, 50), Park(3, 9, 1)))
+    bytes_s = 81 * 24 * 2 * 2048 * 2 / 16e9  # 24 layers of 2,048 keys and values of 2 bytes
+    starts_s = 3 * 24 * 2 * COPY_LAUNCH_S
+    more_s = times.compute_s(both) - times.compute_s(step)
+    assert more_s == pytest.approx(0.5 * (bytes_s + starts_s))
+    plain = ScaledTimes(ModelledTimes.constant(2.0, 1.0), 3.0)
+    assert plain.compute_s(both) == plain.compute_s(step) == 3.0
