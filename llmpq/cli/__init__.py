@@ -1,1 +1,1 @@
-"""Command lines: `llmpq` and its subcommands, one file each; `llmpq.cli.main` has their table."""
+"""The command line: `llmpq` and its subcommands; `llmpq.cli.main` has their table."""

@@ -1,92 +1,124 @@
-"""The command `llmpq`: a table of its subcommands, each loaded when it is called."""
+"""The command `llmpq`: a table of its subcommands, each loaded when it is called, and
+`llmpq completion`, which tells shells of them.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
-from typing import TYPE_CHECKING
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any, cast
 
+from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE, run_command
+from llmpq.cli.parser import Parser, made
+from planner.option_rules import REQUIRED, argument
 from quant.common.text import printable
-
-if TYPE_CHECKING:
-    from llmpq.cli.parser import Parser
-
-_BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand's `module` in `llmpq.cli`, which has the function `main`, what it does, and its
-    old name. The module `options` has the function of its parser; None: the same one.
+    """A subcommand, by the entry points in `llmpq.cli` of its function and of its parser, which is
+    loaded without what the command itself needs.
     """
 
-    module: str
+    entry: str
+    parser_entry: str
     summary: str
     old_name: str | None = None
-    options: str | None = None
 
     def main(self, arguments: Sequence[str], prog: str) -> int:
         """Run the command under the name `prog`, and return the exit code."""
-        code: int = import_module(f"llmpq.cli.{self.module}").main(arguments, prog=prog)
+        code: int = resolve_name(f"llmpq.cli.{self.entry}")(arguments, prog=prog)
         return code
 
     def parser(self, prog: str) -> Parser:
-        """The parser of the command under the name `prog`, without what the command needs."""
-        module = import_module(f"llmpq.cli.{self.options or self.module}")
-        made: Parser = getattr(module, f"{self.module}_parser")(prog)
+        made: Parser = resolve_name(f"llmpq.cli.{self.parser_entry}")(prog)
         return made
 
-
-_MEASURE = "measure_options"
 
 GROUPS: dict[str, dict[str, Subcommand]] = {
     "plan and run": {
         "plan": Subcommand(
-            "plan",
+            "plan:main",
+            "plan_options:plan_parser",
             "decide bits, stages and micro-batches for a cluster",
             "llmpq-algo",
-            "plan_options",
         ),
         "run": Subcommand(
-            "run",
+            "run:main",
+            "run_options:run_parser",
             "generate for files of prompts; goes on after any stop",
             "llmpq-dist",
-            "run_options",
         ),
         "serve": Subcommand(
-            "serve",
+            "serve:main",
+            "run_options:serve_parser",
             "answer OpenAI's HTTP requests from a plan's stages",
             "llmpq-serve",
-            "run_options",
         ),
-        "demo": Subcommand("demo", "plan and run a small model on this machine"),
+        "demo": Subcommand(
+            "demo:main", "demo:demo_parser", "plan and run a small model on this machine"
+        ),
     },
     "measure and prepare": {
         "profile": Subcommand(
-            "profile", "measure layers, loading and links of devices", "llmpq-profile", _MEASURE
+            "measure.forecasts:profile_main",
+            "measure.forecast_options:profile_parser",
+            "measure layers, loading and links of devices",
+            "llmpq-profile",
         ),
         "indicator": Subcommand(
-            "indicator", "measure what layers lose at each bitwidth", "llmpq-indicator", _MEASURE
+            "measure.quality:indicator_main",
+            "measure.weight_options:indicator_parser",
+            "measure what layers lose at each bitwidth",
+            "llmpq-indicator",
         ),
         "quantize": Subcommand(
-            "quantize", "make a GPTQ checkpoint with a plan's bits", "llmpq-quantize", _MEASURE
+            "measure.checkpoints:quantize_main",
+            "measure.weight_options:quantize_parser",
+            "make a GPTQ checkpoint with a plan's bits",
+            "llmpq-quantize",
         ),
         "eval": Subcommand(
-            "evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval", _MEASURE
+            "measure.quality:evaluate_main",
+            "measure.weight_options:evaluate_parser",
+            "measure perplexity of plans or bitwidths",
+            "llmpq-eval",
         ),
-        "convert": Subcommand("convert", "make safetensors of .bin weights", "llmpq-convert"),
+        "convert": Subcommand(
+            "measure.checkpoints:convert_main",
+            "measure.weight_options:convert_parser",
+            "make safetensors of .bin weights",
+            "llmpq-convert",
+        ),
         "lengths": Subcommand(
-            "lengths", "train and judge predictors of output lengths", "llmpq-lengths", _MEASURE
+            "measure.forecasts:lengths_main",
+            "measure.forecast_options:lengths_parser",
+            "train and judge predictors of output lengths",
+            "llmpq-lengths",
         ),
     },
     "look": {
-        "devices": Subcommand("devices", "list the accelerators that are known"),
-        "models": Subcommand("models", "list the models that are built in"),
-        "jobs": Subcommand("jobs", "list jobs, and show one while it runs or after"),
-        "completion": Subcommand("completion", "print a completion script for a shell"),
+        "devices": Subcommand(
+            "catalog:devices_main",
+            "catalog:devices_parser",
+            "list the accelerators that are known",
+        ),
+        "models": Subcommand(
+            "catalog:models_main", "catalog:models_parser", "list the models that are built in"
+        ),
+        "jobs": Subcommand(
+            "jobs:main", "jobs:jobs_parser", "list jobs, and show one while it runs or after"
+        ),
+        "completion": Subcommand(
+            "main:completion_main",
+            "main:completion_parser",
+            "print a completion script for a shell",
+        ),
     },
 }
 """The subcommands, in the groups of the help."""
@@ -115,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = SUBCOMMANDS.get(given[0])
     if found is None:
         sys.stderr.write(f"llmpq: error: {unknown(given[0])}\n")
-        return _BAD_INPUT
+        return EXIT_BAD_INPUT
     prog = f"llmpq {given[0]}"
     if {"-h", "--help"} & set(given):
         found.parser(prog).parse(given[1:])  # leaves, without what the command itself needs
@@ -154,5 +186,96 @@ def unknown(word: str) -> str:
     return printable(f"unknown {what} {word!r}; {remedy}")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+COMPLETION = "llmpq completion"
+SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+_COMPLETION_DESCRIPTION = """
+Print a script by which a shell completes the commands of llmpq, their options, the values of
+options that have few, and names of files.
+"""
+_COMPLETION_EXAMPLES = (
+    "%(prog)s bash > ~/.local/share/bash-completion/completions/llmpq",
+    '%(prog)s zsh > "${fpath[1]}/_llmpq"',
+    "%(prog)s fish > ~/.config/fish/completions/llmpq.fish",
+)
+
+_FILES, _FOLDERS = ("FILE", "PATH"), ("FOLDER", "DIR")
+"""What the value of an option is called where it is a file, and where it is a folder."""
+
+
+@dataclass(frozen=True)
+class CompletionCommand:
+    """The shell."""
+
+    shell: str = argument(SHELLS, "which shell the script is for", REQUIRED)
+
+
+def completion_main(arguments: Sequence[str] | None = None, prog: str = COMPLETION) -> int:
+    """Entry point; returns the exit code."""
+    options = made(CompletionCommand, completion_parser(prog).parse(arguments))
+    return run_command(prog, lambda: _print_script(options.shell))
+
+
+def completion_parser(prog: str | None = COMPLETION) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _COMPLETION_DESCRIPTION, _COMPLETION_EXAMPLES)
+    parser.declare({"shell": "shell"}, CompletionCommand)
+    return parser
+
+
+def _print_script(shell: str) -> int:
+    sys.stdout.write(completion_script(shell) + "\n")
+    return EXIT_DONE
+
+
+def completion_script(shell: str) -> str:
+    """The completion script of `llmpq` for `shell`."""
+    import shtab
+
+    root = whole_parser()
+    for each in _parsers(root):
+        for action in each._actions:
+            complete = _complete(action)
+            if complete is not None:
+                action.complete = complete  # type: ignore[attr-defined]  # where shtab looks
+    made: str = shtab.complete(root, shell)
+    return made
+
+
+def whole_parser() -> Parser:
+    """The parser of `llmpq` with those of all its subcommands."""
+    root = Parser("llmpq")
+    made = cast(type[Parser], _made)
+    commands = root.add_subparsers(metavar="COMMAND", parser_class=made)
+    for name, each in SUBCOMMANDS.items():
+        commands.add_parser(name, help=each.summary, make=partial(_parser_of, name, each))
+    return root
+
+
+def _made(make: Callable[[], Parser], **_: object) -> Parser:
+    """The parser that `make` makes, in place of an empty one."""
+    return make()
+
+
+def _parser_of(name: str, command: Subcommand) -> Parser:
+    return command.parser(f"llmpq {name}")
+
+
+def _parsers(root: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """`root` and the parsers of all commands below it."""
+    yield root
+    for action in root._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _parsers(below)
+
+
+def _complete(action: argparse.Action) -> Any:
+    """What a shell offers as values: files, folders, or None for neither."""
+    import shtab
+
+    if action.choices is not None:
+        return None
+    if action.metavar in _FILES:
+        return shtab.FILE
+    return shtab.DIRECTORY if action.metavar in _FOLDERS else None

@@ -11,6 +11,7 @@ from llmpq.cli.parser import Parser, made, taken
 from llmpq.jobs.result_lines import OutputOptions
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
 from llmpq.serve.options import BatchOptions, ServeOptions
+from llmpq.tokenizing.prompting import PROMPTING_OPTIONS
 from planner.option_rules import REQUIRED, Rule, flag, option
 from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
@@ -33,7 +34,7 @@ _RUN_EXAMPLES = (
 )
 
 
-_PROMPTING = "chat_template chat_template_kwargs add_special_tokens"
+_PROMPTING = " ".join(PROMPTING_OPTIONS)
 _STAGES = "cache_dir cache_limit_gib no_cache deterministic transport"
 _SUBMITTING = {"as a job of a Ray cluster": "submit no_wait follow_job stop_job"}
 _RUN_GROUPS = {

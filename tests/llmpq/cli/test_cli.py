@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli import convert
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
+from llmpq.cli.measure.checkpoints import convert_main
 from quant.common.errors import LlmpqError
 from tests.actors.models import CONFIGS, reference, save_tiny
 from tests.llmpq.commands import exit_code
@@ -393,4 +393,4 @@ def test_no_ray_at_the_address(
 def test_convert_refuses_a_folder_without_bin_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_refused(capsys, convert.main([str(tmp_path), str(tmp_path / "made")]), str(tmp_path))
+    check_refused(capsys, convert_main([str(tmp_path), str(tmp_path / "made")]), str(tmp_path))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli import completion
-from llmpq.cli.main import SUBCOMMANDS
+from llmpq.cli.main import SHELLS, SUBCOMMANDS, completion_main, completion_script
 from llmpq.cli.run_options import run_parser
 from tests.llmpq.commands import exit_code
 
@@ -29,7 +28,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 @pytest.fixture(scope="module")
 def bash_script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("completion") / "llmpq"
-    path.write_text(completion.script("bash"))
+    path.write_text(completion_script("bash"))
     return path
 
 
@@ -41,9 +40,9 @@ def offered(script: Path, words: str, begun: str, folder: Path | None = None) ->
     return {line.strip() for line in done.stdout.splitlines() if line.strip()}
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", SHELLS)
 def test_every_shell_gets_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert completion.main([shell]) == 0
+    assert completion_main([shell]) == 0
     script = capsys.readouterr().out
     assert "kv_bits" in script
     assert "llmpq" in script
@@ -52,7 +51,7 @@ def test_every_shell_gets_a_script(shell: str, capsys: pytest.CaptureFixture[str
 
 
 def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(completion.main, ["cmd"]) == 2
+    assert exit_code(completion_main, ["cmd"]) == 2
     assert "unknown value 'cmd'; choose from bash, zsh, fish, tcsh" in capsys.readouterr().err
 
 

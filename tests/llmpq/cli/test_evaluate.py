@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from llmpq import Plan
-from llmpq.cli import evaluate as command
+from llmpq.cli.measure.quality import evaluate_main
 from llmpq.quality.text_windows import token_windows
 from tests.actors.models import CONFIGS, VOCABULARY, save_tiny
 from tests.llmpq.commands import exit_code
@@ -33,7 +33,7 @@ def test_command_prints_a_table_and_writes_json(
     target = tmp_path / "out.json"
     bits = ["--bits", "16", "4", "3,3,4,16,16"]
     arguments = ["--strat-file-name", str(tmp_path / "plan.json"), *bits, "--json", str(target)]
-    code = command.main([*arguments, "--text", str(ids_file(tmp_path)), "--sequence-length", "24"])
+    code = evaluate_main([*arguments, "--text", str(ids_file(tmp_path)), "--sequence-length", "24"])
     printed = capsys.readouterr().out
     assert code == 0
     found = json.loads(target.read_text())
@@ -59,7 +59,7 @@ def test_text_from_standard_input_by_the_models_tokenizer(
     monkeypatch.setattr("sys.stdin", stream)
     target = tmp_path / "out.json"
     arguments = ["--model", str(DEMO_MODEL), "--bits", "16", "--text", "-", "--max_tokens", "40"]
-    assert command.main([*arguments, "--json", str(target)]) == 0
+    assert evaluate_main([*arguments, "--json", str(target)]) == 0
     (found,) = json.loads(target.read_text())
     assert found["tokens"] == 39
     assert found["standard_error"] is None
@@ -104,7 +104,7 @@ def test_bad_input_exits_2_with_one_message(
         places[file].write_text(json.dumps({"prompt": ids}))
     places["empty"] = tmp_path / "empty.txt"
     places["empty"].write_text("")
-    code = exit_code(command.main, [argument.format(**places) for argument in arguments])
+    code = exit_code(evaluate_main, [argument.format(**places) for argument in arguments])
     *usage, error = capsys.readouterr().err.splitlines()
     assert code == 2
     assert message in error
@@ -116,7 +116,7 @@ def test_a_gpu_that_is_not_there(
     tiny: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(tiny[0]), "--bits", "4", "--device", "cuda"]
-    assert command.main([*arguments, "--text", str(ids_file(tmp_path))]) == 2
+    assert evaluate_main([*arguments, "--text", str(ids_file(tmp_path))]) == 2
     assert "finds no GPU" in capsys.readouterr().err
 
 
@@ -128,5 +128,5 @@ def test_weights_that_are_not_finite_exit_2(
         model.model.decoder.layers[1].fc1.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "model")
     arguments = ["--model", str(tmp_path / "model"), "--bits", "3"]
-    assert command.main([*arguments, "--text", str(ids_file(tmp_path))]) == 2
+    assert evaluate_main([*arguments, "--text", str(ids_file(tmp_path))]) == 2
     assert "layers.1.fc1.weight" in capsys.readouterr().err

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from llmpq import Fleet
-from llmpq.cli import evaluate, quantize, serve
 from llmpq.cli import run as run_cli
+from llmpq.cli import serve
+from llmpq.cli.measure.checkpoints import quantize_main
+from llmpq.cli.measure.quality import evaluate_main
 from llmpq.cli.submit import entrypoint
 from llmpq.errors import SpecError
 from llmpq.run.fleets import shown_plan
@@ -38,9 +40,9 @@ def here(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("main", "options", "words"),
     [
-        (evaluate.main, ["--text", "text.txt"], "fleet.json: a fleet of pipelines where one plan"),
+        (evaluate_main, ["--text", "text.txt"], "fleet.json: a fleet of pipelines where one plan"),
         (
-            quantize.main,
+            quantize_main,
             ["--output", "quantized", "--calibration", "text.txt"],
             "a fleet of pipelines where one plan belongs",
         ),

@@ -12,19 +12,16 @@ from typing import Any
 import pytest
 
 from actors.messages import Sampling
-from llmpq.cli.convert import ConvertCommand
-from llmpq.cli.devices import DevicesCommand
+from llmpq.cli.catalog import DevicesCommand, ModelsCommand
 from llmpq.cli.jobs import ListCommand, ShowCommand
 from llmpq.cli.main import SUBCOMMANDS, help_text
-from llmpq.cli.measure_options import (
+from llmpq.cli.measure.forecast_options import JudgeCommand, ProfileCommand, TrainCommand
+from llmpq.cli.measure.weight_options import (
+    ConvertCommand,
     EvaluateCommand,
     IndicatorCommand,
-    JudgeCommand,
-    ProfileCommand,
     QuantizeCommand,
-    TrainCommand,
 )
-from llmpq.cli.models import ModelsCommand
 from llmpq.cli.parser import Parser
 from llmpq.cli.plan_options import PlanCommand
 from llmpq.cli.run_options import RunCommand, ServeCommand, SubmitOptions

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from llmpq.cli import evaluate, indicator, profile
+from llmpq.cli.measure.forecast_options import profile_parser
+from llmpq.cli.measure.forecasts import profile_main
+from llmpq.cli.measure.quality import evaluate_main, indicator_main
+from llmpq.cli.measure.weight_options import evaluate_parser, indicator_parser
 from llmpq.cli.parser import Parser
 from llmpq.cli.plan import main as plan
 from llmpq.cli.plan_options import plan_parser
@@ -168,20 +171,20 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
     (run, [*SUBMIT, "--follow_job", "x", "--no_wait"], ("--no_wait", "--follow_job")),
     (run, [*SUBMIT, "--stop_job", "x", *RUN], ("--plan", "--stop_job")),
     (
-        evaluate.main,
+        evaluate_main,
         ["--plan", "p", "--text", "t", "--rounding", "nearest"],
         ("--rounding", "--bits"),
     ),
     (
-        indicator.main,
+        indicator_main,
         [*MEASURE, "--method", "hessian", "--scales", "group"],
         ("--scales", "hessian"),
     ),
-    (indicator.main, [*MEASURE, "--max_tokens", "9"], ("--max_tokens", "--perplexity")),
-    (indicator.main, [*RANDOM, "--calibration", "t"], ("--calibration", "--method random")),
-    (indicator.main, [*RANDOM, "--device", "cpu"], ("--device", "--perplexity", "random")),
-    (profile.main, [*TIMES, "--cluster", "c.yaml", "--threads", "2"], ("--threads", "--cluster")),
-    (profile.main, [*TIMES, "--address", "auto", "--threads", "2"], ("--threads", "--address")),
+    (indicator_main, [*MEASURE, "--max_tokens", "9"], ("--max_tokens", "--perplexity")),
+    (indicator_main, [*RANDOM, "--calibration", "t"], ("--calibration", "--method random")),
+    (indicator_main, [*RANDOM, "--device", "cpu"], ("--device", "--perplexity", "random")),
+    (profile_main, [*TIMES, "--cluster", "c.yaml", "--threads", "2"], ("--threads", "--cluster")),
+    (profile_main, [*TIMES, "--address", "auto", "--threads", "2"], ("--threads", "--address")),
 ]
 
 
@@ -221,8 +224,8 @@ ACCEPTED: list[tuple[Parser, list[str]]] = [
     (plan_parser(), [*BOUND, "--prompts", "9", "--s", "9", "--output_lengths", "9", "2", "20"]),
     (run_parser(), [*RUN, *SUBMIT, "--address", "auto", "--no_wait"]),
     (run_parser(), [*RUN, "--resume", "--retry_errors", "--extend"]),
-    (evaluate.evaluate_parser(), ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
-    (indicator.indicator_parser(), [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
+    (evaluate_parser(), ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
+    (indicator_parser(), [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
 ]
 
 
@@ -234,9 +237,9 @@ def test_what_has_an_effect_is_accepted(parser: Parser, arguments: list[str]) ->
 @pytest.mark.parametrize(
     "parser",
     [
-        evaluate.evaluate_parser(),
-        indicator.indicator_parser(),
-        profile.profile_parser(),
+        evaluate_parser(),
+        indicator_parser(),
+        profile_parser(),
         plan_parser(),
         run_parser(),
         submit_parser("llmpq run"),

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from actors.processes.device import ReportedGpu
-from llmpq.cli import devices, models
+from llmpq.cli.catalog import devices_main, models_main
 from planner.cluster.accelerators import find_accelerator, registry
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import builtin_names, model_shape, names_of_builtin
 from quant.backends.selection import backend_name
 from tests.paths import ROOT
 
-SUBJECTS = {"devices": devices, "models": models}
+MAINS = {"devices": devices_main, "models": models_main}
 
 
 def shown(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
-    assert SUBJECTS[command].main(arguments) == 0
+    assert MAINS[command](arguments) == 0
     return capsys.readouterr().out
 
 
@@ -42,7 +42,7 @@ def test_the_list_has_every_name_within_80_columns(
 @pytest.mark.parametrize("command", ["devices", "models"])
 def test_no_list_loads_torch_or_ray_and_each_takes_no_second_of_work(command: str) -> None:
     code = (
-        f"import sys\nfrom llmpq.cli import {command}\n{command}.main([])\n"
+        f"import sys\nfrom llmpq.cli.catalog import {command}_main\n{command}_main([])\n"
         "import time\nheavy = {'torch', 'ray', 'transformers', 'scipy'} & set(sys.modules)\n"
         "print('heavy', sorted(heavy), time.process_time())"
     )
@@ -86,9 +86,9 @@ def test_one_accelerator_in_full(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
     assert "ROCm" in shown(capsys, "devices", "MI300X")
     assert "12.6" in shown(capsys, "devices", "P100-PCIE-16GB")
-    assert devices.main(["V100"]) == 0
+    assert devices_main(["V100"]) == 0
     assert "note: V100 is taken for V100-SXM2-16GB" in capsys.readouterr().err
-    assert devices.main(["RTX4070"]) == 2
+    assert devices_main(["RTX4070"]) == 2
     assert "nearest known: " in capsys.readouterr().err
 
 
@@ -130,7 +130,7 @@ def test_one_model_in_full_and_of_a_folder(capsys: pytest.CaptureFixture[str]) -
     for part in ("Qwen/Qwen2.5-14B-Instruct", "14.8 billion", "27.5 GiB", "192 KiB a token"):
         assert part in text
     assert "12 of" in shown(capsys, "models", str(ROOT / "examples" / "demo_model"))
-    assert models.main(["opt-30b-tuned"]) == 2
+    assert models_main(["opt-30b-tuned"]) == 2
     assert "nearest built-in: opt-30b" in capsys.readouterr().err
 
 
@@ -162,5 +162,5 @@ def test_the_driver_is_asked_for_names_and_sizes(
     found = json.loads(shown(capsys, "devices", "--here", "--json"))
     assert [each["name"] for each in found] == ["RTX4060Ti-8GB", "T4-16GB", "H100-NVL-94GB"]
     driver.write_text("#!/bin/sh\necho 'GPU-a, 10240, NVIDIA GeForce RTX 3080'\n")
-    assert devices.main(["--here"]) == 2
+    assert devices_main(["--here"]) == 2
     assert "a cluster file can describe others" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
+from pkgutil import resolve_name
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_the_page_about_commands_lists_them_all() -> None:
 @pytest.mark.parametrize("name", OLD)
 def test_old_names_are_the_same_programs(name: str) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts[OLD[name].old_name] == f"llmpq.cli.{OLD[name].module}:main"
+    assert scripts[OLD[name].old_name] == f"llmpq.cli.{OLD[name].entry}"
     assert scripts["llmpq"] == "llmpq.cli.main:main"
 
 
@@ -117,10 +117,7 @@ def test_what_help_needs_to_be_imported() -> None:
     assert done.stdout.strip() == "[] []"
 
 
-def test_modules_of_the_table_exist() -> None:
-    missing = [
-        each.module
-        for each in SUBCOMMANDS.values()
-        if find_spec(f"llmpq.cli.{each.module}") is None
-    ]
-    assert not missing
+def test_entry_points_of_the_table_exist() -> None:
+    for each in SUBCOMMANDS.values():
+        assert callable(resolve_name(f"llmpq.cli.{each.entry}"))
+        assert callable(resolve_name(f"llmpq.cli.{each.parser_entry}"))

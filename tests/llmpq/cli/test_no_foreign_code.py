@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.cli import convert
 from llmpq.cli.common import EXIT_BAD_INPUT
+from llmpq.cli.measure.checkpoints import convert_main
 from quant.common.errors import CheckpointError
 from tests.paths import ROOT
 
@@ -121,7 +121,7 @@ def test_weights_that_are_a_program_are_refused(
         more = {"w": torch.ones(2)} if form == "tensors and more" else {}
         torch.save({**more, "bomb": Bomb(touched)}, weights)
         assert zipfile.is_zipfile(weights)
-    assert convert.main([str(source), str(tmp_path / "target")]) == EXIT_BAD_INPUT
+    assert convert_main([str(source), str(tmp_path / "target")]) == EXIT_BAD_INPUT
     assert "more than tensors" in capsys.readouterr().err
     assert not touched.exists()
     assert not (tmp_path / "target").exists()

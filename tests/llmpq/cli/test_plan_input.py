@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import lengths, serve
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
+from llmpq.cli import serve
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE
+from llmpq.cli.measure.forecasts import lengths_main
 from quant.common.errors import SpecError
 from tests.paths import ROOT
 from tests.planner.edits import Edit, change
@@ -192,7 +193,7 @@ def test_what_no_template_can_be_given(
         "plan": (plan_cli.main, ["--model", MODEL, *given]),
         "run": (run_cli.main, [*plan, *given, "--output", str(tmp_path / "out.jsonl")]),
         "serve": (serve.main, plan),
-        "lengths": (lengths.main, ["train", "--model", MODEL, *given, "-o", str(tmp_path / "p")]),
+        "lengths": (lengths_main, ["train", "--model", MODEL, *given, "-o", str(tmp_path / "p")]),
     }[command]
     wrong = [str(broken) if each == "BROKEN" else each for each in wrong]
     assert run(main, *arguments, *wrong) == EXIT_BAD_INPUT

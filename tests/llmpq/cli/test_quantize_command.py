@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from llmpq.cli import quantize as command
+from llmpq.cli.measure.checkpoints import quantize_main
 from tests.actors.models import VOCABULARY, save_tiny
 from tests.llmpq.commands import exit_code
 
@@ -65,7 +65,7 @@ def test_wrong_commands(
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     shared = ["--model", str(tmp_path / "model"), "-o", str(tmp_path / "made")]
-    assert exit_code(command.main, [*shared, "--sequence_length", "30", *arguments]) == 2
+    assert exit_code(quantize_main, [*shared, "--sequence_length", "30", *arguments]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("llmpq-quantize: error: ")
     assert message in error

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RaySystemError, RayTaskError
 
-from llmpq.cli import convert, evaluate, indicator, lengths, profile, quantize, serve
-from llmpq.cli import plan as plan_cli
-from llmpq.cli import run as run_cli
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, run_command
+from llmpq.cli.main import SUBCOMMANDS, main
 from llmpq.cli.parser import Parser
 from llmpq.remote.words import is_verbose
 from quant.common.errors import DeviceError
@@ -127,19 +125,8 @@ def test_warnings_of_libraries_are_not_for_users() -> None:
     assert all(shown[3:])
 
 
-@pytest.mark.parametrize(
-    "command",
-    [plan_cli, convert, run_cli, evaluate, indicator, profile, quantize, serve],
-    ids=lambda module: module.__name__.rpartition(".")[2],
-)
-def test_every_command_offers_it(command: object, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [*SUBCOMMANDS, "lengths train", "lengths evaluate"])
+def test_every_command_offers_it(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main(["--help"])  # type: ignore[attr-defined]
+        main([*words.split(), "--help"])
     assert "--verbose" in capsys.readouterr().out
-
-
-def test_both_commands_of_lengths_offer_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("train", "evaluate"):
-        with pytest.raises(SystemExit):
-            lengths.main([name, "--help"])
-        assert "--verbose" in capsys.readouterr().out

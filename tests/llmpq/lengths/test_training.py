@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmpq.cli.lengths import main
+from llmpq.cli.measure.forecasts import lengths_main
 from llmpq.lengths.boosting import feature_count
 from llmpq.lengths.folder import tokenizer_digest
 from llmpq.lengths.predictor import Prompt, buckets_of, confusion_of, likeliest
@@ -113,7 +113,9 @@ def test_the_command_trains_and_judges(tmp_path: Path, capsys: pytest.CaptureFix
     others = rows_file(tmp_path / "others.jsonl", learnable(40, seed=1))
     folder, figures = tmp_path / "p", tmp_path / "figures.json"
     model = ["--model", str(DEMO_MODEL)]
-    assert main(["train", "--input", seen, *model, "-o", str(folder), "--buckets", "4"]) == 0
+    assert (
+        lengths_main(["train", "--input", seen, *model, "-o", str(folder), "--buckets", "4"]) == 0
+    )
     printed = capsys.readouterr().out
     assert "the most frequent bucket" in printed
     *table, written = printed.splitlines()
@@ -124,16 +126,16 @@ def test_the_command_trains_and_judges(tmp_path: Path, capsys: pytest.CaptureFix
     assert file.tokenizer == tokenizer_digest(DEMO_MODEL, vocab_size)
     assert sum(map(sum, file.confusion)) == 20
     command = ["evaluate", "--predictor", str(folder), "--input", others]
-    assert main([*command, *model, "--json", str(figures)]) == 0
+    assert lengths_main([*command, *model, "--json", str(figures)]) == 0
     told = json.loads(figures.read_text())
     assert told["predictor"]["rows"] == 40
     assert told["predictor"]["accuracy"] > 0.9 > told["longest"]["accuracy"]
     assert np.trace(told["confusion"]) == round(40 * told["predictor"]["accuracy"])
-    assert main(["train", "--input", seen, "-o", str(folder)]) == 2
+    assert lengths_main(["train", "--input", seen, "-o", str(folder)]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert main(["train", "--input", seen, "-o", str(folder), "--overwrite"]) == 0
+    assert lengths_main(["train", "--input", seen, "-o", str(folder), "--overwrite"]) == 0
     assert predictor_file(folder).tokenizer is None
-    assert main(command) == 0
+    assert lengths_main(command) == 0
 
 
 def test_a_predictor_that_has_learnt_nothing_says_so(
@@ -143,7 +145,7 @@ def test_a_predictor_that_has_learnt_nothing_says_so(
     rows = [LearntRow(Prompt(f"r{n}", 9, (1,), "x"), 1 + 8 * (n % 2)) for n in range(40)]
     given = rows_file(tmp_path / "in.jsonl", rows)
     pytest.importorskip("sklearn")
-    assert main(["train", "--input", given, "-o", str(tmp_path / "p")]) == 0
+    assert lengths_main(["train", "--input", given, "-o", str(tmp_path / "p")]) == 0
     assert "no more often than the most frequent bucket" in capsys.readouterr().out
 
 
@@ -165,7 +167,7 @@ def test_the_command_names_what_is_wrong(
         rows_file(tmp_path / "in.jsonl", learnable(30))
     given = [each.format(empty=tmp_path / "empty.jsonl") for each in arguments]
     command = ["train", "--input", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "p"), *given]
-    assert main(command) == 2
+    assert lengths_main(command) == 2
     found = capsys.readouterr().err
     assert found.startswith("llmpq-lengths: error: ")
     assert named in found
@@ -174,7 +176,7 @@ def test_the_command_names_what_is_wrong(
 
 def test_options_without_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        main(["train", "--input", "x", "-o", "y", "--epochs", "3"])
+        lengths_main(["train", "--input", "x", "-o", "y", "--epochs", "3"])
     assert refused.value.code == 2
     assert "--kind classifier" in capsys.readouterr().err
 
@@ -185,9 +187,9 @@ def test_a_predictor_of_another_tokenizer_is_refused(
     rows = rows_file(tmp_path / "in.jsonl", learnable(20))
     folder = saved(tmp_path / "p", by_prompt_length("another"))
     command = ["evaluate", "--predictor", str(folder), "--input", rows]
-    assert main([*command, "--model", str(DEMO_MODEL)]) == 2
+    assert lengths_main([*command, "--model", str(DEMO_MODEL)]) == 2
     assert "reads ids of another tokenizer (another)" in capsys.readouterr().err
-    assert main(command) == 2
+    assert lengths_main(command) == 2
     assert "name the model whose tokenizer" in capsys.readouterr().err
 
 

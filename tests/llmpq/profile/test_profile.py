@@ -10,7 +10,7 @@ import pytest
 
 from actors.profiling.links import measure_hops
 from llmpq.cli import plan as plan_cli
-from llmpq.cli import profile
+from llmpq.cli.measure.forecasts import profile_main
 from llmpq.profile.layers import workload_of
 from planner.profiles.csv_table import read_table
 from planner.profiles.links import links_beside, links_path
@@ -47,7 +47,7 @@ def times(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "times.csv"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmpq.profile.transfers.measure_hops", partial(measure_hops, turns=5))
-        assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *FEW]) == 0
+        assert profile_main(["--model", model, "-o", str(path), "--threads", "1", *FEW]) == 0
     return path
 
 
@@ -85,7 +85,7 @@ def test_loading_is_measured_for_the_bitwidths_that_lack_it(
         (tmp_path / source.name).write_bytes(source.read_bytes())
     before = loading_path(path).read_bytes()
     command = ["--model", model, "-o", str(path), "--threads", "1", *FEW]
-    assert profile.main([*command, "--bits", "4", "8"]) == 0
+    assert profile_main([*command, "--bits", "4", "8"]) == 0
     told = capsys.readouterr()
     assert "CPU: loading at 8 bit" in told.err
     assert "hops between" not in told.err
@@ -104,7 +104,7 @@ def test_what_is_measured_is_kept_and_the_rest_added(
     torn = [lines[0], foreign, *lines[1:-3], lines[-3][:40]]
     path = tmp_path / "torn.csv"
     path.write_text("\n".join(torn))
-    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
+    assert profile_main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
     told = capsys.readouterr()
     assert "CPU: 3 points to measure" in told.err
     kept = path.read_text().splitlines()
@@ -113,7 +113,7 @@ def test_what_is_measured_is_kept_and_the_rest_added(
     parts = told.out.partition("attention, and the rest of a layer")[2]
     assert all(f" {phase} " in parts for phase in ("prefill", "decode"))
     again = path.read_bytes()
-    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
+    assert profile_main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
     assert path.read_bytes() == again
     assert not list(tmp_path.glob("*.part"))
 
@@ -123,7 +123,7 @@ def test_a_spent_budget_says_how_many_points_remain(
 ) -> None:
     path = tmp_path / "p.csv"
     options = ["--model", model, "-o", str(path), "--budget_s", "1e-9", *SMALL]
-    assert profile.main(options) == 0
+    assert profile_main(options) == 0
     assert "20 points remain" in capsys.readouterr().out
     assert read_profiles(path) == ()
 
@@ -132,7 +132,7 @@ def test_a_ray_task_measures_the_cpu_of_a_cluster(model: str, tmp_path: Path) ->
     (tmp_path / "cluster.yaml").write_text(CPU_CLUSTER)
     path = tmp_path / "p.csv"
     command = ["--model", model, "-o", str(path), "--cluster", str(tmp_path / "cluster.yaml")]
-    assert profile.main([*command, *SMALL]) == 0
+    assert profile_main([*command, *SMALL]) == 0
     assert len(read_profiles(path)) == 20
 
 
@@ -164,7 +164,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     Path("played.yaml").write_text(EMULATED)
     Path("other.csv").write_text("a,b\n1,2\n")
-    assert exit_code(profile.main, ["--model", model, "-o", "p.csv", *SMALL, *options]) == 2
+    assert exit_code(profile_main, ["--model", model, "-o", "p.csv", *SMALL, *options]) == 2
     told = capsys.readouterr().err
     assert message in told
     assert "Traceback" not in told

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 
 from actors.stage.layer_stream import compute_on
 from llmpq import Cluster, Workload
-from llmpq.cli import indicator
 from llmpq.cli import plan as plan_cli
+from llmpq.cli.measure.quality import indicator_main
 from llmpq.quality.calibration import Calibration
 from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.omega import assignments_to_measure, measure_omega
@@ -174,7 +174,7 @@ def text_file(path: Path, count: int, seed: int) -> Path:
 
 
 def run(*arguments: object) -> int:
-    return exit_code(indicator.main, [str(argument) for argument in arguments])
+    return exit_code(indicator_main, [str(argument) for argument in arguments])
 
 
 def test_command_writes_what_the_planner_takes(
@@ -370,7 +370,7 @@ def test_bad_input_of_the_command(
 
 def test_help_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, llmpq.cli.indicator; "
+        "import sys, llmpq.cli.measure.quality; "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,7 @@ from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import plan as plan_cli
-from llmpq.cli import quantize as command
+from llmpq.cli.measure.checkpoints import quantize_main
 from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inputs
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
@@ -312,7 +312,7 @@ def test_refusals(tmp_path: Path) -> None:
 def run(tmp_path: Path, *more: str) -> int:
     (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": tokens().flatten().tolist()}))
     shared = ["--model", str(tmp_path / "model"), "-o", str(tmp_path / "made")]
-    return command.main([*shared, "--sequence_length", "30", *more])
+    return quantize_main([*shared, "--sequence_length", "30", *more])
 
 
 def test_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from llmpq import Plan
-from llmpq.cli import convert
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
 from llmpq.cli.common import EXIT_BAD_INPUT
+from llmpq.cli.measure.checkpoints import convert_main
 from llmpq.jobs.job import OpenJob
 from llmpq.jobs.job_output import JobOutput
 from llmpq.rows.results import Result
@@ -57,7 +57,7 @@ def test_an_index_names_files_of_its_folder_only(name: str, tmp_path: Path) -> N
         Checkpoint(folder).read("w")
     (folder / "config.json").write_text("{}")
     os.rename(folder / INDEX_FILE, folder / "pytorch_model.bin.index.json")
-    assert convert.main([str(folder), str(tmp_path / "target")]) == EXIT_BAD_INPUT
+    assert convert_main([str(folder), str(tmp_path / "target")]) == EXIT_BAD_INPUT
     assert not (tmp_path / "target").exists()
 
 

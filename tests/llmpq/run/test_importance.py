@@ -23,7 +23,7 @@ from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from actors.transport.gloo_links import CONTROL
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli import indicator
+from llmpq.cli.measure.quality import indicator_main
 from llmpq.run.importance import importance_store
 from planner.model.finding import model_shape
 from planner.plan.spec import PlannedImportance
@@ -189,7 +189,7 @@ def test_a_plan_names_what_the_indicator_saw_of_a_jobs_prompts(
     lines = [json.dumps({"custom_id": str(i), "prompt": ids}) for i, ids in enumerate(prompts)]
     rows.write_text("\n".join(lines))
     arguments = ["--model", tiny[0], "--input", rows, "-o", omega, "--sequence_length", 12]
-    assert indicator.main([*map(str, arguments)]) == 0
+    assert indicator_main([*map(str, arguments)]) == 0
     found = load_importance(tmp_path / f"omega{SUFFIX}")
     assert found.seen.startswith("180 tokens")
     told = json.loads(omega.read_text())["provenance"]

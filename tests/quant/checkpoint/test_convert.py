@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmpq.cli.convert import main
+from llmpq.cli.measure.checkpoints import convert_main
 from quant.checkpoint.convert import convert
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
@@ -173,14 +173,14 @@ def test_command_line_says_what_was_made(
 ) -> None:
     model = tiny_model("llama")
     save_bin(model, tmp_path / "old", shards=2)
-    assert main([str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert convert_main([str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     gib = sum(tensor.nbytes for tensor in model.state_dict().values()) / 2**30
     tensors = len(model.state_dict())
     assert capsys.readouterr().out == (
         f"wrote {tensors} tensors ({gib:.2f} GiB) in 2 safetensors files to {tmp_path / 'new'}; "
         f"plan it: llmpq plan --model {tmp_path / 'new'} --cluster cluster.yaml\n"
     )
-    assert main([str(tmp_path / "old"), str(tmp_path / "old" / "config.json" / "x")]) == 2
+    assert convert_main([str(tmp_path / "old"), str(tmp_path / "old" / "config.json" / "x")]) == 2
     assert "llmpq-convert: error: cannot convert" in capsys.readouterr().err
 
 

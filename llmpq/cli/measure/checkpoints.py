@@ -1,4 +1,4 @@
-"""`llmpq quantize`: a checkpoint with the bits of a plan, calibrated with GPTQ."""
+"""`llmpq quantize` and `llmpq convert`: checkpoints made of others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command
-from llmpq.cli.measure_options import (
+from llmpq.cli.measure.weight_options import (
+    CONVERT,
     QUANTIZE,
     SEQUENCE_LENGTH,
+    ConvertCommand,
     QuantizeCommand,
+    convert_parser,
     quantize_parser,
 )
 from llmpq.cli.parser import made
@@ -31,7 +34,7 @@ from quant.common.errors import InputError, SpecError
 from quant.gptq.options import GptqOptions
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = QUANTIZE) -> int:
+def quantize_main(arguments: Sequence[str] | None = None, prog: str = QUANTIZE) -> int:
     """Entry point; returns the exit code."""
     options = made(QuantizeCommand, quantize_parser(prog).parse(arguments))
     return run_command(prog, lambda: _quantize(options))
@@ -124,5 +127,22 @@ def _refuse_quantized(shape: ModelShape, folder: Path) -> None:
         raise SpecError(f"{folder} is quantized already; give the original 16-bit checkpoint")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def convert_main(arguments: Sequence[str] | None = None, prog: str = CONVERT) -> int:
+    """Entry point; returns the exit code."""
+    options = made(ConvertCommand, convert_parser(prog).parse(arguments))
+    return run_command(prog, lambda: _convert(options.source, options.target))
+
+
+def _convert(source: Path, target: Path) -> int:
+    from quant.checkpoint.convert import convert
+
+    with TaskProgress("converting", "files") as progress:
+        made = convert(source, target, progress.report)
+    sentence = (
+        f"wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
+        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}; plan it: "
+        + command_line("llmpq", "plan", "--model", made.target)
+        + " --cluster cluster.yaml"
+    )
+    console().print(sentence, markup=False, highlight=False, soft_wrap=True)
+    return EXIT_DONE

@@ -1,0 +1,388 @@
+"""`llmpq devices` and `llmpq models`: what is built in, and what else a name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from llmpq.cli.common import (
+    EXIT_DONE,
+    console,
+    facts_table,
+    plain_table,
+    print_json,
+    print_table,
+    run_command,
+    with_notes,
+)
+from llmpq.cli.parser import Parser, made
+from planner.cluster.accelerators import Accelerator, assumption, find_accelerator, registry
+from planner.cluster.described import entry_of
+from planner.model.families import supported_model_types
+from planner.model.finding import builtin_names, model_shape, names_of_builtin
+from planner.model.shape import ModelShape
+from planner.option_rules import argument, flag, option
+from quant.backends.selection import backend_name, rule_for
+from quant.common.units import GIB, KIB
+from quant.scheme import BITWIDTHS, FULL_BITS, Processor
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+DEVICES = "llmpq devices"
+
+_DEVICES_DESCRIPTION = (
+    "List the accelerators that plans can be made for, with the figures of their data sheets, or "
+    "show one in full: its names, its kernels and the source of its figures."
+)
+_DEVICES_EXAMPLES = (
+    "%(prog)s",
+    "%(prog)s T4",
+    "%(prog)s --here",
+    "%(prog)s --cluster lab.yaml --json",
+)
+
+_DEVICE_HEADS = ("accelerator", "GiB", "GB/s", "fp16", "int8", "capability", "kernels")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+_DEVICE_NOTES = (
+    "Figures are those of data sheets, so times that follow from them are marked `estimated` in "
+    "plans until `llmpq profile` has measured them. fp16 TFLOP/s and int8 TOP/s are dense.",
+    "`llmpq devices NAME` shows one in full. A cluster file can describe others under "
+    "`accelerators` (docs/clusters.md).",
+)
+
+
+@dataclass(frozen=True)
+class DevicesCommand:
+    """Which devices are shown, and how."""
+
+    name: str | None = argument(
+        "NAME", "an accelerator, by name, alias or driver's name", more={"nargs": "?"}
+    )
+    here: bool = flag("only those that this machine has")
+    cluster: str | None = option("FILE", "a cluster file; what it describes is listed too")
+    json: bool = flag("as JSON, with the keys of cluster files")
+
+
+def devices_main(arguments: Sequence[str] | None = None, prog: str = DEVICES) -> int:
+    """Entry point; returns the exit code."""
+    options = made(DevicesCommand, devices_parser(prog).parse(arguments))
+    return run_command(prog, lambda: _show_devices(options))
+
+
+def devices_parser(prog: str | None = DEVICES) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DEVICES_DESCRIPTION, _DEVICES_EXAMPLES)
+    parser.declare({"what is shown": "name|here cluster json"}, DevicesCommand)
+    return parser
+
+
+def _show_devices(options: DevicesCommand) -> int:
+    own = _described(options.cluster)
+    name = options.name
+    if name is not None:
+        note = assumption(name, own)
+        if note is not None:
+            console(stderr=True).print(f"note: {note}", soft_wrap=True)
+        chosen = find_accelerator(name, own)
+        if options.json:
+            print_json(_device_json(chosen))
+        else:
+            print_table(facts_table(_device_facts(chosen)))
+        return EXIT_DONE
+    here = _counts_here() if options.here else {}
+    kinds = tuple(map(find_accelerator, here)) or (*own, *registry())
+    if options.json:
+        count = {name: {"count": here[name]} for name in here}
+        print_json([_device_json(each) | count.get(each.name, {}) for each in kinds])
+    else:
+        found = ", ".join(f"{count} x {name}" for name, count in here.items())
+        print_table(_device_table(kinds, *([f"This machine has {found}."] if here else [])))
+    return EXIT_DONE
+
+
+def _described(path: str | None) -> tuple[Accelerator, ...]:
+    """The accelerators that a cluster file describes."""
+    from planner.cluster.spec import ClusterSpec
+
+    return () if path is None else ClusterSpec.from_yaml(path).described
+
+
+def _counts_here() -> dict[str, int]:
+    """The counts of this machine's devices by type; its processor where no driver reports a GPU."""
+    from llmpq.detect import local_node
+
+    counts: dict[str, int] = local_node("here")["accelerators"]
+    return counts
+
+
+def kernels_of(accelerator: Accelerator) -> dict[int, str]:
+    """The kernel that multiplies with weights of each bitwidth, in the type it computes in."""
+    processor, dtype = accelerator.processor, accelerator.default_dtype
+    return {bits: backend_name(processor, bits, dtype) for bits in reversed(BITWIDTHS)}
+
+
+def _device_json(accelerator: Accelerator) -> dict[str, Any]:
+    return {
+        "name": accelerator.name,
+        "aliases": list(accelerator.aliases),
+        **(entry_of(accelerator).stated() if not accelerator.is_cpu else _rates(accelerator)),
+        "compute_type": accelerator.default_dtype,
+        "kernels": {str(bits): name for bits, name in kernels_of(accelerator).items()},
+    }
+
+
+def _rates(accelerator: Accelerator) -> dict[str, Any]:
+    """The figures of one core; its memory is what a cluster file gives it."""
+    return {
+        "memory_gbyte_per_s": accelerator.memory_bytes_per_s / 1e9,
+        "fp32_tflops": accelerator.fp32_flops / 1e12,
+        "fp16_tflops": accelerator.fp16_flops / 1e12,
+        "int8_tops": None if accelerator.int8_ops is None else accelerator.int8_ops / 1e12,
+        "source": accelerator.source,
+    }
+
+
+def _device_table(kinds: Sequence[Accelerator], *found: str) -> RenderableType:
+    """A row for each accelerator, and below the kernels that the letters stand for."""
+    sets = list(dict.fromkeys(tuple(kernels_of(each).items()) for each in kinds))
+    letters = dict(zip(sets, _LETTERS, strict=False))
+    table = plain_table(_DEVICE_HEADS, left=("accelerator", "kernels"), gap=2)
+    for each in kinds:
+        table.add_row(*_device_cells(each), letters[tuple(kernels_of(each).items())])
+    legend = (f"  {letter}: {_kernel_names(names)}" for names, letter in letters.items())
+    return with_notes(table, *found, "\n".join(["kernels by bits", *legend]), *_DEVICE_NOTES)
+
+
+def _kernel_names(kernels: Iterable[tuple[int, str]]) -> str:
+    return ", ".join(f"{bits} {name}" for bits, name in kernels)
+
+
+def _device_cells(accelerator: Accelerator) -> tuple[str, ...]:
+    memory, int8 = accelerator.nominal_memory_bytes / GIB, accelerator.int8_ops
+    return (
+        accelerator.name,
+        "a core" if accelerator.is_cpu else f"{memory:g}",
+        f"{accelerator.memory_bytes_per_s / 1e9:.0f}",
+        f"{accelerator.fp16_flops / 1e12:.4g}",
+        "-" if int8 is None else f"{int8 / 1e12:.4g}",
+        _capability(accelerator),
+    )
+
+
+def _capability(accelerator: Accelerator) -> str:
+    if accelerator.compute_capability is not None:
+        return "{}.{}".format(*accelerator.compute_capability)
+    return accelerator.rocm_architecture or "-"
+
+
+def _device_facts(each: Accelerator) -> Iterable[tuple[str, str]]:
+    per_core = " a core" if each.is_cpu else ""
+    yield "name", each.name
+    yield "also called", ", ".join((*each.aliases, *each.reported_as))
+    yield "Ray's type", each.ray_type or "none: give its nodes a resource of its name"
+    yield "compute", f"{_capability_in_words(each)}, {each.default_dtype}"
+    yield "torch", _wheels(each)
+    if each.is_cpu:
+        yield "memory", "what its node states (memory_gib)"
+    else:
+        nominal, usable = each.nominal_memory_bytes / GIB, each.usable_memory_bytes / GIB
+        yield "memory", f"{nominal:g} GiB, of which {usable:.1f} can be used"
+    yield "bandwidth", f"{each.memory_bytes_per_s / 1e9:g} GB/s{per_core}"
+    rates = f"{each.fp32_flops / 1e12:.4g} fp32, {each.fp16_flops / 1e12:.4g} fp16 (dense)"
+    yield "TFLOP/s", f"{rates}{per_core}"
+    yield "int8 TOP/s", "" if each.int8_ops is None else f"{each.int8_ops / 1e12:.4g}{per_core}"
+    link, host = each.link_bytes_per_s / 1e9, each.host_link_bytes_per_s / 1e9
+    yield "links", f"{link:g} GB/s to its like on the node, {host:g} to the host (one direction)"
+    for bits, kernel in kernels_of(each).items():
+        yield f"{bits} bit", kernel
+    yield "figures", "estimates, until llmpq profile measures layers on it"
+    yield "source", each.source
+
+
+def _capability_in_words(each: Accelerator) -> str:
+    if each.is_cpu:
+        return "the host's processor"
+    vendor = "ROCm architecture" if each.rocm_architecture else "CUDA compute capability"
+    return f"{vendor} {_capability(each)}"
+
+
+def _wheels(each: Accelerator) -> str:
+    """The builds of torch that run on it; see the installation page for versions."""
+    if each.rocm_architecture is not None:
+        return "ROCm wheels; weights of 3, 4 and 8 bit by kernels in plain torch"
+    if each.compute_capability is None:
+        return "any wheels"
+    if each.compute_capability < (7, 5):
+        return "CUDA 12.6 wheels; newer CUDA has dropped it"
+    return "CUDA 12.8 wheels or newer" if each.compute_capability >= (10, 0) else "any CUDA wheels"
+
+
+MODELS = "llmpq models"
+
+_MODELS_DESCRIPTION = (
+    "List the models whose shapes are built in, so that they are planned for without weights and "
+    "without a hub, or show one in full: a built-in name, a folder, a config.json or a hub id."
+)
+_MODELS_EXAMPLES = ("%(prog)s", "%(prog)s qwen2.5-14b-instruct", "%(prog)s /models/opt-30b --json")
+
+_MODEL_HEADS = (
+    "model",
+    "family",
+    "layers",
+    "hidden",
+    "B",
+    *(f"{bits} bit" for bits in reversed(BITWIDTHS)),
+    "tokens",
+)
+
+_USUAL_GPU = Processor(compute_capability=(8, 0))
+_DTYPE = "bfloat16"
+
+_MODEL_NOTES = (
+    "B: 10^9 parameters. 16 to 3 bit: GiB of all weights, with every decoder layer at these bits "
+    "by the kernels of a usual GPU; embeddings, norms and head stay in 16 bit. tokens: the longest "
+    "prompt with its answer.",
+    "`llmpq models NAME` shows one in full. Any other model of these families is planned by its "
+    "folder, its config.json or its hub id: {families}.",
+)
+
+
+@dataclass(frozen=True)
+class ModelsCommand:
+    """Which models are shown, and how."""
+
+    model: str | None = argument(
+        "MODEL", "a name, a folder, a config.json or a hub id", more={"nargs": "?"}
+    )
+    json: bool = flag("as JSON, sizes in bytes")
+
+
+def models_main(arguments: Iterable[str] | None = None, prog: str = MODELS) -> int:
+    """Entry point; returns the exit code."""
+    given = None if arguments is None else list(arguments)
+    options = made(ModelsCommand, models_parser(prog).parse(given))
+    return run_command(prog, lambda: _show_models(options))
+
+
+def models_parser(prog: str | None = MODELS) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _MODELS_DESCRIPTION, _MODELS_EXAMPLES)
+    parser.declare({"what is shown": "model json"}, ModelsCommand)
+    return parser
+
+
+def _show_models(options: ModelsCommand) -> int:
+    name = options.model
+    if name is not None:
+        shape = model_shape(name)
+        if options.json:
+            print_json(_model_json(shape, name))
+        else:
+            print_table(facts_table(_model_facts(shape, name)))
+        return EXIT_DONE
+    shapes = [(model_shape(each), each) for each in builtin_names()]
+    if options.json:
+        print_json([_model_json(*each) for each in shapes])
+    else:
+        print_table(_model_table([shape for shape, _ in shapes]))
+    return EXIT_DONE
+
+
+def weight_bytes(shape: ModelShape, bits: int) -> int:
+    """The bytes of a model's weights with all decoder layers at `bits` on a usual GPU; those of a
+    tied head count once.
+    """
+    linears = shape.layer_linears()
+    rules = [(rule_for(_USUAL_GPU, bits, linear, _DTYPE), linear) for linear in linears]
+    layer = sum(rule.nbytes(linear, _DTYPE) for rule, linear in rules)
+    others = shape.total_parameters - shape.layers * shape.layer_linear_parameters
+    return shape.layers * layer + 2 * others
+
+
+def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "names": list(names_of_builtin(name)),
+        "family": shape.model_type,
+        "layers": shape.layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_positions": shape.max_positions,
+        "sliding_window": shape.sliding_window,
+        "tied_embeddings": shape.tied_embeddings,
+        "parameters": shape.total_parameters,
+        "stored_bits": None if shape.stored is None else shape.stored.bits,
+        "weight_bytes": {str(bits): weight_bytes(shape, bits) for bits in reversed(BITWIDTHS)},
+        "kv_bytes_per_token": _kv_bytes(shape),
+    }
+
+
+def _kv_bytes(shape: ModelShape) -> int:
+    """The bytes of a token's keys and values in all layers, in 16 bit."""
+    return 2 * 2 * shape.kv_width * shape.layers
+
+
+def _model_table(shapes: Iterable[ModelShape]) -> RenderableType:
+    table = plain_table(_MODEL_HEADS, left=("model", "family"), gap=1)
+    for shape in shapes:
+        table.add_row(*_model_cells(shape))
+    families = ", ".join(supported_model_types())
+    return with_notes(table, *(note.format(families=families) for note in _MODEL_NOTES))
+
+
+def _model_cells(shape: ModelShape) -> tuple[str, ...]:
+    return (
+        shape.name,
+        shape.model_type,
+        str(shape.layers),
+        str(shape.hidden_size),
+        _billions(shape),
+        *(_gib(weight_bytes(shape, bits)) for bits in reversed(BITWIDTHS)),
+        f"{shape.max_positions / KIB:g}K",
+    )
+
+
+def _billions(shape: ModelShape) -> str:
+    return _short(shape.total_parameters / 1e9)
+
+
+def _gib(amount: int) -> str:
+    return _short(amount / GIB)
+
+
+def _short(amount: float) -> str:
+    """Three digits or so."""
+    decimals = 0 if amount >= 100 else 1 if amount >= 10 else 2 if amount >= 0.01 else 4
+    return f"{amount:.{decimals}f}"
+
+
+def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
+    yield "model", shape.name
+    names = [each for each in names_of_builtin(name) if each.lower() != name.lower()]
+    yield "same shape as", ", ".join(names)
+    yield "family", shape.model_type
+    yield "layers", f"{shape.layers} of {shape.layer_parameters / 1e6:.4g} million parameters"
+    yield "parameters", f"{_billions(shape)} billion"
+    widths = f"{shape.hidden_size} hidden, {shape.intermediate_size} in the MLP"
+    yield "widths", widths
+    heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys and values"
+    yield "attention", heads
+    window = shape.sliding_window
+    yield "looks back", "" if window is None else f"{window} tokens"
+    tied = "tied to the head" if shape.tied_embeddings else "beside a head of its own"
+    yield "vocabulary", f"{shape.vocab_size}, {tied}"
+    yield "positions", f"{shape.max_positions}{' (no limit: ALiBi)' if shape.alibi else ''}"
+    stored = shape.stored
+    yield "stored as", "" if stored is None else f"{stored.bits} bit (GPTQ)"
+    for bits in reversed(BITWIDTHS):
+        full = " (as published)" if bits == FULL_BITS and stored is None else ""
+        yield f"{bits} bit", f"{_gib(weight_bytes(shape, bits))} GiB of weights{full}"
+    yield "KV cache", f"{_kv_bytes(shape) / KIB:.4g} KiB a token in 16 bit"
