@@ -265,9 +265,15 @@ def _perplexities(options: EvaluateCommand, given: argparse.Namespace) -> list[P
 
     from actors.stage.layer_stream import compute_on
     from llmpq.quality.effort import Effort, operations_per_s
-    from llmpq.quality.importance import Weighing, weighed
     from llmpq.quality.scoring import evaluate
-    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
+    from llmpq.quality.subjects import (
+        Weighing,
+        bits_subject,
+        device_of,
+        plan_subject,
+        weighed,
+        windows_of,
+    )
     from quant.checkpoint.reader import Checkpoint
 
     device = device_of(settings.device)
