@@ -36,8 +36,8 @@ from actors.transport.gloo_links import CONTROL
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PolicyOptions, RequestSchedule
-from quant.cache.settings import NO_CACHE, CacheSettings
-from quant.importance.file import ImportanceStore
+from quant.loading.cache_settings import NO_CACHE, CacheSettings
+from quant.rounding.importance import ImportanceStore
 
 
 @dataclass(frozen=True)

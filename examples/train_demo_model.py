@@ -39,7 +39,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from quant.canonical import dequantize, quantize
+from quant.rounding.canonical import dequantize, quantize
 
 STEP_TOKENS = 1024
 BLOCK_LENGTHS = (256, 256, 512, 1024)  # tokens a row, by turns: short rows are faster on a CPU

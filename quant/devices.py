@@ -104,7 +104,10 @@ def moved_blocks(
 def staged_blocks(
     weight: torch.Tensor, blocks: Sequence[slice], stream: CopyStream
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """As `moved_blocks`, copied by `stream` while the block before is in use."""
+    """As `moved_blocks`, through two buffers of pinned memory, as copies from ordinary memory block
+    the host until they are done: while the GPU quantizes one block, the next is copied, and the
+    host reads the one after that from its file.
+    """
     elements = max((weight[block].numel() for block in blocks), default=0)
     buffers = [stream.buffer(elements, weight.dtype) for _ in blocks[:_BUFFERS]]
     sent: deque[Sent] = deque(maxlen=_BUFFERS)

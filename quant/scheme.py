@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
+from quant.common.errors import SpecError
+
 FULL_BITS = 16
 """The bitwidth of weights that are not quantized: they have the compute type, whatever its width.
 """
@@ -75,7 +77,11 @@ ROWS, COLUMNS = 0, 1
 
 @dataclass(frozen=True)
 class Cut:
-    """Half-open `begin` to `end` of `size` rows (`dimension` 0) or columns (1) of a tensor."""
+    """Half-open `begin` to `end` of `size` rows (`dimension` 0) or columns (1) of a tensor: what
+    one rank holds. Column-parallel linears (queries, keys, values, the first ones of the MLP) are
+    cut along the rows of their weights, row-parallel ones (the output of attention, the last one of
+    the MLP) along the columns (Megatron-LM, Shoeybi et al. 2019, section 3).
+    """
 
     dimension: int
     begin: int
@@ -121,3 +127,63 @@ def part_shape(shape: LinearShape, cut: Cut) -> LinearShape:
     group = part_group(shape.group, cut)
     is_usual = shape.stored_group is None and group == group_size(cut.length)
     return LinearShape(cut.length, shape.out_features, None if is_usual else group)
+
+
+DAMPING = 0.01
+"""Share of the mean diagonal of X^T X that is added to it (Frantar et al., section 3.3)."""
+
+MOST_DAMPING = 1.0
+
+
+@dataclass(frozen=True)
+class GptqOptions:
+    """`symmetric`: the zero is the middle code (Marlin). `act_order`: columns with the largest
+    inputs are rounded first under fixed scales, so that they stay in place; else each group's scale
+    is chosen when it is reached. `damping`: share of the mean diagonal added.
+    """
+
+    symmetric: bool = False
+    act_order: bool = True
+    damping: float = DAMPING
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping <= MOST_DAMPING:
+            raise SpecError(f"damping is {self.damping}; it must be above 0 and at most 1")
+
+
+FORM_ROUNDINGS = ("nearest", "stochastic")
+FORM_SCHEMES = ("asymmetric", "symmetric")
+FORM_SCALES = ("tensor", "group")
+
+
+@dataclass(frozen=True)
+class VarianceForm:
+    """`scales`: one S_W for the whole tensor, or one for each group. The defaults are Proposition
+    2's.
+    """
+
+    rounding: str = "nearest"
+    scheme: str = "asymmetric"
+    scales: str = "tensor"
+
+    def __post_init__(self) -> None:
+        choices = {"rounding": FORM_ROUNDINGS, "scheme": FORM_SCHEMES, "scales": FORM_SCALES}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise SpecError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}"
+                )
+
+    def gain(self, mean: float, variance: float) -> float:
+        if self.rounding == "nearest":
+            return variance / 4
+        return (mean**2 + variance) / 6
+
+    def steps(self, bits: int) -> int:
+        """Steps that a span of weights (symmetric: its larger side) is divided into."""
+        return (1 << bits) - 1 if self.scheme == "asymmetric" else (1 << (bits - 1)) - 1
+
+    def group(self, out_features: int, in_features: int, bits: int) -> int:
+        if self.scales == "tensor":
+            return out_features * in_features
+        return in_features if bits == 8 else group_size(in_features)

@@ -26,7 +26,7 @@ from planner.plan.divided import all_stages, parts_of, undivided
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 from quant.common.errors import DeviceError, SpecError
-from quant.importance.file import ImportanceStore
+from quant.rounding.importance import ImportanceStore
 
 TOLD_EVERY = 16
 """Micro-batches whose tokens the stages that decode tell of together, where only whole answers are

@@ -22,7 +22,7 @@ from actors.telemetry.meter import Spans
 from actors.transport.gloo_links import Rendezvous
 from planner.plan.spec import StagePlan
 from planner.scheduling import RequestSchedule
-from quant.importance.statistics import LayerImportance
+from quant.rounding.importance import LayerImportance
 
 
 @dataclass(frozen=True)

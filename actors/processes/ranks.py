@@ -26,12 +26,12 @@ from actors.stage.stage import Stage
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.transport.collectives import ALONE, Meeting, RankGroup
 from actors.transport.gloo_links import CONTROL
-from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceError, StageLostError
 from quant.devices import local_processor
-from quant.importance.statistics import LayerImportance
+from quant.loading.cache_settings import CacheSettings
 from quant.loading.loader import noting_layers
+from quant.rounding.importance import LayerImportance
 
 
 class ShardLoader:

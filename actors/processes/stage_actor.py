@@ -36,9 +36,9 @@ from actors.transport.pipelines import (
     serve,
 )
 from planner.scheduling import RequestSchedule
-from quant.cache.settings import CacheSettings
 from quant.common.errors import StageLostError
-from quant.importance.statistics import LayerImportance
+from quant.loading.cache_settings import CacheSettings
+from quant.rounding.importance import LayerImportance
 
 
 @dataclass(frozen=True)

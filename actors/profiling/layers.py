@@ -21,10 +21,9 @@ from actors.stage.model_config import with_layers
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.stage import kv_shape, make_cache, run_in_passes
 from planner.profiles.design import LayerWorkload
-from quant.cache.layer import put_submodule
-from quant.linear import LayerForm, quantize_linear
+from quant.linear import LayerForm, prepack_linears, quantize_linear
+from quant.loading.cached_layer import put_submodule
 from quant.loading.loader import module_nbytes
-from quant.loading.onednn_linear import prepack_linears
 
 # Decode passes take a millisecond a layer, of which the cost beside the layers is a notable share.
 # Prefill passes take so long that it is none.

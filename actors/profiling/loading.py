@@ -23,14 +23,13 @@ from actors.stage.model_config import config_of_values, with_layers
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.shard import path_of
 from planner.profiles.loading import Origin
-from quant.backends.selection import backend_name
-from quant.cache.folder import ShardCache
+from quant.backends.table import backend_name
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.devices import local_processor
-from quant.linear import LayerForm
+from quant.linear import LayerForm, prepack_linears
+from quant.loading.cache_folder import ShardCache
 from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
-from quant.loading.onednn_linear import prepack_linears
 from quant.scheme import FULL_BITS
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts

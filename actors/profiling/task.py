@@ -18,7 +18,7 @@ from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.stage.model_config import config_of_values
 from planner.profiles.design import LayerWorkload
 from planner.scheduling import Phase
-from quant.backends.selection import backend_name
+from quant.backends.table import backend_name
 from quant.devices import local_processor
 from quant.linear import LayerForm
 

@@ -19,7 +19,7 @@ from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import EventReporter, OnEvent, Recovery
 from actors.stage.importance import as_tuple
 from quant.common.errors import DeviceError, DeviceLostError, StageLostError
-from quant.importance.statistics import LayerImportance
+from quant.rounding.importance import LayerImportance
 
 T = TypeVar("T")
 

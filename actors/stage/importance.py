@@ -20,8 +20,8 @@ from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
-from quant.importance.statistics import LargestKeys, LayerImportance, LinearInputs
 from quant.loading.emulated_kernels import Compute, LayerScheme
+from quant.rounding.importance import LargestKeys, LayerImportance, LinearInputs
 from quant.scheme import Processor
 
 SEQUENCE_TOKENS = 64

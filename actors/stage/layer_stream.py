@@ -38,10 +38,10 @@ from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.devices import local_processor
-from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme, load_layer_as_planned
 from quant.loading.loader import LayerLoad, loading
+from quant.rounding.importance import LayerImportance
 from quant.scheme import FULL_BITS
 
 TOKENS_AT_ONCE = 2048

@@ -17,8 +17,8 @@ from actors.transport.collectives import ALONE, RankGroup
 from actors.transport.message_format import decode, encode
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import RankShare, layer_cuts, vocabulary_cut
-from quant.cache.layer import put_submodule
 from quant.common.errors import StageLostError
+from quant.loading.cached_layer import put_submodule
 from quant.scheme import Cut
 
 

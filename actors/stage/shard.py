@@ -16,12 +16,11 @@ from actors.stage.ranks import divide, sum_over_ranks
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import RankShare, layer_cuts, rank_share, vocabulary_cut
-from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
-from quant.importance.statistics import LayerImportance
-from quant.linear import LayerForm
+from quant.linear import LayerForm, prepack, prepack_linears
+from quant.loading.cache_folder import ShardCache
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
-from quant.loading.onednn_linear import prepack, prepack_linears
+from quant.rounding.importance import LayerImportance
 from quant.scheme import WEIGHTED, Cut, Processor
 
 

@@ -32,12 +32,12 @@ from actors.stage_figures import StageStats
 from actors.transport.collectives import ALONE, RankGroup
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from planner.model.tensor_parallel import spread
-from quant.cache.folder import open_cache
-from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
-from quant.importance.statistics import LayerImportance
 from quant.linear import warm_up_kernels
+from quant.loading.cache_folder import open_cache
+from quant.loading.cache_settings import NO_CACHE, CacheSettings
+from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
 
 FIXED_ROWS = 32

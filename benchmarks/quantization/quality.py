@@ -49,11 +49,10 @@ from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.solve import AssignmentProblem, solve
 from planner.quality.sensitivity import default_sensitivity
-from quant.backends.selection import fallback_rule
-from quant.importance.file import Importance
+from quant.backends.table import fallback_rule
 from quant.loading.emulated_kernels import LayerScheme
-from quant.scheme import BITWIDTHS, ROUNDINGS, WEIGHTED, Processor
-from quant.sensitivity.indicators import (
+from quant.rounding.importance import Importance
+from quant.rounding.indicators import (
     ErrorStatistics,
     HessianStatistics,
     Indicator,
@@ -62,7 +61,7 @@ from quant.sensitivity.indicators import (
     in_nats,
     random_indicator,
 )
-from quant.sensitivity.variance_form import VarianceForm
+from quant.scheme import BITWIDTHS, ROUNDINGS, WEIGHTED, Processor, VarianceForm
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODEL = EXAMPLES / "demo_model"

@@ -25,8 +25,8 @@ from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
 from planner.model.finding import model_shape
+from quant.rounding.indicators import VarianceStatistics
 from quant.scheme import ROUNDINGS
-from quant.sensitivity.indicators import VarianceStatistics
 
 THIRDS = 3
 LOW_BITS = 4  # of the layers chosen in table 1

@@ -43,12 +43,12 @@ from transformers.utils import logging
 
 from actors.stage.partial_model import empty_model
 from benchmarks.lab import BFLOAT16_CAPABILITY, header, processor_name, table_row
-from quant.cache.folder import ShardCache
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
 from quant.checkpoint.reader import Checkpoint
 from quant.common.units import MIB
 from quant.devices import local_processor
 from quant.linear import LayerForm
+from quant.loading.cache_folder import ShardCache
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from planner.model.families import supported_model_types
 from planner.model.finding import builtin_names, model_shape, names_of_builtin
 from planner.model.shape import ModelShape
 from planner.option_rules import argument, flag, option
-from quant.backends.selection import backend_name, rule_for
+from quant.backends.table import backend_name, rule_for
 from quant.common.units import GIB, KIB
 from quant.scheme import BITWIDTHS, FULL_BITS, Processor
 

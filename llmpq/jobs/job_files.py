@@ -14,7 +14,7 @@ from actors.messages import Sampling
 from llmpq.jobs.disk import Disk, commit_file, file_digest, new_digest
 from llmpq.rows.row import FINGERPRINT_HEX, BadRow, Row, digest
 from llmpq.rows.sampling import merge_sampling
-from quant.checkpoint.gguf.files import gguf_index
+from quant.checkpoint.gguf.folder import gguf_index
 from quant.checkpoint.model_reference import is_local_model
 from quant.common.errors import CheckpointError
 from quant.common.files import FileIdentity

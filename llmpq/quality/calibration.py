@@ -161,7 +161,7 @@ def _quantize(
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
     from llmpq.quality.subjects import compute_dtype, device_of
     from planner.model.finding import model_shape
-    from quant.gptq.options import GptqOptions
+    from quant.scheme import GptqOptions
 
     length = min(_LENGTH, model_shape(str(folder)).max_positions)
     if documents:

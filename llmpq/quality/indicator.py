@@ -19,15 +19,20 @@ from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import TokenIds, Windows
 from planner.model.finding import model_shape
 from quant.backends.kernel_classes import BACKENDS
-from quant.backends.selection import layer_rule
+from quant.backends.table import layer_rule
 from quant.common.errors import CheckpointError
-from quant.importance.file import Importance
-from quant.importance.statistics import InputStatistics, LargestKeys, LayerImportance, LinearInputs
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme
+from quant.rounding.importance import (
+    Importance,
+    InputStatistics,
+    LargestKeys,
+    LayerImportance,
+    LinearInputs,
+)
+from quant.rounding.indicators import Indicator, LayerStatistics, Matrix, Stored
 from quant.rounding.ways import Rounding
 from quant.scheme import FULL_BITS, LinearShape
-from quant.sensitivity.indicators import Indicator, LayerStatistics, Matrix, Stored
 
 
 def measure_indicators(

@@ -29,10 +29,9 @@ from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
-from quant.importance.file import Importance, save_importance
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.scheme import FULL_BITS, ROUNDINGS
-from quant.sensitivity.indicators import (
+from quant.rounding.importance import Importance, save_importance
+from quant.rounding.indicators import (
     ErrorStatistics,
     HessianStatistics,
     Indicator,
@@ -41,6 +40,7 @@ from quant.sensitivity.indicators import (
     in_nats,
     random_indicator,
 )
+from quant.scheme import FULL_BITS, ROUNDINGS
 
 SHARES = (0.7, 0.4, 0.23, 0.13, 0.07, 0.04)
 """Shares of the sensitivity at the lowest bitwidth at which mixtures are measured, evenly spread on

@@ -9,8 +9,7 @@ from pathlib import Path
 from planner.model.shape import ModelShape
 from planner.option_rules import option
 from quant.common.errors import InputError, SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS
-from quant.sensitivity.variance_form import VarianceForm
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS, VarianceForm
 
 SEQUENCE_LENGTH = 512
 """Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""
@@ -24,7 +23,7 @@ KEPT_OPTIONS = ("importance", "cache_dir")
 
 ERROR = "error"
 METHODS = ("variance", ERROR, "hessian", "random")
-"""Ways of measuring sensitivity; see `quant.sensitivity`. `error` is scaled to nats."""
+"""Ways of measuring sensitivity; see `quant.rounding.indicators`. `error` is scaled to nats."""
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,11 @@ from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, SpecError
-from quant.gptq.format import GptqWeight
-from quant.gptq.options import GptqOptions
-from quant.gptq.rounding import gptq
-from quant.gptq.writer import GptqLayout, GptqWriter
 from quant.loading.emulated_kernels import Compute
-from quant.scheme import FULL_BITS
-from quant.sensitivity.indicators import Gram
+from quant.rounding.gptq import gptq
+from quant.rounding.gptq_format import GptqLayout, GptqWeight, GptqWriter
+from quant.rounding.indicators import Gram
+from quant.scheme import FULL_BITS, GptqOptions
 
 
 @dataclass(frozen=True)

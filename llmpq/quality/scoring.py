@@ -24,9 +24,9 @@ from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
-from quant.importance.file import Importance
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import LayerScheme
+from quant.rounding.importance import Importance
 from quant.scheme import FULL_BITS
 
 _LOGITS_AT_ONCE = 1 << 24

@@ -26,12 +26,12 @@ from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec, StagePlan
-from quant.cache.settings import cache_settings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import SpecError
 from quant.devices import local_processor, take_device
-from quant.importance.file import ImportanceStore
+from quant.loading.cache_settings import cache_settings
 from quant.loading.emulated_kernels import LayerScheme
+from quant.rounding.importance import ImportanceStore
 from quant.scheme import FULL_BITS, GPTQ, ROUNDINGS, WEIGHTED, Processor
 
 

@@ -41,7 +41,7 @@ from quant.common.errors import DeviceError, HeadLostError, StageLostError
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
     from llmpq.remote.local_ray import GiveUp
-    from quant.importance.file import ImportanceStore
+    from quant.rounding.importance import ImportanceStore
 
 
 class CheckedModel:

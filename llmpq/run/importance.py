@@ -12,12 +12,12 @@ from llmpq.jobs.job_files import model_digest
 from planner.model.shape import ModelShape
 from planner.plan.divided import parts_of
 from planner.plan.spec import PlannedImportance, PlanSpec
-from quant.cache.settings import CacheSettings
 from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
-from quant.importance.header import FOLDER, by_fingerprint, read_importance_header
+from quant.loading.cache_settings import CacheSettings
+from quant.rounding.importance_header import FOLDER, by_fingerprint, read_importance_header
 
 if TYPE_CHECKING:
-    from quant.importance.file import Importance, ImportanceStore
+    from quant.rounding.importance import Importance, ImportanceStore
 
 
 def importance_store(
@@ -33,7 +33,7 @@ def importance_store(
     Raises `SpecError` where it would not be used, `PlanMismatchError` where it is not what the plan
     was made with, `CheckpointError` for a file that cannot be used.
     """
-    from quant.importance.file import ImportanceStore
+    from quant.rounding.importance import ImportanceStore
 
     path = importance_file(plan, file, cache, shape)
     if path is not None:
@@ -75,7 +75,7 @@ def measuring_store(
     cache: CacheSettings, model: tuple[Path, str], shape: ModelShape
 ) -> ImportanceStore:
     """A store for what is measured of the model, whose folder and name are given."""
-    from quant.importance.file import ImportanceStore
+    from quant.rounding.importance import ImportanceStore
 
     if not cache.enabled:
         return ImportanceStore(shape=shape.fingerprint())
@@ -110,7 +110,7 @@ def _planned(planned: PlannedImportance, folder: Path | None, shape: ModelShape)
 
 def checked_importance(path: Path, shape: ModelShape) -> Importance:
     """Read a file for the model of `shape`; `CheckpointError` where it is of another one."""
-    from quant.importance.file import load_importance
+    from quant.rounding.importance import load_importance
 
     checked_fingerprint(path, shape)
     return load_importance(path)

@@ -41,8 +41,8 @@ from planner.scheduling import (
     PolicyOptions,
     policy_options,
 )
-from quant.cache.settings import CacheSettings, cache_settings
 from quant.common.errors import SpecError
+from quant.loading.cache_settings import CacheSettings, cache_settings
 
 if TYPE_CHECKING:
     from planner.plan.spec import PlanSpec

@@ -13,7 +13,7 @@ from planner.cluster.device import Device
 from planner.micro_batches import MicroBatches
 from planner.model.shape import ModelShape
 from planner.workload import Workload
-from quant.backends.selection import layer_rule
+from quant.backends.table import layer_rule
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
 

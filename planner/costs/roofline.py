@@ -15,7 +15,7 @@ from planner.costs.latency_model import LatencyModel, LayerSeconds
 from planner.costs.memory import kv_token_bytes
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
-from quant.backends.selection import rule_for
+from quant.backends.table import rule_for
 from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"

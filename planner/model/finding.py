@@ -16,7 +16,7 @@ from planner.model.families import FAMILIES, supported_model_types
 from planner.model.family import ConfigFile, Family
 from planner.model.shape import ModelShape
 from planner.model.stored_weights import as_configured, as_stored, has_own_head
-from quant.checkpoint.gguf.files import gguf_index, model_name, settings_place
+from quant.checkpoint.gguf.folder import gguf_index, model_name, settings_place
 from quant.checkpoint.gptq_config import (
     CONFIG_FILE,
     parse_gptq_config,

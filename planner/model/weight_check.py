@@ -9,7 +9,7 @@ from pathlib import Path
 from planner.model.families import FAMILIES
 from planner.model.shape import ModelShape
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
-from quant.checkpoint.gguf.files import gguf_index, model_place
+from quant.checkpoint.gguf.folder import gguf_index, model_place
 from quant.checkpoint.gptq_config import STORED_BITS, bits_of_words
 from quant.checkpoint.stored_tensors import (
     StoredTensor,

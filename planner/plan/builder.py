@@ -20,7 +20,7 @@ from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import Baseline, PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
 from planner.workload import Workload
-from quant.backends.selection import backend_name
+from quant.backends.table import backend_name
 
 
 @dataclass(frozen=True)

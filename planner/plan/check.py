@@ -21,7 +21,7 @@ from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.plan.divided import all_stages
 from planner.plan.spec import PlanSpec, StagePlan
-from quant.backends.selection import backend_name
+from quant.backends.table import backend_name
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS
 

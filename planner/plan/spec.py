@@ -38,7 +38,7 @@ from planner.plan.origin import PlanOrigin
 from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions
 from planner.workload import MAX_REQUESTS, Workload
 from quant.common.errors import SpecError
-from quant.importance.header import FINGERPRINT_HEX
+from quant.rounding.importance_header import FINGERPRINT_HEX
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 
 

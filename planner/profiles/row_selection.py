@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from planner.cluster.device import Device
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.scheduling import PHASES, Phase
-from quant.backends.selection import backend_name
+from quant.backends.table import backend_name
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES
 

@@ -21,7 +21,7 @@ from planner.options import PlanOptions
 from planner.plan.spec import PlannedImportance
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
-from quant.importance.header import read_importance_header
+from quant.rounding.importance_header import read_importance_header
 from quant.scheme import BITWIDTHS, FULL_BITS
 
 Matrix = npt.NDArray[np.float64]

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch.nn import functional
 
-from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
 from quant.devices import moved_blocks
-from quant.importance.statistics import InputStatistics
+from quant.rounding.canonical import CanonicalWeight, dequantize, quantize, row_blocks
+from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quant.backends.base import PackedFields, copy_of, tensor_bytes
 from quant.backends.table import NF4_BLOCK
-from quant.canonical import row_blocks
 from quant.common.errors import DeviceError
-from quant.importance.statistics import InputStatistics
+from quant.rounding.canonical import row_blocks
+from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape
@@ -183,9 +183,14 @@ _ROUNDS = 3
 def fit_maxima(
     weight: Tensor, importance: Tensor, packed: Tensor, maxima: Tensor, table: Tensor
 ) -> None:
-    """Replace what bitsandbytes has chosen for `weight` `[out, in]`. `importance` float32 `[in]`;
-    `packed` uint8 `[out * in / 2, 1]`, the first code high; `maxima` float32 `[blocks]`; `table`
-    float32 `[16]`, ascending. A shorter last block stays as it is.
+    """Replace what bitsandbytes has chosen for `weight` `[out, in]`, columns weighed by
+    `importance` float32 `[in]`. `packed` uint8 `[out * in / 2, 1]`, the first code high; `maxima`
+    float32 `[blocks]`; `table` float32 `[16]`, ascending. A shorter last block stays as it is.
+
+    A weight is a value of the table, from -1 to 1, times the block's maximum. Any positive number
+    may stand as this maximum: where it is below that of the weights, the largest are cut. As in
+    `quant.rounding.weighted`, the fit alternates between nearest values and least squares, from
+    several shares of the true maximum, and keeps the best.
     """
     whole = weight.numel() // NF4_BLOCK
     blocks = weight.reshape(-1)[: whole * NF4_BLOCK].view(whole, NF4_BLOCK)

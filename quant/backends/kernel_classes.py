@@ -9,8 +9,7 @@ from importlib import import_module
 import torch
 
 from quant.backends.base import PackedWeight
-from quant.backends.selection import fallback_rule
-from quant.backends.table import KERNEL_RULES
+from quant.backends.table import KERNEL_RULES, fallback_rule
 
 
 def _kernel_class(path: str) -> type[PackedWeight]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, DecodeMemory, linear_by_blocks
-from quant.canonical import (
+from quant.rounding.canonical import (
     CanonicalWeight,
     decode,
     pack_nibbles,

@@ -1,15 +1,19 @@
-"""The table of kernel backends: sizes, devices, speed and kernel class, without torch. The planner
-sizes and times stages with these entries and the kernels allocate by them, so that a plan and the
-bytes really allocated cannot drift apart. A new backend is one file (a
-`quant.backends.base.PackedWeight`) and one entry of `KERNEL_RULES`.
+"""The table of kernel backends (sizes, devices, speed and kernel class) and the choice among them,
+without torch.
+
+The planner sizes and times stages with these entries and the kernels allocate by them too, so that
+a plan and the bytes really allocated cannot drift apart. Bytes are those of the tensors; what an
+allocator rounds up to is the planner's slack. A new backend is one file with its kernel (a
+`quant.backends.base.PackedWeight`) and one entry of `KERNEL_RULES`, which names that class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from quant.scheme import DTYPE_BYTES, FULL_BITS, GROUP_SIZES, LinearShape, Processor
+from quant.common.errors import SpecError
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, GROUP_SIZES, LinearShape, Processor
 
 INT8PACK_COLUMNS = 16
 """Weights that torch's int8 CPU kernel reads at once, beyond the end of a row if need be."""
@@ -25,10 +29,12 @@ NF4_BLOCK = 64
 
 @dataclass(frozen=True)
 class KernelCost:
-    """The time of a kernel beside the plain 16-bit product. `rate`: share of its arithmetic rate,
-    of the int8 rate with `integer`; `passes`: bytes moved per weight to restore it, from
-    `restores_from` rows on, `few_passes` below; `scalar`: share of the float32 rate off the matrix
-    units; `overhead_s`: small kernels around.
+    """The time of a kernel beside that of the plain 16-bit product, for estimates. `rate`: share of
+    the 16-bit arithmetic rate. `integer`: the product runs at the int8 rate instead. `passes`:
+    bytes moved per weight to restore it to 16 bits, from `restores_from` rows on; `few_passes`: the
+    same for fewer rows. `scalar`: share of the datasheet's float32 rate that products of fewer rows
+    reach where they do not run on the matrix units, else None. `overhead_s`: small kernels around
+    each product.
     """
 
     rate: float = 1.0
@@ -42,9 +48,11 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class KernelRule:
-    """A backend at `bits`: `supports(processor, shape, dtype)`, and `nbytes(shape, dtype)` without
-    biases; `dtype` is a key of `DTYPE_BYTES`. `kernel` is `module.Class` below `quant.backends`,
-    None for a plain `nn.Linear`.
+    """A backend at `bits`: which weight matrices it can hold, and the bytes that it allocates.
+    `dtype` in `supports(processor, shape, dtype)` and `nbytes(shape, dtype)` is the compute type's
+    name, a key of `DTYPE_BYTES`. Biases are not counted: they stay in the compute type. `kernel` is
+    the class that packs and multiplies, as `module.Class` below `quant.backends`; None for a plain
+    `nn.Linear`.
     """
 
     name: str
@@ -67,8 +75,8 @@ def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:
 
 
 def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Check what `_convert_weight_to_int4pack_for_cpu` does, and for bfloat16: other types run at a
-    hundredth of the speed.
+    """Check what `_convert_weight_to_int4pack_for_cpu` and its product do, and for bfloat16: the
+    kernel takes float32 and float16 too, at a hundredth of the speed.
     """
     whole_groups = shape.group in GROUP_SIZES
     return processor.is_cpu and dtype == "bfloat16" and whole_groups and not shape.out_features % 16
@@ -88,14 +96,17 @@ def _int8pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
 
 
 def _nf4_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for compute capability 6.0, rows of whole blocks (decode kernel), and plain weights."""
+    """Ask for compute capability 6.0, rows of whole blocks, as bitsandbytes' decode kernel does,
+    and a weight that is not quantized already: its codes are not those of nf4.
+    """
     whole_blocks = shape.in_features % NF4_BLOCK == 0
     return _has_capability(processor, (6, 0)) and whole_blocks and shape.stored_group is None
 
 
 def _nf4_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
-    """bitsandbytes multiplies packed up to some number of rows: few without matrix units, with them
-    the more the wider the output is; beyond, it writes the weight in 16 bit.
+    """bitsandbytes multiplies with the packed weight up to some number of rows: a few without the
+    matrix units, and with them, where it uses these, the more the wider the output is. Beyond, it
+    writes the weight in 16 bit and reads it again.
     """
     least = processor.compute_capability or (0, 0)
     if least < (7, 5) or dtype == "float32":
@@ -107,8 +118,8 @@ def _nf4_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCos
 
 
 def _nf4_is_outdone(processor: Processor, shape: LinearShape, dtype: str, rows: int) -> bool:
-    """Whether nf4 would be restored for rows that our kernel multiplies packed, where that takes
-    four times as long by the count of bytes.
+    """Whether nf4 would be restored for rows that our kernel multiplies packed, on GPUs where that
+    takes four times as long by the count of bytes.
     """
     restored = _NF4_SCALAR_COST.restores_from <= rows <= FUSED_TOKENS
     old = processor.compute_capability is not None and processor.compute_capability <= (7, 0)
@@ -116,10 +127,11 @@ def _nf4_is_outdone(processor: Processor, shape: LinearShape, dtype: str, rows: 
 
 
 def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    return _has_capability(processor, (7, 5))
+    return _has_capability(processor, (7, 5))  # INT8 tensor cores
 
 
 def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for groups of whole runs of 32 columns, the 8 rows of a block, and a type of the GPU."""
     least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
     if least is None or not _has_capability(processor, least):
         return False
@@ -135,29 +147,35 @@ def _plain_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _groups_bytes(shape: LinearShape) -> int:
+    """Bytes of scale and zero of every group, 16 bit each (bfloat16)."""
     return 4 * shape.out_features * (shape.in_features // shape.group)
 
 
 def _packed_3bit_bytes(shape: LinearShape, dtype: str) -> int:
+    """Three planes of one bit per weight, rows padded to whole bytes, and the groups."""
     return 3 * shape.out_features * -(-shape.in_features // 8) + _groups_bytes(shape)
 
 
 def _packed_4bit_bytes(shape: LinearShape, dtype: str) -> int:
+    """Two codes per byte, each row padded to whole bytes, and the groups."""
     return shape.out_features * -(-shape.in_features // 2) + _groups_bytes(shape)
 
 
 def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
+    """One 8-bit code per weight and a 32-bit scale per output row."""
     return shape.parameters + 4 * shape.out_features
 
 
 def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
-    """Codes, a 32-bit compensation and scale per row, one zero, a 32-bit factor per input; oneDNN
-    pads both sides to 64 (`torch.ops.mkldnn._nbytes`, torch 2.13).
+    """Codes, a 32-bit compensation (in the packed blob) and scale per row, one zero, and a 32-bit
+    factor per input. Measured with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides
+    to 64 and adds 4 bytes per padded row.
     """
     return shape.parameters + 8 * shape.out_features + 4 + 4 * shape.in_features
 
 
 def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
+    """Two codes per byte, a 32-bit maximum per block, and a table of 16 32-bit values."""
     return shape.parameters // 2 + 4 * (shape.parameters // NF4_BLOCK) + 4 * 16
 
 
@@ -207,19 +225,19 @@ _CUDA_COST = KernelCost(passes=4.0, restores_from=FUSED_TOKENS + 1, scalar=0.45)
 KERNEL_RULES: tuple[KernelRule, ...] = (
     KernelRule("plain", FULL_BITS, _anywhere, _plain_bytes, kernel=None),
     KernelRule(
-        "int3pack", 3, _int4pack_supports, _packed_3bit_bytes, "cpu.int3pack.Int3Pack",
+        "int3pack", 3, _int4pack_supports, _packed_3bit_bytes, "int4pack.Int3Pack",
         _INT3PACK_COST,
     ),
     KernelRule(
-        "int4pack", 4, _int4pack_supports, _packed_4bit_bytes, "cpu.int4pack.Int4Pack",
+        "int4pack", 4, _int4pack_supports, _packed_4bit_bytes, "int4pack.Int4Pack",
         _INT4PACK_COST,
     ),
     KernelRule(
-        "onednn_w8a8", 8, _onednn_supports, _onednn_bytes, "cpu.int8pack.OneDnnW8A8",
+        "onednn_w8a8", 8, _onednn_supports, _onednn_bytes, "int8pack.OneDnnW8A8",
         _ONEDNN_COST,
     ),
     KernelRule(
-        "int8pack", 8, _int8pack_supports, _int8_row_bytes, "cpu.int8pack.Int8Pack",
+        "int8pack", 8, _int8pack_supports, _int8_row_bytes, "int8pack.Int8Pack",
         _INT8PACK_COST,
     ),
     KernelRule(
@@ -228,12 +246,12 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
     ),
     KernelRule("bnb_int8", 8, _bnb_int8_supports, _int8_row_bytes, "bnb.BnbInt8", _BNB_INT8_COST),
     KernelRule(
-        "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda.packed.Cuda3Bit", _CUDA_COST
+        "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda_packed.Cuda3Bit", _CUDA_COST
     ),
     KernelRule(
-        "cuda_4bit", 4, _cuda_supports, _packed_4bit_bytes, "cuda.packed.Cuda4Bit", _CUDA_COST
+        "cuda_4bit", 4, _cuda_supports, _packed_4bit_bytes, "cuda_packed.Cuda4Bit", _CUDA_COST
     ),
-    KernelRule("cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda.packed.Cuda8Bit", _CUDA_COST),
+    KernelRule("cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda_packed.Cuda8Bit", _CUDA_COST),
     KernelRule(
         "torch_3bit", 3, _anywhere, _packed_3bit_bytes, "portable.Torch3Bit",
         KernelCost(passes=28.0),
@@ -248,3 +266,83 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
     ),
 )  # fmt: skip
 """Every backend in order of preference; the last of each bitwidth runs everywhere, on any shape."""
+
+
+_ORDINARY_SHAPE = LinearShape(in_features=4096, out_features=4096)
+"""A usual shape: hidden sizes of language models are multiples of 64."""
+
+
+def rule_for(
+    processor: Processor,
+    bits: int,
+    shape: LinearShape,
+    dtype: str,
+    backend: str | None = None,
+    decode_rows: int = 0,
+) -> KernelRule:
+    """Return the rule of `backend`, or of the first that takes this weight and is not outdone in
+    decode steps of `decode_rows` (0: not known); SpecError where there is none.
+    """
+    rules = _rules_of(bits, dtype)
+    if backend is None:
+        return next(
+            rule
+            for rule in rules
+            if rule.supports(processor, shape, dtype)
+            and not (rule.is_outdone and rule.is_outdone(processor, shape, dtype, decode_rows))
+        )
+    named = _named(rules, bits, backend)
+    if not named.supports(processor, shape, dtype):
+        raise SpecError(
+            f"backend {backend} cannot hold a {bits}-bit weight of {shape.out_features} x "
+            f"{shape.in_features} in {dtype} on {_describe(processor)}; {rules[-1].name} can"
+        )
+    return named
+
+
+def fallback_rule(bits: int) -> KernelRule:
+    return next(rule for rule in reversed(KERNEL_RULES) if rule.bits == bits)
+
+
+def layer_rule(
+    processor: Processor, bits: int, shape: LinearShape, dtype: str, backend: str | None = None
+) -> KernelRule:
+    """As `rule_for`, but where the named backend does not take the shape, that which takes every
+    shape.
+    """
+    if backend is None:
+        return rule_for(processor, bits, shape, dtype)
+    named = _named(_rules_of(bits, dtype), bits, backend)
+    return named if named.supports(processor, shape, dtype) else fallback_rule(bits)
+
+
+def backend_name(
+    processor: Processor, bits: int, dtype: str, is_stored: bool = False, decode_rows: int = 0
+) -> str:
+    """Name the preferred backend of ordinary shapes; `is_stored`: the checkpoint is quantized."""
+    shape = replace(_ORDINARY_SHAPE, stored_group=GROUP_SIZES[0]) if is_stored else _ORDINARY_SHAPE
+    return rule_for(processor, bits, shape, dtype, decode_rows=decode_rows).name
+
+
+def _rules_of(bits: int, dtype: str) -> list[KernelRule]:
+    if bits not in BITWIDTHS:
+        raise SpecError(f"bitwidth {bits} is not one of {', '.join(map(str, BITWIDTHS))}")
+    if dtype not in DTYPE_BYTES:
+        raise SpecError(f"compute type {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    return [rule for rule in KERNEL_RULES if rule.bits == bits]
+
+
+def _named(rules: list[KernelRule], bits: int, backend: str) -> KernelRule:
+    for rule in rules:
+        if rule.name == backend:
+            return rule
+    names = ", ".join(rule.name for rule in rules)
+    raise SpecError(f"no backend {backend!r} for {bits} bits; choose one of {names}")
+
+
+def _describe(processor: Processor) -> str:
+    if processor.rocm_architecture is not None:
+        return f"an AMD GPU ({processor.rocm_architecture})"
+    if processor.compute_capability is None:
+        return f"a CPU with {', '.join(sorted(processor.instruction_sets)) or 'no AVX-512'}"
+    return "a GPU of compute capability {}.{}".format(*processor.compute_capability)

@@ -7,8 +7,7 @@ from __future__ import annotations
 import importlib.metadata
 from pathlib import Path
 
-from quant.checkpoint.gguf.files import is_gguf
-from quant.checkpoint.gguf.folder import folder_of_gguf
+from quant.checkpoint.gguf.folder import folder_of_gguf, is_gguf
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
 from quant.common.errors import CheckpointError, LlmpqError, SpecError

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from quant.checkpoint.gguf.files import gguf_index, model_place
+from quant.checkpoint.gguf.folder import gguf_index, model_place
 from quant.checkpoint.gguf.tensors import GgufTensors
 from quant.checkpoint.gptq_config import GptqConfig, read_gptq_config
 from quant.checkpoint.model_reference import resolve

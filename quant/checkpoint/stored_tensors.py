@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from quant.checkpoint.gguf.files import GGUF_INDEX_FILE, gguf_index
+from quant.checkpoint.gguf.folder import GGUF_INDEX_FILE, gguf_index
 from quant.common.errors import CheckpointError
 from quant.common.files import read_json_object
 

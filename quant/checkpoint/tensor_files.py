@@ -1,4 +1,9 @@
-"""Safetensors files, tensor by tensor: reading, writing, those of a whole checkpoint."""
+"""Safetensors files, tensor by tensor: reading, writing, those of a whole checkpoint.
+
+`safetensors` itself maps whole files and saves only what is in memory all at once. Here tensors are
+read into their own memory, with checksums, and a file grows tensor by tensor: its header, whose
+size is not known before, is put in front at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Emulating the kernels of another device: a linear is computed plainly with the weight that they
-would round to (`PackedWeight.represent`). LLM.int8() and oneDNN round activations too: so do these
-products.
+would round to (`PackedWeight.represent`), so that its rounding is the planned one. LLM.int8() and
+oneDNN round activations to 8 bit too: so do these products, which are computed in float32.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from torch import nn
 from torch.nn import functional
 
 from quant.backends.bnb import rounded_activations
-from quant.backends.cpu.rotation import RotatedCodes
 from quant.backends.kernel_classes import BACKENDS
-from quant.backends.selection import layer_rule
-from quant.backends.table import KernelRule
+from quant.backends.rotation import RotatedCodes
+from quant.backends.table import KernelRule, layer_rule
 from quant.checkpoint.reader import Checkpoint
-from quant.importance.statistics import InputStatistics, LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
+from quant.rounding.importance import InputStatistics, LayerImportance
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 

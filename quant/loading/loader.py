@@ -15,8 +15,21 @@ import torch
 from torch import nn
 
 from quant.backends.base import copy_of
-from quant.cache.folder import CachedTensors, CacheKey, ShardCache, file_range
-from quant.cache.layer import (
+from quant.checkpoint.gptq_config import bits_of_words
+from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import is_adapter, is_bias, is_harmless, is_norm
+from quant.common.errors import CheckpointError, PlanMismatchError
+from quant.linear import (
+    LayerForm,
+    PrepackedLinear,
+    QuantizedLinear,
+    linear_of_codes,
+    quantize_linear,
+    quantize_linear_part,
+)
+from quant.loading.cache_folder import CachedTensors, CacheKey, ShardCache, file_range
+from quant.loading.cached_layer import (
     CachedLayer,
     fill_from,
     layer_key,
@@ -24,15 +37,10 @@ from quant.cache.layer import (
     put_submodule,
     read_layer,
 )
-from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
-from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.stored_tensors import is_adapter, is_bias, is_harmless, is_norm
-from quant.common.errors import CheckpointError
-from quant.gptq.format import check_planned_bits, gptq_linear
-from quant.importance.statistics import LayerImportance
-from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
-from quant.loading.onednn_linear import PrepackedLinear
-from quant.scheme import FULL_BITS, Cut
+from quant.rounding.canonical import part_of
+from quant.rounding.gptq_format import StoredWeight, read_gptq, to_canonical
+from quant.rounding.importance import LayerImportance
+from quant.scheme import COLUMNS, FULL_BITS, ROWS, Cut
 
 _note: ContextVar[Callable[[], None] | None] = ContextVar("note of a loaded layer", default=None)
 
@@ -176,6 +184,64 @@ def _stored_linear(
         if cut is not None:
             return quantize_linear_part(weight, cut, form, full_name, inputs)
         return quantize_linear(weight, None, form, full_name, inputs)
+
+
+def gptq_linear(
+    checkpoint: Checkpoint,
+    module: str,
+    shape: tuple[int, int],
+    form: LayerForm,
+    cut: Cut | None = None,
+) -> nn.Module | None:
+    """Load the linear `[out, in]`, or what `cut` takes, without bias, with stored bits; None:
+    plain. CheckpointError for columns that cannot be cut.
+    """
+    if _qweight(checkpoint, module) is None:
+        return None
+    rows = None if cut is None or cut.dimension == COLUMNS else cut.index[ROWS]
+    stored = read_gptq(checkpoint, module, shape, rows)
+    if stored.bits != form.bits:
+        form = replace(form, bits=stored.bits, backend=None)
+    weight = to_canonical(stored)
+    if cut is not None and cut.dimension == COLUMNS:
+        weight = _columns(weight, cut)
+    return linear_of_codes(weight.canonical, weight.input_order, form)
+
+
+def _columns(weight: StoredWeight, cut: Cut) -> StoredWeight:
+    if weight.input_order is not None:
+        raise CheckpointError(
+            f"the groups of its {cut.size} columns lie apart (desc_act), so that no rank can hold "
+            f"{cut.length} of them; quantize the model without desc_act, or give each stage one "
+            "device"
+        )
+    return StoredWeight(part_of(weight.canonical, cut), None)
+
+
+def check_planned_bits(checkpoint: Checkpoint, columns: Mapping[str, int], bits: int) -> None:
+    """Raise PlanMismatchError where no linear of a layer is stored with `bits`; some may differ."""
+    stored = {module: _bits_of_module(checkpoint, module, n) for module, n in columns.items()}
+    if bits in stored.values() or None in stored.values():  # None: reading it tells why
+        return
+    module, found = next(iter(stored.items()))
+    raise PlanMismatchError(
+        f"{module} in {checkpoint.place} is stored with {found} bits, but the plan gives its layer "
+        f"{bits}; run the plan that the checkpoint was quantized for, plan for the checkpoint "
+        "itself, or give the original 16-bit checkpoint"
+    )
+
+
+def _bits_of_module(checkpoint: Checkpoint, module: str, columns: int) -> int | None:
+    name = _qweight(checkpoint, module)
+    if name is None:
+        return FULL_BITS
+    shape = checkpoint.shape_of(name)
+    return bits_of_words(shape[0], columns) if shape else None
+
+
+def _qweight(checkpoint: Checkpoint, module: str) -> str | None:
+    name, prefix = f"{module}.qweight", module.partition(".")[0]
+    return checkpoint.find(name, prefix) if checkpoint.has(name, prefix) else None
 
 
 def _whole(load: LayerLoad, name: str, linear: nn.Linear) -> tuple[int, int]:

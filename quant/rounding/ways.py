@@ -1,9 +1,15 @@
-"""Rounding a block of float weights to codes, with a scale and a zero for each group. Scale and
-zero of affine groups are bfloat16 and rounded *before* the codes are chosen; upwards for `nearest`
-(LLM-PQ section 2.3) and `stochastic` (Theorem 1, second case: up with the probability of the
-fraction that is left, drawn on the host from a seed of the tensor's name, so that a restarted stage
-and another device get the same codes). `weighted`, the default, fits them to the weights
-(`quant.rounding.weighted`).
+"""Rounding a block of float weights to codes, with a scale and a zero for each group.
+
+Scale and zero of affine groups are bfloat16 and rounded *before* the codes are chosen. For nearest
+and stochastic rounding the scale goes upwards, so that the codes cover the group's weights whatever
+the rounding did to the zero. Three ways to round (`quant.scheme.ROUNDINGS`):
+
+- `nearest` (LLM-PQ section 2.3): every weight within half a scale of its code.
+- `stochastic` (LLM-PQ Theorem 1, the second case): up with the probability of the fraction that is
+  left, so that the expected weight is the weight. Drawn from a seed of the tensor's name on the
+  host, so that a restarted stage and another device get the same codes.
+- `weighted`, the default: scale and zero of each group are fitted to its weights, columns weighed
+  by the mean square of their inputs (`quant.rounding.weighted`), and weights take the nearest code.
 """
 
 from __future__ import annotations

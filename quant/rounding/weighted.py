@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from quant.common.errors import SpecError
-from quant.importance.statistics import InputStatistics
 from quant.numba_loops import has_numba, torch_threads
+from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import affine_parameters, round_up_to_bfloat16
 from quant.rounding.weighted_loop import FAR, LEAST_RANGE, SINGULAR, group_fit
 

@@ -25,7 +25,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from quant.importance.statistics import LayerImportance
+from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline

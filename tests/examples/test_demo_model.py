@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from quant.canonical import dequantize, quantize
+from quant.rounding.canonical import dequantize, quantize
 from tests.paths import EXAMPLES
 
 MODEL = EXAMPLES / "demo_model"

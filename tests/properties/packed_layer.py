@@ -13,11 +13,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from quant.cache.folder import CacheKey, ShardCache
-from quant.cache.layer import fill_from, layer_key, new_entry, read_layer
 from quant.checkpoint.stored_tensors import DamagedFileError, Header, _place
 from quant.checkpoint.tensor_files import _HEADER_CRC32, _header_crc32
 from quant.linear import LayerForm, quantize_linear
+from quant.loading.cache_folder import CacheKey, ShardCache
+from quant.loading.cached_layer import fill_from, layer_key, new_entry, read_layer
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor
 from tests.properties.mutation import mutate_framed

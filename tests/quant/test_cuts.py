@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quant.canonical import CanonicalWeight, dequantize, part_of, quantize, quantize_part
-from quant.importance.statistics import InputStatistics
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
+from quant.rounding.canonical import CanonicalWeight, dequantize, part_of, quantize, quantize_part
+from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.scheme import (
     COLUMNS,

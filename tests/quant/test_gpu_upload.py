@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.canonical import row_blocks
 from quant.devices import Sent, moved_blocks, staged_blocks
+from quant.rounding.canonical import row_blocks
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quant.backends.base import copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable import Torch8Bit
-from quant.backends.selection import rule_for
-from quant.canonical import dequantize, quantize
+from quant.backends.table import rule_for
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear
 from quant.loading.loader import module_nbytes
+from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")

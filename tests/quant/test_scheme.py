@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from quant.backends.selection import backend_name, fallback_rule, layer_rule, rule_for
-from quant.backends.table import KERNEL_RULES
+from quant.backends.table import KERNEL_RULES, backend_name, fallback_rule, layer_rule, rule_for
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, LinearShape, Processor, group_size
 

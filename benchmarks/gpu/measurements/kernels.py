@@ -31,8 +31,8 @@ from benchmarks.speed.linear import (
     measure,
     random_weight,
 )
-from quant.backends.cuda.driver import kernels_for
-from quant.backends.cuda.packed import CudaPacked
+from quant.backends.cuda_driver import kernels_for
+from quant.backends.cuda_packed import CudaPacked
 from quant.backends.kernel_classes import BACKENDS, self_test
 from quant.backends.table import FUSED_TOKENS, KERNEL_RULES, KernelRule
 from quant.linear import dtype_name

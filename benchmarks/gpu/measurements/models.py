@@ -21,8 +21,7 @@ from benchmarks.lab import Captured, captured
 from benchmarks.speed.loading import write_checkpoint
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
-from quant.backends.selection import backend_name
-from quant.backends.table import KERNEL_RULES
+from quant.backends.table import KERNEL_RULES, backend_name
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 from quant.devices import local_processor

@@ -31,7 +31,7 @@ from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_folder import check_target
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
-from quant.gptq.options import GptqOptions
+from quant.scheme import GptqOptions
 
 
 def quantize_main(arguments: Sequence[str] | None = None, prog: str = QUANTIZE) -> int:

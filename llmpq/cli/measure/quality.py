@@ -45,12 +45,12 @@ from llmpq.run.importance import checked_fingerprint, importance_file
 from planner.plan.spec import PlanSpec
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import FILE_ENTRY, OmegaContent, save_omega
-from quant.cache.settings import cache_settings, default_folder
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file, write_whole
-from quant.importance.header import SUFFIX
-from quant.sensitivity.variance_form import VarianceForm
+from quant.loading.cache_settings import cache_settings, default_folder
+from quant.rounding.importance_header import SUFFIX
+from quant.scheme import VarianceForm
 
 if TYPE_CHECKING:
     from llmpq.quality.effort import Effort
@@ -149,8 +149,8 @@ def _importance_file(options: IndicatorCommand, target: Path) -> Path:
 
 def _keep(importance: Path) -> None:
     """Keep a copy where plans look for it by its fingerprint when the file has moved."""
-    from quant.importance.file import keep_file, load_importance
-    from quant.importance.header import FOLDER, by_fingerprint
+    from quant.rounding.importance import keep_file, load_importance
+    from quant.rounding.importance_header import FOLDER, by_fingerprint
 
     found = load_importance(importance)
     with suppress(SpecError, InputError):  # no home folder, or one that cannot be written

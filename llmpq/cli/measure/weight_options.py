@@ -16,11 +16,16 @@ from llmpq.quality.options import (
 )
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions, prompting_rule
 from planner.option_rules import REQUIRED, Rule, argument, flag, option
-from quant.gptq.options import DAMPING
-from quant.importance.header import SUFFIX
-from quant.scheme import BITWIDTHS, ROUNDINGS
-from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
-from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
+from quant.rounding.importance_header import SUFFIX
+from quant.scheme import (
+    BITWIDTHS,
+    DAMPING,
+    FORM_ROUNDINGS,
+    ROUNDINGS,
+    SCALES,
+    SCHEMES,
+    VarianceForm,
+)
 
 INDICATOR, QUANTIZE = "llmpq-indicator", "llmpq-quantize"
 EVALUATE, CONVERT = "llmpq-eval", "llmpq-convert"

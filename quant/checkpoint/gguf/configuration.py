@@ -1,4 +1,4 @@
-"""Entries of a GGUF file's metadata, checked when they are read."""
+"""The `config.json` and `generation_config.json` that a GGUF file's metadata stand for."""
 
 from __future__ import annotations
 
@@ -77,6 +77,10 @@ def _scaling(entries: Entries) -> dict[str, Any] | None:
 
 
 def _llama3(entries: Entries, head_dim: int, theta: float, factors: Factors) -> dict[str, Any]:
+    """Find the parameters of `llama3` again: llama.cpp stores what they do to the frequencies, one
+    factor for each pair of elements, in which only the ratios of the original length and the two
+    frequency factors have a say.
+    """
     if factors.shape != (head_dim // 2,) or not np.all(np.isfinite(factors)):
         raise SpecError(
             f"{entries.path}: {FACTORS} has {factors.size} factors; heads of {head_dim} elements "

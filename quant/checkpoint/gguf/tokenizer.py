@@ -1,5 +1,9 @@
-"""How byte-level tokenizers split text, by the names of `llama_vocab::impl::load`; the patterns are
-those of the models' own `tokenizer.json`, which llama.cpp rewrites for its engine.
+"""The `tokenizer.json` and `tokenizer_config.json` that a GGUF file's vocabulary stands for.
+
+Two kinds of vocabulary belong to our families: byte-level BPE (`gpt2`), whose merges the file has,
+and SentencePiece (`llama`), whose merges follow from the scores of its pieces. How byte-level ones
+split text has names of `llama_vocab::impl::load`; the patterns are those of the models' own
+`tokenizer.json`, which llama.cpp rewrites for its engine, without `(?i:…)` and classes of case.
 """
 
 from __future__ import annotations
@@ -117,6 +121,10 @@ does its text tell."""
 
 
 def end_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
+    """Tokens that end answers, told by their texts as llama.cpp tells them, whatever the metadata
+    says (`llama_vocab::impl::load`): many conversions give `<|im_end|>` and its like the type of
+    plain text, or name only one of several ends.
+    """
     texts = frozenset(tokens)
     no_ends = {text for text, sets in _NO_END_BESIDE.items() if any(map(texts.issuperset, sets))}
     named = (entries.token(f"tokenizer.ggml.{key}_token_id", rows) for key in _END_KEYS)

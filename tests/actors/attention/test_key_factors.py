@@ -16,7 +16,7 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factor
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.stage.importance import measure_stage
 from actors.stage.stage import Stage, make_cache, rotary_width, run_decoder
-from quant.importance.statistics import LayerImportance
+from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny, stages_of

@@ -9,9 +9,9 @@ import torch
 
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from quant.cache.settings import CacheSettings
 from quant.checkpoint.reader import Checkpoint
 from quant.devices import local_processor
+from quant.loading.cache_settings import CacheSettings
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny
 
 CPU = torch.device("cpu")

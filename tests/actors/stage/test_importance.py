@@ -20,7 +20,7 @@ from actors.stage.importance import (
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
-from quant.importance.statistics import LayerImportance
+from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
-from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
+from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 

@@ -22,8 +22,8 @@ from planner.costs.memory import (
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.workload import Workload
-from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, DeviceError
+from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
 from tests.actors.models import (
     CONFIGS,

@@ -24,7 +24,7 @@ import pathlib, sys
 import torch
 from actors.stage.stage import Stage
 from actors.stage.spec import StageSpec
-from quant.cache.settings import CacheSettings
+from quant.loading.cache_settings import CacheSettings
 from quant.devices import local_processor
 
 small, large = map(pathlib.Path, sys.argv[1:3])

@@ -18,10 +18,10 @@ from transformers import LlamaConfig
 from actors.messages import MicroBatch
 from actors.stage.ranks import follow
 from actors.stage.stage import Stage
-from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError, StageLostError
-from quant.gptq.format import GptqWeight, gptq_tensors
-from quant.importance.statistics import InputStatistics, LayerImportance
+from quant.loading.cache_settings import CacheSettings
+from quant.rounding.gptq_format import GptqWeight, gptq_tensors
+from quant.rounding.importance import InputStatistics, LayerImportance
 from tests.actors.batches import batch_in_ranges
 from tests.actors.models import (
     CONFIGS,

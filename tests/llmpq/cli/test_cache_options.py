@@ -9,8 +9,8 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import run as run_cli
 from llmpq.cli.run_options import run_options, run_parser
-from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
+from quant.loading.cache_settings import CacheSettings
 
 
 @pytest.mark.parametrize(

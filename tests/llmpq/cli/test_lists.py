@@ -16,7 +16,7 @@ from llmpq.cli.catalog import devices_main, models_main
 from planner.cluster.accelerators import find_accelerator, registry
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import builtin_names, model_shape, names_of_builtin
-from quant.backends.selection import backend_name
+from quant.backends.table import backend_name
 from tests.paths import ROOT
 
 MAINS = {"devices": devices_main, "models": models_main}

@@ -23,10 +23,10 @@ from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
 from llmpq.quality.subjects import bits_subject
 from llmpq.quality.text_windows import Windows, token_windows
-from quant.canonical import dequantize, quantize
 from quant.common.errors import DeviceError, PlanMismatchError, SpecError
-from quant.importance.statistics import LayerImportance
 from quant.loading.emulated_kernels import LayerScheme
+from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.importance import LayerImportance
 from quant.rounding.ways import Rounding
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 from tests.llmpq.quality.losses import by_transformers, token_text

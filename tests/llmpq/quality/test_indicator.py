@@ -27,16 +27,16 @@ from llmpq.quality.options import IndicatorOptions
 from llmpq.quality.text_windows import Windows, token_windows
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import load_omega
-from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, InputError
-from quant.importance.statistics import InputStatistics
-from quant.rounding.ways import Rounding
-from quant.sensitivity.indicators import (
+from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.importance import InputStatistics
+from quant.rounding.indicators import (
     HessianStatistics,
     VarianceStatistics,
     squared_rounding_error,
 )
-from quant.sensitivity.variance_form import VarianceForm
+from quant.rounding.ways import Rounding
+from quant.scheme import VarianceForm
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 from tests.llmpq.commands import exit_code
 

@@ -20,15 +20,14 @@ from llmpq import Cluster, Plan, Workload
 from llmpq.cli import plan as plan_cli
 from llmpq.cli.measure.checkpoints import quantize_main
 from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inputs
-from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
-from quant.gptq import writer as gptq_writer
-from quant.gptq.format import read_gptq
-from quant.gptq.options import GptqOptions
-from quant.gptq.rounding import gptq
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.scheme import Processor
+from quant.rounding import gptq_format as gptq_writer
+from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.gptq import gptq
+from quant.rounding.gptq_format import read_gptq
+from quant.scheme import GptqOptions, Processor
 from tests.actors.models import (
     VOCABULARY,
     generate,

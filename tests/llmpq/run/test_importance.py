@@ -27,18 +27,18 @@ from llmpq.cli.measure.quality import indicator_main
 from llmpq.run.importance import importance_store
 from planner.model.finding import model_shape
 from planner.plan.spec import PlannedImportance
-from quant.cache.settings import CacheSettings
 from quant.common.errors import CheckpointError, LlmpqError, PlanMismatchError, SpecError
-from quant.importance.file import (
+from quant.loading.cache_settings import CacheSettings
+from quant.loading.emulated_kernels import LayerScheme
+from quant.rounding.importance import (
     Importance,
     ImportanceStore,
+    LayerImportance,
     digest_of_inputs,
     keep_file,
     load_importance,
 )
-from quant.importance.header import FOLDER, SUFFIX, by_fingerprint
-from quant.importance.statistics import LayerImportance
-from quant.loading.emulated_kernels import LayerScheme
+from quant.rounding.importance_header import FOLDER, SUFFIX, by_fingerprint
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, random_prompts, save_tiny
 from tests.llmpq.conftest import ONE_DEVICE
 

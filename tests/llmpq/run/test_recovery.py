@@ -19,7 +19,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
-from quant.cache.settings import CacheSettings
+from quant.loading.cache_settings import CacheSettings
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import LAYERS, random_prompts, stages_of

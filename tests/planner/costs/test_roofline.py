@@ -16,7 +16,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
-from quant.backends.selection import rule_for
+from quant.backends.table import rule_for
 from quant.scheme import BITWIDTHS, LinearShape, Processor
 
 OPT_30B = RooflineLatency(model_shape("opt-30b"))

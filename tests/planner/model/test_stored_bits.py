@@ -23,7 +23,7 @@ from planner.plan.check import check_plan
 from planner.search.find import find_plan
 from planner.search.request import with_stored_bits
 from planner.workload import Workload
-from quant.backends.selection import backend_name
+from quant.backends.table import backend_name
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from quant.backends.cpu import rotation as activation_codes
-from quant.backends.cpu.rotation import LANES, LIMIT, MIDDLE, round_activations
+from quant.backends import rotation as activation_codes
+from quant.backends.rotation import LANES, LIMIT, MIDDLE, round_activations
 
 pytest.importorskip("numba")
 

@@ -12,20 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quant.backends import int4pack
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
-from quant.backends.cpu import int3pack, int4pack
-from quant.backends.cpu.int3pack import Int3Pack
-from quant.backends.cpu.int4pack import Int4Pack
-from quant.backends.cpu.int8pack import Int8Pack, OneDnnW8A8
-from quant.backends.cpu.rotation import LANES, rotate
+from quant.backends.int4pack import Int3Pack, Int4Pack
+from quant.backends.int8pack import Int8Pack, OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
 from quant.backends.portable import Torch4Bit
+from quant.backends.rotation import LANES, rotate
 from quant.backends.table import KERNEL_RULES, KernelRule
-from quant.canonical import quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.devices import local_processor
-from quant.importance.statistics import InputStatistics
+from quant.rounding.canonical import quantize
+from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape
@@ -166,7 +165,7 @@ def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, t
 def test_int3pack_keeps_no_more_scratch_memory_than_it_says() -> None:
     for columns in (64, 40960, 1024):
         int3pack_and_twin(128, columns)[0].forward(torch.zeros(1, columns, dtype=torch.bfloat16))
-    held = int3pack._MEMORY.words(0)
+    held = int4pack._MEMORY.words(0)
     assert held.nbytes <= 1.75 * max(1 << 20, 64 * 40960 // 2)
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant import canonical as canonical_module
-from quant.backends.cuda.driver import SOURCE, CudaError, Kernels
-from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, CudaPacked
+from quant.backends.cuda_driver import SOURCE, CudaError, Kernels
+from quant.backends.cuda_packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, CudaPacked
 from quant.backends.kernel_classes import self_test
 from quant.backends.table import FUSED_TOKENS
-from quant.canonical import CanonicalWeight, dequantize, quantize
+from quant.rounding import canonical as canonical_module
+from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.backends.cuda import driver as nvrtc
-from quant.backends.cuda.driver import SOURCE, CudaError, compile_cuda, nvrtc_library
-from quant.backends.cuda.packed import Cuda3Bit
+from quant.backends import cuda_driver as nvrtc
+from quant.backends.cuda_driver import SOURCE, CudaError, compile_cuda, nvrtc_library
+from quant.backends.cuda_packed import Cuda3Bit
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable import Torch3Bit
 

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quant.backends.cuda.driver import Kernels
-from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, pack_octets, unpack_octets
+from quant.backends.cuda_driver import Kernels
+from quant.backends.cuda_packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, pack_octets, unpack_octets
 from quant.backends.kernel_classes import self_test
-from quant.backends.selection import rule_for
-from quant.backends.table import FUSED_TOKENS
-from quant.canonical import CanonicalWeight, dequantize, quantize
+from quant.backends.table import FUSED_TOKENS, rule_for
 from quant.common.errors import SpecError
+from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")

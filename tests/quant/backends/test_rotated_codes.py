@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from quant.backends import rotation
 from quant.backends.bnb import BnbInt8, rounded_activations
-from quant.backends.cpu import rotation
-from quant.backends.cpu.int8pack import OneDnnW8A8
-from quant.backends.cpu.rotation import RotatedCodes, rotate
-from quant.canonical import dequantize, quantize
-from quant.importance.statistics import InputStatistics
+from quant.backends.int8pack import OneDnnW8A8
+from quant.backends.rotation import RotatedCodes, rotate
 from quant.loading.emulated_kernels import represented_product
+from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.importance import InputStatistics
 
 CPU = torch.device("cpu")
 WIDTHS = (64, 576, 1024)

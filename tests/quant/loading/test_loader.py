@@ -9,14 +9,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from quant.backends.selection import rule_for
-from quant.canonical import dequantize, quantize
+from quant.backends.table import rule_for
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, module_nbytes
+from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import LinearShape
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from quant.canonical import dequantize, quantize, row_blocks
 from quant.common.errors import SpecError
 from quant.linear import LayerForm, quantize_linear
+from quant.rounding.canonical import dequantize, quantize, row_blocks
 from quant.rounding.ways import Rounding
 from quant.scheme import Processor
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.canonical import dequantize, quantize
 from quant.common.errors import SpecError
-from quant.importance.statistics import InputStatistics
 from quant.numba_loops import has_numba
+from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.rounding.weighted import GRIDS, Grid, column_importance, fit
 

@@ -1,1 +1,0 @@
-"""Kernel backends for CPUs."""

@@ -1,0 +1,339 @@
+"""3 and 4 bit on CPUs with torch's int4 kernel, for bfloat16 activations.
+
+The kernel multiplies in float32: no loss for few tokens, where reading the weight takes the time,
+but far slower than bfloat16 dot products for many, for which blocks of rows are decoded to bfloat16
+and multiplied by `functional.linear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch.nn import functional
+
+from quant.backends.base import CanonicalPacked
+from quant.rounding.canonical import CanonicalWeight, row_blocks
+
+BLOCK_ROWS = 64
+"""Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
+multiples of it have the same layout alone as within the whole."""
+
+_HALF_ROWS = BLOCK_ROWS // 2
+_MIDDLE = 8
+"""The code whose value the kernel takes to be zero."""
+
+MANY_TOKENS = 96
+"""Number of tokens from which decoding is worth its time: at 8192 x 2048 on one AVX-512 core the
+kernel takes 0.21 ms a token; decoding takes 11 ms, and then a product 0.08 ms a token."""
+
+_SEGMENT_COLUMNS = 8192
+"""Columns decoded at once: a block of 64 rows is then 2 MB of float32. A quarter of that would fit
+into a core's L2 cache, but products take 5 % longer for the calls."""
+
+_PRODUCT_WEIGHTS = 1 << 21
+_PRODUCT_ROWS = 256
+"""Weights and rows decoded for one product: at least so many rows (below, products run slower), and
+for short rows as many as hold so many weights, 4 MB."""
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    blob: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+        codes.to(torch.int32), 1
+    )
+    return blob
+
+
+def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Pack `[rows, groups]` to bfloat16 `[groups, rows, 2]`; GPTQ's float16 loses three bits of
+    eleven.
+    """
+    return torch.stack((scale.t(), zero.t()), dim=-1).to(torch.bfloat16).contiguous()
+
+
+def multiply_few(
+    x: torch.Tensor, blob: torch.Tensor, group: int, scale_zero: torch.Tensor
+) -> torch.Tensor:
+    """Call the kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`; a
+    weight is `(code - 8) * scale + zero`.
+    """
+    out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, blob, group, scale_zero)
+    return out
+
+
+def is_many(x: torch.Tensor) -> bool:
+    return x.shape[0] >= MANY_TOKENS and layout_is_known()
+
+
+def multiply_many(
+    x: torch.Tensor,
+    blob_of: Callable[[slice], torch.Tensor],
+    group: int,
+    scale_zero: torch.Tensor,
+) -> torch.Tensor:
+    """Multiply as `multiply_few`; rows beyond the last whole block, of another layout, go to the
+    kernel.
+    """
+    columns, rows = x.shape[1], scale_zero.shape[1]
+    step = min(product_rows(columns), whole_blocks(rows))
+    decoder, buffer = _Decoder(columns, group), x.new_empty(step, columns)
+    out = x.new_empty(x.shape[0], rows)
+    for block in stretches(rows, step):
+        blob, own, size = blob_of(block), scale_zero[:, block], block.stop - block.start
+        if size % BLOCK_ROWS:
+            out[:, block] = multiply_few(x, blob, group, own.contiguous())
+        else:
+            decoder.fill(buffer[:size], blob, own)
+            out[:, block] = functional.linear(x, buffer[:size])
+    return out
+
+
+def stretches(rows: int, step: int) -> Iterator[slice]:
+    whole = rows - rows % BLOCK_ROWS
+    yield from _ranges(whole, step)
+    if whole < rows:
+        yield slice(whole, rows)
+
+
+def _ranges(size: int, step: int) -> Iterator[slice]:
+    for first in range(0, size, step):
+        yield slice(first, min(first + step, size))
+
+
+def whole_blocks(rows: int) -> int:
+    return max(rows // BLOCK_ROWS, 1) * BLOCK_ROWS
+
+
+def product_rows(columns: int) -> int:
+    return whole_blocks(max(_PRODUCT_WEIGHTS // columns, _PRODUCT_ROWS))
+
+
+class _Decoder:
+    """Decodes rows of `columns` weights into the same scratch memory: mapping pages would take
+    longer.
+    """
+
+    def __init__(self, columns: int, group: int) -> None:
+        self.columns, self.group = columns, group
+        self.segment = min(columns, _SEGMENT_COLUMNS)
+        self.blocks = max(1, _SEGMENT_COLUMNS // columns)
+        weights = self.blocks * BLOCK_ROWS * self.segment
+        self.turned = torch.empty(weights // 2, dtype=torch.uint8)
+        self.codes = torch.empty(weights, dtype=torch.uint8)
+        self.values = torch.empty(weights, dtype=torch.float32)
+
+    def fill(self, weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor) -> None:
+        scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
+        zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
+        pairs = blob.view(-1, self.columns, _HALF_ROWS)  # a byte: rows r and r + 32 of a block
+        for block in _ranges(len(weight), self.blocks * BLOCK_ROWS):
+            own = pairs[block.start // BLOCK_ROWS : block.stop // BLOCK_ROWS]
+            for segment in _ranges(self.columns, self.segment):
+                groups = slice(segment.start // self.group, segment.stop // self.group)
+                values = self._codes(own[:, segment]).view(block.stop - block.start, -1, self.group)
+                values.mul_(scale[block, groups]).add_(zero[block, groups])
+                weight[block, segment] = values.flatten(1)
+
+    def _codes(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Unpack codes as float32 `[blocks, 2, 32, columns]` from bytes `[blocks, columns, 32]`."""
+        blocks, columns, _ = pairs.shape
+        half = pairs.numel()
+        # Three dimensions even for one block: torch's path for matrices takes twice as long.
+        turned = self.turned[:half].view(blocks, _HALF_ROWS, columns)
+        turned.copy_(pairs.transpose(1, 2))
+        codes = self.codes[: 2 * half].view(blocks, 2, _HALF_ROWS, columns)
+        torch.bitwise_and(turned, 15, out=codes[:, 0])
+        torch.bitwise_right_shift(turned, 4, out=codes[:, 1])
+        return self.values[: 2 * half].view(codes.shape).copy_(codes)
+
+
+@functools.cache
+def layout_is_known() -> bool:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(16, (2 * BLOCK_ROWS, 64), generator=generator, dtype=torch.uint8)
+    scale_zero = torch.tensor([1.0, _MIDDLE], dtype=torch.bfloat16)
+    decoded = torch.empty(codes.shape, dtype=torch.bfloat16)
+    _Decoder(64, 32).fill(decoded, pack_codes(codes), scale_zero.expand(2, len(codes), 2))
+    return torch.equal(decoded, codes.bfloat16())
+
+
+@dataclass(frozen=True)
+class Int4Pack(CanonicalPacked):
+    """4.25 bits a weight. `packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out,
+    2]`; the kernel's convention, `(code - 8) * scale + zero`, is the canonical one.
+    """
+
+    bits: ClassVar[int] = 4
+
+    packed: torch.Tensor
+    scale_zero: torch.Tensor
+    group: int
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        assert canonical.zero is not None, "4-bit codes are affine"
+        codes = canonical.codes
+        rows, columns = codes.shape
+        packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
+        for block in row_blocks(rows, columns, codes.device, multiple=BLOCK_ROWS):
+            packed[block] = pack_codes(codes[block])
+        return cls(packed, pack_scale_zero(canonical.scale, canonical.zero), canonical.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        if is_many(tokens):
+            out = multiply_many(tokens, self.packed.__getitem__, self.group, self.scale_zero)
+        else:
+            out = multiply_few(tokens, self.packed, self.group, self.scale_zero)
+        return out.view(*x.shape[:-1], self.scale_zero.shape[1])
+
+
+_FREE_BITS = 0x11111111
+"""Mask of the lowest bit of each nibble of a 32-bit word, which doubled codes leave free."""
+
+_SCRATCH_BYTES = 1 << 20
+"""Bytes restored at once, unless 64 rows are more. On a core with 1 MB of L2 cache, half as much
+takes a quarter longer (for the calls), and twice as much gains nothing."""
+
+
+@dataclass(frozen=True)
+class Int3Pack(CanonicalPacked):
+    """3.25 bits a weight in main memory, restored to 4 as they are read.
+
+    A 3-bit code takes three of a nibble's four bits in the int4 kernel's layout, so that three
+    quarters of a block of 64 rows carry the last quarter in the bits that they leave free. A few
+    blocks at a time are restored in scratch memory that stays in the core's cache.
+
+    Codes are held doubled, which leaves the lowest bit free and turns the kernel's convention into
+    the canonical one: `(2 * code - 8) * (scale / 2) + zero = (code - 4) * scale + zero`, exactly.
+
+    `packed`: uint8 `[out, 3 * in / 8]`, every 64 rows one piece of memory; `scale_zero`: bfloat16
+    `[groups, out, 2]`.
+    """
+
+    bits: ClassVar[int] = 3
+
+    packed: torch.Tensor
+    scale_zero: torch.Tensor
+    group: int
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        assert canonical.zero is not None, "3-bit codes are affine"
+        codes = canonical.codes
+        rows, columns = codes.shape
+        packed = torch.empty(rows, 3 * columns // 8, dtype=torch.uint8)
+        step = next(row_blocks(rows, columns, codes.device, multiple=BLOCK_ROWS)).stop
+        for block in stretches(rows, whole_blocks(step)):
+            _fold(_parts(pack_codes(codes[block] << 1), 4), _parts(packed[block], 3))
+        scale_zero = pack_scale_zero(canonical.scale / 2, canonical.zero)
+        return cls(packed, scale_zero, canonical.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        multiply = self._multiply_many if is_many(tokens) else self._multiply_few
+        return multiply(tokens).view(*x.shape[:-1], len(self.packed))
+
+    def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = len(self.packed), x.shape[1]
+        step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
+        scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))
+        out = x.new_empty(x.shape[0], rows)
+        for block in stretches(rows, step):
+            blob = scratch.restore(self.packed[block])
+            scale_zero = self.scale_zero[:, block].contiguous()
+            out[:, block] = multiply_few(x, blob, self.group, scale_zero)
+        return out
+
+    def _multiply_many(self, x: torch.Tensor) -> torch.Tensor:
+        columns = x.shape[1]
+        words = _Scratch.words(product_rows(columns), columns)
+        scratch = _Scratch(columns, torch.empty(words, dtype=torch.int32))
+        return multiply_many(
+            x, lambda block: scratch.restore(self.packed[block]), self.group, self.scale_zero
+        )
+
+
+class _Memory(threading.local):
+    """Scratch memory of one thread, as mapping pages takes as long as restoring; at most 1.75 times
+    the greater of 1 MiB and 64 rows of codes.
+    """
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.int32)
+
+    def words(self, count: int) -> torch.Tensor:
+        if self._held.numel() < count:
+            with torch.inference_mode(mode=False):  # only inference mode could write to it else
+                self._held = torch.empty(count, dtype=torch.int32)
+        return self._held
+
+
+_MEMORY = _Memory()
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """Views of scratch memory: `blob` uint8 `[rows, in / 2]`; `quarters`, `carried` int32 `[blocks,
+    4 or 3, words]`.
+    """
+
+    blob: torch.Tensor
+    quarters: torch.Tensor
+    carried: torch.Tensor
+
+
+class _Scratch:
+    def __init__(self, columns: int, memory: torch.Tensor) -> None:
+        self.columns, self.memory = columns, memory
+        self._restored: dict[int, _Restored] = {}
+
+    @staticmethod
+    def words(rows: int, columns: int) -> int:
+        return 7 * rows * columns // 32
+
+    def restore(self, packed: torch.Tensor) -> torch.Tensor:
+        """Restore the kernel's layout `[rows, in / 2]` of whole blocks or less, until the next
+        call.
+        """
+        rows = len(packed)
+        if rows not in self._restored:  # views cost as much as the operations
+            self._restored[rows] = self._divide(rows)
+        restored = self._restored[rows]
+        _unfold(_parts(packed, 3), restored.quarters, restored.carried)
+        return restored.blob
+
+    def _divide(self, rows: int) -> _Restored:
+        count = rows * self.columns // 8
+        blob = self.memory[:count].view(torch.uint8).view(rows, -1)
+        quarters = _parts(blob, 4)
+        carried = self.memory[count:][: 3 * count // 4].view(len(quarters), 3, -1)
+        return _Restored(blob, quarters, carried)
+
+
+def _parts(rows: torch.Tensor, count: int) -> torch.Tensor:
+    return rows.view(torch.int32).view(max(1, len(rows) // BLOCK_ROWS), count, -1)
+
+
+def _fold(quarters: torch.Tensor, packed: torch.Tensor) -> None:
+    """Fill `packed` `[blocks, 3, words]` from `quarters` `[blocks, 4, words]`: part 0 carries the
+    highest of the last quarter's three bits, part 2 the lowest.
+    """
+    shifts = torch.tensor([3, 2, 1], dtype=torch.int32).view(3, 1)
+    carried = quarters[:, 3:].bitwise_right_shift(shifts).bitwise_and_(_FREE_BITS)
+    torch.bitwise_or(quarters[:, :3], carried, out=packed)
+
+
+def _unfold(packed: torch.Tensor, quarters: torch.Tensor, carried: torch.Tensor) -> None:
+    """Undo `_fold` in five passes over 32-bit words (faster here than 64-bit ones)."""
+    torch.bitwise_and(packed, ~_FREE_BITS, out=quarters[:, :3])
+    torch.bitwise_and(packed, _FREE_BITS, out=carried)
+    high, middle, low = carried.unbind(1)
+    last = quarters[:, 3]
+    torch.add(low, middle, alpha=2, out=last)
+    last.add_(high, alpha=4)
+    last.add_(last)

@@ -1,0 +1,164 @@
+"""8 bit on CPUs: torch's int8 kernel, where 8-bit products saturate or activations must not be
+rounded, and oneDNN on CPUs with VNNI.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+from weakref import WeakValueDictionary
+
+import torch
+
+from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations, warm_up_rounding
+from quant.backends.table import INT8PACK_COLUMNS
+from quant.common.errors import SpecError
+from quant.rounding.canonical import CanonicalWeight
+from quant.rounding.importance import InputStatistics
+from quant.rounding.ways import DEFAULT, Rounding
+from quant.scheme import LinearShape
+
+_MANY_TOKENS = 24
+"""Number of tokens from which a product in bfloat16 is worth converting the codes (measured)."""
+
+
+@dataclass(frozen=True)
+class Int8Pack(CanonicalPacked):
+    """`codes`: int8 `[out, in]`; `scale`: float32 `[out]`."""
+
+    bits: ClassVar[int] = 8
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        columns = canonical.codes.shape[1]
+        if columns % INT8PACK_COLUMNS:
+            raise SpecError(
+                f"backend int8pack takes multiples of {INT8PACK_COLUMNS} input features, not "
+                f"{columns}; torch_8bit takes any"
+            )
+        return cls(canonical.codes, canonical.scale.view(-1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = len(self.codes)
+        if len(tokens) >= _MANY_TOKENS:
+            return linear_by_blocks(x, rows, self.codes.__getitem__, self.scale)
+        # The kernel takes scales in bfloat16, which would round them: multiply afterwards.
+        sums = torch.ops.aten._weight_int8pack_mm(tokens, self.codes, tokens.new_ones(rows))
+        out: torch.Tensor = sums.mul_(self.scale)
+        return out.view(*x.shape[:-1], rows)
+
+
+_ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
+"""The last weight of each shape that was restored from a file, as long as somebody holds it."""
+
+
+@dataclass(frozen=True)
+class OneDnnW8A8(CanonicalPacked):
+    """Weights and activations of 8 bit, both rotated first (`quant.backends.rotation`). Activations
+    become uint8 around 128 with a scale per token: all tokens then share a zero, which is what
+    oneDNN takes, and the scale of a token is multiplied in afterwards.
+
+    `packed`: oneDNN's layout; `scale` float32 `[out]`; `zero` int32 `[1]`; `factor` float32 `[in]`,
+    by which inputs are multiplied before they are rotated.
+    """
+
+    bits: ClassVar[int] = 8
+    rounds_again: ClassVar[bool] = True
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    factor: torch.Tensor
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = DEFAULT,
+        inputs: InputStatistics | None = None,
+    ) -> Self:
+        return cls._pack(RotatedCodes.of_weight(weight, rounding, inputs))
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        return cls._pack(RotatedCodes.of_canonical(canonical))
+
+    @classmethod
+    def _pack(cls, rotated: RotatedCodes) -> Self:
+        packed = torch.ops.onednn.qlinear_prepack(rotated.codes, None)
+        return cls(packed, rotated.scale, torch.zeros(1, dtype=torch.int32), rotated.factor)
+
+    @classmethod
+    def represent(
+        cls,
+        weight: torch.Tensor,
+        rounding: Rounding = DEFAULT,
+        inputs: InputStatistics | None = None,
+    ) -> torch.Tensor:
+        return RotatedCodes.of_weight(weight, rounding, inputs).restored()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
+        return content | {"scale": self.scale, "factor": self.factor}
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        """Restore a weight; RuntimeError for bytes that oneDNN lays out in another way here."""
+        packed = _packed_of_any_content(shape.out_features, shape.in_features)
+        content = _content_of(packed)
+        if not torch.equal(_layout_of(packed), state["layout"]) or len(content) != len(
+            state["content"]
+        ):
+            raise RuntimeError("oneDNN packs this weight in another layout here")
+        content.copy_(state["content"])
+        zero = torch.zeros(1, dtype=torch.int32)
+        return cls(packed, state["scale"], zero, state["factor"])
+
+    @property
+    def nbytes(self) -> int:
+        packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
+        return packed_bytes + tensor_bytes(self.scale, self.zero, self.factor)
+
+    def warm_up(self, in_features: int) -> None:
+        warm_up_rounding(in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = round_activations(x.reshape(-1, x.shape[-1]), self.factor)
+        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return out.mul_(scale).to(x.dtype).view(*x.shape[:-1], self.scale.numel())
+
+
+def _content_of(packed: torch.Tensor) -> torch.Tensor:
+    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def _layout_of(packed: torch.Tensor) -> torch.Tensor:
+    layout: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
+    return layout
+
+
+def _packed_of_any_content(rows: int, columns: int) -> torch.Tensor:
+    """Make a packed weight to be overwritten: packing takes 8 times as long (measured)."""
+    alike = _ALIKE.get((rows, columns))
+    if alike is None:
+        codes = torch.zeros(rows, columns, dtype=torch.int8)
+        packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
+    else:
+        packed = alike.clone()
+    _ALIKE[rows, columns] = packed
+    return packed

@@ -1,1 +1,0 @@
-"""Calibrated rounding (GPTQ) and checkpoints in the format of GPTQModel."""

@@ -1,0 +1,255 @@
+"""A quantized decoder layer as the tensors of a cached file, and the key of all it depends on.
+
+Packed weights are kept as their backends hold them, so that nothing is computed when they come
+back. That layout is the machine's: it is part of the key, with the versions of everything that has
+a say in it. Norms and biases go along, so that a layer from the cache needs no checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import json
+import platform
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from hashlib import sha256
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from quant.backends.base import PackedWeight
+from quant.backends.kernel_classes import BACKENDS, usable_backend
+from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.checkpoint.stored_tensors import DamagedFileError
+from quant.linear import LayerForm, QuantizedLinear
+from quant.loading.cache_folder import CachedTensors, CacheKey, NewEntry
+from quant.rounding.importance import LayerImportance, digest_of_inputs
+from quant.scheme import Cut, LinearShape, part_shape
+
+_LIBRARIES = ("torch", "bitsandbytes")
+"""Libraries that decide on the layout or the rounding of packed weights."""
+
+_SOURCES = (".py", ".cu")
+_RULES = {BACKENDS[rule.name].__name__: rule for rule in KERNEL_RULES if rule.name in BACKENDS}
+"""Rules by the name of the backend's class, which stands in the file."""
+
+_LINEARS = "linears"
+_PART = ":"
+"""Separates the name of a linear and that of a part of its packed weight in a file."""
+
+_NOTES_BYTES = 4096
+"""Most bytes stored of a linear beside its weight: group sizes, oneDNN's layout (772)."""
+
+_TEST_SHAPE = LinearShape(in_features=256, out_features=192)
+_TEST_TOKENS = 5
+_TOLERANCE = 1e-3
+"""Largest relative difference of products that differ only in the order of their sums."""
+
+
+def layer_key(
+    module: nn.Module,
+    name_prefix: str,
+    fingerprint: str,
+    form: LayerForm,
+    importance: LayerImportance | None = None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+) -> CacheKey:
+    """The key of what `module`, on the meta device, becomes in `form`. The source code of this
+    package stands for what it does to a weight, so that no version number has to be kept.
+    """
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    depends_on = {
+        "checkpoint": fingerprint,
+        "layer": name_prefix,
+        "tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors},
+        "bits": form.bits,
+        "backends": _backends(module, form, cuts),
+        "cuts": {name: astuple(cut) for name, cut in cuts.items()},
+        "rounding": form.rounding,
+        "importance": None if importance is None else digest_of_inputs(importance.inputs),
+        "dtype": str(form.dtype),
+        "device": form.device.type,
+        "capability": form.processor.compute_capability,
+        "rocm_architecture": form.processor.rocm_architecture,
+        "instructions": sorted(form.processor.instruction_sets),
+        "cpu": [torch.backends.cpu.get_cpu_capability(), _cpu_flags()],
+        "code": _code_fingerprint(),
+        "libraries": _library_versions(),
+    }
+    label = f"{name_prefix}-{form.bits}bit"
+    return CacheKey(label, json.dumps(depends_on, sort_keys=True))
+
+
+def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) -> NewEntry | None:
+    """Make an entry of a filled layer; None if weights of a backend cannot be stored."""
+    linears = {
+        n: child for n, child in module.named_modules() if isinstance(child, QuantizedLinear)
+    }
+    backends = {name: type(linear.packed) for name, linear in linears.items()}
+    if not all(comes_back(each, form.dtype, form.device) for each in set(backends.values())):
+        return None
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, linear in linears.items():  # one at a time, as oneDNN's are copied
+            for part, tensor in linear.packed.state().items():
+                yield f"{name}{_PART}{part}", tensor
+        yield from _unpacked(module)
+
+    names = {name: backend.__name__ for name, backend in backends.items()}
+    nbytes += _NOTES_BYTES * len(linears)
+    return NewEntry(key, tensors, {_LINEARS: json.dumps(names)}, nbytes)
+
+
+@functools.cache
+def comes_back(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a weight of `backend` survives storing; tried once per process, as libraries may
+    change their layouts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(_TEST_SHAPE.out_features, _TEST_SHAPE.in_features, generator=generator)
+    x = torch.randn(_TEST_TOKENS, _TEST_SHAPE.in_features, generator=generator).to(device, dtype)
+    try:
+        packed = backend.from_weight(weight, dtype, device)
+        state = {name: tensor.clone() for name, tensor in packed.state().items()}
+        again = backend.from_state(state, _TEST_SHAPE, dtype).forward(x).float()
+        wanted = packed.forward(x).float()
+    except (RuntimeError, AttributeError, TypeError) as error:
+        complaint = f"{type(error).__name__}: {error}"
+    else:
+        if float((again - wanted).norm() / wanted.norm()) <= _TOLERANCE:
+            return True
+        complaint = "its product differs when it comes back"
+    warnings.warn(
+        f"weights of kernel backend {backend.__name__} are not cached ({complaint}); stages "
+        "quantize them at every start",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    linears: Mapping[str, QuantizedLinear]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> CachedLayer:
+    try:
+        names: dict[str, str] = dict(json.loads(cached.notes[_LINEARS]))
+        places = {name: (module.get_submodule(name), _RULES[own]) for name, own in names.items()}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedFileError(f"{type(error).__name__}: {error}") from error
+    linears = {n: _read_linear(meta, n, rule, cached, form) for n, (meta, rule) in places.items()}
+    tensors = {n: cached.read(n).to(form.device) for n in cached.names if _PART not in n}
+    packed = {f"{name}.weight" for name in linears}
+    expected = {name: tensor for name, tensor in _unpacked(module) if name not in packed}
+    if tensors.keys() != expected.keys():
+        raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
+    for name, tensor in expected.items():
+        casts = tensor.is_meta and tensor.is_floating_point()  # as in loading
+        wanted = (tensor.shape, form.dtype if casts else tensor.dtype)
+        if (tensors[name].shape, tensors[name].dtype) != wanted:
+            raise DamagedFileError(f"{name} is not {list(tensor.shape)} of {wanted[1]}")
+    return CachedLayer(linears, tensors)
+
+
+def fill_from(module: nn.Module, layer: CachedLayer) -> None:
+    for name, linear in layer.linears.items():
+        put_submodule(module, name, linear)
+    for name, tensor in layer.tensors.items():
+        owner_name, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        is_parameter = attribute in owner._parameters
+        setattr(owner, attribute, nn.Parameter(tensor, False) if is_parameter else tensor)
+
+
+def _read_linear(
+    meta: nn.Module, name: str, rule: KernelRule, cached: CachedTensors, form: LayerForm
+) -> QuantizedLinear:
+    if not isinstance(meta, nn.Linear):
+        raise DamagedFileError(f"{name} is no linear layer")
+    shape = LinearShape(meta.in_features, meta.out_features)
+    start = f"{name}{_PART}"
+    parts = {n.removeprefix(start): cached.read(n) for n in cached.names if n.startswith(start)}
+    placed = {
+        part: tensor.to(form.device) if tensor.dim() else tensor for part, tensor in parts.items()
+    }
+    try:
+        packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if _is_out_of_memory(error):
+            raise  # the file is not at fault
+        raise DamagedFileError(f"{name}: {type(error).__name__}: {error}") from error
+    linear = QuantizedLinear(packed, shape, None, form.dtype, rule)
+    linear.bias = meta.bias
+    return linear
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _backends(module: nn.Module, form: LayerForm, cuts: Mapping[str, Cut]) -> dict[str, str]:
+    chosen = {}
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear):
+            shape = LinearShape(child.in_features, child.out_features)
+            if name in cuts:
+                rows, columns = cuts[name].whole_shape(child.weight.shape)
+                shape = part_shape(LinearShape(columns, rows), cuts[name])
+            backend = usable_backend(form.rule_of(shape).name, form.bits, form.dtype, form.device)
+            chosen[name] = backend.__name__
+    return chosen
+
+
+def _unpacked(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+@functools.cache
+def _code_fingerprint() -> str:
+    digest = sha256()
+    for path, content in sorted(_sources(resources.files("quant"), "")):
+        digest.update(f"{path} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    for item in folder.iterdir():
+        if item.is_dir():
+            yield from _sources(item, f"{path}/{item.name}")
+        elif item.name.endswith(_SOURCES):
+            yield f"{path}/{item.name}", item.read_bytes()
+
+
+@functools.cache
+def _cpu_flags() -> str:
+    """Digest of the CPU's flags, by which libraries choose the layout of packed weights."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8", "replace").splitlines() if info.is_file() else []
+    flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    return sha256(flags[0].encode()).hexdigest() if flags else platform.processor()
+
+
+@functools.cache
+def _library_versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def put_submodule(module: nn.Module, name: str, child: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(parent), attribute, child)

@@ -1,0 +1,298 @@
+"""The canonical form of a quantized weight: integer codes with a scale and a zero per group.
+
+3 and 4 bit are affine per group of a row, 8 bit is symmetric per row:
+
+    weight ~ (code - 2^(bits-1)) * scale + zero     3 and 4 bit, codes 0 .. 2^bits - 1
+    weight ~ code * scale                           8 bit, codes -127 .. 127
+
+Scale and zero of rounded 3 and 4 bit are bfloat16, the only type that torch's int4pack kernel takes
+with bfloat16 activations; it neither overflows nor underflows where a weight does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from quant.common.errors import CheckpointError, SpecError
+from quant.devices import moved_blocks
+from quant.rounding.importance import InputStatistics
+from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
+from quant.rounding.weighted import column_importance, fit, is_compiled
+from quant.scheme import ROWS, Cut, group_size, part_group
+
+CANONICAL_BITS = (3, 4, 8)
+
+_LOWEST_BITS = 0x01010101
+"""The lowest bit of each byte of a 32-bit word."""
+
+_BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Weights worked on at once: 2 MB of float32 stays in a CPU core's cache (16 MB took 1.6 times as
+long on an AVX-512 core), 64 MB keeps a GPU busy."""
+
+
+@dataclass(frozen=True)
+class CanonicalWeight:
+    """A weight `[out, in]`: `codes` uint8 (3 and 4 bit) or int8 `[out, in]`; `scale` and `zero`
+    `[out, groups]` bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is
+    float32 `[out, 1]` and `zero` None. `group` divides `in`.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    bits: int
+    group: int
+
+    def to(self, device: torch.device) -> CanonicalWeight:
+        if self.codes.device == device:
+            return self
+        zero = None if self.zero is None else self.zero.to(device)
+        return CanonicalWeight(
+            self.codes.to(device), self.scale.to(device), zero, self.bits, self.group
+        )
+
+
+def quantize(
+    weight: torch.Tensor,
+    bits: int,
+    device: torch.device | None = None,
+    rounding: Rounding = DEFAULT,
+    inputs: InputStatistics | None = None,
+) -> CanonicalWeight:
+    """Round `weight` `[out, in]` on `device`, its columns weighed by `inputs`, in row blocks, so
+    that temporaries stay at megabytes. SpecError for other bits than 3, 4 and 8; CheckpointError if
+    it is not finite.
+    """
+    way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
+    return _quantized(weight, way, rounding.generator())
+
+
+def quantize_part(
+    weight: torch.Tensor,
+    bits: int,
+    cut: Cut,
+    device: torch.device | None = None,
+    rounding: Rounding = DEFAULT,
+    inputs: InputStatistics | None = None,
+) -> CanonicalWeight:
+    """Return `part_of` what `quantize` makes of the whole, of which only columns that share a scale
+    with the part are read; `inputs` are of the whole.
+    """
+    way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
+    draws = rounding.generator()
+    if draws is not None:  # one for each weight of the whole
+        return part_of(_quantized(weight, way, draws), cut)
+    if cut.dimension == ROWS:
+        return _quantized(weight[cut.index], way, None)
+    span = cut.whole_groups(way.group)
+    way, inner = way.of_columns(span), cut.within(span)
+    group = cut.length if bits == 8 else part_group(way.group, inner)
+    result = _empty(len(weight), cut.length, group, bits, way.device)
+    region = weight[:, span.start : span.stop]
+    blocks = row_blocks(len(region), len(span), way.device)
+    for block, rows in moved_blocks(region, blocks, way.device):
+        own = part_of(_quantized(rows.contiguous(), way, None), inner)
+        result.codes[block], result.scale[block] = own.codes, own.scale
+        if result.zero is not None and own.zero is not None:
+            result.zero[block] = own.zero
+    return result
+
+
+def part_of(canonical: CanonicalWeight, cut: Cut) -> CanonicalWeight:
+    codes, scale, zero = canonical.codes[cut.index], canonical.scale, canonical.zero
+    if cut.dimension == ROWS:
+        zero = None if zero is None else zero[cut.index]
+        return replace(canonical, codes=codes, scale=scale[cut.index], zero=zero)
+    if zero is None:
+        return replace(canonical, codes=codes.contiguous(), group=cut.length)
+    group = part_group(canonical.group, cut)
+    first = torch.arange(cut.begin, cut.end, group, device=scale.device)
+    groups = first // canonical.group
+    return replace(
+        canonical,
+        codes=codes.contiguous(),
+        scale=scale[:, groups],
+        zero=zero[:, groups],
+        group=group,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How rows are rounded on `device`; `importance` `[in]` where scales are fitted, by a
+    `compiled` loop or torch; None: codes are nearest or drawn.
+    """
+
+    bits: int
+    group: int
+    device: torch.device
+    importance: torch.Tensor | None
+    compiled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        bits: int,
+        device: torch.device,
+        rounding: Rounding,
+        inputs: InputStatistics | None,
+    ) -> _Way:
+        if bits not in CANONICAL_BITS:
+            raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise CheckpointError(
+                f"cannot quantize a {weight.dtype} tensor of shape {list(weight.shape)}: "
+                "a float matrix is needed (is the checkpoint quantized already?)"
+            )
+        columns = weight.shape[1]
+        group = columns if bits == 8 else group_size(columns)
+        if rounding.mode != "weighted" or bits == 8:
+            return cls(bits, group, device, None)
+        importance = column_importance(inputs, columns)
+        return cls(bits, group, device, importance, is_compiled(weight, device))
+
+    def of_columns(self, span: range) -> _Way:
+        if self.importance is None:
+            return self
+        return replace(self, importance=self.importance[span.start : span.stop])
+
+
+def _quantized(weight: torch.Tensor, way: _Way, draws: torch.Generator | None) -> CanonicalWeight:
+    rows, columns = weight.shape
+    result = _empty(rows, columns, way.group, way.bits, way.device)
+    for block, part in moved_blocks(weight, row_blocks(rows, columns, way.device), way.device):
+        if way.importance is None:
+            _quantize_block(part, result, block, draws)
+        else:
+            _fit_block(part.to(way.device), result, block, way.importance, way.compiled)
+    return result
+
+
+def dequantize(canonical: CanonicalWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    rows, columns = canonical.codes.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=canonical.codes.device)
+    for block in row_blocks(rows, columns, out.device):
+        zero = None if canonical.zero is None else canonical.zero[block]
+        out[block] = decode(canonical.codes[block], canonical.scale[block], zero, canonical.bits)
+    return out
+
+
+def decode(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decode `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`."""
+    values = codes.float() if out is None else out.copy_(codes)
+    grouped = values.view(codes.shape[0], scale.shape[1], -1)
+    scale = scale.float().unsqueeze(-1)
+    if zero is not None:
+        grouped.sub_(1 << (bits - 1)).mul_(scale).add_(zero.float().unsqueeze(-1))
+    else:
+        grouped.mul_(scale)
+    return values
+
+
+def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
+    step = (
+        max(
+            1,
+            _BLOCK_WEIGHTS.get(device.type, _BLOCK_WEIGHTS["cuda"]) // max(1, columns) // multiple,
+        )
+        * multiple
+    )
+    for first in range(0, rows, step):
+        yield slice(first, min(first + step, rows))
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack two codes per byte: column j in the low half, j + ceil(in / 2) in the high half."""
+    half = -(-codes.shape[1] // 2)
+    packed = codes[:, :half].clone()
+    packed[:, : codes.shape[1] - half] |= codes[:, half:] << 4
+    return packed
+
+
+def unpack_nibbles(
+    packed: torch.Tensor, columns: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    half = packed.shape[1]
+    codes = packed.new_empty(len(packed), columns) if out is None else out
+    torch.bitwise_and(packed, 15, out=codes[:, :half])
+    torch.bitwise_right_shift(packed[:, : columns - half], 4, out=codes[:, half:])
+    return codes
+
+
+def pack_planes(codes: torch.Tensor) -> torch.Tensor:
+    """Pack planes of one bit: uint8 `[rows, in]` to `[3, rows, ceil(in / 8)]`; with s = ceil(in /
+    8), bit k of byte j is column k * s + j.
+    """
+    rows, columns = codes.shape
+    stride = -(-columns // 8)
+    planes = torch.zeros(3, rows, stride, dtype=torch.uint8, device=codes.device)
+    for position, part in enumerate(codes.chunk(8, dim=1)):
+        for plane in range(3):
+            planes[plane, :, : part.shape[1]] |= ((part >> plane) & 1) << position
+    return planes
+
+
+def unpack_planes(planes: torch.Tensor, columns: int) -> torch.Tensor:
+    rows, stride = planes.shape[1:]
+    lowest_bit = 1
+    if stride % 4 == 0:  # four bytes at a time
+        planes, lowest_bit = planes.view(torch.int32), _LOWEST_BITS
+    positions = torch.arange(8, dtype=planes.dtype, device=planes.device).view(8, 1)
+    bits = (planes.unsqueeze(2) >> positions).bitwise_and_(lowest_bit)
+    codes = bits[0].add_(bits[1].add_(bits[2], alpha=2), alpha=2)
+    return codes.view(rows, -1).view(torch.uint8)[:, :columns]
+
+
+def _empty(rows: int, columns: int, group: int, bits: int, device: torch.device) -> CanonicalWeight:
+    groups = columns // group
+    symmetric = bits == 8
+    scale_type = torch.float32 if symmetric else torch.bfloat16
+    return CanonicalWeight(
+        codes=torch.empty(
+            rows, columns, dtype=torch.int8 if symmetric else torch.uint8, device=device
+        ),
+        scale=torch.empty(rows, groups, dtype=scale_type, device=device),
+        zero=None if symmetric else torch.empty(rows, groups, dtype=scale_type, device=device),
+        bits=bits,
+        group=group,
+    )
+
+
+def _quantize_block(
+    weight: torch.Tensor,
+    result: CanonicalWeight,
+    block: slice,
+    draws: torch.Generator | None,
+) -> None:
+    """Fill rows `block`; float32 copies of these rows are the largest temporaries."""
+    values = weight.to(device=result.codes.device, dtype=torch.float32, copy=True)
+    grouped = values.view(values.shape[0], -1, result.group)
+    if result.zero is None:
+        result.scale[block] = symmetric_codes(grouped, draws)
+    else:
+        scale, zero = affine_codes(grouped, result.bits, draws)
+        result.scale[block], result.zero[block] = scale, zero
+    result.codes[block] = values
+
+
+def _fit_block(
+    weight: torch.Tensor,
+    result: CanonicalWeight,
+    block: slice,
+    importance: torch.Tensor,
+    compiled: bool,
+) -> None:
+    assert result.zero is not None, "3- and 4-bit codes are affine"
+    codes, scale, zero, bad = fit(weight, importance, result.bits, result.group, "free", compiled)
+    check_finite(bad, scale.numel())
+    result.codes[block], result.scale[block], result.zero[block] = codes, scale, zero

@@ -1,0 +1,326 @@
+"""Statistics of what a model's linears multiply, by which weights are rounded, and their file.
+
+The error of an output is sum_j (w_j - q_j) x_j: over many tokens its square weighs each column of
+the weight by E[x_j^2] (and by products of columns, which are left out here). 8-bit kernels that
+round activations too scale them by how large they become.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from quant.common.errors import CheckpointError, InputError
+from quant.rounding.importance_header import (
+    FINGERPRINT,
+    FINGERPRINT_HEX,
+    FORMAT,
+    FORMAT_NOW,
+    REMEDY,
+    SEEN,
+    SHAPE,
+    SHARED,
+    SUFFIX,
+    read_importance_header,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """Float32 `[in]` on the host: `mean_square` E[x^2]; `largest` |x| seen."""
+
+    mean_square: Tensor
+    largest: Tensor
+
+    def of_inputs(self, part: slice) -> InputStatistics:
+        return InputStatistics(self.mean_square[part], self.largest[part])
+
+
+@dataclass(frozen=True, eq=False)
+class LayerImportance:
+    """`inputs` by the linear's name; linears of one input share an object. `keys`: the largest
+    magnitude of each channel as cached, after rotation, float32 `[kv_heads, head_dim]`.
+    """
+
+    inputs: Mapping[str, InputStatistics]
+    keys: Tensor
+
+
+class RunningStatistics:
+    """Sums of a pass in float32, of all passes in float64."""
+
+    def __init__(self) -> None:
+        self._squares = torch.zeros((), dtype=torch.float64)
+        self._largest = torch.zeros(())
+        self._vectors = 0
+
+    def add(self, vectors: Tensor) -> None:
+        rows = vectors.detach().reshape(-1, vectors.shape[-1]).float()
+        self._squares = self._squares + rows.square().sum(0).cpu().double()
+        self._largest = torch.maximum(self._largest, rows.abs().amax(0).cpu())
+        self._vectors += len(rows)
+
+    def result(self) -> InputStatistics:
+        mean_square = (self._squares / max(1, self._vectors)).float()
+        if not self._vectors or not bool(mean_square.isfinite().all()):
+            raise CheckpointError(
+                "the values that it multiplies are not finite in the type computed in; the weights "
+                "are damaged, or the model needs another dtype (or rounding nearest, which does "
+                "not look at them)"
+            )
+        return InputStatistics(mean_square, self._largest)
+
+
+class LinearInputs:
+    """Statistics by name while `watching`; linears called in turn with one tensor share theirs."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, RunningStatistics] = {}
+        self._source_of: dict[str, str] = {}
+        self._last: tuple[Tensor | None, str] = (None, "")  # kept: no other takes its place
+
+    @contextmanager
+    def watching(self, linears: Mapping[str, nn.Module]) -> Iterator[None]:
+        handles = [
+            linear.register_forward_pre_hook(
+                lambda _, inputs, name=name: self._see(name, inputs[0])
+            )
+            for name, linear in linears.items()
+        ]
+        try:
+            yield
+        finally:
+            self._last = (None, "")
+            for handle in handles:
+                handle.remove()
+
+    def _see(self, name: str, inputs: Tensor) -> None:
+        if inputs is not self._last[0]:
+            self._last = (inputs, name)
+            self._running.setdefault(name, RunningStatistics()).add(inputs)
+        self._source_of[name] = self._last[1]
+
+    def results(self) -> dict[str, InputStatistics]:
+        found: dict[str, InputStatistics] = {}
+        for name, running in self._running.items():
+            try:
+                found[name] = running.result()
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {error}") from error
+        return {name: found[source] for name, source in self._source_of.items()}
+
+
+class LargestKeys:
+    def __init__(self) -> None:
+        self._largest: Tensor | None = None
+
+    def see(self, keys: Tensor) -> None:
+        own = keys.detach().float().abs().amax(0).cpu()
+        self._largest = own if self._largest is None else torch.maximum(self._largest, own)
+
+    def result(self) -> Tensor:
+        if self._largest is None or not bool(self._largest.isfinite().all()):
+            raise CheckpointError("its keys are not finite; the weights are damaged")
+        return self._largest
+
+
+_FIELDS = ("mean_square", "largest")
+
+
+@dataclass(frozen=True, eq=False)
+class Importance:
+    """Statistics of all layers of a model; `seen` says of what, `shape` has the fingerprint."""
+
+    layers: tuple[LayerImportance, ...]
+    seen: str
+    shape: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            digest.update(digest_of_inputs(layer.inputs).encode())
+            digest.update(_bytes(layer.keys))
+        return digest.hexdigest()[:FINGERPRINT_HEX]
+
+
+def digest_of_inputs(inputs: Mapping[str, InputStatistics]) -> str:
+    digest = hashlib.sha256()
+    for name, own in sorted(inputs.items()):
+        digest.update(f"{name} {len(own.mean_square)} ".encode())
+        digest.update(_bytes(own.mean_square) + _bytes(own.largest))
+    return digest.hexdigest()
+
+
+def save_importance(path: Path, importance: Importance) -> None:
+    tensors: dict[str, Tensor] = {}
+    shared: list[dict[str, str]] = []
+    for index, layer in enumerate(importance.layers):
+        sources: dict[int, str] = {}
+        shared.append({})
+        for name, own in layer.inputs.items():
+            source = sources.setdefault(id(own), name)
+            shared[-1][name] = source
+            if source == name:
+                for field in _FIELDS:
+                    tensors[f"{index}.{name}.{field}"] = getattr(own, field).contiguous()
+        tensors[f"{index}.keys"] = layer.keys.contiguous()
+    notes = {
+        FORMAT: FORMAT_NOW,
+        SEEN: importance.seen,
+        SHAPE: importance.shape,
+        FINGERPRINT: importance.fingerprint,
+        SHARED: json.dumps(shared),
+    }
+    aside = path.with_name(f".llmpq-{secrets.token_hex(8)}.part")
+    try:
+        aside.write_bytes(save(tensors, notes))
+        os.replace(aside, path)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        with suppress(OSError, ValueError):
+            aside.unlink()
+        raise InputError(
+            f"cannot write {path} ({error}); name a file in a folder that can be written"
+        ) from error
+
+
+def load_importance(path: Path) -> Importance:
+    """Read a file; CheckpointError names tensor and remedy of what is missing, wrong or changed."""
+    told = read_importance_header(path)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); {REMEDY}") from error
+    layers = tuple(_layers(path, tensors, told.shared))
+    found = Importance(layers, told.seen, told.shape)
+    if found.fingerprint != told.fingerprint:
+        raise CheckpointError(
+            f"{path} is damaged: its numbers have fingerprint {found.fingerprint}, not "
+            f"{told.fingerprint}; {REMEDY}"
+        )
+    return found
+
+
+def _layers(
+    path: Path, tensors: Mapping[str, Tensor], shared: Sequence[Mapping[str, str]]
+) -> Iterator[LayerImportance]:
+    for index, sources in enumerate(shared):
+        owners = sorted(set(sources.values()))
+        own = {
+            name: InputStatistics(
+                *(_tensor(path, tensors, f"{index}.{name}.{field}", 1) for field in _FIELDS)
+            )
+            for name in owners
+        }
+        for name, found in own.items():
+            if found.mean_square.shape != found.largest.shape:
+                raise CheckpointError(
+                    f"{path}: {index}.{name} has {len(found.mean_square)} mean squares and "
+                    f"{len(found.largest)} largest values; {REMEDY}"
+                )
+        inputs = {name: own[source] for name, source in sources.items()}
+        yield LayerImportance(inputs, _tensor(path, tensors, f"{index}.keys", 2))
+
+
+def _tensor(path: Path, tensors: Mapping[str, Tensor], name: str, dimensions: int) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{path} has no tensor {name}; {REMEDY}")
+    if tensor.dtype != torch.float32 or tensor.dim() != dimensions:
+        raise CheckpointError(
+            f"{path}: tensor {name} is {tensor.dtype} {list(tensor.shape)}, not float32 of "
+            f"{dimensions} dimension{'s' * (dimensions > 1)}; {REMEDY}"
+        )
+    if not bool(tensor.isfinite().all()) or bool((tensor < 0).any()):
+        raise CheckpointError(f"{path}: tensor {name} has negative or infinite values; {REMEDY}")
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+_KEPT_FILES = 64
+"""Most files kept, the ones used last: a 70B model has 30 MB."""
+
+
+class ImportanceStore:
+    """The importance of one model: `known`, else kept in `folder`, so that whoever loads the model
+    again, on other devices or after a fault, rounds by the same numbers and gets the same codes.
+    `turn` is the lock of who finds or measures it, so that who loads meanwhile finds the same.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        model: str = "",
+        shape: str = "",
+        known: Importance | None = None,
+    ) -> None:
+        self._folder = folder
+        self._model = model
+        self._shape = shape
+        self.known = known
+        self.turn = threading.Lock()
+
+    def find(self, seen: str) -> Importance | None:
+        """What is known or kept of `seen`; a damaged file counts as missing, with a warning."""
+        if self.known is None and self._folder is not None:
+            path = self._path(seen)
+            try:
+                if path.is_file():
+                    self.known = _of_shape(load_importance(path), self._shape, path)
+                    with suppress(OSError):  # a folder that may only be read
+                        os.utime(path)
+            except (CheckpointError, OSError) as error:
+                warnings.warn(f"{error} (it is measured again now)", RuntimeWarning, stacklevel=3)
+        return self.known
+
+    def keep(self, layers: Sequence[LayerImportance], seen: str) -> Importance:
+        self.known = Importance(tuple(layers), seen, self._shape)
+        if self._folder is not None:
+            try:
+                keep_file(self._folder, self._path(seen), self.known)
+            except InputError as error:
+                warnings.warn(
+                    f"{error}; it is measured again at the next start", RuntimeWarning, stacklevel=3
+                )
+        return self.known
+
+    def _path(self, seen: str) -> Path:
+        assert self._folder is not None, "nothing is kept without a folder"
+        what = hashlib.sha256(f"{self._model} {seen}".encode()).hexdigest()[:32]
+        return self._folder / f"{what}{SUFFIX}"
+
+
+def keep_file(folder: Path, path: Path, importance: Importance) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot create {folder} ({error.strerror})") from error
+    save_importance(path, importance)
+    with suppress(OSError):
+        files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns)
+        for old in files[:-_KEPT_FILES]:
+            old.unlink(missing_ok=True)
+
+
+def _of_shape(found: Importance, shape: str, path: Path) -> Importance:
+    if shape and found.shape != shape:
+        raise CheckpointError(f"{path} belongs to a model of shape {found.shape}, not {shape}")
+    return found

@@ -1,1 +1,0 @@
-"""Measuring how much a decoder layer loses by quantization, from its inputs and weights."""

@@ -1,0 +1,451 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from planner.model.finding import model_shape
+from quant.backends.table import layer_rule, rule_for
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import SINGLE_FILE
+from quant.common.errors import CheckpointError, PlanMismatchError
+from quant.devices import local_processor
+from quant.linear import LayerForm, QuantizedLinear, linear_of_codes
+from quant.loading.loader import LayerLoad, load_layer, module_nbytes
+from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.gptq_format import (
+    GptqWeight,
+    fills_words,
+    gptq_tensors,
+    pack_words,
+    read_gptq,
+    to_canonical,
+    unpack_words,
+)
+from quant.scheme import LinearShape, Processor
+
+CPU = torch.device("cpu")
+HERE = local_processor(CPU)
+PLAIN_CPU = Processor(instruction_sets=frozenset())
+MODULE = "model.layers.0.mlp.up_proj"
+
+Build = Callable[[str], PreTrainedModel]
+MetaLayer = Callable[[PreTrainedModel, str], nn.Module]
+
+# What GPTQModel 7.7 packs for codes (5 out + 3 in + 7) mod 2^bits of 32 x 32 and zeros
+# (7 out + 1) mod 2^bits: words of the first output, and of all zeros in both of its formats.
+PACKED_BY_GPTQMODEL = {
+    3: (
+        [1468477783, 827819825, -2026809465],
+        [-1051828799, 1572949597, 1314767182],
+        [-1205220424, -877123125, 701216809],
+    ),
+    4: (
+        [-916255321, 1105954095, -916255321, 1105954095],
+        [726495105, -1547311351, 726495105, -1547311351],
+        [440163952, -1833642504, 440163952, -1833642504],
+    ),
+    8: (
+        [269289991, 471406099, 673522207, 875638315,
+         1077754423, 1279870531, 1481986639, 1684102747],
+        [370083841, 841688093, 1313292345, 1784896597,
+         -2038466447, -1566862195, -1095257943, -623653691],
+        [353240832, 824845084, 1296449336, 1768053588,
+         -2055309456, -1583705204, -1112100952, -640496700],
+    ),
+}  # fmt: skip
+
+
+def stream_of(codes: list[int], bits: int) -> list[int]:
+    """The words of a stream of codes, one bit after the other in plain Python."""
+    stream = [(code >> bit) & 1 for code in codes for bit in range(bits)]
+    stream += [0] * (-len(stream) % 32)
+    words = [
+        sum(bit << place for place, bit in enumerate(stream[first : first + 32]))
+        for first in range(0, len(stream), 32)
+    ]
+    return [word - (1 << 32) if word >> 31 else word for word in words]
+
+
+def random_codes(rows: int, columns: int, bits: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2**bits, (rows, columns), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("count", [32, 96, 160, 8, 40])
+def test_words_are_a_stream_of_bits(bits: int, count: int) -> None:
+    codes = random_codes(5, count, bits)
+    words = torch.tensor([stream_of(row, bits) for row in codes.tolist()], dtype=torch.int32)
+    assert torch.equal(unpack_words(words, bits, count), codes)
+    if fills_words(32, count, bits):
+        assert torch.equal(pack_words(codes, bits), words)
+
+
+def weight_of(
+    bits: int, rows: int = 32, columns: int = 256, group: int = 64, act_order: bool = False
+) -> GptqWeight:
+    generator = torch.Generator().manual_seed(bits)
+    groups = columns // group
+    group_of_column = torch.arange(columns, dtype=torch.int32) // group
+    if act_order:
+        group_of_column = group_of_column[torch.randperm(columns, generator=generator)]
+    return GptqWeight(
+        codes=random_codes(rows, columns, bits),
+        scale=(torch.rand(rows, groups, generator=generator) * 0.02 + 0.001).half(),
+        zero=1 + random_codes(rows, groups, bits, seed=1) % (2**bits - 1),
+        group_of_column=group_of_column,
+        bits=bits,
+    )
+
+
+def meant(weight: GptqWeight) -> torch.Tensor:
+    """(code - zero) * scale in float64, weight by weight."""
+    columns = weight.group_of_column.long()
+    return (weight.codes.double() - weight.zero.double()[:, columns]) * weight.scale.double()[
+        :, columns
+    ]
+
+
+def save(
+    folder: Path, tensors: Mapping[str, torch.Tensor], module: str = MODULE, **config: Any
+) -> Checkpoint:
+    folder.mkdir(exist_ok=True)
+    save_file({f"{module}.{part}": t for part, t in tensors.items()}, folder / SINGLE_FILE)
+    entries = {"quant_method": "gptq", "bits": 4, "group_size": 64} | config
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entries}))
+    return Checkpoint(folder)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+def test_what_gptqmodel_packs(bits: int, layout: str, tmp_path: Path) -> None:
+    """The first format stores zeros less one, borrowed across a word where one is 0."""
+    first, zeros, zeros_less_one = PACKED_BY_GPTQMODEL[bits]
+    numbers = torch.arange(32)
+    codes = (numbers[:, None] * 5 + numbers * 3 + 7) % 2**bits
+    words = pack_words(codes.to(torch.uint8), bits)
+    assert words[0].tolist() == first
+    tensors = {
+        "qweight": words.t().contiguous(),
+        "qzeros": torch.tensor([zeros if layout == "gptq_v2" else zeros_less_one]).int(),
+        "scales": torch.full((1, 32), 0.5).half(),
+    }
+    checkpoint = save(tmp_path, tensors, bits=bits, checkpoint_format=layout)
+    weight = read_gptq(checkpoint, MODULE, (32, 32))
+    assert torch.equal(weight.codes.long(), codes)
+    assert torch.equal(weight.zero.long(), ((numbers * 7 + 1) % 2**bits)[:, None])
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize(
+    ("group", "act_order", "layout"),
+    [
+        (32, False, "gptq"),
+        (64, True, "gptq"),
+        (128, True, "gptq_v2"),
+        (256, False, "gptq_v2"),
+        (256, True, "gptq"),
+    ],
+)
+def test_round_trip_through_a_file(
+    bits: int, group: int, act_order: bool, layout: str, tmp_path: Path
+) -> None:
+    weight = weight_of(bits, group=group, act_order=act_order)
+    tensors = gptq_tensors(weight, zero_offset=int(layout == "gptq"))
+    checkpoint = save(tmp_path, tensors, checkpoint_format=layout)
+    read = read_gptq(checkpoint, MODULE, (32, 256))
+    assert read.bits == bits
+    assert torch.equal(read.dequantize().double(), meant(weight).float().double())
+    stored = to_canonical(read)
+    columns = dequantize(stored.canonical)
+    restored = torch.empty_like(columns)
+    order = torch.arange(256) if stored.input_order is None else stored.input_order.long()
+    restored[:, order] = columns
+    if bits == 8:  # quantized once more: half a step of the row's own scale
+        step = meant(weight).abs().amax(1, keepdim=True) / 127
+        assert ((restored - meant(weight)).abs() <= step * 0.5001).all()
+    else:
+        assert (stored.input_order is None) == (not act_order or group == 256)
+        torch.testing.assert_close(restored.double(), meant(weight), rtol=1e-6, atol=1e-9)
+
+
+BACKENDS = [
+    (bits, dtype, backend)
+    for bits in (3, 4, 8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for backend in (None, f"torch_{bits}bit")
+]
+
+
+@pytest.mark.parametrize(("bits", "dtype", "backend"), BACKENDS)
+@pytest.mark.parametrize("act_order", [False, True])
+def test_products_and_bytes(
+    bits: int, dtype: torch.dtype, backend: str | None, act_order: bool
+) -> None:
+    """On every backend of this machine: within the rounding of its 16-bit scales and activations.
+
+    A scale or a zero in bfloat16 is off by 2^-9, a zero in float16 by 2^-11 of itself.
+    """
+    weight = weight_of(bits, rows=64, group=32, act_order=act_order)
+    stored = to_canonical(weight)
+    linear = linear_of_codes(
+        stored.canonical, stored.input_order, LayerForm(bits, HERE, dtype, CPU, backend)
+    )
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(5)).to(dtype)
+    exact = x.double() @ meant(weight).t()
+    error = float((linear(x).double() - exact).norm() / exact.norm())
+    most = {torch.float32: 0.0005, torch.bfloat16: 0.01, torch.float16: 0.002}[dtype]
+    assert error < (0.02 if bits == 8 else most)
+    order_bytes = 0 if stored.input_order is None else 4 * 256
+    assert module_nbytes(linear) == linear.packed.nbytes + order_bytes
+
+
+def test_symmetric_zeros_are_exact_on_torch_backends() -> None:
+    for bits in (3, 4):
+        symmetric = weight_of(bits)
+        symmetric.zero.fill_(1 << (bits - 1))
+        linear = linear_of_codes(
+            to_canonical(symmetric).canonical, None, LayerForm(bits, PLAIN_CPU, torch.float32, CPU)
+        )
+        out = linear(torch.eye(256))
+        torch.testing.assert_close(out.double(), meant(symmetric).t(), rtol=1e-6, atol=0)
+
+
+def test_whole_rows_are_held_in_groups_of_the_usual_size() -> None:
+    """So that kernels which know groups of 128 take them, in the bytes that plans count."""
+    stored = to_canonical(weight_of(4, rows=64, group=256))
+    assert stored.canonical.group == 128
+    linear = linear_of_codes(stored.canonical, None, LayerForm(4, HERE, torch.bfloat16, CPU))
+    usual = quantize(torch.randn(64, 256), 4)
+    assert (
+        linear.packed.nbytes
+        == linear_of_codes(usual, None, LayerForm(4, HERE, torch.bfloat16, CPU)).packed.nbytes
+    )
+
+
+def test_backend_with_codes_of_its_own_gives_way_with_a_warning() -> None:
+    """A T4's plan names nf4 for 4 bit, which cannot hold the codes of a checkpoint."""
+    turing = Processor((7, 5))
+    canonical = to_canonical(weight_of(4, rows=64)).canonical
+    preferred = rule_for(turing, 4, LinearShape(256, 64), "float16").name
+    assert preferred == "bnb_nf4"
+    with pytest.warns(RuntimeWarning, match="bnb_nf4 cannot hold weights that are quantized"):
+        linear = linear_of_codes(
+            canonical, None, LayerForm(4, turing, torch.float16, CPU, preferred)
+        )
+    assert isinstance(linear, QuantizedLinear)
+    assert "bnb" not in repr(linear).lower()
+
+
+def replace_by_gptq(
+    folder: Path,
+    model: PreTrainedModel,
+    layer: str,
+    bits: int,
+    act_order: bool,
+    others: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Save `model` with the linears of `layer` in GPTQ's format; it computes with them too.
+
+    `others`: bits of some linears by the last part of their names; 16 leaves them out.
+    """
+    tensors = {name: t.clone() for name, t in model.state_dict().items()}
+    for name, linear in model.get_submodule(layer).named_modules():
+        own = others.get(name.rpartition(".")[2], bits)
+        if not isinstance(linear, nn.Linear) or own == 16:
+            continue
+        rows, columns = linear.weight.shape
+        weight = weight_of(own, rows, columns, 32, act_order)
+        with torch.no_grad():
+            linear.weight.copy_(meant(weight))
+        del tensors[f"{layer}.{name}.weight"]
+        for part, tensor in gptq_tensors(weight, 0).items():
+            tensors[f"{layer}.{name}.{part}"] = tensor
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / SINGLE_FILE)
+    entries = {"quant_method": "gptq", "bits": bits, "checkpoint_format": "gptq_v2"}
+    config = json.loads(model.config.to_json_string()) | {"quantization_config": entries}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_a_layer_is_loaded_as_it_is_stored(
+    family: str,
+    bits: int,
+    act_order: bool,
+    tmp_path: Path,
+    tiny_model: Build,
+    meta_layer: MetaLayer,
+    layer_list: Callable[[str], str],
+) -> None:
+    """The same linears as `nn.Linear` of the weights that the codes stand for, biases included."""
+    model, name = tiny_model(family), f"{layer_list(family)}.1"
+    layer = meta_layer(model, name)
+    replace_by_gptq(tmp_path, model, name, bits, act_order)
+    load_layer(
+        LayerLoad(layer, name, LayerForm(bits, PLAIN_CPU, torch.float32, CPU)), Checkpoint(tmp_path)
+    )
+    for inner, linear in model.get_submodule(name).named_modules():
+        if isinstance(linear, nn.Linear):
+            x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
+            ours, theirs = layer.get_submodule(inner)(x).detach(), linear(x).detach()
+            error = float((ours - theirs).norm() / theirs.norm())
+            assert error < (0.02 if bits == 8 else 0.001)
+
+
+@pytest.mark.parametrize(
+    ("planned", "message"),
+    [
+        (
+            3,
+            r"layers\.1\.self_attn\.q_proj in .* stored with 4 bits, but .* gives its layer 3",
+        ),
+        (16, r"stored with 4 bits, but the plan gives its layer 16; run the plan that"),
+    ],
+)
+def test_other_bits_than_planned(
+    planned: int, message: str, tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer
+) -> None:
+    model, name = tiny_model("llama"), "model.layers.1"
+    layer = meta_layer(model, name)
+    replace_by_gptq(tmp_path, model, name, 4, act_order=False)
+    with pytest.raises(PlanMismatchError, match=message):
+        load_layer(
+            LayerLoad(layer, name, LayerForm(planned, HERE, torch.float32, CPU)),
+            Checkpoint(tmp_path),
+        )
+
+
+def test_modules_of_other_bits_and_those_left_out_are_taken_as_they_are(
+    tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer
+) -> None:
+    """Rules of GPTQModel (`dynamic`) and optimum's `modules_in_block_to_quantize` make such layers;
+    their bytes are those that plans count.
+    """
+    model, name = tiny_model("llama"), "model.layers.1"
+    others = {"down_proj": 16, "o_proj": 8}
+    replace_by_gptq(tmp_path, model, name, 4, act_order=False, others=others)
+    for index in range(model.config.num_hidden_layers):  # the others as that one
+        replace_layer(tmp_path, name, f"model.layers.{index}")
+    layer = meta_layer(model, name)
+    form = LayerForm(4, PLAIN_CPU, torch.float32, CPU)
+    load_layer(LayerLoad(layer, name, form), Checkpoint(tmp_path))
+    for inner, linear in model.get_submodule(name).named_modules():
+        if isinstance(linear, nn.Linear):
+            ours = layer.get_submodule(inner)
+            stored = others.get(inner.rpartition(".")[2], 4)
+            assert (ours.bits if isinstance(ours, QuantizedLinear) else 16) == stored
+            x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
+            theirs = linear(x).detach()
+            error = float((ours(x).detach() - theirs).norm() / theirs.norm())
+            assert error < (0.02 if stored == 8 else 0.001)
+    shape = model_shape(tmp_path)
+    assert shape.stored is not None
+    assert not shape.stored.mixed
+    planned = [
+        layer_rule(PLAIN_CPU, each.stored_bits or 4, each, "float32").nbytes(each, "float32")
+        for each in shape.layer_linears()
+    ]
+    assert sum(planned) + 4 * shape.layer_other_parameters == module_nbytes(layer)
+
+
+def replace_layer(folder: Path, source: str, target: str) -> None:
+    """Store the tensors of one layer as those of another too."""
+    tensors = load_file(folder / SINGLE_FILE)
+    kept = {n: t for n, t in tensors.items() if not n.startswith(f"{target}.")}
+    copied = {
+        n.replace(source, target, 1): t.clone()
+        for n, t in tensors.items()
+        if n.startswith(f"{source}.")
+    }
+    save_file(kept | copied, folder / SINGLE_FILE)
+
+
+def test_layers_that_are_not_quantized(
+    tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer
+) -> None:
+    model = tiny_model("llama")
+    replace_by_gptq(tmp_path, model, "model.layers.1", 4, act_order=False)
+    checkpoint = Checkpoint(tmp_path)
+    untouched = meta_layer(model, "model.layers.0")
+    load_layer(
+        LayerLoad(untouched, "model.layers.0", LayerForm(16, HERE, torch.float32, CPU)), checkpoint
+    )
+    original = model.get_submodule("model.layers.0.mlp.up_proj").weight
+    assert torch.equal(untouched.get_submodule("mlp.up_proj").weight, original)
+    layer = meta_layer(model, "model.layers.0")
+    with pytest.raises(PlanMismatchError, match=r"q_proj in .* stored with 16 bits, .* layer 4"):
+        load_layer(
+            LayerLoad(layer, "model.layers.0", LayerForm(4, HERE, torch.float32, CPU)), checkpoint
+        )
+
+
+DAMAGED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "words of another width": (
+        {"qweight": torch.zeros(8, 32).int()},
+        r"\[8, 32\], which holds 256 inputs of 32 outputs at none of 3, 4, 8 bits",
+    ),
+    "words of another type": ({"qweight": torch.zeros(32, 32).long()}, "torch.int64"),
+    "too few zeros": ({"qzeros": torch.zeros(4, 3).int()}, r"zeros are torch\.int32 \[4, 3\]"),
+    "scales of other outputs": ({"scales": torch.ones(4, 31).half()}, r"scales are .*\[4, 31\]"),
+    "scales that are no numbers": (
+        {"scales": torch.full((4, 32), torch.nan).half()},
+        "scales hold NaN",
+    ),
+    "groups that are not there": (
+        {"g_idx": torch.full((256,), 4).int()},
+        "does not give each of 256 inputs one of 4 groups",
+    ),
+    "no group for some": ({"g_idx": torch.zeros(255).int()}, "does not give each of 256 inputs"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_tensors(damage: str, tmp_path: Path) -> None:
+    tensors, message = DAMAGED[damage]
+    checkpoint = save(tmp_path, gptq_tensors(weight_of(4), 1) | tensors)
+    with pytest.raises(CheckpointError, match=message):
+        read_gptq(checkpoint, MODULE, (32, 256))
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    tensors = gptq_tensors(weight_of(4), 1)
+    del tensors["scales"]
+    with pytest.raises(CheckpointError, match=rf"no tensor {MODULE}\.scales"):
+        read_gptq(save(tmp_path, tensors), MODULE, (32, 256))
+
+
+def test_groups_of_unequal_size() -> None:
+    weight = weight_of(4)
+    weight.group_of_column[0] = 1
+    with pytest.raises(CheckpointError, match="4 groups of unequal size"):
+        to_canonical(weight)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is None, reason="needs GPTQModel")
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_gptqmodel_dequantizes_the_same(bits: int) -> None:
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    weight = weight_of(bits, rows=64, act_order=True)
+    module = TorchLinear(
+        bits=bits, group_size=64, sym=False, desc_act=True, in_features=256, out_features=64,
+        bias=False, pack_dtype=torch.int32, register_buffers=True,
+    )  # fmt: skip
+    for part, tensor in gptq_tensors(weight, 0).items():
+        module.register_buffer(part, tensor)
+    module.post_init()
+    restored = module.dequantize_weight().t().double()
+    torch.testing.assert_close(restored, meant(weight).half().double(), rtol=1e-3, atol=1e-6)

@@ -1,0 +1,78 @@
+"""Parts of linears of GPTQ checkpoints, as ranks of a stage load them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import SINGLE_FILE
+from quant.common.errors import CheckpointError
+from quant.linear import LayerForm, QuantizedLinear
+from quant.loading.loader import gptq_linear
+from quant.rounding.gptq_format import GptqWeight, gptq_tensors
+from quant.scheme import COLUMNS, ROWS, Cut, Processor
+
+MODULE = "model.layers.0.mlp.down_proj"
+SHAPE = (32, 256)
+CUTS = (
+    Cut(ROWS, 0, 12, 32),
+    Cut(ROWS, 13, 32, 32),
+    Cut(COLUMNS, 0, 128, 256),
+    Cut(COLUMNS, 96, 256, 256),  # through a group
+)
+
+
+def saved(folder: Path, bits: int, act_order: bool = False) -> Checkpoint:
+    """A checkpoint of one linear in groups of 64, in a random order with `act_order`."""
+    draws = torch.Generator().manual_seed(bits)
+    groups = torch.arange(256, dtype=torch.int32) // 64
+    weight = GptqWeight(
+        codes=torch.randint(2**bits, SHAPE, generator=draws, dtype=torch.uint8),
+        scale=(torch.rand(32, 4, generator=draws) * 0.02 + 0.001).half(),
+        zero=torch.randint(1, 2**bits, (32, 4), generator=draws, dtype=torch.uint8),
+        group_of_column=groups[torch.randperm(256, generator=draws)] if act_order else groups,
+        bits=bits,
+    )
+    tensors = gptq_tensors(weight, zero_offset=1)
+    save_file({f"{MODULE}.{part}": each for part, each in tensors.items()}, folder / SINGLE_FILE)
+    entries = {"quant_method": "gptq", "bits": bits, "group_size": 64, "desc_act": act_order}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": entries}))
+    return Checkpoint(folder)
+
+
+def form(bits: int) -> LayerForm:
+    processor = Processor(instruction_sets=frozenset())
+    return LayerForm(bits, processor, torch.float32, torch.device("cpu"))
+
+
+def weight_of(checkpoint: Checkpoint, bits: int, cut: Cut | None = None) -> torch.Tensor:
+    """The weight `[out, in]` that the loaded linear multiplies with."""
+    linear = gptq_linear(checkpoint, MODULE, SHAPE, form(bits), cut)
+    assert isinstance(linear, QuantizedLinear)
+    return linear(torch.eye(linear.in_features)).t()
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_a_part_has_the_weights_of_the_whole(bits: int, cut: Cut, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, bits)
+    whole = weight_of(checkpoint, bits)
+    assert torch.equal(weight_of(checkpoint, bits, cut), whole[cut.index])
+
+
+@pytest.mark.parametrize("cut", CUTS[:2], ids=str)
+def test_rows_are_cut_where_columns_have_an_order(cut: Cut, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, 4, act_order=True)
+    whole = weight_of(checkpoint, 4)
+    assert torch.equal(weight_of(checkpoint, 4, cut), whole[cut.index])
+
+
+def test_columns_of_groups_that_lie_apart_are_refused(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, 4, act_order=True)
+    with pytest.raises(CheckpointError, match=r"256 columns lie apart.*128 of them; quantize"):
+        gptq_linear(checkpoint, MODULE, SHAPE, form(4), CUTS[2])
