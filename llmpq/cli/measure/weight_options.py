@@ -21,9 +21,9 @@ from quant.scheme import (
     BITWIDTHS,
     DAMPING,
     FORM_ROUNDINGS,
+    FORM_SCALES,
+    FORM_SCHEMES,
     ROUNDINGS,
-    SCALES,
-    SCHEMES,
     VarianceForm,
 )
 
@@ -134,9 +134,11 @@ class IndicatorCommand(CalibrationCommand):
         f"as in the plan for the method error (default: {IndicatorOptions.rounding}), nearest or "
         f"stochastic of Theorem 1 for variance (default there: {VarianceForm.rounding})",
     )
-    scheme: str = option(SCHEMES, "how the scales S_W of variance are formed", VarianceForm.scheme)
+    scheme: str = option(
+        FORM_SCHEMES, "how the scales S_W of variance are formed", VarianceForm.scheme
+    )
     scales: str = option(
-        SCALES,
+        FORM_SCALES,
         "one S_W a tensor as in Proposition 2, or one for each group of the quantizer",
         VarianceForm.scales,
     )
