@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Literal
 
 from actors.messages import Finished, Request, SlotTokens
 from actors.processes.health import BatchFailure
 from actors.recovery.policy import FaultKind
-from quant.common.errors import DeviceError, SpecError, StageLostError
+from quant.common.errors import DeviceError, StageLostError
 
 
 class HangError(StageLostError):
@@ -104,26 +103,20 @@ ALONE_FAULTS = 2
 
 
 class RequestLedger:
-    """Takes requests from `source` as they are wanted and keeps those that are not finished. It
-    says what to run next, and takes in what finished and what went wrong.
+    """Keeps the requests that are not finished, says which of them to run next, and takes in what
+    went wrong.
 
-    The source may pause, with a None in the place of a request: no more has come yet.
-
-    They are run in turns. A turn that has no fault finishes all there is. After a fault the next
-    turn begins with what the last one left. Requests that were computed at `retries` faults are
-    suspects, and have turns of their own, half of them at a time, until each has finished or is
-    alone; one that fails twice alone is given up. It takes two faults alone, so that stages which
-    die by chance do not make errors of innocent requests. More than `restarts` turns in a row that
-    finish nothing end the run.
+    They are run in turns. A turn that has no fault finishes all there is, also what is added
+    meanwhile. After a fault the next turn begins with what the last one left. Requests that were
+    computed at `retries` faults are suspects, and have turns of their own, half of them at a time,
+    until each has finished or is alone; one that fails twice alone is given up. It takes two faults
+    alone, so that stages which die by chance do not make errors of innocent requests. More than
+    `restarts` turns in a row that finish nothing end the run.
     """
 
-    def __init__(self, source: Iterable[Request | None], retries: int, restarts: int) -> None:
-        self._source: Iterator[Request | None] = iter(source)
+    def __init__(self, retries: int, restarts: int) -> None:
         self._retries, self._restarts = retries, restarts
-        self.paused = False
-        self._exhausted = False
         self._unfinished: dict[str, Request] = {}
-        self._turn: deque[str] = deque()
         self._alone: tuple[str, ...] = ()
         self._groups: deque[tuple[str, ...]] = deque()
         self._faults: Counter[str] = Counter()
@@ -133,54 +126,30 @@ class RequestLedger:
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """Requests that were taken and have not finished, with the tokens they have."""
+        """Those that were added and have not finished, with the tokens they have."""
         return tuple(self._unfinished.values())
 
-    def next_turn(self) -> bool:
-        """Begin the next turn; False when all requests of the source have finished."""
-        while self._groups:
-            self._alone = self._left(self._groups.popleft())
-            if self._alone:
-                self._turn = deque(self._alone)
-                return True
+    @property
+    def has_suspects(self) -> bool:
+        """Whether the turn is one of suspects, to which no other requests may be added."""
+        return bool(self._alone)
+
+    def next_turn(self) -> tuple[Request, ...]:
+        """Begin the next turn; returns the requests that it begins with."""
         self._alone = ()
-        self._turn = deque(self._unfinished)
-        return bool(self._turn) or not self._exhausted
+        while self._groups and not self._alone:
+            self._alone = self._left(self._groups.popleft())
+        return tuple(self._unfinished[i] for i in self._alone or self._unfinished)
 
-    def take(self, count: int) -> tuple[Request, ...]:
-        """Return the next requests of this turn; fewer than `count` are its last, unless the source
-        has `paused`. Raises `SpecError` for a custom_id that is in the run twice.
-        """
-        old = [self._turn.popleft() for _ in range(min(count, len(self._turn)))]
-        missing = 0 if self._alone or self._exhausted else count - len(old)
-        new = self._read(missing)
-        for request in new:
-            if request.custom_id in self._unfinished:
-                raise SpecError(f"custom_id {request.custom_id!r:.80} is in the run twice")
-            self._unfinished[request.custom_id] = request
-        return (*(self._unfinished[custom_id] for custom_id in old), *new)
+    def add(self, requests: Iterable[Request]) -> None:
+        self._unfinished |= {each.custom_id: each for each in requests}
 
-    def _read(self, count: int) -> list[Request]:
-        new: list[Request] = []
-        self.paused = False
-        for request in islice(self._source, count):
-            if request is None:
-                self.paused = True
-                break
-            new.append(request)
-        self._exhausted |= len(new) < count and not self.paused
-        return new
-
-    def finish(self, custom_id: str) -> bool:
-        """Take in that a request has finished; tell whether it had not before."""
-        if self._unfinished.pop(custom_id, None) is None:
-            return False
+    def finish(self, custom_id: str) -> None:
+        del self._unfinished[custom_id]
         self._in_vain = self._given_up = 0
-        return True
 
     def cancel(self, custom_id: str) -> None:
-        if self._unfinished.pop(custom_id, None) is not None and custom_id in self._turn:
-            self._turn.remove(custom_id)
+        del self._unfinished[custom_id]
 
     def progress(self, tokens: Mapping[str, Sequence[int]]) -> None:
         for custom_id, generated in tokens.items():

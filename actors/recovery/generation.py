@@ -4,7 +4,6 @@ stages fail.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -51,8 +50,7 @@ class LiveGeneration:
         self._lock = RLock()  # around all that follows
         self._queue: dict[str, Request] = {}  # submitted, but not in the ledger yet
         self._tokens: dict[str, list[int]] = {}  # known, of all that have not ended
-        retries, restarts = self._recovery.retries, self._recovery.restarts
-        self._ledger = RequestLedger(self._arrivals(), retries, restarts)
+        self._ledger = RequestLedger(self._recovery.retries, self._recovery.restarts)
         self._closed = False
         self._run = 0
         self._takes_more = False  # whether the present run does
@@ -168,32 +166,33 @@ class LiveGeneration:
             raise RunInterruptedError
         self._check.look(is_idle=not self._tokens)
 
-    def _arrivals(self) -> Iterator[Request | None]:
-        """Yield what was submitted, and None where no more has come yet."""
-        while self._queue or not self._closed:
-            yield self._queue.pop(next(iter(self._queue))) if self._queue else None
-
     def _begin_turn(self) -> bool:
         with self._lock:
-            if not self._ledger.next_turn():
+            again = self._ledger.next_turn()
+            if self._closed and not again and not self._queue:
                 return False
             self._run = self._pipeline.next_run()
             self._takes_more = True
             # The first stage must know of the run before it can be told to stop.
             self._pipeline.stages[0].submit(self._run, ())
-            self._feed()
+            # Of one that comes again, the first stage knows the age, or nobody.
+            self._feed([replace(each, age_s=None) for each in again])
             return True
 
-    def _feed(self) -> None:
-        """Hand the run what the ledger has for it; where no more can come, it ends with that."""
+    def _feed(self, again: Sequence[Request] = ()) -> None:
+        """Hand the run what comes `again`, and what was submitted; where no more can come, it ends
+        with that.
+        """
         if not self._takes_more:
             return
-        first, new = self._pipeline.stages[0], set(self._queue)
-        requests = [self._with_valid_key(each) for each in self._ledger.take(sys.maxsize)]
-        if requests:  # of one that comes again, the first stage knows the age, or nobody
-            aged = [r if r.custom_id in new else replace(r, age_s=None) for r in requests]
-            first.submit(self._run, aged)
-        if not self._ledger.paused:
+        first, requests = self._pipeline.stages[0], [*again]
+        if not self._ledger.has_suspects:
+            requests += self._queue.values()
+            self._ledger.add(self._queue.values())
+            self._queue.clear()
+        if requests:
+            first.submit(self._run, [self._with_valid_key(each) for each in requests])
+        if self._closed or self._ledger.has_suspects:
             self._takes_more = False
             first.close_live(self._run)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
 
 import pytest
 
 from actors.messages import Finished, Request, Sampling
 from actors.recovery.faults import Fault, RequestLedger
-from quant.common.errors import DeviceError, SpecError, StageLostError
+from quant.common.errors import DeviceError, StageLostError
 
 SLOTS = 8
 
@@ -20,42 +20,47 @@ def requests(count: int) -> list[Request]:
 
 
 class Runner:
-    """Runs what a ledger says, `SLOTS` at a time; a poison row kills its batch always, any batch
-    dies with `chance`. Counts how often each row was in a batch of its own that died.
+    """Runs `coming` requests as a ledger says, `SLOTS` at a time; a poison row kills its batch
+    always, any batch dies with `chance`. Counts how often each row was in a batch of its own that
+    died.
     """
 
-    def __init__(self, ledger: RequestLedger, poison: set[str], chance: float, seed: int) -> None:
+    def __init__(
+        self,
+        ledger: RequestLedger,
+        coming: list[Request],
+        poison: Collection[str] = (),
+        chance: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         self.results: list[Finished] = []
         self.died_alone: Counter[str] = Counter()
         self.deaths = 0
-        self.most_held = 0
         self._ledger = ledger
+        self._coming = deque(coming)
         self._poison = poison
         self._chance = chance
         self._random = random.Random(seed)
 
     def run(self) -> None:
-        while self._ledger.next_turn():
-            for batch in self._batches():
-                self.most_held = max(self.most_held, len(self._ledger.unfinished))
+        while (turn := self._ledger.next_turn()) or self._coming:
+            for batch in self._batches(turn):
                 ids = [request.custom_id for request in batch]
                 if self._dies(ids):
                     break
-                ended = [Finished(i, (1, 2), "stop") for i in ids]
-                for each in ended:
-                    if self._ledger.finish(each.custom_id):
-                        self.results.append(each)
-                    assert not self._ledger.finish(each.custom_id)
+                for custom_id in ids:
+                    self._ledger.finish(custom_id)
+                    self.results.append(Finished(custom_id, (1, 2), "stop"))
 
-    def _batches(self) -> Iterator[tuple[Request, ...]]:
-        taken: tuple[Request, ...] = (None,) * SLOTS  # type: ignore[assignment]
-        while len(taken) == SLOTS:
-            taken = self._ledger.take(SLOTS)
-            if taken:
-                yield taken
+    def _batches(self, turn: tuple[Request, ...]) -> Iterator[tuple[Request, ...]]:
+        yield from (turn[first : first + SLOTS] for first in range(0, len(turn), SLOTS))
+        while self._coming and not self._ledger.has_suspects:
+            new = [self._coming.popleft() for _ in range(min(SLOTS, len(self._coming)))]
+            self._ledger.add(new)
+            yield tuple(new)
 
     def _dies(self, ids: list[str]) -> bool:
-        if not self._poison & set(ids) and self._random.random() >= self._chance:
+        if not {*self._poison} & set(ids) and self._random.random() >= self._chance:
             return False
         self.deaths += 1
         self.died_alone.update(ids if len(ids) == 1 else ())
@@ -71,8 +76,8 @@ def test_every_row_ends_once_and_only_what_failed_twice_alone_is_an_error(seed: 
     rng = random.Random(seed)
     count = rng.randrange(1, 120)
     poison = {str(rng.randrange(count)) for _ in range(rng.randrange(4))}
-    ledger = RequestLedger(requests(count), retries=rng.randrange(1, 4), restarts=40)
-    runner = Runner(ledger, poison, rng.choice([0.0, 0.05, 0.3]), seed)
+    ledger = RequestLedger(retries=rng.randrange(1, 4), restarts=40)
+    runner = Runner(ledger, requests(count), poison, rng.choice([0.0, 0.05, 0.3]), seed)
     runner.run()
     assert sorted(f.custom_id for f in runner.results) == sorted(map(str, range(count)))
     errors = {f.custom_id: f for f in runner.results if f.finish_reason == "error"}
@@ -85,31 +90,30 @@ def test_every_row_ends_once_and_only_what_failed_twice_alone_is_an_error(seed: 
 
 
 def test_one_poison_row_is_found_in_few_restarts_among_many() -> None:
-    ledger = RequestLedger(requests(1000), retries=2, restarts=5)
-    runner = Runner(ledger, {"500"}, 0.0, 0)
+    ledger = RequestLedger(retries=2, restarts=5)
+    runner = Runner(ledger, requests(1000), {"500"})
     runner.run()
     assert [f.custom_id for f in runner.results if f.finish_reason == "error"] == ["500"]
     assert runner.deaths <= 2 + 3 + 2, "twice, halves of eight rows, twice alone"
-    assert runner.most_held <= 2 * SLOTS, "of the source only what is needed is held"
 
 
 def test_stages_that_always_die_end_the_run() -> None:
-    runner = Runner(RequestLedger(requests(100), retries=9, restarts=5), set(), 1.0, 0)
+    runner = Runner(RequestLedger(retries=9, restarts=5), requests(100), chance=1.0)
     with pytest.raises(StageLostError, match="6 restarts in a row, and no request finished"):
         runner.run()
-    runner = Runner(RequestLedger(requests(100), retries=2, restarts=5), set(), 1.0, 0)
+    runner = Runner(RequestLedger(retries=2, restarts=5), requests(100), chance=1.0)
     with pytest.raises(StageLostError, match="6 requests in a row failed alone"):
         runner.run()
     assert len(runner.results) == 5
 
 
 def test_memory_that_is_short_for_every_request_is_an_error_of_the_device() -> None:
-    ledger = RequestLedger(requests(20), retries=1, restarts=2)
+    ledger = RequestLedger(retries=1, restarts=2)
+    ledger.add(requests(20))
     fault = Fault("memory", 1, "stage 1 ran out of memory")
 
     def run() -> None:
         while ledger.next_turn():
-            ledger.take(64)
             ledger.fault(fault)
 
     with pytest.raises(DeviceError, match=r"3 requests in a row.*out of memory"):
@@ -117,9 +121,8 @@ def test_memory_that_is_short_for_every_request_is_an_error_of_the_device() -> N
 
 
 def test_what_is_unfinished_has_its_tokens_for_another_run() -> None:
-    ledger = RequestLedger(requests(9), retries=2, restarts=5)
-    ledger.next_turn()
-    ledger.take(4)
+    ledger = RequestLedger(retries=2, restarts=5)
+    ledger.add(requests(4))
     ledger.finish("1")
     ledger.progress({"2": (7, 8), "1": (5,), "8": (1,)})
     ledger.progress({"2": (7,)})
@@ -130,35 +133,17 @@ def test_what_is_unfinished_has_its_tokens_for_another_run() -> None:
     ]
 
 
-def test_a_source_that_pauses_is_neither_read_on_nor_taken_for_ended() -> None:
-    one, two, three = requests(3)
-    read: list[Request | None] = []
-
-    def source() -> Iterator[Request | None]:
-        for each in (one, None, None, two, three):
-            read.append(each)
-            yield each
-
-    ledger = RequestLedger(source(), retries=2, restarts=5)
-    ledger.next_turn()
-    taken = [(ledger.take(2), ledger.paused, len(read)) for _ in range(4)]
-    assert taken == [((one,), True, 2), ((), True, 3), ((two, three), False, 5), ((), False, 5)]
-    for i in range(3):
-        ledger.finish(str(i))
-    assert not ledger.next_turn()
-
-
-def test_two_rows_of_one_id_and_a_broken_source_are_the_users() -> None:
-    ledger = RequestLedger(requests(2) + requests(1), retries=2, restarts=5)
-    ledger.next_turn()
-    with pytest.raises(SpecError, match="'0' is in the run twice"):
-        ledger.take(3)
-
-    def broken() -> Iterator[Request]:
-        yield from requests(1)
-        raise StageLostError("of another group")
-
-    ledger = RequestLedger(broken(), retries=2, restarts=5)
-    ledger.next_turn()
-    with pytest.raises(StageLostError):
-        ledger.take(3)
+def test_suspects_have_a_turn_of_their_own_in_which_nothing_else_begins() -> None:
+    ledger = RequestLedger(retries=1, restarts=5)
+    ledger.add(requests(4))
+    assert len(ledger.next_turn()) == 4
+    assert not ledger.has_suspects
+    ledger.fault(Fault("died", 1, "stage 1 died", frozenset({"1", "2", "3"})))
+    assert [each.custom_id for each in ledger.next_turn()] == ["1", "2"]
+    assert ledger.has_suspects
+    ledger.finish("1")
+    ledger.cancel("2")
+    assert [each.custom_id for each in ledger.next_turn()] == ["3"]
+    ledger.finish("3")
+    assert [each.custom_id for each in ledger.next_turn()] == ["0"]
+    assert not ledger.has_suspects
