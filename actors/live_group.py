@@ -19,7 +19,9 @@ from quant.common.errors import SpecError
 
 
 class Live(Protocol):
-    """A live run, as `LiveGeneration`, whose words say more."""
+    """A run to which requests are submitted at any time. One thread reads `events`; any thread may
+    call the other methods meanwhile.
+    """
 
     @property
     def under_way(self) -> int:
@@ -27,7 +29,9 @@ class Live(Protocol):
 
     @property
     def wanted(self) -> int:
-        """How many requests should be submitted together now, where there are as many."""
+        """How many requests should be submitted together now, where there are as many: first as
+        many as there are slots, then so many that the next ones are there when they are needed.
+        """
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
@@ -38,22 +42,39 @@ class Live(Protocol):
         """The number of new tokens of each request in a slot, a second ago or so."""
 
     def submit(self, *requests: Request) -> None:
-        """Have `requests` run as soon as there is room."""
+        """Have `requests` run as soon as there is room; several come together, none is scheduled
+        before the others. Their custom_ids must be unlike those of all requests under way, and of
+        all that were cancelled.
+
+        Raises `SpecError` for one that is under way. What else is wrong with it becomes an event
+        with an error.
+        """
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request, of which nothing is told any more."""
+        """Give up a request: its memory is free at the next iteration, and no more events tell of
+        it but those that were read. One that has ended is ignored.
+        """
 
     def close(self) -> None:
         """Take no more requests; `events` ends when all have ended."""
 
     def interrupt(self) -> None:
-        """Have whoever waits for `events` get `RunInterruptedError` soon."""
+        """Have `events`, which another thread waits in, raise `RunInterruptedError` within about a
+        second; but what it repairs is repaired first.
+        """
 
     def events(self) -> Generator[tuple[Progress, ...]]:
-        """Yield what is new, and nothing where more requests are wanted at once."""
+        """Yield new tokens as they come, and the ends of requests; nothing where more requests are
+        wanted at once.
+
+        Raises `StageLostError` when there is no point in going on, its `DeviceLostError` when a
+        device is gone, and `RunInterruptedError`.
+        """
 
     def halt(self) -> tuple[Progress, ...]:
-        """Stop for good, while nobody waits for events; return what was not read."""
+        """Stop for good, while nobody waits for events; return what had come and was not read.
+        `unfinished` has the rest, with its tokens.
+        """
 
 
 class Observed(Protocol):
@@ -63,13 +84,13 @@ class Observed(Protocol):
         """Return the figures of every stage; None where they do not answer."""
 
     def loading(self) -> Sequence[LayersLoaded | None]:
-        """Return how far each stage is with loading."""
+        """Return how far each stage is with loading; None where its pipeline has not begun."""
 
     def align(self) -> None:
         """Estimate how the stages' clocks differ from this process's."""
 
     def traces(self) -> tuple[StageTrace | None, ...]:
-        """Return every stage's micro-batches."""
+        """Return every stage's micro-batches; None for those that nobody can ask."""
 
 
 class JoinedObserver:
@@ -88,7 +109,6 @@ class JoinedObserver:
         self._latest = [(with_queue(idle), *(idle,) * (count - 1)) for count in stages]
 
     def figures(self) -> tuple[StageStats, ...] | None:
-        """Return the figures of every stage of every pipeline."""
         for index, observer in enumerate(self._observers(False)):
             found = observer.figures() if observer else None
             first, *others = found or self._latest[index]
@@ -98,18 +118,15 @@ class JoinedObserver:
         return tuple(stats for each in self._latest for stats in each)
 
     def loading(self) -> Sequence[LayersLoaded | None]:
-        """Return how far each stage is with loading; None where its pipeline has not begun."""
         asked = zip(self._observers(True), self._stages, strict=True)
         return [each for one, n in asked for each in (one.loading() if one else (None,) * n)]
 
     def align(self) -> None:
-        """Estimate how the stages' clocks differ from this process's."""
         for observer in self._observers(False):
             if observer is not None:
                 observer.align()
 
     def traces(self) -> tuple[StageTrace | None, ...]:
-        """Return every stage's micro-batches; None for those that nobody can ask."""
         asked = zip(self._observers(False), self._stages, strict=True)
         return tuple(each for one, n in asked for each in (one.traces() if one else (None,) * n))
 

@@ -252,13 +252,9 @@ class StageGroup(LiveGroup):
         return LiveGeneration(self._repair, told_every)
 
     def whole_answers(self, waits: bool = True) -> LiveGeneration:
-        """Return a generation that tells of whole answers alone, as `LiveGroup` says."""
         return LiveGeneration(self._repair, 0, waits)
 
     def abandon(self) -> None:
-        """Give up what is in flight, while nobody waits for it; the stages, loaded as they are, are
-        ready for another run. Raises what `generate` raises.
-        """
         self._repair.restore(self._repair.stop_run({}))
         self._whole = None
 

@@ -86,18 +86,15 @@ class StageHandle:
     @property
     def actor_ids(self) -> tuple[str, ...]:
         """Ray's names for the actors of all ranks; none before they are started."""
-        if self._actors is None:
-            return ()
-        return tuple(a._actor_id.hex() for a in self._actors.every)
+        actors = () if self._actors is None else self._actors.every
+        return tuple(actor._actor_id.hex() for actor in actors)
 
-    @property
-    def actor_id(self) -> str | None:
-        """Ray's name for the actor of rank 0; None before it is started."""
-        return next(iter(self.actor_ids), None)
+    def _ask(self, method: str, *arguments: object) -> ObjectRef[Any]:
+        answer: ObjectRef[Any] = getattr(self.actor, method).remote(*arguments)
+        return answer
 
     def ready(self) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.ready.remote()
-        return answer
+        return self._ask("ready")
 
     def use_importance(self, layers: Sequence[LayerImportance]) -> None:
         """Have the stage round by this at every `load`, also of a process that comes later."""
@@ -111,31 +108,25 @@ class StageHandle:
         return following, layers
 
     def load(self) -> ObjectRef[StageStats]:
-        answer: ObjectRef[StageStats] = self.actor.load.remote(self._importance)
-        return answer
+        return self._ask("load", self._importance)
 
     def begin(self, epoch: int) -> ObjectRef[str]:
-        answer: ObjectRef[str] = self.actor.begin.remote(epoch)
-        return answer
+        return self._ask("begin", epoch)
 
     def open_rendezvous(self, rendezvous: Rendezvous) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.open_rendezvous.remote(rendezvous)
-        return answer
+        return self._ask("open_rendezvous", rendezvous)
 
     def connect(
         self, rendezvous: Rendezvous, first: StageHandle, sizes: QueueSizes
     ) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.connect.remote(rendezvous, first.actor, sizes)
-        return answer
+        return self._ask("connect", rendezvous, first.actor, sizes)
 
     def lead(self, sizes: QueueSizes, following: Sequence[StageHandle] | None) -> ObjectRef[None]:
         actors = None if following is None else [stage.actor for stage in following]
-        answer: ObjectRef[None] = self.actor.lead.remote(sizes, actors)
-        return answer
+        return self._ask("lead", sizes, actors)
 
     def serve(self) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.serve.remote()
-        return answer
+        return self._ask("serve")
 
     def live(self, run: int, told_every: int = 1, waits: bool = False) -> ObjectRefGenerator:
         """The stream's items are tuples of `Progress`."""
@@ -145,16 +136,13 @@ class StageHandle:
         return stream
 
     def submit(self, run: int, requests: Sequence[Request]) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.submit.remote(run, requests)
-        return answer
+        return self._ask("submit", run, requests)
 
     def cancel(self, run: int, custom_ids: Sequence[str]) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.cancel.remote(run, custom_ids)
-        return answer
+        return self._ask("cancel", run, custom_ids)
 
     def close_live(self, run: int) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.close_live.remote(run)
-        return answer
+        return self._ask("close_live", run)
 
     def hand_over(
         self, rank: int, keys: Sequence[int], parts: tuple[KvPart, KvPart], modelled_s: float
@@ -177,33 +165,25 @@ class StageHandle:
             actor.forget_keys.remote(keys)
 
     def follow(self, schedule: RequestSchedule) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.follow.remote(schedule)
-        return answer
+        return self._ask("follow", schedule)
 
     def stop(self) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.stop.remote()
-        return answer
+        return self._ask("stop")
 
     def leave_run(self) -> ObjectRef[RunReport]:
-        answer: ObjectRef[RunReport] = self.actor.leave_run.remote()
-        return answer
+        return self._ask("leave_run")
 
     def heartbeat(self, with_tokens: bool = False) -> ObjectRef[Heartbeat]:
-        answer: ObjectRef[Heartbeat] = self.actor.heartbeat.remote(with_tokens)
-        return answer
+        return self._ask("heartbeat", with_tokens)
 
     def layers_loaded(self) -> ObjectRef[LayersLoaded]:
-        answer: ObjectRef[LayersLoaded] = self.actor.layers_loaded.remote()
-        return answer
+        return self._ask("layers_loaded")
 
     def stats(self) -> ObjectRef[StageStats]:
-        answer: ObjectRef[StageStats] = self.actor.stats.remote()
-        return answer
+        return self._ask("stats")
 
     def clock_s(self) -> ObjectRef[float]:
-        answer: ObjectRef[float] = self.actor.clock_s.remote()
-        return answer
+        return self._ask("clock_s")
 
     def spans(self) -> ObjectRef[Spans | None]:
-        answer: ObjectRef[Spans | None] = self.actor.spans.remote()
-        return answer
+        return self._ask("spans")

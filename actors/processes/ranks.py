@@ -123,21 +123,17 @@ class RankActor(KeysValuesKeeper):
             self._leave()
 
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
-        """Run `Stage.step`, noting why it fails."""
         with self._health.computing(batch):
             return self._loaded().step(batch, inputs)
 
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """Run `Stage.finish`, noting why it fails."""
         with self._health.computing(batch):
             return self._loaded().finish(batch, last_hidden)
 
     def forget_parked(self) -> None:
-        """Free all host memory of requests."""
         self._loaded().forget_parked()
 
     def empty_inputs(self, batch: MicroBatch, order: Order) -> Tensor:
-        """Run `Stage.empty_inputs`."""
         return self._loaded().empty_inputs(batch, order)
 
     def leave_run(self) -> RunReport:
@@ -172,21 +168,20 @@ class Followers:
     def __init__(self, index: int, actors: Sequence[Any]) -> None:
         self._index = index
         self._actors = list(actors)
-        self._signs = SignsOfLife(self._actors)
         self._meeting: Meeting | None = None
+        self._layers = [LayersLoaded()] * len(actors)
+        self._ranks = RankSigns()
+        self._asked: dict[int, tuple[ObjectRef[LayersLoaded], float]] = {}
+        self._met: set[int] = set()  # a process that gave no sign yet may still be starting
 
     def wait(self) -> None:
         """Return when all have devices and processes; `StageLostError` where one dies."""
-        self._get([actor.layers_loaded.remote() for actor in self._actors])
+        self.get([actor.layers_loaded.remote() for actor in self._actors])
 
     def load(self, importance: Sequence[LayerImportance] | None) -> list[ObjectRef[StageStats]]:
         """Have each load its part, at the same time."""
         kept = ray.put(importance) if self._actors else None
         return [actor.load.remote(kept) for actor in self._actors]
-
-    def loaded(self, loading: list[ObjectRef[StageStats]]) -> list[StageStats]:
-        """The figures of all that were asked to load; raises what they raise."""
-        return self._get(loading)
 
     def meet(self, stage: Stage, epoch: int) -> None:
         """Have `stage` and all others join a group and follow it in `epoch`.
@@ -198,9 +193,9 @@ class Followers:
         try:
             stage.join(meeting.join(0, stage.spec.degree, stage.device))
         except DeviceError:
-            self._get(ray.wait(joining, num_returns=len(joining), timeout=0)[0])
+            self.get(ray.wait(joining, num_returns=len(joining), timeout=0)[0])
             raise
-        self._get(joining)
+        self.get(joining)
         if stage.device.type == "cpu":
             meeting.end()
         for actor in self._actors:
@@ -218,51 +213,25 @@ class Followers:
         if self._meeting is not None:
             self._meeting.end()
             self._meeting = None
-        reports: list[RunReport] = self._get(
+        reports: list[RunReport] = self.get(
             [actor.leave_run.remote() for actor in self._actors], LEAVE_S
         )
         return next((each.failure for each in reports if each.failure is not None), None)
-
-    def signs(self) -> RankSigns:
-        """What is known of their lives by now, without waiting for them; for one thread."""
-        self._signs.look()
-        return self._signs.ranks
 
     def layers_loaded(self, own: LayersLoaded) -> LayersLoaded:
         """How far the rank is that has loaded least, or rank 0 by its `own` figures with what it
         alone does; for the thread of `signs`.
         """
-        self._signs.look()
+        self.signs()
         if own.what != "weights":
             return own
-        return replace(own, done=min([own.done, *(each.done for each in self._signs.layers)]))
+        return replace(own, done=min([own.done, *(each.done for each in self._layers)]))
 
-    def _get(self, references: Sequence[ObjectRef[T]], limit_s: float | None = None) -> list[T]:
-        try:
-            return ray.get(list(references), timeout=limit_s)
-        except RayActorError as error:
-            raise StageLostError(f"a rank of stage {self._index} died: {error}") from error
-        except GetTimeoutError as error:
-            raise StageLostError(
-                f"a rank of stage {self._index} did not come to rest within {limit_s:g} s"
-            ) from error
-
-
-class SignsOfLife:
-    """Asks `actors` for signs of life, and takes what has come; a process that has given none yet
-    may still be starting.
-    """
-
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self.layers = [LayersLoaded()] * len(actors)
-        self.ranks = RankSigns()
-        self._actors = actors
-        self._asked: dict[int, tuple[ObjectRef[LayersLoaded], float]] = {}
-        self._met: set[int] = set()
-
-    def look(self) -> None:
-        """Take answers and ask again."""
-        died, silent, longest_s = self.ranks.died, None, 0.0
+    def signs(self) -> RankSigns:
+        """What is known of their lives by now, without waiting for them: takes answers and asks
+        again; for one thread.
+        """
+        died, silent, longest_s = self._ranks.died, None, 0.0
         now_s = time.monotonic()
         for number, actor in enumerate(self._actors):
             if number in self._asked:
@@ -272,9 +241,21 @@ class SignsOfLife:
                         silent, longest_s = number + 1, now_s - asked_s
                     continue
                 try:
-                    self.layers[number] = ray.get(reference)
+                    self._layers[number] = ray.get(reference)
                 except RayActorError:
                     died = number + 1
                 self._met.add(number)
             self._asked[number] = actor.layers_loaded.remote(), now_s
-        self.ranks = RankSigns(died, silent, longest_s)
+        self._ranks = RankSigns(died, silent, longest_s)
+        return self._ranks
+
+    def get(self, references: Sequence[ObjectRef[T]], limit_s: float | None = None) -> list[T]:
+        """All answers; `StageLostError` where a rank has died, or does not answer in time."""
+        try:
+            return ray.get(list(references), timeout=limit_s)
+        except RayActorError as error:
+            raise StageLostError(f"a rank of stage {self._index} died: {error}") from error
+        except GetTimeoutError as error:
+            raise StageLostError(
+                f"a rank of stage {self._index} did not come to rest within {limit_s:g} s"
+            ) from error

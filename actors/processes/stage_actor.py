@@ -111,7 +111,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         """
         loading = self._followers.load(importance)
         stage = self._loader.load(importance)
-        self._ranks_held = self._followers.loaded(loading)
+        self._ranks_held = self._followers.get(loading)
         self._stage = stage if self._emulated is None else self._emulated.stage(stage)
         self._publish()
         return self._held()

@@ -19,10 +19,7 @@ class HangError(StageLostError):
     def __init__(self, message: str, stage: int | None) -> None:
         super().__init__(message)
         self.stage = stage
-
-    @property
-    def loss(self) -> Loss:
-        return Loss.hang(str(self))
+        self.loss = Loss("hung", f"hung: {message}")
 
 
 class RankLostError(HangError):
@@ -30,11 +27,7 @@ class RankLostError(HangError):
 
     def __init__(self, stage: int, rank: int) -> None:
         super().__init__(f"rank {rank} of stage {stage} died", stage)
-        self.rank = rank
-
-    @property
-    def loss(self) -> Loss:
-        return Loss("died", f"lost its rank {self.rank}, which died")
+        self.loss = Loss("died", f"lost its rank {rank}, which died")
 
 
 class RunInterruptedError(Exception):
@@ -47,21 +40,6 @@ class Loss:
 
     kind: Literal["died", "hung"]
     text: str
-
-    @classmethod
-    def death(cls) -> Loss:
-        """The loss of a stage whose process has ended."""
-        return cls("died", "died")
-
-    @classmethod
-    def hang(cls, why: str) -> Loss:
-        """The loss of a stage that is killed since it hangs."""
-        return cls("hung", f"hung: {why}")
-
-    @classmethod
-    def unusable_device(cls, failure: BatchFailure) -> Loss:
-        """The loss of a stage whose process can do nothing more with its device."""
-        return cls("died", f"cannot use its device again: {failure.text}")
 
 
 @dataclass

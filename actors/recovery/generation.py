@@ -27,14 +27,13 @@ MOST_AHEAD = 8  # times what is taken together: a source that was slow once is n
 
 
 class LiveGeneration:
-    """Runs requests through the pipeline of `repair` from when they are submitted. After a fault
-    what has not ended is replayed, with the tokens that it had; nothing is told of twice.
+    """A `Live` over the pipeline of `repair`. What has not ended is replayed after a fault, with
+    the tokens that it had; nothing is told of twice.
 
-    One thread reads `events`; any thread may call the other methods meanwhile. While suspects of
-    killing stages run alone, other requests wait. Tokens of `told_every` micro-batches come
-    together, but a request's first ones and its end at once; with 0, all of them come with its end.
-    `waits`: whoever reads the events submits as many requests as are `wanted` between them, until
-    it calls `close`, and micro-batches are as large as planned.
+    While suspects of killing stages run alone, other requests wait. Tokens of `told_every`
+    micro-batches come together, but a request's first ones and its end at once; with 0, all of them
+    come with its end. `waits`: whoever reads the events submits as many requests as are `wanted`
+    between them, until it calls `close`, and micro-batches are as large as planned.
 
     A request with a `host_key` and tokens goes on from what lies there only while the pipeline is
     linked as it was then: else all of them are computed.
@@ -58,13 +57,6 @@ class LiveGeneration:
         self._check = self._new_check()
 
     def submit(self, *requests: Request) -> None:
-        """Have `requests` run as soon as there is room; several come together, none is scheduled
-        before the others. Their custom_ids must be unlike those of all requests under way, and of
-        all that were cancelled.
-
-        Raises `SpecError` for one that is under way. What else is wrong with it becomes an event
-        with an error.
-        """
         with self._lock:
             if self._closed:
                 raise RuntimeError("a live generation takes no requests after close()")
@@ -76,9 +68,6 @@ class LiveGeneration:
             self._feed()
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request: its memory is free at the next iteration, and no more events tell of
-        it but those that were read. One that has ended is ignored.
-        """
         with self._lock:
             if self._tokens.pop(custom_id, None) is None:
                 return
@@ -92,9 +81,6 @@ class LiveGeneration:
             self._feed()
 
     def interrupt(self) -> None:
-        """Have `events`, which another thread waits in, raise `RunInterruptedError` within about a
-        second; but what it repairs is repaired first.
-        """
         self._is_interrupted = True
 
     @property
@@ -103,9 +89,6 @@ class LiveGeneration:
 
     @property
     def wanted(self) -> int:
-        """How many requests should be submitted together now, where there are as many: first as
-        many as there are slots, then so many that the next ones are there when they are needed.
-        """
         return self._together if self.under_way < self._slots + self._ahead else 0
 
     @property
@@ -122,12 +105,6 @@ class LiveGeneration:
         return {custom_id: len(tokens) for custom_id, tokens in latest.slots.values()}
 
     def events(self) -> Generator[tuple[Progress, ...]]:
-        """Yield new tokens as they come, and the ends of requests; nothing where more requests are
-        wanted at once.
-
-        Raises `StageLostError` when there is no point in going on, its `DeviceLostError` when a
-        device is gone, and `RunInterruptedError`.
-        """
         while self._begin_turn():
             self._check = self._new_check()
             stream = self._pipeline.stages[0].live(self._run, self._told_every, self._waits)
@@ -149,9 +126,6 @@ class LiveGeneration:
             yield from self._recover(caught)
 
     def halt(self) -> tuple[Progress, ...]:
-        """Stop for good, while nobody waits for events; return what had come and was not read.
-        `unfinished` has the rest, with its tokens.
-        """
         with self._lock:
             self._closed, self._takes_more = True, False
         stopped = self._repair.stop_run({})

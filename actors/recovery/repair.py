@@ -115,7 +115,7 @@ class Repair:
                 except StageLostError:
                     if not retries:
                         raise
-                    stopper.stopped.lost.setdefault(stage, Loss.death())
+                    stopper.stopped.lost.setdefault(stage, Loss("died", "died"))
         except OverdueError:
             names = ", ".join(stages[stage].name for stage in loading)
             raise DeviceError(f"{names} did not load within {limit_s:g} s") from None
@@ -180,7 +180,9 @@ class RunStopper:
             if report.failure is not None:
                 self.stopped.failures[stage] = report.failure
                 if report.failure.kind == "device":
-                    self._kill(stage, Loss.unusable_device(report.failure))
+                    self._kill(
+                        stage, Loss("died", f"cannot use its device again: {report.failure.text}")
+                    )
         return self.stopped
 
     def _answers(self, asked: dict[int, ObjectRef[T]]) -> Iterator[tuple[int, T]]:
@@ -196,11 +198,11 @@ class RunStopper:
                     try:
                         answer = answers.get(reference)
                     except StageLostError:
-                        self.stopped.lost.setdefault(stage, Loss.death())
+                        self.stopped.lost.setdefault(stage, Loss("died", "died"))
                     else:
                         yield stage, answer
             except OverdueError:
-                loss = Loss.hang(f"it did not come to rest within {limit_s:g} s")
+                loss = Loss("hung", f"hung: it did not come to rest within {limit_s:g} s")
                 for stage in [stage for stage in asked if stage] or list(asked):
                     self._kill(stage, loss)
                     del asked[stage]

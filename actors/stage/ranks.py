@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -117,23 +117,17 @@ class Order(IntEnum):
     STEP = 0
     FINISH = 1
     FORGET_PARKED = 2
-    END = 3
 
 
 class Follower(Protocol):
     """The part of a stage that follows orders."""
 
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
-        """Compute a micro-batch."""
+        """As of `Stage`, which the other methods are of too."""
 
-    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """Compute the rank's part of the LM head."""
-
-    def forget_parked(self) -> None:
-        """Free what is parked in host memory."""
-
-    def empty_inputs(self, batch: MicroBatch, order: Order) -> Tensor:
-        """Memory for what rank 0 computes `batch` from."""
+    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled: ...
+    def forget_parked(self) -> None: ...
+    def empty_inputs(self, batch: MicroBatch, order: Order) -> Tensor: ...
 
 
 def send(group: RankGroup, order: Order, batch: MicroBatch | None = None) -> None:
@@ -163,15 +157,12 @@ def receive(group: RankGroup) -> tuple[Order, MicroBatch | None]:
     return order, decoded[0]
 
 
-def follow(stage: Follower, group: RankGroup) -> None:
-    """Do what rank 0 orders until it ends; the work of every other rank.
-
-    Errors are those of the stage, and `StageLostError` where another rank is lost.
+def follow(stage: Follower, group: RankGroup) -> NoReturn:
+    """Do what rank 0 orders; the work of every other rank, which ends by an error: those of the
+    stage, and `StageLostError` where another rank has left or is lost.
     """
     while True:
         order, batch = receive(group)
-        if order == Order.END:
-            return
         if order == Order.FORGET_PARKED:
             stage.forget_parked()
             continue

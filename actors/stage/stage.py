@@ -20,10 +20,7 @@ from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.model_config import read_config
-from actors.stage.partial_model import (
-    ContextAsCache,
-    architecture_of,
-)
+from actors.stage.partial_model import ContextAsCache, architecture_of
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, share_of, weight_bytes
@@ -186,10 +183,6 @@ class Stage:
         group, self._group = self._group, ALONE
         join(self._model, ALONE)
         group.close()
-
-    def dismiss(self) -> None:
-        """End the work of the other ranks; they may join another group."""
-        send(self._group, Order.END)
 
     @torch.inference_mode()
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:

@@ -19,6 +19,8 @@ from quant.common.errors import StageLostError
 from quant.scheme import Processor
 
 _TIMEOUT_S = 120.0
+END = b""
+"""No order: a rank that follows takes rank 0 to be gone."""
 _PLAIN = Processor(instruction_sets=frozenset())
 """A CPU without kernels of its own: 8 bit is rounded once, by rows."""
 
@@ -111,7 +113,7 @@ def following(ranks: Sequence[Stage]) -> Iterator[Stage]:
         thread.start()
     try:
         yield ranks[0]
-        ranks[0].dismiss()
+        groups[0].broadcast_bytes(END)
     except BaseException:
         groups[0].table.barrier.abort()
         raise
@@ -134,6 +136,10 @@ def load_ranks(spec: StageSpec, degree: int, folder: Path, **options: Any) -> li
 def _following(stage: Stage, group: ThreadGroup, failed: list[BaseException]) -> None:
     try:
         follow(stage, group)
+    except StageLostError as error:
+        if group.table.laid[0] != ("broadcast_bytes", END):
+            failed.append(error)
+            group.table.barrier.abort()
     except BaseException as error:
         failed.append(error)
         group.table.barrier.abort()

@@ -103,7 +103,7 @@ def test_stages_measure_once_and_whoever_comes_later_gets_the_same(
         own = [digest_of_inputs(layer.inputs) for layer in store.known.layers]
         first = [group.digests(index) for index in range(3)]
         assert [digest for stage in first for digest in stage] == own
-        pid = ray._private.state.actors()[group.stages[1].actor_id]["Pid"]
+        pid = ray._private.state.actors()[group.stages[1].actor_ids[0]]["Pid"]
         os.kill(pid, signal.SIGKILL)
         prompts = random_prompts([5] * 4)
         requests = [Request(str(i), prompt, 4, Sampling()) for i, prompt in enumerate(prompts)]

@@ -40,7 +40,7 @@ def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         actors = ray._private.state.actors()
         for stage, handle in zip(plan.stages, group.stages, strict=True):
-            resources = nodes[actors[handle.actor_id]["Address"]["NodeID"]]
+            resources = nodes[actors[handle.actor_ids[0]]["Address"]["NodeID"]]
             assert stage.accelerator.split("-")[0] in resources
         second = StageGroup(
             plan.spec, str(tiny[0]), GroupOptions(timeouts=Timeouts(placement_s=1.0))

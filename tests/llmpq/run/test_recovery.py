@@ -70,7 +70,7 @@ def undisturbed(tiny: tuple[Path, Any]) -> dict[str, tuple[int, ...]]:
 def send(group: StageGroup, stage: int, what: int) -> None:
     """A signal to the stage's process, which gets no chance to say good-bye."""
     actors = ray._private.state.actors()
-    os.kill(actors[group.stages[stage].actor_id]["Pid"], what)
+    os.kill(actors[group.stages[stage].actor_ids[0]]["Pid"], what)
 
 
 class FaultyGroup(StageGroup):
@@ -91,11 +91,11 @@ def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
         on_event=recorder.events.append,
     )
     with StageGroup(plan.spec, str(tiny[0]), options) as group:
-        survivors = [group.stages[0].actor_id, group.stages[2].actor_id]
+        survivors = [group.stages[0].actor_ids[0], group.stages[2].actor_ids[0]]
         for batch in group.generate(requests(COUNT)):
             recorder.take(batch)
             for at in [at for at in faults if at <= len(recorder.ended)]:
-                kept = [group.stages[0].actor_id, group.stages[2].actor_id]
+                kept = [group.stages[0].actor_ids[0], group.stages[2].actor_ids[0]]
                 assert kept == survivors, "they keep their shards"
                 for stage, what in faults.pop(at):
                     send(group, stage, what)

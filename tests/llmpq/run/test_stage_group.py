@@ -83,7 +83,7 @@ def test_a_killed_stage_is_named_within_seconds_where_it_is_not_replaced(
     running = group.generate(Source(random_prompts([5] * 40 * COUNT)))
     next(running)
     actors = ray._private.state.actors()
-    os.kill(actors[group.stages[2].actor_id]["Pid"], signal.SIGKILL)
+    os.kill(actors[group.stages[2].actor_ids[0]]["Pid"], signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(StageLostError, match=r"stage 2's process died"):
         list(running)
