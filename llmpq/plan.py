@@ -30,14 +30,13 @@ from planner.explanation.planned_assignment import planned_assignment, rebuilt_c
 from planner.explanation.what_if import WhatIfOptions
 from planner.latency_bound.draw import simulated_cycles
 from planner.latency_bound.front import KindFronts
-from planner.micro_batches import MicroBatches
 from planner.option_rules import refuse_unknown
-from planner.plan.forecasts import Prediction
+from planner.plan.parts import Prediction
 from planner.plan.spec import PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.search.find import FrontPoint
 from planner.simulation.pictures import write_chrome_trace, write_gantt
 from planner.simulation.simulation import Simulated
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import LlmpqError, SpecError
 
 if TYPE_CHECKING:

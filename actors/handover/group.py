@@ -22,8 +22,7 @@ from actors.recovery.policy import EventReporter, RecoveryEvent
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
-from planner.plan.divided import all_stages, parts_of, undivided
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, all_stages, parts_of, undivided
 from planner.scheduling import PolicyOptions
 from quant.common.errors import DeviceError, SpecError
 from quant.rounding.importance import ImportanceStore

@@ -19,7 +19,7 @@ from actors.stage.spec import stage_spec, stand_in_spec
 from actors.stage_group import StageGroup
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
-from planner.plan.divided import HandoverLink, handover_link
+from planner.plan.kv_copies import HandoverLink, handover_link
 from planner.plan.spec import PlanSpec, StagePlan
 
 

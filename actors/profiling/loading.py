@@ -22,7 +22,7 @@ from actors.processes.device import device_here
 from actors.stage.model_config import config_of_values, with_layers
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.shard import path_of
-from planner.profiles.loading import Origin
+from planner.profiles.links import Origin
 from quant.backends.table import backend_name
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE

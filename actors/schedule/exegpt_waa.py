@@ -25,7 +25,7 @@ from actors.messages import (
 )
 from actors.schedule.request_slots import RequestSlots, most_tokens
 from actors.schedule.scheduler import QueueSizes, Scheduler
-from planner.plan.parking import host_tokens
+from planner.plan.kv_copies import host_tokens
 from planner.plan.spec import PlanSpec
 from planner.schedule.turns import SHORT_PROMPTS, WAITING, PrefillSizes, joining
 from planner.scheduling import PolicyOptions, RequestSchedule

@@ -15,7 +15,7 @@ from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import Supervision
-from planner.plan.parking import parking
+from planner.plan.kv_copies import parking
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
 from planner.schedule.policy_sizes import OrcaSizes

@@ -13,8 +13,8 @@ import numpy as np
 
 from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds, TokenRange
 from actors.schedule.scheduler import QueueSizes, Scheduler
-from planner.micro_batches import MicroBatches
 from planner.schedule.static import SlotGroup, StaticPolicy
+from planner.workload import MicroBatches
 
 
 class StaticScheduler(Scheduler):

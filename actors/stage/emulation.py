@@ -25,8 +25,8 @@ from actors.stage.stage import Stage
 from actors.stage_figures import StageStats
 from actors.transport.message_format import PlainCodec
 from planner.costs.communication import HostCopies
+from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import ModelledTimes
-from planner.plan.parking import host_copies
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import DeviceError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.model.config_check import DTYPE_KEYS, check_end_tokens
+from planner.model.finding import has_own_head
 from planner.model.shape import MAX_SIZE
-from planner.model.stored_weights import has_own_head
 from quant.checkpoint.gguf.folder import model_place, settings_place
 from quant.checkpoint.gguf.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY

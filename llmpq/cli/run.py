@@ -56,9 +56,8 @@ from llmpq.run.run_progress import RunProgress, about
 from llmpq.run.summary import RunSize, planned_s
 from llmpq.run.summary_table import summary_table
 from planner.cluster.spec import ClusterSpec
-from planner.plan.divided import undivided
-from planner.plan.run_trace import check_trace_path
-from planner.plan.spec import PlanSpec
+from planner.plan.simulate import check_trace_path
+from planner.plan.spec import PlanSpec, undivided
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
 from quant.scheme import GPTQ
 

@@ -30,7 +30,7 @@ from llmpq.run.options import RunOptions
 from llmpq.run.run_progress import LogTimes, duration
 from llmpq.serve.options import FOLDER_SUFFIX, BatchOptions, ServeOptions, find_api_key
 from planner.fleet.fleet_spec import FleetSpec
-from planner.plan.divided import all_stages
+from planner.plan.spec import all_stages
 from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 

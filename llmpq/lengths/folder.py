@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llmpq.lengths.boosting import Boosting
 from llmpq.lengths.predictor import BucketModel, IntArray
-from planner.prediction import PREDICTOR_FILE, PredictorFile, predictor_file
+from planner.assumed_predictor import PREDICTOR_FILE, PredictorFile, predictor_file
 from quant.common.errors import InputError, SpecError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")

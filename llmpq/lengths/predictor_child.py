@@ -48,7 +48,7 @@ class LearningPredictor:
 
         from llmpq.lengths.folder import load_predictor
         from llmpq.lengths.learner import Learner, LearningLimits
-        from planner.prediction import predictor_file
+        from planner.assumed_predictor import predictor_file
 
         model = load_predictor(folder)
         self._trained_confusion = np.array(predictor_file(folder).confusion)

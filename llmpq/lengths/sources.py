@@ -17,8 +17,8 @@ from llmpq.lengths.learner import LearningLimits
 from llmpq.lengths.predictor import Known, LengthPredictor, Longest, Prompt
 from llmpq.tokenizing.child_process import ChildEndedError, JsonChild
 from llmpq.workload.measured_lengths import whole_tokens
-from planner.prediction import predictor_file
-from planner.profiles.csv_table import read_lines
+from planner.assumed_predictor import predictor_file
+from planner.profiles.rows import read_lines
 from quant.common.errors import InputError, SpecError
 
 BATCH_S = 60.0

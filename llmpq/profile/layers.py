@@ -13,7 +13,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.shape import ModelShape
 from planner.profiles.design import LayerWorkload, ProfileOptions, design
-from planner.profiles.row_selection import applies
+from planner.profiles.fit import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
 from planner.scheduling import PHASES
 from quant.common.errors import SpecError

@@ -10,11 +10,17 @@ from rich.table import Table
 
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
-from planner.profiles.csv_table import read_table
 from planner.profiles.layer_fit import row_length
-from planner.profiles.links import LinkRow, SumRow, fit_links, fit_sums
-from planner.profiles.loading import LoadRow, loading_path, loading_s
-from planner.profiles.rows import ProfileRow
+from planner.profiles.links import (
+    LinkRow,
+    LoadRow,
+    SumRow,
+    fit_links,
+    fit_sums,
+    loading_path,
+    loading_s,
+)
+from planner.profiles.rows import ProfileRow, read_table
 from planner.scheduling import PHASES
 
 

@@ -21,10 +21,18 @@ from planner.cluster.device import Device, Place
 from planner.cluster.spec import ClusterSpec, equal_devices, group_of
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import DEGREES
-from planner.profiles.csv_table import read_table, write_table
 from planner.profiles.design import ProfileOptions
-from planner.profiles.links import LinkRow, SumRow, links_path, read_links, read_sums, sums_path
-from planner.profiles.loading import LoadRow, loading_path
+from planner.profiles.links import (
+    LinkRow,
+    LoadRow,
+    SumRow,
+    links_path,
+    loading_path,
+    read_links,
+    read_sums,
+    sums_path,
+)
+from planner.profiles.rows import read_table, write_table
 from quant.common.errors import DeviceError
 
 

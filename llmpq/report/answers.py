@@ -20,8 +20,8 @@ from llmpq.report.formatting import (
 from llmpq.report.latency import latency_answers, what_is_bounded
 from llmpq.report.reasons import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
-from planner.plan.forecasts import JobForecast
-from planner.plan.spec import PlanChoice, PlanSpec
+from planner.plan.parts import JobForecast, PlanChoice
+from planner.plan.spec import PlanSpec
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
 
 EQUAL_SPEED = 0.005  # less than a percent that is shown

@@ -19,7 +19,7 @@ from llmpq.report.formatting import (
 
 if TYPE_CHECKING:
     from planner.latency_bound.schedules import BoundRequest
-    from planner.plan.forecasts import LatencyForecast
+    from planner.plan.parts import LatencyForecast
     from planner.plan.spec import PlanSpec
     from planner.scheduling import ScheduleKind
 

@@ -34,7 +34,8 @@ from llmpq.report.formatting import (
 from llmpq.report.rendering import write_picture
 from planner.explanation.explain import Explanation
 from planner.latency_bound.draw import simulated_cycles
-from planner.plan.spec import PlanChoice, PlanSpec
+from planner.plan.parts import PlanChoice
+from planner.plan.spec import PlanSpec
 from planner.search.find import FrontPoint, front_json
 from planner.simulation.pictures import GanttOptions, gantt_svg
 from planner.simulation.simulation import Simulated

@@ -29,7 +29,7 @@ from llmpq.report.formatting import (
 from llmpq.report.latency import kind_name, latencies, lengths, rates, requests_per_second, waiting
 from llmpq.report.reasons import LEAST_GAIN
 from planner.options import PLAN_TIME
-from planner.plan.forecasts import LatencyForecast, PerplexityForecast
+from planner.plan.parts import LatencyForecast, PerplexityForecast
 from planner.plan.spec import Baseline, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
 from quant.scheme import FULL_BITS, NEAR_FULL_BITS

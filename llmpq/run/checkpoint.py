@@ -22,8 +22,7 @@ from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.model.finding import shape_at_hand
 from planner.model.shape import ModelShape
 from planner.plan.check import check_plan
-from planner.plan.divided import all_stages
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, all_stages
 from planner.workload import check_length
 from quant.checkpoint.model_reference import is_local_model, local_path, resolve
 from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache

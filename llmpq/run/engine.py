@@ -32,9 +32,8 @@ from llmpq.run.importance import importance_file, importance_store
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
-from planner.plan.divided import all_stages, undivided
-from planner.plan.run_trace import check_trace_path
-from planner.plan.spec import PlanSpec
+from planner.plan.simulate import check_trace_path
+from planner.plan.spec import PlanSpec, all_stages, undivided
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceError, HeadLostError, StageLostError
 

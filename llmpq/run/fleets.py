@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.fleet.fleet_spec import FleetSpec, joined_plan
-from planner.plan.divided import parts_of
-from planner.plan.forecasts import JobForecast
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.parts import JobForecast
+from planner.plan.spec import PlanSpec, StagePlan, parts_of
 from quant.common.errors import SpecError
 from quant.scheme import GPTQ
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from llmpq.jobs.job_files import model_digest
 from planner.model.shape import ModelShape
-from planner.plan.divided import parts_of
-from planner.plan.spec import PlannedImportance, PlanSpec
+from planner.plan.parts import PlannedImportance
+from planner.plan.spec import PlanSpec, parts_of
 from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 from quant.loading.cache_settings import CacheSettings
 from quant.rounding.importance_header import FOLDER, by_fingerprint, read_importance_header

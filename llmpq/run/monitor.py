@@ -16,7 +16,7 @@ import numpy as np
 
 from actors.stage_figures import LayersLoaded, StageStats
 from llmpq.run.meter import INTERVAL_S, RunMeter, RunState
-from planner.plan.run_trace import MeasuredStage, write_run_trace
+from planner.plan.simulate import MeasuredStage, write_run_trace
 from planner.plan.spec import PlanSpec
 from quant.common.errors import HeadLostError, InputError
 

@@ -40,9 +40,8 @@ from llmpq.run.run import Run
 from llmpq.run.slow_stages import measured_s, work_of
 from llmpq.run.summary import planned_latency, planned_tokens_per_s
 from llmpq.version import llmpq_version
-from planner.plan.divided import undivided
 from planner.plan.simulate import planned_s, time_scale
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan, undivided
 from planner.scheduling import Phase
 from quant.common.text import printable
 

@@ -30,8 +30,7 @@ from llmpq.run.rows_in_flight import RowsInFlight, SourceGate, in_random_order
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_latency, planned_rate
 from llmpq.run.switching import DriftControl, Measured, Planning, RowsToGo, Switch
 from planner.lengths import RequestLengths
-from planner.plan.divided import undivided
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, undivided
 from planner.scheduling import BOUNDED
 from quant.common.errors import DeviceLostError
 

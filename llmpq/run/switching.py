@@ -16,9 +16,8 @@ from llmpq.run.drift import Drift, DriftWatch, LengthRecord, OutputLengths
 from llmpq.run.meter import RunState
 from planner.cluster.device import Slowdown
 from planner.lengths import Lengths, RequestLengths
-from planner.plan.divided import undivided
 from planner.plan.simulate import time_scale
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan, undivided
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import LlmpqError
 

@@ -26,7 +26,7 @@ from llmpq.jobs.formats.file_format import (
 from llmpq.jobs.result_lines import error_of, finished_rows, is_openai_line
 from llmpq.jobs.store import JobStore
 from planner.lengths import Lengths, RequestLengths
-from planner.profiles.csv_table import TableLine, read_lines
+from planner.profiles.rows import TableLine, read_lines
 from planner.workload import MAX_TOKENS
 from quant.common.errors import InputError, SpecError
 

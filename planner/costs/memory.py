@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from planner.cluster.device import Device
-from planner.micro_batches import MicroBatches
 from planner.model.shape import ModelShape
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.backends.table import layer_rule
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor

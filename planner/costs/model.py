@@ -12,7 +12,7 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
-from planner.costs.latency_model import LatencyModel
+from planner.costs.latency_model import LatencyModel, MicroBatchTimes
 from planner.costs.memory import (
     StageEnds,
     StageMemory,
@@ -22,17 +22,14 @@ from planner.costs.memory import (
     layer_weight_bytes,
     margin_bytes,
 )
-from planner.costs.micro_batch_times import MicroBatchTimes
-from planner.micro_batches import MicroBatches
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
-from planner.optimiser.assignment import Assignment
-from planner.optimiser.capacity import stages_hold
+from planner.optimiser.assignment import Assignment, stages_hold
 from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import SteadyCycle, job_passes
 from planner.scheduling import TOKEN_POLICIES, PolicyOptions
-from planner.workload import Job, Workload
+from planner.workload import Job, MicroBatches, Workload
 from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes, transfer_terms
-from planner.costs.latency_model import LayerSeconds
-from planner.costs.micro_batch_times import (
+from planner.costs.latency_model import (
+    LayerSeconds,
     between,
     lengths_around,
     near_length,

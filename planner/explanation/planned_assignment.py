@@ -11,7 +11,6 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import grouped_cluster
 from planner.costs.model import CostModel, expanded, grouped
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
@@ -23,6 +22,7 @@ from planner.search.qualities import bits_by_quality
 from planner.search.request import planning_costs
 from planner.simulation.job_simulation import Forecast, forecast_assignment
 from planner.simulation.simulation import Simulated, simulate_assignment
+from planner.workload import MicroBatches
 from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 
 

@@ -13,12 +13,12 @@ from typing import Literal
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.explanation.planned_assignment import PlannedAssignment
-from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, evaluate
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import lower_bound
 from planner.optimiser.solve import solve
 from planner.search.fitting import fitting_problems
+from planner.workload import MicroBatches
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
 

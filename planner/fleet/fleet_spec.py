@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from planner.plan import file
-from planner.plan.field_types import STRICT, Positive, Seconds
+from planner.plan.parts import STRICT, Positive, Seconds
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 

@@ -15,14 +15,13 @@ from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError,
 from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
 from planner.latency_bound.waa import prompts_in_flight
-from planner.micro_batches import MicroBatches
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import JobPasses
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import build_plan
-from planner.plan.forecasts import LatencyForecast
 from planner.plan.origin import origin_of
+from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role, StagePlan
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import planned_importance
@@ -37,7 +36,7 @@ from planner.search.request import (
     with_fitting_cache,
 )
 from planner.simulation.job_simulation import Forecast
-from planner.workload import Job
+from planner.workload import Job, MicroBatches
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.common.units import GIB
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from planner.costs.pass_times import PassSeconds
 from planner.lengths import FloatArray
-from planner.plan.forecasts import LatencyForecast
+from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import Pass
 from planner.scheduling import RequestSchedule

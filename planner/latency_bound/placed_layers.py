@@ -20,10 +20,9 @@ from planner.costs.model import CostModel, expanded
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.latency_bound.stage_times import GridTimes
 from planner.latency_bound.waa_sides import Handover, StageCopies
-from planner.micro_batches import MicroBatches
 from planner.plan.builder import Solution, solution_quality
 from planner.scheduling import ScheduleKind
-from planner.workload import Job, Workload
+from planner.workload import Job, MicroBatches, Workload
 
 
 class PlacedLayers:

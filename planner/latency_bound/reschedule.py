@@ -23,9 +23,8 @@ from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import Solution
-from planner.plan.divided import parts_of
-from planner.plan.parking import host_tokens
-from planner.plan.spec import PlanSpec
+from planner.plan.kv_copies import host_tokens
+from planner.plan.spec import PlanSpec, parts_of
 from planner.schedule.turns import WAITING
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
 from planner.search.request import PlanningRequest, costs_of

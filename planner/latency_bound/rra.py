@@ -24,12 +24,11 @@ from planner.latency_bound.schedules import (
 )
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
 from planner.latency_bound.timeline import Performance, Timeline
-from planner.micro_batches import MicroBatches
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
 from planner.search.fitting import first_sets
 from planner.search.in_flight import JobSearch
-from planner.workload import Job
+from planner.workload import Job, MicroBatches
 from quant.common.errors import DoesNotFitError
 
 SHARES, FEW, MANY = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 64), 1 / 8, 3 / 4

@@ -30,11 +30,10 @@ from planner.lengths import (
     Lengths,
     RequestLengths,
 )
-from planner.micro_batches import MOST_PREFILL_TOKENS
 from planner.schedule.job_passes import SteadyCycle
 from planner.schedule.turns import Turns
 from planner.scheduling import SCHEDULE_KINDS, RequestSchedule, ScheduleKind
-from planner.workload import MOST_PROMPTS, Job
+from planner.workload import MOST_PREFILL_TOKENS, MOST_PROMPTS, Job
 from quant.common.errors import SpecError
 
 

@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from planner.costs.micro_batch_times import near_length, unlike_prompts_s
+from planner.costs.latency_model import near_length, unlike_prompts_s
 from planner.latency_bound.stage_times import StageSeconds
 from planner.latency_bound.timeline import PassTimes, Tandem
 from planner.latency_bound.waa_run import DecodeSide, PrefillSide, PromptBatch, WaaRun

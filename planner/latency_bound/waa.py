@@ -31,13 +31,12 @@ from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simul
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
-from planner.micro_batches import MicroBatches
 from planner.schedule.job_passes import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
 from planner.search.fitting import first_sets
 from planner.search.in_flight import JobSearch
-from planner.workload import MAX_REQUESTS, Job, Workload
+from planner.workload import MAX_REQUESTS, Job, MicroBatches, Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError
 
 SETTLING = 3

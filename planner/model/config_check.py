@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.model.family import ConfigFile, ConfigKeys, RotaryKeys, UnusedEntries, is_number, shown
+from planner.model.families import (
+    ConfigFile,
+    ConfigKeys,
+    RotaryKeys,
+    UnusedEntries,
+    is_number,
+    shown,
+)
 from planner.model.shape import MAX_SIZE, ModelShape
 from quant.common.errors import SpecError
 

@@ -20,15 +20,14 @@ from planner.optimiser.assignment import (
     SolveOptions,
     assign_bits,
     conclude,
+    require_feasible,
     smallest_assignment,
 )
-from planner.optimiser.capacity import require_feasible
 from planner.optimiser.milp import solve_exactly
 from planner.optimiser.prices import Prices
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
-from planner.optimiser.sensitivity_tables import SensitivityTables
-from planner.optimiser.stage_options import StageLister, StageOptions
+from planner.optimiser.stage_options import SensitivityTables, StageLister, StageOptions
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
 MOST_ENTRIES = 60_000_000  # options looked at for one limit: about 2 GB and 10 s; else the ILP

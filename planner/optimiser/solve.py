@@ -1,25 +1,177 @@
 """Solving one assignment problem by a method of the table: the face of the optimiser.
 
 `AssignmentProblem` says what layers cost on each stage, `solve` finds which go where at which
-bitwidth (LLM-PQ section 4.3), `planner.optimiser.assignment.evaluate` prices any assignment.
+bitwidth (LLM-PQ section 4.3), `planner.optimiser.assignment.evaluate` prices any assignment. The
+baselines of section 6.1 with one bitwidth, Uniform, PipeEdge and FlexGen, are here too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from planner.optimiser.assignment import Assignment, SolveOptions
+import numpy as np
+
+from planner.optimiser.assignment import (
+    Assignment,
+    SolveOptions,
+    evaluate,
+    require_feasible,
+    stage_times,
+    whole_layers,
+)
 from planner.optimiser.boxes import solve_by_boxes
 from planner.optimiser.milp import solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER
-from planner.optimiser.one_bitwidth import pipeedge_assignment, solve_bounded, uniform_assignment
-from planner.optimiser.problem import AssignmentProblem
-from planner.optimiser.sensitivity_tables import SensitivityTables
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
+from planner.optimiser.relaxation import relax
 from planner.optimiser.solvers import require_known
+from planner.optimiser.stage_options import SensitivityTables
 from planner.optimiser.transfer import improve_by_transfer, solve_adabits, solve_by_transfer
-from quant.common.errors import SpecError
+from quant.common.errors import InfeasibleError, SpecError
+from quant.common.units import GIB
+
+
+def solve_bounded(
+    find: Callable[[AssignmentProblem], Assignment],
+    problem: AssignmentProblem,
+    options: SolveOptions,
+) -> Assignment:
+    """What a baseline finds, with the relaxation's bound; InfeasibleError where nothing fits."""
+    start_s = options.clock()
+    found = find(problem)
+    bound = min(found.objective, relax(problem).bound)
+    return replace(found, bound=bound, seconds=options.clock() - start_s)
+
+
+def uniform_assignment(problem: AssignmentProblem) -> Assignment:
+    """Uniform without a bound, for searches that ask often: the greatest bitwidth that fits."""
+    sizes = even_sizes(problem.layers, problem.stages)
+    first_layer = (0, *np.cumsum(sizes).tolist())
+    for choice in reversed(range(len(problem.bitwidths))):
+        bitwidth = (choice,) * problem.layers
+        objective = evaluate(problem, first_layer, bitwidth)
+        if math.isfinite(objective):
+            return Assignment(first_layer, bitwidth, objective, status="uniform")
+    raise InfeasibleError(_explain_uneven(problem, sizes, first_layer))
+
+
+def even_sizes(layers: int, stages: int) -> IntArray:
+    """Layers per stage [N] that differ by at most one; the ends come first where they differ."""
+    sizes = np.full(stages, layers // stages, dtype=np.int64)
+    by_turn = [0, *range(stages - 1, 0, -1)]
+    sizes[by_turn[: layers % stages]] += 1
+    return sizes
+
+
+def _explain_uneven(
+    problem: AssignmentProblem, sizes: IntArray, first_layer: tuple[int, ...]
+) -> str:
+    usable = np.flatnonzero(problem.available[sizes > 0].all(axis=0))
+    if problem.layers < min(problem.stages, 2):
+        return f"{problem.layers} layer cannot fill {problem.stages} stages; use 1 device"
+    if usable.size == 0:
+        bits = ", ".join(map(str, problem.bitwidths))
+        return f"no one bitwidth of {bits} runs on every device; allow another or mix bitwidths"
+    smallest = int(usable[problem.layer_bytes[:, usable].sum(axis=0).argmin()])
+    needed = stage_times(problem, first_layer, (smallest,) * problem.layers).bytes
+    short = needed - problem.memory_bytes
+    stage = int(short.argmax())
+    return (
+        f"{problem.bitwidths[smallest]} bit everywhere still needs {needed[stage] / GIB:.2f} GiB "
+        f"for {sizes[stage]} layers on stage {stage}, which has "
+        f"{problem.memory_bytes[stage] / GIB:.2f} GiB left, {short[stage] / GIB:.2f} GiB short; "
+        "spread layers by memory, mix bitwidths, or lower the batch"
+    )
+
+
+def pipeedge_assignment(problem: AssignmentProblem) -> Assignment:
+    """PipeEdge without a bound: the greatest bitwidth that fits, and the least slowest prefill."""
+    for choice in reversed(range(len(problem.bitwidths))):
+        if (problem.memory_bytes < 0).any():
+            break
+        held = whole_layers(problem.layer_bytes[:, choice], problem.memory_bytes, problem.layers)
+        most = np.where(problem.available[:, choice], held, 0)
+        first_layer = _fastest_prefill(problem, choice, most)
+        bits = (choice,) * problem.layers
+        objective = evaluate(problem, first_layer, bits) if first_layer else math.inf
+        if math.isfinite(objective):
+            return Assignment(first_layer, bits, objective, status="pipeedge")
+    require_feasible(problem)
+    bits_text = ", ".join(map(str, problem.bitwidths))
+    raise InfeasibleError(
+        f"no one bitwidth of {bits_text} fits all {problem.layers} layers on the "
+        f"{problem.stages} devices; mix bitwidths, or lower the batch"
+    )
+
+
+def _fastest_prefill(problem: AssignmentProblem, choice: int, most: IntArray) -> tuple[int, ...]:
+    """Boundaries with the least slowest prefill stage, of at most `most` [N] layers each; empty
+    where nothing fits. `slowest[j, l]` is the least for the first j stages with l layers.
+    """
+    stages, layers = problem.stages, problem.layers
+    slowest: FloatArray = np.full((stages + 1, layers + 1), np.inf)
+    slowest[0, 0] = float(problem.prefill_comm_s.max())
+    taken = np.zeros((stages + 1, layers + 1), dtype=np.int64)
+    for stage in range(stages):
+        least = 1 if stage in (0, stages - 1) else 0
+        for size in range(least, int(most[stage]) + 1):
+            own = problem.fixed_prefill_s[stage] + size * problem.prefill_s[stage, choice]
+            found = np.maximum(slowest[stage, : layers + 1 - size], own)
+            better = found < slowest[stage + 1, size:]
+            slowest[stage + 1, size:][better] = found[better]
+            taken[stage + 1, size:][better] = size
+    if math.isinf(slowest[stages, layers]):
+        return ()
+    first_layer = [layers]
+    for stage in range(stages, 0, -1):
+        first_layer.append(first_layer[-1] - int(taken[stage, first_layer[-1]]))
+    return tuple(reversed(first_layer))
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadingEstimate:
+    """Seconds of one batch, the bitwidth, and the bytes [N] that each stage keeps on its host."""
+
+    latency_s: float
+    bits: int
+    host_bytes: FloatArray
+
+
+def estimate_offloading(
+    problem: AssignmentProblem,
+    bits: int,
+    host_link_bytes_per_s: Sequence[float],
+    host_memory_bytes: Sequence[float],
+) -> OffloadingEstimate:
+    """Estimate FlexGen with an even partition; rates [N] in one direction. What does not fit lies
+    in host memory and is streamed in once a round (block schedule) while computing: a round takes
+    the longer of both. SpecError for another bitwidth, InfeasibleError where a device cannot run it
+    or host memory is short.
+    """
+    if bits not in problem.bitwidths:
+        raise SpecError(f"{bits} bit is none of {', '.join(map(str, problem.bitwidths))}")
+    choice = problem.bitwidths.index(bits)
+    if not problem.available[:, choice].all():
+        stage = int(np.flatnonzero(~problem.available[:, choice])[0])
+        raise InfeasibleError(f"stage {stage} cannot run {bits} bit; estimate another bitwidth")
+    sizes = even_sizes(problem.layers, problem.stages)
+    host = np.maximum(sizes * problem.layer_bytes[:, choice] - problem.memory_bytes, 0.0)
+    short = host - np.asarray(host_memory_bytes, dtype=np.float64)
+    if (short > 0).any():
+        stage = int(short.argmax())
+        raise InfeasibleError(
+            f"stage {stage} offloads {host[stage] / GIB:.2f} GiB, {short[stage] / GIB:.2f} GiB "
+            "more than its host memory; use fewer bits or more host memory"
+        )
+    streamed_s = host / np.asarray(host_link_bytes_per_s, dtype=np.float64)
+    prefill = problem.fixed_prefill_s + sizes * problem.prefill_s[:, choice]
+    decode = problem.fixed_decode_s + sizes * problem.decode_s[:, choice]
+    prefill = np.maximum(prefill, streamed_s / problem.prefill_micro_batches)
+    decode = np.maximum(decode, streamed_s / problem.decode_micro_batches)
+    return OffloadingEstimate(latency_form(problem).of_stages(prefill, decode), bits, host)
+
 
 TRANSFER_SHARE = 0.2  # of a time limit, kept for the heuristic
 

@@ -1,4 +1,4 @@
-"""The ways in which a stage may hold a run of layers, as far as they are not ruled out.
+"""The ways in which a stage may hold a run of layers, and the least sensitivity of each.
 
 An option is a run of layers with its number of layers at each bitwidth. Memory (LLM-PQ eq. 12-13)
 is kept exactly: options that do not fit are never listed.
@@ -6,16 +6,165 @@ is kept exactly: options that do not fit are never listed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import comb
 
 import numpy as np
 
 from planner.optimiser.prices import PricedProblem, PricedStages
 from planner.optimiser.problem import BoolArray, FloatArray, IntArray
 from planner.optimiser.relaxation import RelaxedProblem
-from planner.optimiser.sensitivity_tables import SensitivityTables, lattice_size
+
+MOST_KEPT_ROWS, KEPT_LATTICES = 10_000, 64
+"""Lattices that are kept, of runs of up to 37 layers at four bitwidths: 10 MB in all."""
+
+
+@dataclass(frozen=True, eq=False)
+class CountLattice:
+    """The [M, K] counts of some layers, in lexicographic order; `one_less` [K, M] is where each
+    lies with a layer less of a bitwidth, that lattice's size where it has none.
+    """
+
+    counts: IntArray
+    one_less: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """Tables by length [M + 1, A], the last row infinite, of runs from some starts, whose columns
+    may have shorter runs later.
+    """
+
+    tables: list[FloatArray]
+
+
+class SensitivityTables:
+    """The least sensitivity of a run of layers for every number of layers at each bitwidth, by
+    dynamic programming: `least[counts]` is the minimum over b of omega(i, b) plus the value for one
+    layer less at b. Tables of a matrix [L, K] are filled as asked for, shared where all layers are
+    alike, and serve every device order and micro-batch size (LLM-PQ eq. 5-6, 12-13 know counts
+    only).
+    """
+
+    def __init__(self, sensitivity: FloatArray) -> None:
+        self._sensitivity = sensitivity
+        self._alike = bool((sensitivity == sensitivity[0]).all())
+        self._lattices: list[CountLattice] = [_lattice(0, sensitivity.shape[1])]
+        self._runs: dict[int, tuple[_Runs, int]] = {}
+        self._longest: dict[int, int] = {}
+
+    def counts(self, length: int) -> IntArray:
+        """Counts [M, K] of every way to give `length` layers bitwidths."""
+        return self._lattice(length).counts
+
+    def least(self, length: int, starts: IntArray) -> FloatArray:
+        """Least sums of sensitivity [A, M] of the runs of `length` layers from `starts` [A] on."""
+        size = len(self.counts(length))
+        if self._alike:
+            self.fill({0: length})
+            return np.broadcast_to(self._runs[0][0].tables[length][:size, 0], (starts.size, size))
+        self.fill(dict.fromkeys(starts.tolist(), length))
+        places = [self._runs[start] for start in starts.tolist()]
+        found = np.empty((starts.size, size))
+        for runs in {id(runs): runs for runs, _ in places}.values():
+            rows = [row for row, place in enumerate(places) if place[0] is runs]
+            found[rows] = runs.tables[length][:size, [places[row][1] for row in rows]].T
+        return found
+
+    def fill(self, longest: Mapping[int, int]) -> None:
+        """Fill runs of up to `longest` layers by start together, which takes hardly longer than one
+        alone.
+        """
+        if self._alike:
+            longest = {0: max(longest.values(), default=0)}
+        missing = {
+            start: length
+            for start, length in longest.items()
+            if self._longest.get(start, -1) < length
+        }
+        if not missing:
+            return
+        starts = np.array(sorted(missing, key=lambda start: -missing[start]))
+        runs = self._filled(starts, np.array([missing[start] for start in starts.tolist()]))
+        for column, start in enumerate(starts.tolist()):
+            self._runs[start] = runs, column
+            self._longest[start] = missing[start]
+
+    def _filled(self, starts: IntArray, longest: IntArray) -> _Runs:
+        """Fill the tables of runs from `starts` [A] on; `longest` [A] falls."""
+        tables = [np.stack([np.zeros(starts.size), np.full(starts.size, np.inf)])]
+        for length in range(1, int(longest[0]) + 1):
+            one_less = self._lattice(length).one_less
+            last = starts[longest >= length] + length - 1
+            before = np.ascontiguousarray(tables[-1][:, : last.size])
+            grown = np.full((one_less.shape[1] + 1, last.size), np.inf)
+            for choice, rows in enumerate(one_less):
+                with_it = before.take(rows, axis=0) + self._sensitivity[last, choice]
+                np.minimum(grown[:-1], with_it, out=grown[:-1])
+            tables.append(grown)
+        return _Runs(tables)
+
+    def _lattice(self, length: int) -> CountLattice:
+        while len(self._lattices) <= length:
+            self._lattices.append(_lattice(len(self._lattices), self._sensitivity.shape[1]))
+        return self._lattices[length]
+
+
+def lattice_size(length: int, choices: int) -> int:
+    """Count the ways in which counts of `choices` bitwidths add up to `length` layers."""
+    return 0 if length < 0 else comb(length + choices - 1, choices - 1)
+
+
+def _lattice(length: int, choices: int) -> CountLattice:
+    small = lattice_size(length, choices) <= MOST_KEPT_ROWS
+    return _kept_lattice(length, choices) if small else _new_lattice(length, choices)
+
+
+@lru_cache(maxsize=KEPT_LATTICES)
+def _kept_lattice(length: int, choices: int) -> CountLattice:
+    return _new_lattice(length, choices)
+
+
+def _new_lattice(length: int, choices: int) -> CountLattice:
+    counts = _compositions(length, choices)
+    one_less = np.full((choices, len(counts)), lattice_size(length - 1, choices))
+    for choice, column in enumerate(counts.T):
+        rows = np.flatnonzero(column)
+        fewer = counts[rows] - (np.arange(choices) == choice)
+        one_less[choice, rows] = rank_of_counts(fewer, length - 1)
+    return CountLattice(counts, one_less)
+
+
+def _compositions(total: int, parts: int) -> IntArray:
+    """The non-negative whole numbers [M, parts] with sum `total`, in lexicographic order."""
+    rows = np.zeros((1, 0), dtype=np.int64)
+    left = np.array([total], dtype=np.int64)
+    for _ in range(parts - 1):
+        repeats = left + 1
+        owner = np.repeat(np.arange(left.size), repeats)
+        first = np.repeat(np.cumsum(repeats) - repeats, repeats)
+        value = np.arange(owner.size) - first
+        rows = np.column_stack([rows[owner], value])
+        left = left[owner] - value
+    return np.column_stack([rows, left])
+
+
+def rank_of_counts(counts: IntArray, total: int) -> IntArray:
+    """The row of each of `counts` [M, K] in the lattice of its sum `total`."""
+    parts = counts.shape[1]
+    rank = np.zeros(len(counts), dtype=np.int64)
+    left = np.full(len(counts), total, dtype=np.int64)
+    for column in range(parts - 1):
+        rest = parts - 1 - column
+        ways = np.array([comb(n + rest, rest) for n in range(total + 1)] + [0], dtype=np.int64)
+        after = left - counts[:, column]
+        rank += ways[left] - ways[after]
+        left = after
+    return rank
+
 
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
 

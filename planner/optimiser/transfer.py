@@ -22,14 +22,14 @@ from planner.optimiser.assignment import (
     compute_seconds,
     evaluate,
     layer_counts,
+    require_feasible,
     smallest_assignment,
     stage_times,
 )
 from planner.optimiser.boxes import solve_by_boxes
-from planner.optimiser.capacity import require_feasible
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
 from planner.optimiser.relaxation import relax
-from planner.optimiser.sensitivity_tables import SensitivityTables, rank_of_counts
+from planner.optimiser.stage_options import SensitivityTables, rank_of_counts
 
 QUALITY_WEIGHT = 1e4  # of adabits: quality counts so many times the latency
 NORMS = (8.0, 32.0, math.inf)

@@ -11,15 +11,14 @@ from planner.cluster.spec import ungrouped
 from planner.costs.memory import stage_memory
 from planner.costs.model import CostModel, expanded
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
-from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.file import PLAN_VERSION
-from planner.plan.forecasts import JobForecast, Prediction
 from planner.plan.modelled_times import ModelledTimes, modelled_times
+from planner.plan.parts import JobForecast, Prediction
 from planner.plan.spec import Baseline, PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.backends.table import backend_name
 
 

@@ -19,8 +19,7 @@ from planner.costs.memory import (
 )
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
-from planner.plan.divided import all_stages
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan, all_stages
 from quant.backends.table import backend_name
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS

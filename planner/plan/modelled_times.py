@@ -15,13 +15,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.costs.micro_batch_times import between, together_s
+from planner.costs.latency_model import between, together_s
 from planner.costs.model import CostModel
 from planner.costs.pass_times import link_terms
-from planner.micro_batches import MicroBatches
-from planner.plan.field_types import STRICT, Seconds
+from planner.plan.parts import STRICT, Seconds
 from planner.scheduling import Phase
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 
 FloatArray = npt.NDArray[np.float64]
 Lengths = npt.NDArray[np.int64]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +13,10 @@ from pydantic.dataclasses import dataclass
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.described import AcceleratorEntry, DescriptionError, described_accelerator
 from planner.cluster.file import TimeScale
-from planner.micro_batches import MicroBatches
-from planner.options import Quality
 from planner.plan import file
-from planner.plan.field_types import (
+from planner.plan.modelled_times import ModelledTimes
+from planner.plan.origin import PlanOrigin
+from planner.plan.parts import (
     MAX_BYTES,
     MAX_LAYERS,
     MAX_THREADS,
@@ -25,75 +25,23 @@ from planner.plan.field_types import (
     Bits,
     Bytes,
     Dtype,
+    JobForecast,
     KvBits,
+    LatencyForecast,
     LayerRange,
     Memory,
+    PerplexityForecast,
+    PlannedImportance,
+    PlansBeside,
     Positive,
+    Prediction,
     Rounding,
     Seconds,
 )
-from planner.plan.forecasts import JobForecast, LatencyForecast, PerplexityForecast, Prediction
-from planner.plan.modelled_times import ModelledTimes
-from planner.plan.origin import PlanOrigin
 from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions
-from planner.workload import MAX_REQUESTS, Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
-from quant.rounding.importance_header import FINGERPRINT_HEX
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
-
-
-@dataclass(frozen=True, config=STRICT)
-class PlannedImportance:
-    """The `fingerprint` of the numbers, and the `file` that held them when the plan was made."""
-
-    fingerprint: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{FINGERPRINT_HEX}}}$")]
-    file: Annotated[str, Field(min_length=1)]
-
-
-Count = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-@dataclass(frozen=True, config=STRICT)
-class PlanChoice:
-    in_flight: Count
-    tokens_per_s: Positive
-    sensitivity: Amount
-    mean_bits: Positive
-
-    def beats(self, other: PlanChoice) -> bool:
-        return self.tokens_per_s > other.tokens_per_s and self.sensitivity < other.sensitivity
-
-
-@dataclass(frozen=True, config=STRICT)
-class QualityChoice:
-    quality: Quality
-    theta: Amount
-    plan: PlanChoice
-
-
-@dataclass(frozen=True, config=STRICT)
-class MoreDevices:
-    accelerator: str
-    node: str
-    count: Count
-    plan: PlanChoice
-
-
-@dataclass(frozen=True, config=STRICT)
-class PlansBeside:
-    """`quality` is that of `qualities` which was taken (None: theta, a bound or a method decided).
-    `full_precision` is the fastest at the most bits allowed, `curve` the best for other numbers in
-    flight, `beaten_by` a plan of fewer prompts that is faster and loses less.
-    """
-
-    quality: Quality | None = None
-    qualities: tuple[QualityChoice, ...] = ()
-    full_precision: PlanChoice | None = None
-    curve: tuple[PlanChoice, ...] = ()
-    more_devices: tuple[MoreDevices, ...] = ()
-    beaten_by: PlanChoice | None = None
-
 
 Role = Literal["both", "prefill", "decode"]
 
@@ -370,3 +318,30 @@ class PlanSpec:
 
 
 _ADAPTER: TypeAdapter[PlanSpec] = TypeAdapter(PlanSpec)
+
+
+def parts_of(plan: PlanSpec) -> tuple[PlanSpec, ...]:
+    """The plans of stages that prefill and that decode, or `plan`; both have the origin of the
+    whole.
+    """
+    prefills = plan.prefill_plan
+    return (plan,) if prefills is None else (replace(prefills, origin=plan.origin), plan)
+
+
+def all_stages(plan: PlanSpec) -> tuple[StagePlan, ...]:
+    stages = [stage for part in parts_of(plan) for stage in part.stages]
+    return tuple(replace(stage, index=number) for number, stage in enumerate(stages))
+
+
+def undivided(plan: PlanSpec) -> PlanSpec:
+    """Make one plan of all stages, to show and not to run: layers come twice."""
+    prefills = plan.prefill_plan
+    if prefills is None:
+        return plan
+    predicted = replace(
+        plan.predicted,
+        busy_share=prefills.predicted.busy_share + plan.predicted.busy_share,
+        prefill_bottleneck=prefills.predicted.prefill_bottleneck,
+        decode_bottleneck=len(prefills.stages) + plan.predicted.decode_bottleneck,
+    )
+    return replace(plan, stages=all_stages(plan), predicted=predicted, prefill_plan=None)

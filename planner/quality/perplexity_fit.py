@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.plan.forecasts import PerplexityForecast
+from planner.plan.parts import PerplexityForecast
 from planner.quality.sensitivity import Omega, WeighedPoint
 from quant.common.errors import SpecError
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
-from planner.plan.spec import PlannedImportance
+from planner.plan.parts import PlannedImportance
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
 from quant.rounding.importance_header import read_importance_header

@@ -14,10 +14,9 @@ from math import ceil, log, log2
 import numpy as np
 
 from planner.lengths import Lengths
-from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import JobPasses
 from planner.schedule.static import JobRows, JobSchedule
-from planner.workload import Job
+from planner.workload import Job, MicroBatches
 
 SLOTS = (24, 96)
 """Slots of small jobs: above the first, the nearest number stands for others."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.micro_batches import MicroBatches
 from planner.schedule.turns import Turns
 from planner.scheduling import TOKEN_POLICIES, PolicyName, PolicyOptions, RequestSchedule
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planner.micro_batches import MicroBatches
 from planner.scheduling import Phase
-from planner.workload import Job, Workload
+from planner.workload import Job, MicroBatches, Workload
 from quant.common.errors import SpecError
 
 UNDER_WAY_PER_STAGE = 2

@@ -12,18 +12,22 @@ from dataclasses import dataclass, replace
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
-from planner.micro_batches import MicroBatches
-from planner.optimiser.assignment import Assignment, AssignmentCosts, SolveOptions, stage_times
-from planner.optimiser.capacity import is_feasible
-from planner.optimiser.one_bitwidth import (
+from planner.optimiser.assignment import (
+    Assignment,
+    AssignmentCosts,
+    SolveOptions,
+    is_feasible,
+    stage_times,
+)
+from planner.optimiser.problem import AssignmentProblem, latency_form
+from planner.optimiser.solve import (
     OffloadingEstimate,
     estimate_offloading,
     pipeedge_assignment,
+    solve_by,
     uniform_assignment,
 )
-from planner.optimiser.problem import AssignmentProblem, latency_form
-from planner.optimiser.sensitivity_tables import SensitivityTables
-from planner.optimiser.solve import solve_by
+from planner.optimiser.stage_options import SensitivityTables
 from planner.optimiser.transfer import solve_adabits
 from planner.options import AUTO
 from planner.plan.builder import Solution
@@ -40,7 +44,7 @@ from planner.search.fitting import (
     smallest_sizes,
 )
 from planner.simulation.job_simulation import Forecast, forecast_assignment
-from planner.workload import MAX_REQUESTS, Job
+from planner.workload import MAX_REQUESTS, Job, MicroBatches
 from quant.common.errors import DoesNotFitError, InfeasibleError
 
 ADABITS = SolveOptions(time_limit_s=10.0)

@@ -18,9 +18,9 @@ from planner.costs.model import CostModel
 from planner.optimiser.assignment import Assignment, SolveOptions
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.relaxation import ROUNDING
-from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve import solve_by
 from planner.optimiser.solvers import SolverUnavailableError
+from planner.optimiser.stage_options import SensitivityTables
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.candidates import Candidates, SearchCandidate

@@ -17,14 +17,13 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
-from planner.micro_batches import MicroBatches
 from planner.optimiser.prices import PricedProblem, Prices, each_stage_alone, onto_simplex
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, LatencyForm
 from planner.optimiser.relaxation import ROUNDING, relax
 from planner.search.fitting import fitting_sizes, heads_of, misfit
 from planner.search.order_bounds import OrderQueue, PricedOrders
 from planner.search.orders import OrderTree, canonical_devices, order_tree
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 
 ELSEWHERE = 10**6  # no device's index on its node
 

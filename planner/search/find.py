@@ -17,12 +17,11 @@ from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import planned_importance
-from planner.search.alternatives import plans_beside
 from planner.search.baselines import baseline_solution, baselines
 from planner.search.candidate_search import SearchTime
 from planner.search.in_flight import with_best_batch_size
 from planner.search.pareto import front, theta_solver, within_bounds
-from planner.search.qualities import Chosen, chosen_by_quality
+from planner.search.qualities import Chosen, chosen_by_quality, plans_beside
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from planner.cluster.device import Device
 from planner.cluster.spec import equal_devices, group_of, ungrouped
 from planner.costs.model import CostModel, grouped
-from planner.micro_batches import MicroBatches, micro_batch_pairs, pairs_of_job, pairs_up_to
 from planner.model.tensor_parallel import possible_degrees, refusal
-from planner.optimiser.capacity import explain_infeasible, is_feasible, layer_capacity
+from planner.optimiser.assignment import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import AUTO, PlanOptions
 from planner.search.orders import canonical_devices, distinct_sets, order_tree
+from planner.workload import MicroBatches, micro_batch_pairs, pairs_of_job, pairs_up_to
 from quant.common.errors import DoesNotFitError, SpecError
 
 Fits = Callable[[AssignmentProblem], bool]

@@ -16,9 +16,7 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
-from planner.micro_batches import MicroBatches
-from planner.optimiser.assignment import stage_times
-from planner.optimiser.capacity import is_feasible
+from planner.optimiser.assignment import is_feasible, stage_times
 from planner.optimiser.relaxation import lower_bound
 from planner.options import AUTO, JOB_GAP
 from planner.plan.builder import Solution, forecast_solution, solution_quality
@@ -27,7 +25,7 @@ from planner.search.candidate_search import CandidateSearch, search, untried_set
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.fitting import first_sets, fits_somehow, misfit
 from planner.search.orders import cost_key
-from planner.workload import MAX_REQUESTS, Job
+from planner.workload import MAX_REQUESTS, Job, MicroBatches
 from quant.common.errors import DoesNotFitError
 
 COARSE, NEAR = 2.0, 1.2

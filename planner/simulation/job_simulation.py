@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.micro_batch_times import near_length
+from planner.costs.latency_model import near_length
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds, PassTable
-from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.schedule.exegpt import RraSchedule
 from planner.schedule.job_passes import job_passes
@@ -31,7 +30,7 @@ from planner.simulation.simulation import (
     simulate_assignment,
     sizes_of_policy,
 )
-from planner.workload import Job
+from planner.workload import Job, MicroBatches
 
 MOST_PASSES = 20_000
 """Longer jobs are simulated in part: these take about 0.2 s."""

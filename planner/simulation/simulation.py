@@ -13,7 +13,6 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds, PassTable
-from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.schedule.exegpt import RraSchedule
 from planner.schedule.orca import OrcaSchedule
@@ -21,7 +20,7 @@ from planner.schedule.policy_sizes import OrcaSizes, Sizes, TurnSizes, policy_si
 from planner.schedule.s3 import S3Schedule
 from planner.schedule.static import JobRows, JobSchedule, Pass
 from planner.scheduling import PREDICTING, Phase
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 
 

@@ -8,10 +8,10 @@ from functools import cache
 from llmpq import Cluster, Workload
 from planner.latency_bound.front import KindFronts, LatencyPoint, LeftOut
 from planner.lengths import LengthDistribution, RequestLengths
-from planner.micro_batches import MicroBatches
-from planner.plan.forecasts import LatencyForecast
+from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, ScheduleKind
+from planner.workload import MicroBatches
 
 LENGTHS = RequestLengths(
     LengthDistribution((100, 300), (0.5, 0.5)), LengthDistribution((10, 30, 50), (0.25, 0.5, 0.25))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.plan.forecasts import JobForecast
+from planner.plan.parts import JobForecast
 from planner.plan.spec import PlanSpec
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"

@@ -8,8 +8,8 @@ from functools import cache
 from llmpq import Cluster, Workload
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
-from planner.plan.forecasts import JobForecast
-from planner.plan.spec import MoreDevices, PlanChoice, PlansBeside, PlanSpec, QualityChoice
+from planner.plan.parts import JobForecast, MoreDevices, PlanChoice, PlansBeside, QualityChoice
+from planner.plan.spec import PlanSpec
 from planner.workload import Job
 
 HIGH = PlanChoice(80, 281.0, 0.12, 6.8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.lengths import LengthDistribution, RequestLengths
-from planner.plan.forecasts import LatencyForecast
+from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions, RequestSchedule
 

@@ -13,8 +13,7 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import transfer_terms
-from planner.optimiser.assignment import Assignment
-from planner.optimiser.capacity import is_feasible
+from planner.optimiser.assignment import Assignment, is_feasible
 from planner.optimiser.names import Objective
 from planner.optimiser.problem import AssignmentProblem, JobPasses
 

@@ -18,7 +18,7 @@ from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
 from planner.model.weight_check import end_tensors, layer_tensors
 from planner.plan.file import DIGEST
-from planner.plan.spec import PlansBeside
+from planner.plan.parts import PlansBeside
 from planner.workload import Job
 from tests.paths import ROOT
 

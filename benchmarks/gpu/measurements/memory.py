@@ -38,9 +38,8 @@ from planner.costs.memory import (
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
 )
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.units import MIB
 from quant.devices import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS

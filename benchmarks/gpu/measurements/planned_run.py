@@ -35,7 +35,7 @@ from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment, evaluate
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, build_plan
-from planner.plan.forecasts import Prediction
+from planner.plan.parts import Prediction
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.search.request import planning_costs

@@ -24,12 +24,11 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.latency_bound.stage_times import GridTimes
 from planner.lengths import LengthDistribution, RequestLengths
-from planner.micro_batches import MicroBatches
 from planner.model.finding import shape_from_config
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.search.request import planning_costs
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 
 WIDEST = 8.0
 """Deviations of a normal before it is cut, in multiples of the longest length: all but uniform."""

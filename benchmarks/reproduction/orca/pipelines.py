@@ -8,13 +8,12 @@ from benchmarks.reproduction.orca.traces import Lengths
 from planner.cluster.spec import ClusterSpec
 from planner.costs.pass_times import PassTable, occupied_stages
 from planner.explanation.planned_assignment import planned_assignment
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
 from planner.search.find import PricedPlan, find_priced_plan
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError
 
 GPU = "A100-SXM4-40GB"

@@ -219,7 +219,7 @@ def _train(options: TrainCommand, training: Mapping[str, Any]) -> int:
 def _judge(options: JudgeCommand) -> int:
     from llmpq.lengths.folder import check_tokenizer, load_predictor
     from llmpq.lengths.training import judge
-    from planner.prediction import predictor_file
+    from planner.assumed_predictor import predictor_file
     from quant.common.errors import SpecError
 
     folder, figures = Path(options.predictor).expanduser(), _json_file(options)

@@ -18,7 +18,7 @@ from actors.schedule.table import POLICIES, make_scheduler, queue_sizes
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.parking import parking
+from planner.plan.kv_copies import parking
 from planner.plan.spec import PlanSpec
 from planner.scheduling import POLICY_NAMES, PolicyOptions, RequestSchedule
 from planner.search.find import find_plan

@@ -27,16 +27,15 @@ from actors.transport.message_format import PlainCodec
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import COPY_LAUNCH_S
 from planner.costs.pass_times import PassSeconds
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
-from planner.plan.parking import host_copies
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import Pass, static_schedule
 from planner.search.find import find_plan
 from planner.simulation.simulation import simulate
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import DeviceError, SpecError
 from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, generate, random_prompts, reference, save_tiny, stages_of

@@ -16,7 +16,7 @@ from llmpq.lengths.folder import (
     save_predictor,
     tokenizer_digest,
 )
-from planner.prediction import predictor_file
+from planner.assumed_predictor import predictor_file
 from quant.common.errors import InputError, SpecError
 from tests.llmpq.lengths.learnable import BUCKETS, by_prompt_length, saved
 from tests.paths import DEMO_MODEL

@@ -18,7 +18,7 @@ from llmpq.lengths.learner import LearningLimits
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.predictor_child import LEAST_COUNTED, NICENESS
 from llmpq.lengths.sources import PredictorLimits, PredictorProcess
-from planner.prediction import predictor_file
+from planner.assumed_predictor import predictor_file
 from quant.common.errors import InputError, SpecError
 from tests.llmpq.lengths.learnable import (
     BUCKETS,

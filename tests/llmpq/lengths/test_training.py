@@ -14,7 +14,7 @@ from llmpq.lengths.boosting import feature_count
 from llmpq.lengths.folder import tokenizer_digest
 from llmpq.lengths.predictor import Prompt, buckets_of, confusion_of, likeliest
 from llmpq.lengths.training import HELD_OUT, LearntRow, ServedIds, TrainingOptions, judge, train
-from planner.prediction import predictor_file
+from planner.assumed_predictor import predictor_file
 from quant.common.errors import LlmpqError, SpecError
 from tests.llmpq.lengths.learnable import (
     BUCKETS,

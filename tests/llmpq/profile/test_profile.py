@@ -12,10 +12,8 @@ from actors.profiling.links import measure_hops
 from llmpq.cli import plan as plan_cli
 from llmpq.cli.measure.forecasts import profile_main
 from llmpq.profile.layers import workload_of
-from planner.profiles.csv_table import read_table
-from planner.profiles.links import links_beside, links_path
-from planner.profiles.loading import LoadRow, loading_path
-from planner.profiles.rows import read_profiles
+from planner.profiles.links import LoadRow, links_beside, links_path, loading_path
+from planner.profiles.rows import read_profiles, read_table
 from tests.actors.profiling.test_layers import TINY
 from tests.llmpq.commands import exit_code
 

@@ -16,8 +16,8 @@ from llmpq.report.bound_charts import BOUNDS_SIZE, bounds_svg, write_latency_fro
 from llmpq.report.formatting import plain
 from llmpq.report.page import report_page
 from llmpq.report.plan_charts import QUALITY_Y, SPEED_Y, curve_of, write_curve
-from planner.plan.forecasts import LatencyForecast
-from planner.plan.spec import PlanChoice, PlanSpec, QualityChoice
+from planner.plan.parts import LatencyForecast, PlanChoice, QualityChoice
+from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 from tests.llmpq.bounded_plans import FRONTS, forecast
 from tests.llmpq.jobs_of_prompts import CURVE, job_plan, small_plan

@@ -16,9 +16,9 @@ from llmpq.report.plan_facts import facts_of, quality_word, search_outcome
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.lengths import Lengths
 from planner.options import PlanOptions
-from planner.plan.forecasts import PerplexityForecast
 from planner.plan.origin import origin_of
-from planner.plan.spec import MoreDevices, PlanChoice, PlanSpec, QualityChoice
+from planner.plan.parts import MoreDevices, PerplexityForecast, PlanChoice, QualityChoice
+from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 from planner.workload import Job
 from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, job_plan, small_plan

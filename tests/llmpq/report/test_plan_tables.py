@@ -15,9 +15,9 @@ from llmpq.report.answers import job_answers, job_remarks
 from llmpq.report.formatting import plain
 from llmpq.report.plan_tables import comparison_table, front_table, latency_front_table, plan_table
 from planner.explanation.explain import StageLimits
-from planner.micro_batches import MicroBatches
 from planner.plan.spec import Baseline, PlanSpec, StagePlan
 from planner.search.find import FrontPoint
+from planner.workload import MicroBatches
 from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.jobs_of_prompts import BALANCED, job_plan, small_plan
 from tests.paths import ROOT

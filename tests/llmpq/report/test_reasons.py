@@ -11,7 +11,7 @@ from llmpq.report.page import report_page
 from llmpq.report.reasons import changed_plans
 from planner.explanation.planned_assignment import planned_assignment
 from planner.explanation.what_if import Kind, Question, WhatIfAnswer, WhatIfOptions
-from planner.micro_batches import MicroBatches
+from planner.workload import MicroBatches
 from tests.llmpq.jobs_of_prompts import small_plan
 from tests.llmpq.report.pages import Page
 

@@ -15,7 +15,7 @@ from llmpq.cli import plan as plan_cli
 from llmpq.report.page import report_page
 from llmpq.report.plan_tables import comparison_table, front_table, latency_front_table, plan_table
 from planner.explanation.what_if import WhatIfOptions
-from planner.plan.forecasts import PerplexityForecast
+from planner.plan.parts import PerplexityForecast
 from planner.search.find import FrontPoint
 from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.jobs_of_prompts import job_plan

@@ -15,8 +15,7 @@ from llmpq.cli.jobs import main as jobs_main
 from llmpq.cli.run import main
 from llmpq.errors import SpecError
 from planner.fleet.fleet_spec import FleetSpec
-from planner.plan.divided import undivided
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, undivided
 from quant.common.errors import DeviceError
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
@@ -147,6 +146,6 @@ def test_no_fleet_has_such_pipelines(spec: PlanSpec, fleet: Any) -> None:
 def test_no_host_memory_for_a_prompt_is_refused_before_anything_is_loaded(
     spec: PlanSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("planner.plan.parking.UNSTATED_BYTES", 10_000)
+    monkeypatch.setattr("planner.plan.kv_copies.UNSTATED_BYTES", 10_000)
     with pytest.raises(DeviceError, match=r"keys and values of \d+ tokens, but prompts have up to"):
         DividedGroup(spec, "model")

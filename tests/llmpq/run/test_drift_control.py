@@ -28,7 +28,7 @@ from llmpq.run.switching import (
 )
 from planner.lengths import LengthDistribution, Lengths, RequestLengths
 from planner.optimiser.problem import JobPasses
-from planner.plan.forecasts import JobForecast
+from planner.plan.parts import JobForecast
 from planner.plan.spec import PlanSpec
 from planner.scheduling import RequestSchedule
 from planner.workload import Job

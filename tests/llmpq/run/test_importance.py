@@ -26,7 +26,7 @@ from llmpq import Cluster, Plan, Workload
 from llmpq.cli.measure.quality import indicator_main
 from llmpq.run.importance import importance_store
 from planner.model.finding import model_shape
-from planner.plan.spec import PlannedImportance
+from planner.plan.parts import PlannedImportance
 from quant.common.errors import CheckpointError, LlmpqError, PlanMismatchError, SpecError
 from quant.loading.cache_settings import CacheSettings
 from quant.loading.emulated_kernels import LayerScheme

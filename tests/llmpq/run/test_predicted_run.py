@@ -18,7 +18,7 @@ from llmpq.lengths.sources import PredictorProcess
 from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
-from planner.prediction import predictor_file
+from planner.assumed_predictor import predictor_file
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.lengths.learnable import by_prompt_length

@@ -25,9 +25,9 @@ from planner.model.finding import model_shape
 from planner.optimiser.problem import JobPasses
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.plan.forecasts import JobForecast
 from planner.plan.origin import origin_of
-from planner.plan.spec import PlansBeside, PlanSpec
+from planner.plan.parts import JobForecast, PlansBeside
+from planner.plan.spec import PlanSpec
 from planner.scheduling import RequestSchedule
 from planner.workload import Job
 from quant.common.errors import DeviceLostError, InfeasibleError, SpecError

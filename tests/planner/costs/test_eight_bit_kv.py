@@ -14,13 +14,12 @@ from planner.costs.adjusted_latency import EightBitCacheLatency
 from planner.costs.latency_model import LayerSeconds
 from planner.costs.memory import StageEnds, StageWork, temporary_bytes
 from planner.costs.roofline import RooflineLatency
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.scheduling import Phase
 from planner.search.find import find_plan, trace_front
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError, SpecError
 
 T4 = ClusterSpec.from_counts(["T4"], [1])

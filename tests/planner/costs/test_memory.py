@@ -34,10 +34,9 @@ from planner.costs.memory import (
     stage_memory,
     temporary_bytes,
 )
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 from quant.scheme import group_size
 

@@ -13,8 +13,7 @@ import pytest
 from planner.cluster.device import Device, Slowdown
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
-from planner.costs.latency_model import LatencyModel, RememberedLatency
-from planner.costs.micro_batch_times import PartsOf, unlike_prompts_s
+from planner.costs.latency_model import LatencyModel, PartsOf, RememberedLatency, unlike_prompts_s
 from planner.costs.roofline import RooflineLatency, roofline_efficiency
 from planner.lengths import LengthDistribution
 from planner.model.finding import model_shape

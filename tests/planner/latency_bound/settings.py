@@ -13,13 +13,13 @@ from planner.latency_bound.bounded_plan import bounded_options
 from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.lengths import LengthDistribution, RequestLengths
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.request import PlanningRequest, costs_of
+from planner.workload import MicroBatches
 
 TWO_BITS = PlanOptions(bits=(4, 16), head="last", memory_margin=0.0)
 THREE_LAYERS = replace(model_shape("opt-1.3b"), layers=3, name="three layers of opt-1.3b")

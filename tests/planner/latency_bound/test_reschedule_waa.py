@@ -183,7 +183,7 @@ def test_newcomers_are_fewer_where_host_memory_is_short(
     """Longer prompts take more of it: turns on their stages, waiting, and on their way."""
     unbounded = bounded(plan, None)
     free = schedule_of(again(unbounded, LONGER_PROMPTS))
-    monkeypatch.setattr("planner.plan.parking.UNSTATED_BYTES", 1000)
+    monkeypatch.setattr("planner.plan.kv_copies.UNSTATED_BYTES", 1000)
     found = schedule_of(again(unbounded, LONGER_PROMPTS))
     before = schedule_of(plan)
     least = before.prefill_requests * before.mean_prompt_tokens

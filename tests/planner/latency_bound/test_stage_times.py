@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from planner.costs.micro_batch_times import unlike_prompts_s
+from planner.costs.latency_model import unlike_prompts_s
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
 from planner.latency_bound.schedules import BoundRequest
 from planner.latency_bound.stage_times import mean_prefill_s

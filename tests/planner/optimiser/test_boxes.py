@@ -15,8 +15,8 @@ from planner.optimiser.names import Objective
 from planner.optimiser.prices import PricedProblem, Prices, stage_kinds
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import relax
-from planner.optimiser.sensitivity_tables import SensitivityTables, lattice_size, rank_of_counts
 from planner.optimiser.solve import solve, solve_automatically
+from planner.optimiser.stage_options import SensitivityTables, lattice_size, rank_of_counts
 from tests.planner.problems import (
     PRECISION,
     Shape,

@@ -9,8 +9,13 @@ import pulp
 import pytest
 
 from planner.optimiser import solve as solving
-from planner.optimiser.assignment import SolveOptions, assign_bits, evaluate, smallest_assignment
-from planner.optimiser.capacity import fullest_bytes
+from planner.optimiser.assignment import (
+    SolveOptions,
+    assign_bits,
+    evaluate,
+    fullest_bytes,
+    smallest_assignment,
+)
 from planner.optimiser.milp import BoundaryRelaxation, solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER, Objective
 from planner.optimiser.relaxation import lower_bound

@@ -6,11 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.optimiser.assignment import evaluate, stage_times
-from planner.optimiser.capacity import explain_infeasible, fullest_bytes, is_feasible
-from planner.optimiser.one_bitwidth import even_sizes
+from planner.optimiser.assignment import (
+    evaluate,
+    explain_infeasible,
+    fullest_bytes,
+    is_feasible,
+    stage_times,
+)
 from planner.optimiser.problem import AssignmentProblem, JobPasses
-from planner.optimiser.solve import solve
+from planner.optimiser.solve import even_sizes, solve
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
 

@@ -15,7 +15,6 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable
 from planner.costs.roofline import RooflineLatency
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import LengthCurve, ModelledTimes, modelled_times
@@ -28,7 +27,7 @@ from planner.scheduling import Phase
 from planner.search.baselines import baselines
 from planner.search.find import find_plan
 from planner.search.request import planning_costs
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.edits import content_of
 

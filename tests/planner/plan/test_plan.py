@@ -13,7 +13,6 @@ import pytest
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel, expanded
 from planner.costs.roofline import RooflineLatency
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment
 from planner.options import PlanOptions
@@ -23,7 +22,7 @@ from planner.plan.origin import PlanOrigin
 from planner.plan.spec import Baseline, PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.simulation.simulation import Simulated, simulate_assignment
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import Edit, change, content_of, remove
 

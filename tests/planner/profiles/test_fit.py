@@ -11,9 +11,16 @@ import pytest
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
-from planner.profiles.fit import FittedLatency, ProfiledLatency
-from planner.profiles.layer_terms import layer_features
-from planner.profiles.row_selection import applies
+from planner.profiles.fit import (
+    FitError,
+    FittedLatency,
+    ProfiledLatency,
+    all_together,
+    applies,
+    held_out_errors,
+    relative_errors,
+)
+from planner.profiles.layer_fit import layer_features
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
 from planner.scheduling import Phase
 from quant.common.errors import InputError, SpecError
@@ -295,3 +302,38 @@ def test_a_cpu_passes_prompts_in_parts() -> None:
     for point in ((3, 500), (12, 300), (5, 128)):
         found = fitted.layer_prefill_s(cpu, 16, *point, "bfloat16")
         assert found == pytest.approx(seconds(*point), rel=0.05)
+
+
+def test_rows_of_a_law_are_foretold() -> None:
+    errors = held_out_errors(grid(), ROOFLINE, T4, "float16")
+    assert [(each.bits, each.phase) for each in errors] == [(16, "prefill"), (16, "decode")]
+    assert all((each.fitted, len(each.errors)) == (9, 3) for each in errors)
+    assert all_together(errors).most < 0.02
+
+
+def test_a_held_out_row_does_not_enter_the_fit() -> None:
+    """One wrong row in four: its own error is what it is wrong by, the others have hardly any."""
+    rows = list(grid())
+    ordered = sorted(
+        (each for each in rows if each.phase == "decode"),
+        key=lambda each: (each.batch_size * each.context_length, each.batch_size),
+    )
+    wrong = ordered[2]
+    rows[rows.index(wrong)] = replace(wrong, seconds=2 * wrong.seconds)
+    found = {each.phase: each for each in held_out_errors(rows, ROOFLINE, T4, "float16")}
+    assert found["decode"].errors[0] == pytest.approx(0.5, abs=0.01)
+    assert max(found["decode"].errors[1:]) < 0.02
+
+
+def test_relative_errors_and_their_summary() -> None:
+    model = FittedLatency(grid(), ROOFLINE)
+    doubled = [replace(each, seconds=2 * each.seconds) for each in grid()]
+    errors = relative_errors(model, T4, doubled, "float16")
+    assert errors == pytest.approx([0.5] * len(doubled), abs=0.01)
+    error = FitError(16, "decode", 3, (0.0, 0.1, 0.2))
+    assert (error.mean, error.most) == pytest.approx((0.1, 0.2))
+    assert error.percentile_95 == pytest.approx(float(np.quantile([0, 0.1, 0.2], 0.95)))
+
+
+def test_too_few_rows_have_no_error() -> None:
+    assert held_out_errors((row("decode", 1, 64),), ROOFLINE, T4, "float16") == ()

@@ -12,20 +12,26 @@ from planner.cluster.spec import ClusterSpec
 from planner.explanation.what_if import Question, _changed
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.profiles.csv_table import write_table
+from planner.plan.spec import PlanSpec
 from planner.profiles.links import (
     LinkRow,
+    LoadRow,
+    Origin,
     Way,
     fit_links,
     links_beside,
     links_path,
+    loading_path,
+    loading_s,
     read_links,
 )
+from planner.profiles.rows import read_table, write_table
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.find import find_plan
 from planner.search.request import cost_model
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
+from quant.common.units import MIB
 from tests.planner.problems import transfer_s
 
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32G"], [2, 1], internode_gbit_per_s=8)
@@ -149,3 +155,49 @@ def test_bad_rows_are_named(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(SpecError, match=message.replace("(", r"\(")):
         read_links(path)
+
+
+def load(bits: int, origin: Origin, seconds: float, device: str = "T4") -> LoadRow:
+    backend = "plain" if bits == 16 else "rows"
+    return LoadRow(
+        device, "opt", "float16", 0, bits, backend, origin, seconds, 10 * MIB, 5 * MIB, 3
+    )
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanSpec:
+    cluster = ClusterSpec.from_counts(["T4"], [3])
+    options = PlanOptions(bits=(4, 16), keep_all_devices=True, group=4)
+    return find_plan(cluster, model_shape("opt-30b"), "opt-30b", Workload(8, 128, 10), options)
+
+
+def test_the_slowest_stage_counts(plan: PlanSpec) -> None:
+    name = plan.stages[0].accelerator
+    rows = [
+        load(16, "checkpoint", 1.0, name),
+        *(load(4, "checkpoint", s, name) for s in (2.9, 3.0, 9.0)),
+        load(4, "cache", 0.5, name),
+        load(4, "cache", 0.1, "A100"),
+    ]
+    four = [sum(b == 4 for b in stage.bitwidths) for stage in plan.stages]
+    full = [len(s.bitwidths) - n for s, n in zip(plan.stages, four, strict=True)]
+    assert max(four) > 0
+    for origin, each in (("checkpoint", 3.0), ("cache", 0.5)):
+        # layers of twice the size take twice as long
+        wanted = max(2 * (n * each + f) for n, f in zip(four, full, strict=True))
+        found = loading_s(rows, plan, 20 * MIB, "cache" if origin == "cache" else "checkpoint")
+        assert found == pytest.approx(wanted)
+    assert loading_s(rows[:1], plan, MIB, "checkpoint") is None
+    assert loading_s([replace(r, dtype="float32") for r in rows], plan, MIB, "cache") is None
+    assert loading_s([replace(r, threads=3) for r in rows], plan, MIB, "cache") is None
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    path = loading_path(tmp_path / "t.csv")
+    assert path.name == "t.loading.csv"
+    rows = (load(3, "cache", 1 / 3), load(16, "checkpoint", 2.0))
+    write_table(path, LoadRow, rows)
+    assert read_table(path, LoadRow) == rows
+    path.write_text(path.read_text().replace(",3,rows", ",5,rows"))
+    with pytest.raises(SpecError, match=":2: bits is '5'"):
+        read_table(path, LoadRow)

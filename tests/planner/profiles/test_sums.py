@@ -9,7 +9,6 @@ import pytest
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.profiles.csv_table import write_table
 from planner.profiles.links import (
     SumRow,
     fit_sums,
@@ -17,6 +16,7 @@ from planner.profiles.links import (
     sums_beside,
     sums_path,
 )
+from planner.profiles.rows import write_table
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.find import find_plan
 from planner.search.request import cost_model, files_of_costs

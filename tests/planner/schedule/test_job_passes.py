@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from planner.lengths import Lengths
-from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import JobPasses
 from planner.schedule.job_passes import job_passes
 from planner.schedule.static import JobRows, JobSchedule
-from planner.workload import Job
+from planner.workload import Job, MicroBatches
 
 KINDS = ("constant", "uniform", "heavy-tailed", "narrow", "two kinds")
 

@@ -10,8 +10,8 @@ import pytest
 from actors.messages import FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
-from planner.micro_batches import MicroBatches
 from planner.schedule.static import JobRows, JobSchedule
+from planner.workload import MicroBatches
 from tests.actors.driving import drive
 
 Submitted = tuple[str, tuple[int, ...], int, int]

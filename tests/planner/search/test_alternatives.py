@@ -12,7 +12,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.spec import PlanChoice, PlanSpec
+from planner.plan.parts import PlanChoice
+from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.workload import Job, Workload
 

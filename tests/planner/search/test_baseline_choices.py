@@ -13,7 +13,6 @@ from llmpq.cluster import Cluster
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.micro_batches import MicroBatches, micro_batch_pairs
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import SolveOptions, evaluate, stage_times
 from planner.optimiser.transfer import solve_adabits
@@ -22,7 +21,7 @@ from planner.quality.sensitivity import default_sensitivity
 from planner.search.baselines import baseline, baseline_orders, offloading
 from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload, micro_batch_pairs
 from quant.common.errors import InfeasibleError
 from tests.paths import SPECS
 

@@ -9,9 +9,8 @@ import pytest
 
 from planner.optimiser.assignment import evaluate, stage_times
 from planner.optimiser.names import BATCH_OBJECTIVES, Objective
-from planner.optimiser.one_bitwidth import estimate_offloading
 from planner.optimiser.problem import AssignmentProblem
-from planner.optimiser.solve import solve
+from planner.optimiser.solve import estimate_offloading, solve
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, cluster_problem, feasible_problems, small_problem
 

@@ -14,16 +14,15 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
-from planner.micro_batches import MicroBatches, pairs_up_to
 from planner.model.finding import model_shape
-from planner.optimiser.one_bitwidth import even_sizes
+from planner.optimiser.solve import even_sizes
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.search.fitting import searched_sizes
 from planner.search.remedies import remedies_of_memory
 from planner.search.request import PlanningRequest, planning_costs
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload, pairs_up_to
 from quant.common.errors import DoesNotFitError, InfeasibleError
 from quant.common.units import MIB
 

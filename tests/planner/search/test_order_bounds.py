@@ -9,7 +9,6 @@ import pytest
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.optimiser.prices import PricedProblem
 from planner.optimiser.relaxation import relax
@@ -20,7 +19,7 @@ from planner.search import order_bounds
 from planner.search.candidates import OrdersByEnds, SharedPrices, SizedOrders
 from planner.search.orders import canonical_devices, order_tree
 from planner.search.request import cost_model
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 
 SIZES = MicroBatches(2, 4)
 MIXED = {

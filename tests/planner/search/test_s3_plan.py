@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
+from planner.assumed_predictor import LONGEST, ORACLE, PREDICTOR_FILE, AssumedPredictor
 from planner.cluster.spec import ClusterSpec
 from planner.explanation.planned_assignment import planned_assignment, rebuilt_costs
 from planner.lengths import Lengths
@@ -16,7 +16,6 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
-from planner.prediction import PREDICTOR_FILE
 from planner.scheduling import PolicyOptions
 from planner.search.find import PricedPlan, find_plan, find_priced_plan
 from planner.workload import HOLES, Job, Workload

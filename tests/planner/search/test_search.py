@@ -16,11 +16,9 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment, stage_times
-from planner.optimiser.one_bitwidth import pipeedge_assignment, uniform_assignment
-from planner.optimiser.solve import solve
+from planner.optimiser.solve import pipeedge_assignment, solve, uniform_assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.plan.spec import PlanSpec
@@ -33,7 +31,7 @@ from planner.search.find import find_plan, front_json, trace_front
 from planner.search.orders import canonical_devices, order_tree
 from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError
 
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])

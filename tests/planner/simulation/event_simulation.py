@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.costs.pass_times import PassSeconds
-from planner.micro_batches import MicroBatches
 from planner.schedule.static import JobRows, Pass
+from planner.workload import MicroBatches
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds
 from planner.costs.roofline import RooflineLatency
 from planner.lengths import Lengths
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
@@ -26,7 +25,7 @@ from planner.simulation.job_simulation import (
     simulate_job_assignment,
 )
 from planner.simulation.simulation import simulate_assignment
-from planner.workload import Job
+from planner.workload import Job, MicroBatches
 from tests.planner.schedule.test_job_passes import KINDS, cases, drawn_outputs
 from tests.planner.simulation.event_simulation import EventSimulation, Pipeline
 

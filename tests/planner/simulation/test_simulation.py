@@ -12,7 +12,6 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds
 from planner.costs.roofline import RooflineLatency
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import evaluate
 from planner.optimiser.problem import AssignmentProblem
@@ -20,7 +19,7 @@ from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.schedule.static import JobRows, static_schedule
 from planner.simulation.simulation import Simulated, simulate, simulate_assignment
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 from tests.actors.driving import drive
 from tests.planner.simulation.event_simulation import EventSimulation, Pipeline

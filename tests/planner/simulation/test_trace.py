@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.costs.pass_times import PassSeconds
-from planner.micro_batches import MicroBatches
 from planner.schedule.static import Pass
 from planner.simulation.pictures import (
     LABEL_WIDTH,
@@ -21,7 +20,7 @@ from planner.simulation.pictures import (
     write_gantt,
 )
 from planner.simulation.simulation import Simulated, simulate
-from planner.workload import Workload
+from planner.workload import MicroBatches, Workload
 from quant.common.errors import InputError, SpecError
 
 LABELS = ("node0/T4:0", "node1/<V100> & more")

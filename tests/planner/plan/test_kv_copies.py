@@ -11,7 +11,7 @@ import yaml
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.parking import (
+from planner.plan.kv_copies import (
     HOST_SHARE,
     PINNED_ROUNDING,
     UNSTATED_BYTES,
