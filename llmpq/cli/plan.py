@@ -29,7 +29,7 @@ from llmpq.plan import Plan
 from llmpq.profile.tables import loading_note
 from llmpq.report.bound_charts import write_latency_front
 from llmpq.report.latency import lengths, what_is_bounded
-from llmpq.report.page import refusal_of, write_refusal
+from llmpq.report.page import write_refusal
 from llmpq.report.plan_charts import write_front
 from llmpq.report.plan_tables import (
     comparison_table,
@@ -205,7 +205,7 @@ class PlanCall:
                 report = self.options.report
                 if report is not None:
                     request, asked = self._request(workload)
-                    write_refusal(report, refusal_of(request, error, self.words, asked))
+                    write_refusal(report, request, error, self.words, asked)
                     tell_written(report, "it says what would help", stderr=True)
                 raise
 

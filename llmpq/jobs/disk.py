@@ -21,7 +21,6 @@ def new_digest() -> Any:
 
 
 def file_digest(path: Path) -> str:
-    """Digest of all bytes of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, new_digest).hexdigest()
 
@@ -42,7 +41,6 @@ class Disk:
         os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Replace `target` by `source`, at once."""
         os.replace(source, target)
 
     def unlink(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TextIO
 
 from llmpq.jobs.formats.parquet import MOST_COLUMNS
@@ -98,12 +98,7 @@ class ResultStream:
             raise self._unwritable(error) from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with suppress(OSError):  # a full disk was reported by the write that met it
             self._file.close()
 
@@ -306,5 +301,5 @@ class OpenJob:
 
 
 def _states(identities: Sequence[FileIdentity]) -> list[tuple[int, int]]:
-    """Sizes and times of change of content: another name or access right is no other input."""
+    # another name or access right is no other input
     return [(identity.file_bytes, identity.modified_ns) for identity in identities]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from llmpq.jobs.disk import Disk, OutputLock
 from llmpq.jobs.formats.file_format import output_format
@@ -106,12 +105,7 @@ class JobOutput:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Commit what there is, unless that has failed already, and unlock."""
         try:
             if self._writer is not None:
@@ -289,7 +283,6 @@ class JobOutput:
             raise self._unwritable(error) from error
 
     def commit(self) -> None:
-        """Bring everything that was written to disk."""
         try:
             self._loaded().commit()
         except OSError as error:

@@ -162,7 +162,8 @@ def _rows_of_arrow(table: Any) -> Iterator[dict[str, Any]]:
 def rows_in(dataset: Any) -> Iterator[Row | BadRow]:
     """The rows of a dataset of prompts, batch by batch; raises `InputError` as `rows_of` does."""
     require_pyarrow()
-    return rows_named_by_content(_plain_rows(dataset))
+    batches = dataset.iter_batches(batch_size=ROWS_AT_ONCE, batch_format="pyarrow")
+    return rows_named_by_content(plain_row(row) for batch in batches for row in batch.to_pylist())
 
 
 def dataset_of(results: Iterable[Result]) -> Any:
@@ -181,10 +182,13 @@ def dataset_of(results: Iterable[Result]) -> Any:
         here.note(taken)
         own.add(here)
         blocks.append((ray.put(_table(taken, here)), here.kinds))
-    alike: list[Any] = [
-        block if kinds == own.kinds else ray.put(_again(ray.get(block), own))
-        for block, kinds in blocks
-    ]
+    alike: list[Any] = []
+    for block, kinds in blocks:
+        if kinds != own.kinds:
+            table = ray.get(block)
+            rows = with_json_values(table.to_pylist(), table.schema)
+            block = ray.put(_table(rows, own))
+        alike.append(block)
     return ray.data.from_arrow_refs(alike)
 
 
@@ -192,12 +196,3 @@ def _table(rows: Iterable[Mapping[str, Any]], own: ColumnKinds) -> Any:
     import pyarrow as pa
 
     return pa.Table.from_pylist([own.cells(row) for row in rows], result_schema(own))
-
-
-def _again(table: Any, own: ColumnKinds) -> Any:
-    return _table(with_json_values(table.to_pylist(), table.schema), own)
-
-
-def _plain_rows(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    for batch in dataset.iter_batches(batch_size=ROWS_AT_ONCE, batch_format="pyarrow"):
-        yield from map(plain_row, batch.to_pylist())

@@ -251,7 +251,6 @@ class ShardWriter:
             return True
 
     def commit(self) -> None:
-        """Bring everything that was written to disk."""
         with self._mutex:
             self._raise_failure()
             self._commit()

@@ -113,7 +113,6 @@ class JobSession:
 
     @property
     def errors(self) -> int:
-        """Those of them in error."""
         return self.points[-1].errors if self.points else 0
 
     @property

@@ -62,7 +62,6 @@ def change(value: float, least: float = 0.0) -> str:
 
 
 def size_change(count: float) -> str:
-    """A difference in bytes with its sign."""
     return ("+" if count > 0 else "") + size(count)
 
 
@@ -72,6 +71,10 @@ def duration(value: float) -> str:
     """
     if round(value, 2) < MOST_S or math.isinf(value):  # of a plan whose figures were edited
         return seconds(value)
+    return _in_two_units(value)
+
+
+def _in_two_units(value: float) -> str:
     fits = (each for each in _DURATIONS if round(value / each.small_s) < each.most)
     unit = next(fits, _DURATIONS[-1])
     whole, rest = divmod(round(value / unit.small_s), unit.ratio)
@@ -87,18 +90,7 @@ def lasted(seconds: float) -> str:
     """Seconds of work that goes on, in two units at most: "2.5 s", "16 min 20 s", "2 d 1 h"."""
     if seconds < 59.5:
         return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return _two(minutes, "min", rest, "s")
-    hours, rest = divmod(round(seconds / 60), 60)
-    if hours < 24:
-        return _two(hours, "h", rest, "min")
-    days, rest = divmod(round(seconds / 3600), 24)
-    return _two(days, "d", rest, "h")
-
-
-def _two(large: int, name: str, small: int, other: str) -> str:
-    return f"{large:,} {name}" + (f" {small} {other}" if small else "")
+    return _in_two_units(seconds)
 
 
 def age(at: float, now: float) -> str:
@@ -107,7 +99,6 @@ def age(at: float, now: float) -> str:
 
 
 def count(number_of: int) -> str:
-    """A number of things, thousands apart."""
     return f"{number_of:,}"
 
 
@@ -144,7 +135,6 @@ def share_change(share: float) -> str:
 
 
 def mean_bits(bits: float) -> str:
-    """The mean bitwidth of a layer."""
     return f"{bits:.1f}"
 
 

@@ -179,7 +179,6 @@ class LatencyFigures:
         )
 
     def __str__(self) -> str:
-        """The figures in words."""
         beside = f"planned {seconds(self.planned_s)}"
         if self.bound_s is not None:
             kept = "within" if self.quantile_s <= self.bound_s else "above"

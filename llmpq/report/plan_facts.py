@@ -228,7 +228,6 @@ def quality_word(plan: PlanSpec) -> QualityWord:
 
 
 def _counts(plan: PlanSpec) -> Counter[int]:
-    """How many layers have which bits."""
     return Counter(bits for stage in plan.stages for bits in stage.bitwidths)
 
 
@@ -337,7 +336,6 @@ def bottlenecks(plan: PlanSpec) -> str:
 
 
 def _stages(plan: PlanSpec) -> tuple[StagePlan, ...]:
-    """The stages of a plan, and those that prefill for them."""
     return plan.stages + (plan.prefill_plan.stages if plan.prefill_plan is not None else ())
 
 

@@ -82,11 +82,6 @@ def _stages(
     return partial(made, True), partial(made, False)
 
 
-def stage_s(stage: StagePlan, phase: Phase) -> float:
-    """Seconds of a stage for a full micro-batch of a phase."""
-    return stage.prefill_s if phase == "prefill" else stage.decode_s
-
-
 def _is_slowest(plan: PlanSpec, stage: StagePlan, phases: Sequence[Phase]) -> bool:
     predicted = plan.predicted
     of_phase = {"prefill": predicted.prefill_bottleneck, "decode": predicted.decode_bottleneck}
@@ -141,7 +136,6 @@ def _notes(plan: PlanSpec, facts: PlanFacts) -> list[str]:
 
 
 def _time_head(is_job: bool) -> str:
-    """What the seconds are of, as the head of a column."""
     return "time of the job" if is_job else "time a batch"
 
 

@@ -169,11 +169,12 @@ def exchange(reason: LayerReason) -> str:
 
 
 def _no_room(alternative: Alternative, reason: LayerReason) -> str:
+    missed = alternative.effect
     needed = (
         f"needs {size(alternative.extra_bytes)} more, but {size(reason.spare_bytes)} "
         "are left on the stage"
     )
-    bring = f"if it fitted, it would {_consequences(*_pair(alternative))}"
+    bring = f"if it fitted, it would {_consequences(missed.latency_s, missed.quality_s)}"
     room = alternative.room
     if room is None:
         return f"{needed} and no change of one other layer makes room ({bring})"
@@ -186,10 +187,6 @@ def _no_room(alternative: Alternative, reason: LayerReason) -> str:
     if abs(room.effect.decode_round_s) > LEAST_S:
         rounds = f" ({change(room.effect.decode_round_s)} a decode round)"
     return f"{needed} ({bring}); {how} makes room, and both together would {both}{rounds}"
-
-
-def _pair(alternative: Alternative) -> tuple[float, float]:
-    return alternative.effect.latency_s, alternative.effect.quality_s
 
 
 def _consequences(latency_s: float, quality_s: float) -> str:

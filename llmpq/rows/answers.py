@@ -169,7 +169,6 @@ class ChatForm:
 
 
 def _reasoning(piece: TextPiece) -> dict[str, object]:
-    """The field that other servers have for reasoning, where a piece has any."""
     return {} if piece.reasoning is None else {REASONING: piece.reasoning}
 
 

@@ -107,7 +107,6 @@ def _options_of_text(given: Mapping[str, Given]) -> dict[str, Any]:
 
 
 def _take_arguments_out(given: dict[str, Given]) -> None:
-    """Put the arguments in `chat_template_kwargs` beside the other options."""
     arguments = given.pop("chat_template_kwargs", _NOTHING)
     for name, value in arguments.value.items():
         each = Given(f"{arguments.name}.{name}", value)

@@ -31,20 +31,24 @@ CLIENT_GONE = 499
 """Status of a request whose client has gone; it is seen in logs only (nginx's number)."""
 
 
-@dataclass(frozen=True)
-class ErrorAnswer:
-    """What a client is told: status, words, the field that they are about, a code for programs."""
+@dataclass(eq=False)
+class ApiError(Exception):
+    """A request that is answered with an error: what a client is told, in words and, for programs,
+    by a code; `param` is the field that they are about.
+    """
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     type: str = INVALID_REQUEST
-    headers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.code or self.type}"  # a message may quote a prompt
 
     @property
     def content(self) -> Mapping[str, object]:
-        """The JSON object."""
         error = {
             "message": printable(self.message, MESSAGE_CHARACTERS),
             "type": self.type,
@@ -54,107 +58,35 @@ class ErrorAnswer:
         return {"error": error}
 
 
-class ApiError(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, answer: ErrorAnswer) -> None:
-        super().__init__(f"{answer.status} {answer.code or answer.type}")
-        self.answer = answer
-
-
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: what the request asks for cannot be served."""
-    return ApiError(ErrorAnswer(HTTPStatus.BAD_REQUEST, message, param, code))
-
-
-def bad_body(status: HTTPStatus, message: str) -> ApiError:
-    """An error about the body as a whole."""
-    return ApiError(ErrorAnswer(status, message))
-
-
-def wrong_key() -> ApiError:
-    """401: the key is wrong, or none is given."""
-    message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
-    return ApiError(
-        ErrorAnswer(
-            HTTPStatus.UNAUTHORIZED,
-            message,
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-    )
-
-
-def other_host(host: str) -> ApiError:
-    """403: a server without a key is called by a name that is not of its machine."""
-    message = (
-        f"this server has no API key and answers to localhost alone, not to {host!r:.200}; start "
-        "it with a key"
-    )
-    return ApiError(ErrorAnswer(HTTPStatus.FORBIDDEN, message, code="host_not_allowed"))
-
-
-def from_page(origin: str) -> ApiError:
-    """403: a web page sends a request to a server without a key."""
-    message = (
-        f"this server has no API key and takes nothing from web pages ({origin!r:.200}); start it "
-        "with a key"
-    )
-    return ApiError(ErrorAnswer(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed"))
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
 def not_found(kind: str, name: str) -> ApiError:
-    """404: there is no such file or batch."""
     message = f"there is no {kind} {name!r:.80}; it may have been deleted, or have expired"
-    return ApiError(ErrorAnswer(HTTPStatus.NOT_FOUND, message, "id", "not_found"))
-
-
-def conflict(message: str, code: str) -> ApiError:
-    """409: the state of a file or batch does not allow it."""
-    return ApiError(ErrorAnswer(HTTPStatus.CONFLICT, message, code=code))
-
-
-def no_room(message: str) -> ApiError:
-    """507: the server's disk is full."""
-    return ApiError(
-        ErrorAnswer(HTTPStatus.INSUFFICIENT_STORAGE, message, code="no_room", type=SERVER_ERROR)
-    )
-
-
-def unknown_model(name: str, served: str) -> ApiError:
-    """404: another model is asked for."""
-    message = f"the model {name!r:.200} is not served here; {served!r} is"
-    return ApiError(ErrorAnswer(HTTPStatus.NOT_FOUND, message, "model", "model_not_found"))
+    return ApiError(HTTPStatus.NOT_FOUND, message, "id", "not_found")
 
 
 def queue_full(retry_after_s: int) -> ApiError:
-    """429: too many answers wait already."""
     return ApiError(
-        ErrorAnswer(
-            HTTPStatus.TOO_MANY_REQUESTS,
-            f"too many requests wait already; try again in {retry_after_s} s",
-            code="rate_limit_exceeded",
-            type="requests",
-            headers={"Retry-After": str(retry_after_s)},
-        )
+        HTTPStatus.TOO_MANY_REQUESTS,
+        f"too many requests wait already; try again in {retry_after_s} s",
+        code="rate_limit_exceeded",
+        type="requests",
+        headers={"Retry-After": str(retry_after_s)},
     )
 
 
 def unavailable(message: str) -> ApiError:
     """503: the server is loading, or takes no more requests before it ends."""
     return ApiError(
-        ErrorAnswer(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            message,
-            code="service_unavailable",
-            type=SERVER_ERROR,
-        )
+        HTTPStatus.SERVICE_UNAVAILABLE, message, code="service_unavailable", type=SERVER_ERROR
     )
 
 
 def failed(message: str) -> ApiError:
     """500: a fault of the server."""
-    return ApiError(ErrorAnswer(HTTPStatus.INTERNAL_SERVER_ERROR, message, type=SERVER_ERROR))
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type=SERVER_ERROR)
 
 
 REQUEST_ID = "x-request-id"
@@ -173,7 +105,6 @@ class Boundary:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -194,8 +125,8 @@ class Boundary:
         except Exception as error:  # one request's fault must not end the server
             log_fault(name, error)
             if not is_begun:
-                answer = failed(f"the server failed at request {name}; its log says more").answer
-                await JSONResponse(answer.content, answer.status)(scope, receive, send_named)
+                told = failed(f"the server failed at request {name}; its log says more")
+                await JSONResponse(told.content, told.status)(scope, receive, send_named)
 
 
 def _request_id(scope: Scope) -> str:
@@ -234,7 +165,6 @@ class Gate:
         self.given_up = asyncio.Event()
 
     def close(self) -> None:
-        """Let nothing in from now on."""
         self.is_closed = True
 
     def give_up(self) -> None:
@@ -297,7 +227,12 @@ def check_key(authorization: str | None, api_key: str | None) -> None:
     scheme, _, given = (authorization or "").partition(" ")
     is_same = hmac.compare_digest(_digest(given.strip()), _digest(api_key))
     if not is_same or scheme.lower() != "bearer":
-        raise wrong_key()
+        raise ApiError(
+            HTTPStatus.UNAUTHORIZED,
+            "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
 
 def check_host(host: str) -> None:
@@ -310,7 +245,12 @@ def check_host(host: str) -> None:
     if not name.endswith("]"):  # of an IPv6 address without port
         name = name.rpartition(":")[0] or name
     if not is_of_this_machine(name.removeprefix("[").removesuffix("]")):
-        raise other_host(host)
+        raise ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"this server has no API key and answers to localhost alone, not to {host!r:.200}; "
+            "start it with a key",
+            code="host_not_allowed",
+        )
 
 
 def check_origin(origin: str | None) -> None:
@@ -320,7 +260,12 @@ def check_origin(origin: str | None) -> None:
     asked, such as forms with files.
     """
     if origin is not None:
-        raise from_page(origin)
+        raise ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"this server has no API key and takes nothing from web pages ({origin!r:.200}); start "
+            "it with a key",
+            code="origin_not_allowed",
+        )
 
 
 def _digest(text: str) -> bytes:

@@ -20,20 +20,11 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
 from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
 from llmpq.rows.results import whole_number
-from llmpq.serve.access import ApiError, bad_body, bad_request
+from llmpq.serve.access import ApiError, bad_request
 from quant.common.errors import FieldError
 
-MOST_ANSWERS = 128
-"""Largest `n`, as in OpenAI's interface."""
-
-MOST_STOPS = 4
-"""Stop strings, as in OpenAI's interface."""
-
-MOST_ALTERNATIVES = 20
-"""Largest `top_logprobs`, as in OpenAI's interface."""
-
-MOST_ALTERNATIVES_OF_TEXT = 5
-"""Largest `logprobs` of a completion, as in OpenAI's interface."""
+MOST_ANSWERS, MOST_STOPS, MOST_ALTERNATIVES, MOST_ALTERNATIVES_OF_TEXT = 128, 4, 20, 5
+"""Largest `n`, `stop`, `top_logprobs`, and `logprobs` of a completion, as in OpenAI's interface."""
 
 Prompt = str | list[int]
 Whole = Annotated[int, BeforeValidator(whole_number)]
@@ -118,12 +109,10 @@ class Body(BaseModel):
 
     @property
     def answers(self) -> int:
-        """Answers to each prompt."""
         return self.n or 1
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
@@ -151,27 +140,21 @@ class Body(BaseModel):
         return prompt_options(found, has_messages=isinstance(self, ChatBody))
 
     def _given(self, *names: str) -> dict[str, Any]:
-        """Those of the fields that are given."""
         values = {name: getattr(self, name, None) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class CompletionBody(Body):
-    """A request of `/v1/completions`."""
-
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     best_of: Whole | None = None
     logprobs: Annotated[Whole, Field(ge=0, le=MOST_ALTERNATIVES_OF_TEXT)] | None = None
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
-        """As in `Body`."""
         return "logprobs", self.logprobs
 
 
 class ChatBody(Body):
-    """A request of `/v1/chat/completions`."""
-
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -186,14 +169,12 @@ class ChatBody(Body):
 
     @property
     def new_tokens(self) -> tuple[str, int | None]:
-        """As in `Body`."""
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
-        """As in `Body`."""
         if not self.logprobs:
             return "logprobs", None
         return "top_logprobs" if self.top_logprobs else "logprobs", self.top_logprobs or 0
@@ -225,13 +206,13 @@ async def read_body(request: Request, most_bytes: int, within_s: float) -> bytes
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise bad_body(
+        raise ApiError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             f"Content-Type is {kind or 'missing'!r:.80}; send application/json",
         )
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
-        raise bad_body(
+        raise ApiError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             f"Content-Encoding is {coding!r:.80}; send the body as it is",
         )
@@ -246,14 +227,14 @@ async def read_body(request: Request, most_bytes: int, within_s: float) -> bytes
                 if len(body) > most_bytes:
                     raise _too_large(most_bytes)
     except TimeoutError as error:
-        raise bad_body(
+        raise ApiError(
             HTTPStatus.REQUEST_TIMEOUT, f"the body took more than {within_s:g} s to arrive"
         ) from error
     return bytes(body)
 
 
 def _too_large(most_bytes: int) -> ApiError:
-    return bad_body(
+    return ApiError(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body has more than {most_bytes} bytes"
     )
 
@@ -278,7 +259,7 @@ def _no_number(name: str) -> float:
 
 
 def completion_body(content: Mapping[str, object]) -> CompletionBody:
-    """The fields of a completion; 400 naming the first that cannot be served."""
+    """Raises 400 naming the first field that cannot be served."""
     body = _fields(CompletionBody, content)
     if body.best_of not in (None, body.answers):
         raise bad_request(
@@ -290,7 +271,7 @@ def completion_body(content: Mapping[str, object]) -> CompletionBody:
 
 
 def chat_body(content: Mapping[str, object]) -> ChatBody:
-    """The fields of a chat; 400 naming the first that cannot be served."""
+    """Raises 400 naming the first field that cannot be served."""
     body = _fields(ChatBody, content)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs has no effect unless logprobs is true", "top_logprobs")

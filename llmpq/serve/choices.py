@@ -147,7 +147,6 @@ class _Choice:
 
 
 def _finite(logprob: float) -> float:
-    """A log-probability that JSON can write."""
     return max(logprob, LEAST_LOGPROB)
 
 

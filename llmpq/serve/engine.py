@@ -99,12 +99,10 @@ class PromptTooLongError(Exception):
         self.size = size
 
 
-class EngineBusyError(Exception):
-    """The engine's queue is full."""
+class EngineBusyError(Exception): ...
 
 
-class EngineStoppingError(Exception):
-    """The engine takes no more requests."""
+class EngineStoppingError(Exception): ...
 
 
 class GenerationError(Exception):
@@ -126,8 +124,7 @@ class Engine(Protocol):
         """Unix time at which the model was loaded, in seconds."""
 
     @property
-    def limits(self) -> EngineLimits:
-        """Lengths that fit."""
+    def limits(self) -> EngineLimits: ...
 
     @property
     def sampling(self) -> Sampling:
@@ -142,8 +139,7 @@ class Engine(Protocol):
         """Whether requests are taken: only when `ready`."""
 
     @property
-    def queue(self) -> QueueState:
-        """The present load."""
+    def queue(self) -> QueueState: ...
 
     async def encode(self, row: Row) -> tuple[int, ...]:
         """Token ids of a row's prompt: of its text, its messages, or as they are.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -40,23 +39,15 @@ class AnswerTimer:
         self.outcome = CANCELLED
 
     def __enter__(self) -> AnswerTimer:
-        """Nothing is known of the answer yet."""
         return self
 
     def note_token(self) -> None:
-        """Note that a token has come."""
         self.tokens += 1
         self.last_s = self._clock()
         if self.first_s is None:
             self.first_s = self.last_s
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Report."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, EngineBusyError | EngineStoppingError):
             self.outcome = "refused"
         elif isinstance(error, Exception):
@@ -77,24 +68,20 @@ class Instruments:
         self._registry = CollectorRegistry()
         self._model = model
 
-    def counter(self, name: str, text: str, *labels: str) -> Adding:
-        """An instrument that only grows."""
+    def counter(self, name: str, text: str, *labels: str) -> Instrument:
         own = Counter(_PREFIX + name, text, labels, registry=self._registry)
-        return Adding(own, self._of_ray("Counter", name, text, tag_keys=labels))
+        return Instrument(own, self._of_ray("Counter", name, text, tag_keys=labels))
 
-    def gauge(self, name: str, text: str, label: str) -> Setting:
-        """An instrument of a present state."""
+    def gauge(self, name: str, text: str, label: str) -> Instrument:
         own = Gauge(_PREFIX + name, text, (label,), registry=self._registry)
-        return Setting(own, self._of_ray("Gauge", name, text, tag_keys=(label,)))
+        return Instrument(own, self._of_ray("Gauge", name, text, tag_keys=(label,)))
 
-    def histogram(self, name: str, text: str, boundaries: Sequence[float]) -> Observing:
-        """An instrument of how values are distributed."""
+    def histogram(self, name: str, text: str, boundaries: Sequence[float]) -> Instrument:
         own = Histogram(_PREFIX + name, text, buckets=boundaries, registry=self._registry)
         of_ray = self._of_ray("Histogram", name, text, boundaries=list(boundaries), tag_keys=())
-        return Observing(own, of_ray)
+        return Instrument(own, of_ray)
 
     def text(self) -> bytes:
-        """All of them in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _of_ray(self, kind: str, name: str, text: str, **options: Any) -> Any:
@@ -107,40 +94,25 @@ class Instruments:
         return made.set_default_tags({_MODEL: self._model})
 
 
-class Adding:
-    """A counter."""
+class Instrument:
+    """An instrument of Prometheus, and beside it Ray's, where there is one: a counter has `add`, a
+    gauge `set`, a histogram `observe`.
+    """
 
-    def __init__(self, own: Counter, of_ray: Any) -> None:
+    def __init__(self, own: Any, of_ray: Any) -> None:
         self._own, self._of_ray = own, of_ray
 
     def add(self, amount: int, **labels: str) -> None:
-        """Add `amount`, which may be 0."""
         self._own.labels(**labels).inc(amount)
-        if self._of_ray is not None and amount:
+        if self._of_ray is not None and amount:  # Ray's refuse 0
             self._of_ray.inc(amount, labels)
 
-
-class Setting:
-    """A gauge."""
-
-    def __init__(self, own: Gauge, of_ray: Any) -> None:
-        self._own, self._of_ray = own, of_ray
-
     def set(self, value: int, **labels: str) -> None:
-        """Replace the value."""
         self._own.labels(**labels).set(value)
         if self._of_ray is not None:
             self._of_ray.set(value, labels)
 
-
-class Observing:
-    """A histogram."""
-
-    def __init__(self, own: Histogram, of_ray: Any) -> None:
-        self._own, self._of_ray = own, of_ray
-
     def observe(self, value: float) -> None:
-        """Count `value`."""
         self._own.observe(value)
         if self._of_ray is not None:
             self._of_ray.observe(value)
@@ -197,11 +169,9 @@ class ServeMetrics:
         return AnswerTimer(self._note_answer, self.clock, arrived_s)
 
     def count_request(self, address: str, status: str) -> None:
-        """Count a request that has ended."""
         self._requests.add(1, address=address, status=status)
 
     def count_prompts(self, tokens: int) -> None:
-        """Count the tokens of a request's prompts."""
         self._tokens.add(tokens, of="prompts")
 
     def text(self, queue: QueueState) -> bytes:
@@ -210,7 +180,6 @@ class ServeMetrics:
         return self._made.text()
 
     def observe(self, queue: QueueState) -> None:
-        """Take over the present load."""
         self._under_way.set(queue.waiting, state="waiting")
         self._under_way.set(queue.running, state="running")
         self._kv_tokens.set(queue.kv_tokens_used, state="used")
@@ -248,7 +217,6 @@ class Counting:
         self._addresses = addresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from actors.messages import MOST_TOP_LOGPROBS, Progress, Request, Sampling, TokenLogprobs
+from actors.messages import MOST_TOP_LOGPROBS, Progress, Request, TokenLogprobs
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.sources import wait_loaded
 from llmpq.rows.row import Row
@@ -31,7 +31,6 @@ from llmpq.serve.engine import (
     TokenLogprob,
 )
 from llmpq.serve.model_tokenizer import ModelTokenizer
-from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import RowLimits
 from planner.plan.spec import PlanSpec
 from quant.common.errors import LlmpqError
@@ -62,7 +61,10 @@ class PipelineEngine:
         self.end_note = model.end_note
         model.load_importance()
         room, found = model.plan.workload, model.sampling.sampling
-        self._limits = EngineLimits(
+        self.model_name = model.plan.model.name
+        self.created_s = int(time.time())
+        self.sampling = found
+        self.limits = EngineLimits(
             prompt_tokens=room.prompt_length,
             new_tokens=room.new_tokens,
             slot_tokens=room.total_length,
@@ -72,6 +74,7 @@ class PipelineEngine:
         )
         limits = RowLimits(options.row_s, most_tokens=room.prompt_length)
         self.tokenizer = ModelTokenizer(model.folder, limits, options.prompting)
+        self.markers = self.tokenizer.markers
         try:
             self.lengths = self._expected_lengths() if model.predicts else None
         except LlmpqError:
@@ -79,7 +82,6 @@ class PipelineEngine:
             raise
         self.on_loading: list[Callable[[LoadingState], None]] = []
         self._status: EngineStatus = "loading"
-        self._created_s = int(time.time())
         self._copies = 1
         self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
         self._reserved: dict[str, int] = {}
@@ -116,26 +118,6 @@ class PipelineEngine:
             self.lengths.end(self._model.options.save_predictor)
             self.lengths.source.close()
         self.tokenizer.close()
-
-    @property
-    def model_name(self) -> str:
-        return self._model.plan.model.name
-
-    @property
-    def created_s(self) -> int:
-        return self._created_s
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self._limits
-
-    @property
-    def sampling(self) -> Sampling:
-        return self._model.sampling.sampling
-
-    @property
-    def markers(self) -> Markers | None:
-        return self.tokenizer.markers
 
     @property
     def status(self) -> EngineStatus:
@@ -175,7 +157,17 @@ class PipelineEngine:
         ended, tokens = True, 0
         try:
             expected = await self._expected(request)
-            live.submit(_request(request, expected))
+            live.submit(
+                Request(
+                    request.id,
+                    request.prompt_ids,
+                    request.max_new_tokens,
+                    request.sampling,
+                    draw_id=request.draw_id,
+                    top_logprobs=request.top_logprobs,
+                    expected_tokens=expected,
+                )
+            )
             ended = False
             while not ended:
                 progress = await answers.get()
@@ -251,25 +243,12 @@ class PipelineEngine:
                 answers.put_nowait(progress)
 
     def _give_up(self) -> None:
-        """End all generations: their stages are gone."""
         for answers in self._answers.values():
             answers.put_nowait(None)
 
 
 def _no_texts(token_ids: object) -> list[str]:
     raise AssertionError("texts are asked of the tokenizer for each request")
-
-
-def _request(request: GenerationRequest, expected_tokens: int | None) -> Request:
-    return Request(
-        request.id,
-        request.prompt_ids,
-        request.max_new_tokens,
-        request.sampling,
-        draw_id=request.draw_id,
-        top_logprobs=request.top_logprobs,
-        expected_tokens=expected_tokens,
-    )
 
 
 def _events(progress: Progress | None) -> Sequence[TokenEvent]:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from llmpq.rows.answers import ChatForm, CompletionForm, model_content, models_content
-from llmpq.serve.access import ApiError, Boundary, ErrorAnswer, Gate, check_host, check_key
+from llmpq.serve.access import ApiError, Boundary, Gate, check_host, check_key
 from llmpq.serve.batches.batches import Batches, batch_routes
 from llmpq.serve.bodies import chat_body, completion_body
 from llmpq.serve.metrics import CONTENT_TYPE, Counting
@@ -51,7 +51,12 @@ def application(service: Service, batches: Batches | None = None) -> FastAPI:
     if batches is not None:
         routes = batch_routes(batches, service)
         app.include_router(routes, prefix="/v1", dependencies=[Depends(admit)])
-    app.include_router(_load(service), dependencies=[Depends(admit)])
+
+    @app.get("/metrics", dependencies=[Depends(admit)])  # they tell what others ask for, no text
+    async def metrics() -> Response:
+        text = service.metrics.text(service.engine.queue)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
     return app
 
 
@@ -69,18 +74,6 @@ def _probes(service: Service) -> APIRouter:
         is_ready = status == "ready"
         code = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse({"status": status}, code)
-
-    return router
-
-
-def _load(service: Service) -> APIRouter:
-    """The address of metrics, which tell what others ask for, though no text."""
-    router = APIRouter()
-
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        text = service.metrics.text(service.engine.queue)
-        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     return router
 
@@ -110,30 +103,23 @@ def _openai(service: Service) -> APIRouter:
     return router
 
 
-def _json(answer: ErrorAnswer) -> Response:
-    return JSONResponse(answer.content, answer.status, dict(answer.headers))
-
-
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error.answer)
+    return JSONResponse(error.content, error.status, dict(error.headers))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """An address or method that does not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _json(ErrorAnswer(error.status_code, message, headers=error.headers or {}))
+    told = ApiError(error.status_code, message, headers=error.headers or {})
+    return await _api_error(request, told)
 
 
 CLOSING_S = 5
 """Seconds for connections to close once the answers have ended or been given up."""
 
-LOOK_TICKS = 5
-"""Tenths of a second from one look at the load to the next."""
-
-HEADER_BYTES = 64 << 10
-"""Most bytes of a request's headers."""
+LOOK_TICKS = 5  # tenths of a second from one look at the load to the next
+HEADER_BYTES = 64 << 10  # most of a request's headers
 
 _LOG = logging.getLogger(__name__)
 
@@ -148,7 +134,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, service: Service, batches: Batches | None = None) -> None:
-        options = service.options
+        options = self._options = service.options
         super().__init__(
             uvicorn.Config(
                 application(service, batches),
@@ -160,15 +146,13 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                limit_concurrency=options.connection_limit
-                + 1,  # it refuses the one that reaches it
+                limit_concurrency=options.connection_limit + 1,  # it refuses one that reaches it
                 timeout_graceful_shutdown=CLOSING_S,
                 h11_max_incomplete_event_size=HEADER_BYTES,
             )
         )
         self._service = service
         self._gate: Gate = service.gate
-        self._options = options
         self._batches = batches
         self._ends_s: float | None = None
         self._is_engine_lost = False
@@ -197,7 +181,6 @@ class Server(uvicorn.Server):
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until the end."""
         await super().serve(sockets)
         if self._is_engine_lost:
             raise StageLostError("the engine is lost for good; start the server again")

@@ -7,7 +7,8 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar
+from http import HTTPStatus
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -15,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from llmpq.rows.answers import Form, Head, Json, TextPiece, Usage
-from llmpq.serve.access import CLIENT_GONE, ApiError, Gate, unknown_model
+from llmpq.serve.access import CLIENT_GONE, ApiError, Gate
 from llmpq.serve.bodies import ChatBody, CompletionBody, parse_json, read_body
 from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
@@ -31,7 +32,6 @@ T = TypeVar("T")
 
 
 def event(content: Mapping[str, object]) -> bytes:
-    """One server-sent event."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode()
 
@@ -105,7 +105,6 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | No
 
 
 async def _gone(receive: Receive) -> None:
-    """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -128,13 +127,12 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model."""
         return self.options.served_model_names or (self.engine.model_name,)
 
     def check_model(self, name: str) -> None:
-        """Raise `ApiError` (404) for another model."""
         if name not in self.names:
-            raise unknown_model(name, self.names[0])
+            message = f"the model {name!r:.200} is not served here; {self.names[0]!r} is"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
 
     async def body(self, request: Request) -> Json:
         """The JSON object of a request, which is read only while requests are taken."""
@@ -147,9 +145,8 @@ class Service:
     async def answer(
         self, request: Request, body: CompletionBody | ChatBody, form: Form
     ) -> Response:
-        """The answer to a checked request."""
         self.check_model(body.model)
-        job = _Job(self, _Asking(body, form, self.engine, request.state.arrived_s))
+        job = _Job(self, body, form, self.engine, request.state.arrived_s)
         if body.stream:
             return EventStream(job.events(), self.options.stall_s)
         return await answer_unless_gone(request, job.whole())
@@ -158,32 +155,28 @@ class Service:
         """The content of a whole answer by `engine`, which decides alone when it may run."""
         self.check_model(body.model)
         self.gate.check_number(generations_of(body))
-        return await _Job(self, _Asking(body, form, engine)).content()
+        return await _Job(self, body, form, engine).content()
 
 
-class _Asking(NamedTuple):
-    """A checked request, the form of its answer, and what generates it.
+class _Job:
+    """One checked request for text, from its admission to its end.
 
     `arrived_s`: when its body arrived; None for a line of a batch, whose waiting is no measure.
     """
 
-    body: CompletionBody | ChatBody
-    form: Form
-    engine: Engine
-    arrived_s: float | None = None
-
-
-class _Job:
-    """One request for text, from its admission to its end."""
-
-    def __init__(self, service: Service, asking: _Asking) -> None:
-        self._service = service
-        self._body, self._form, self._engine, self._arrived_s = asking
-        name = f"{asking.form.prefix}-{uuid4().hex}"
-        self._head = Head(name, int(service.clock()), asking.body.model)
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody | ChatBody,
+        form: Form,
+        engine: Engine,
+        arrived_s: float | None = None,
+    ) -> None:
+        self._service, self._engine, self._arrived_s = service, engine, arrived_s
+        self._body, self._form = body, form
+        self._head = Head(f"{form.prefix}-{uuid4().hex}", int(service.clock()), body.model)
 
     async def whole(self) -> Response:
-        """The answer in one piece."""
         with self._service.gate.admitted(generations_of(self._body)):
             return JSONResponse(await self.content())
 
@@ -215,7 +208,7 @@ class _Job:
         except ApiError as error:
             if not is_begun:
                 raise
-            yield event(error.answer.content)
+            yield event(error.content)
         yield DONE
 
     async def _chunks(self) -> AsyncGenerator[dict[str, object], None]:

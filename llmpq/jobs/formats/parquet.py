@@ -52,7 +52,7 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     `messages` may be a list of structs or JSON text, `sampling`, `logit_bias` and what else is an
     object a struct or JSON text. Raises `InputError` for a file that is no Parquet.
     """
-    return map(plain_row, _read(path, None))
+    return map(plain_row, read_results(path, None))
 
 
 def plain_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -61,10 +61,6 @@ def plain_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
         value = _plain(given[name])
         given |= {name: value} if is_field(name, value, given) else {}
     return given
-
-
-def read_results(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
-    return _read(path, columns)
 
 
 def write_results(sink: io.RawIOBase, rows: Iterable[Mapping[str, Any]], own: ColumnKinds) -> None:
@@ -112,7 +108,7 @@ def _field(name: str, kind: ColumnKind) -> Any:
     return pa.field(name, found, metadata=_JSON_TEXT if kind == JSON else None)
 
 
-def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
+def read_results(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
     require_pyarrow()
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -68,8 +68,7 @@ class JobOverview:
         return sum(session.generated_s for session in self.sessions)
 
     @property
-    def command(self) -> str | None:
-        """The command that goes on."""
+    def command(self) -> str | None:  # that goes on
         return self.sessions[-1].start.command if self.sessions else None
 
 

@@ -61,7 +61,6 @@ def job_page(job: JobOverview, refresh_s: float | None = None) -> str:
 
 
 def _tiles(job: JobOverview) -> list[tuple[str, str]]:
-    """The first things that people look for, by their names."""
     planned = job.planned_tokens_per_s
     return [
         ("state", state_words(job)),

@@ -41,7 +41,7 @@ class PlannedSpan(NamedTuple):
 
 
 class SessionSeries(NamedTuple):
-    """The series of a session, which lasts from `begins_s` to `ends_s` of the job."""
+    """Its seconds are those of the job."""
 
     number: int
     begins_s: float
@@ -53,12 +53,10 @@ class SessionSeries(NamedTuple):
 
 @dataclass(frozen=True)
 class JobEvent:
-    """An event at a second of the job, in a session by its number."""
-
     number: int
-    session: int
+    session: int  # by its number
     at: float
-    at_s: float
+    at_s: float  # of the job
     kind: str
     stage: int | None
     lost_s: float
@@ -66,7 +64,6 @@ class JobEvent:
 
 
 def session_series(sessions: Sequence[JobSession]) -> tuple[SessionSeries, ...]:
-    """The series of all sessions, one after the other."""
     bucket_s = max(LEAST_BUCKET_S, sum(session.seconds for session in sessions) / BUCKETS)
     found = []
     begins_s = 0.0

@@ -30,7 +30,6 @@ _SAME = 0.005  # shares below which measured and predicted are alike
 
 
 def state_words(job: JobOverview) -> str:
-    """The state in a word or two."""
     if job.state == "running":
         session = job.sessions[-1] if job.sessions else None
         if session is None or session.how != RUNNING:
@@ -77,7 +76,6 @@ def facts(job: JobOverview) -> Iterator[tuple[str, str]]:
 
 
 def rows_words(job: JobOverview) -> str:
-    """Rows that are done, left and in error."""
     done = NOT_KNOWN if job.done is None else count(job.done)
     whole = f"{done} done" if job.rows is None else f"{done} of {count(job.rows)} done"
     left = "" if not job.left else f", {count(job.left)} left"
@@ -86,7 +84,6 @@ def rows_words(job: JobOverview) -> str:
 
 
 def speed_words(job: JobOverview) -> str:
-    """Tokens per second, in all and now."""
     if job.tokens_per_s is None:
         return "measuring" if job.state == "running" else NOT_KNOWN
     now = job.now_tokens_per_s
@@ -94,7 +91,6 @@ def speed_words(job: JobOverview) -> str:
 
 
 def time_words(job: JobOverview) -> str:
-    """Seconds so far, those of loading, and those to go."""
     loads_s = job.seconds - job.generated_s
     sessions = len(job.sessions)
     text = f"{lasted(job.seconds)}, of which {lasted(loads_s)} loading"
@@ -141,7 +137,6 @@ def stage_seconds(measured: float | None, is_full: bool) -> str:
 
 
 def stage_cells(number: int, stage: StageFigures) -> tuple[str, ...]:
-    """A stage's device, layers, bits, measured and predicted times, and busy share."""
     planned, work = stage.planned, stage.work
     first, end = planned.layers
     return (
@@ -165,7 +160,6 @@ SESSION_HEADS = ("began", "lasted", "rows", "errors", "tokens", "tokens/s", "end
 
 
 def session_cells(session: JobSession) -> tuple[str, ...]:
-    """A session's times, rows and speed, and how it ended."""
     made = session.tokens and session.generated_s
     return (
         moment(session.began_at),
@@ -186,7 +180,6 @@ _MANY = 7  # columns, which then stand closer
 
 
 def job_text(job: JobOverview) -> RenderableType:
-    """All that is known of a job."""
     return Group(*_parts(job))
 
 

@@ -234,7 +234,7 @@ def fail_batch(store: BatchStore, batch_id: str, problem: Problem, now_s: int) -
     folder = store.job_path(batch_id)
     results = partial(results_so_far, batch_id, folder)
     errors = [each.error is not None for each in results()]
-    batch = _found(store, batch_id)
+    batch = store.batch(batch_id)
     counts = batch.request_counts
     if errors:
         failed = sum(errors)
@@ -243,12 +243,6 @@ def fail_batch(store: BatchStore, batch_id: str, problem: Problem, now_s: int) -
     batch = _with_files(store, batch_id, results, counts, now_s)
     store.batches.put(replace(batch.turned("failed", now_s), problems=(problem,)))
     set_aside(store.disk, folder)
-
-
-def _found(store: BatchStore, batch_id: str) -> Batch:
-    found = store.batches.get(batch_id)
-    assert found is not None, "a batch is removed long after its end"
-    return found
 
 
 def _last_status(batch: Batch, job: BatchJob) -> Status:
@@ -262,7 +256,7 @@ def _with_files(
     store: BatchStore, batch_id: str, results: Results, counts: LineCounts, now_s: int
 ) -> Batch:
     """The batch with files of its results; those that an earlier end has written stay."""
-    batch = replace(_found(store, batch_id), request_counts=counts)
+    batch = replace(store.batch(batch_id), request_counts=counts)
     output = _write(store, batch, results, now_s, is_output=True)
     error = _write(store, batch, results, now_s, is_output=False)
     return replace(batch, output_file_id=output, error_file_id=error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -13,8 +15,8 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmpq.rows.answers import Json
-from llmpq.serve.access import bad_request, check_origin, conflict, not_found, queue_full
-from llmpq.serve.batches.records import WINDOW_S, Batch, Endpoint, StoredFile, new_batch_id
+from llmpq.serve.access import ApiError, bad_request, check_origin, not_found, queue_full
+from llmpq.serve.batches.records import WINDOW_S, Batch, Endpoint, StoredFile
 from llmpq.serve.batches.runner import Runner
 from llmpq.serve.batches.store import MOST_RECORDS, BatchStore
 from llmpq.serve.batches.uploading import ExpiresAfter, Uploads, disk_error
@@ -50,10 +52,7 @@ class BatchPage(BaseModel):
     limit: Annotated[int, Field(ge=1, le=100)] = 20
 
 
-class FilePage(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    after: str | None = None
+class FilePage(BatchPage):
     limit: Annotated[int, Field(ge=1, le=10_000)] = 10_000
     order: Literal["asc", "desc"] = "desc"
     purpose: str | None = None
@@ -118,10 +117,11 @@ class Batches:
             self.file(file_id)
             users = self._store.users(file_id)
             if users:
-                raise conflict(
+                raise ApiError(
+                    HTTPStatus.CONFLICT,
                     f"the file {file_id} is the input of {users[0]}, which is not finished; cancel "
                     "that first",
-                    "file_in_use",
+                    code="file_in_use",
                 )
             self._store.remove_file(file_id)
 
@@ -139,14 +139,13 @@ class Batches:
                     f"the file {file.id} was made by a batch; send one with purpose 'batch'",
                     "input_file_id",
                 )
-            if len(self._store.unfinished()) >= MOST_UNFINISHED:
-                raise queue_full(self._service.options.retry_after_s)
-            if len(self._store.batches) >= MOST_RECORDS:
+            are_many = len(self._store.unfinished()) >= MOST_UNFINISHED
+            if are_many or len(self._store.batches) >= MOST_RECORDS:
                 raise queue_full(self._service.options.retry_after_s)
             now_s = int(self._service.clock())
             kept = body.output_expires_after
             batch = Batch(
-                new_batch_id(),
+                f"batch_{secrets.token_hex(16)}",
                 self._store.batches.next_number,
                 body.endpoint,
                 file.id,
@@ -171,16 +170,15 @@ class Batches:
         return _listed(_page(found, page.after, page.limit), self._content)
 
     async def cancel(self, batch_id: str) -> Json:
-        """Cancel a batch; what is done is kept."""
-
         def turn() -> Batch:
             batch = self._found(batch_id)
             if batch.status == "cancelling":
                 return batch
             if batch.status not in ("validating", "in_progress"):
-                raise conflict(
+                raise ApiError(
+                    HTTPStatus.CONFLICT,
                     f"the batch {batch_id} is {batch.status}; it cannot be cancelled any more",
-                    "batch_not_cancellable",
+                    code="batch_not_cancellable",
                 )
             cancelling = batch.turned("cancelling", int(self._service.clock()))
             self._store.batches.put(cancelling)
@@ -235,12 +233,6 @@ def _listed(
     }
 
 
-def batch_body(content: Mapping[str, object]) -> BatchBody:
-    """The fields of a batch; 400 naming the first that is wrong."""
-    given = {name: value for name, value in content.items() if value is not None}
-    return checked(BatchBody, given, ExpiresAfter)
-
-
 def batch_routes(batches: Batches, service: Service) -> APIRouter:
 
     async def not_from_page(origin: Annotated[str | None, Header()] = None) -> None:
@@ -271,7 +263,9 @@ def batch_routes(batches: Batches, service: Service) -> APIRouter:
 
     @router.post("/batches")
     async def create(request: Request) -> Response:
-        return JSONResponse(await batches.create(batch_body(await service.body(request))))
+        content = await service.body(request)
+        given = {name: value for name, value in content.items() if value is not None}
+        return JSONResponse(await batches.create(checked(BatchBody, given, ExpiresAfter)))
 
     @router.get("/batches")
     async def listed(request: Request) -> Response:

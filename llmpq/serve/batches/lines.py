@@ -12,7 +12,6 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.sampling_options import Sampling
 from llmpq.rows.answers import (
     BAD_LINE,
     ChatForm,
@@ -24,7 +23,7 @@ from llmpq.rows.answers import (
     written_line,
 )
 from llmpq.rows.row import MAX_ID_CHARACTERS, Row
-from llmpq.serve.access import ApiError, ErrorAnswer, Gate, bad_request, log_fault
+from llmpq.serve.access import ApiError, Gate, bad_request, log_fault
 from llmpq.serve.access import failed as failure
 from llmpq.serve.batches.records import Endpoint, Problem
 from llmpq.serve.bodies import (
@@ -37,14 +36,12 @@ from llmpq.serve.bodies import (
 )
 from llmpq.serve.engine import (
     Engine,
-    EngineLimits,
     EngineStatus,
     GenerationRequest,
     QueueState,
     TokenEvent,
 )
 from llmpq.serve.service import Service
-from llmpq.tokenizing.reasoning import Markers
 
 STARTING_SHARE = 4
 """One in so many slots may hold a batch's generation that has no token yet: an online request that
@@ -66,6 +63,8 @@ class BehindOnline:
 
     def __init__(self, engine: Engine, gate: Gate) -> None:
         self._engine = engine
+        self.model_name, self.created_s = engine.model_name, engine.created_s
+        self.limits, self.sampling, self.markers = engine.limits, engine.sampling, engine.markers
         self._gate = gate
         self._starting = 0
         self._first = asyncio.Lock()
@@ -121,26 +120,6 @@ class BehindOnline:
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         return await self._engine.decode(token_ids, before)
-
-    @property
-    def model_name(self) -> str:
-        return self._engine.model_name
-
-    @property
-    def created_s(self) -> int:
-        return self._engine.created_s
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self._engine.limits
-
-    @property
-    def sampling(self) -> Sampling:
-        return self._engine.sampling
-
-    @property
-    def markers(self) -> Markers | None:
-        return self._engine.markers
 
     @property
     def status(self) -> EngineStatus:
@@ -243,8 +222,7 @@ def answered(custom_id: str | None, content: Json) -> LineAnswer:
     return LineAnswer(_line(custom_id, response, None), None)
 
 
-def refused(custom_id: str | None, answer: ErrorAnswer) -> LineAnswer:
-    """The line of a request that HTTP answers by an error."""
+def refused(custom_id: str | None, answer: ApiError) -> LineAnswer:
     response = line_response(answer.status, answer.content, uuid4().hex)
     return LineAnswer(_line(custom_id, response, None), answer.code or answer.type)
 
@@ -282,7 +260,7 @@ class Answering:
         try:
             content = envelope(line.content, self._endpoint)
         except ApiError as error:
-            message = f"line {line.number}: {error.answer.message}"
+            message = f"line {line.number}: {error.message}"
             return failed(custom_id, BAD_LINE, message)
         while True:
             await self._engine.room()
@@ -292,11 +270,11 @@ class Answering:
                 return answered(custom_id, found)
             except ApiError as error:
                 if not self._is_passing(error):
-                    return refused(custom_id, error.answer)
+                    return refused(custom_id, error)
             except Exception as error:  # one line's fault must not end the others
                 log_fault(f"line {line.number} of a batch", error)
                 told = failure("the server failed at this line; its log says more")
-                return refused(custom_id, told.answer)
+                return refused(custom_id, told)
             await self._engine.pause()
 
     def ended(self, line: BatchLine, code: str, message: str) -> LineAnswer:
@@ -320,7 +298,7 @@ class Answering:
 
     def _is_passing(self, error: ApiError) -> bool:
         """Whether the line may be answered better when it is tried again."""
-        if error.answer.status in _PASSING:
+        if error.status in _PASSING:
             return True
-        is_fault = error.answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        is_fault = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         return is_fault and self._service.gate.status != "ready"

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -48,14 +47,6 @@ _LOG = logging.getLogger(__name__)
 _DIGITS = "[0-9a-f]{32}"
 FILE_ID = re.compile(f"file-{_DIGITS}")
 BATCH_ID = re.compile(f"batch_{_DIGITS}")
-
-
-def new_file_id() -> str:
-    return f"file-{secrets.token_hex(16)}"
-
-
-def new_batch_id() -> str:
-    return f"batch_{secrets.token_hex(16)}"
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Runner:
                 if not isinstance(error, InputError | OSError):
                     log_fault(batch_id, error)
                     why = "a fault of the server"
-                is_over = self._batch(batch_id).expires_at <= self._service.clock()
+                is_over = self._store.batch(batch_id).expires_at <= self._service.clock()
                 faults += is_over or not may_pass(error)
             if faults >= MOST_FAULTS and problem is None:
                 _LOG.error("%s fails after %d faults: %s", batch_id, faults, why)
@@ -142,7 +142,7 @@ class Runner:
 
     async def _through(self, batch_id: str, problem: Problem | None = None) -> None:
         """All states of a batch up to its last, which is `failed` where there is a `problem`."""
-        batch = self._batch(batch_id)
+        batch = self._store.batch(batch_id)
         if batch.is_finished:  # what followed its end has failed
             return
         problem = problem or next(iter(batch.problems), None)
@@ -170,14 +170,9 @@ class Runner:
         most = self._service.options.body_limit_bytes
         return scan(source, most, None if file is None else file.digest)
 
-    def _batch(self, batch_id: str) -> Batch:
-        found = self._store.batches.get(batch_id)
-        assert found is not None, "a batch is removed long after its end"
-        return found
-
     def _check(self, batch_id: str, found: Scan) -> bool:
         """Whether a batch with such an input can run; notes what was found."""
-        batch, now_s = self._batch(batch_id), int(self._service.clock())
+        batch, now_s = self._store.batch(batch_id), int(self._service.clock())
         if found.problem is not None:
             fail_batch(self._store, batch_id, found.problem, now_s)
             return False
@@ -193,7 +188,7 @@ class Runner:
         """Wait for the batches that came before, unless this one ends early: that is soon done."""
         waiting = asyncio.create_task(self._turn.acquire())
         ending = asyncio.create_task(self._ends[batch_id].wait())
-        if self._batch(batch_id).status == "cancelling":
+        if self._store.batch(batch_id).status == "cancelling":
             self.end(batch_id)
         try:
             await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -233,7 +228,7 @@ class Runner:
                 ending.cancel()
                 await asyncio.gather(running, ending, return_exceptions=True)
         if end.is_set():
-            is_cancelled = self._batch(batch_id).status == "cancelling"
+            is_cancelled = self._store.batch(batch_id).status == "cancelling"
             await self._in_job(partial(_end_rest, job, answering, is_cancelled))
         self.counts[batch_id] = job.counts
 
@@ -252,7 +247,7 @@ class Runner:
                 group.create_task(work())
 
     def _turn_to_finalizing(self, batch_id: str, counts: LineCounts) -> None:
-        batch = replace(self._batch(batch_id), request_counts=counts)
+        batch = replace(self._store.batch(batch_id), request_counts=counts)
         if batch.status == "in_progress":
             batch = batch.turned("finalizing", int(self._service.clock()))
         self._store.batches.put(batch)

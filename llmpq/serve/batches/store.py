@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from llmpq.serve.batches.records import (
     Batch,
     Index,
     StoredFile,
-    new_file_id,
     remade_batch,
     remade_file,
     set_aside,
@@ -164,6 +164,11 @@ class BatchStore:
             if each.input_file_id == file_id and not each.is_finished
         ]
 
+    def batch(self, batch_id: str) -> Batch:
+        found = self.batches.get(batch_id)
+        assert found is not None, "a batch is removed long after its end"
+        return found
+
     def unfinished(self) -> list[Batch]:
         """The batches that are not finished, in the order in which they came."""
         return [each for each in self.batches if not each.is_finished]
@@ -183,7 +188,7 @@ class Arrival:
     """A file that arrives in parts. Methods raise OSError as the disk does."""
 
     def __init__(self, store: BatchStore) -> None:
-        self.id = new_file_id()
+        self.id = f"file-{secrets.token_hex(16)}"
         self.bytes = 0
         self._store = store
         self._path = store.path(self.id)

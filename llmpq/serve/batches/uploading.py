@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from llmpq.serve.access import ApiError, bad_body, bad_request, no_room, queue_full
+from llmpq.serve.access import SERVER_ERROR, ApiError, bad_request, queue_full
 from llmpq.serve.batches.records import KEPT_S, StoredFile
 from llmpq.serve.batches.store import MOST_RECORDS, Arrival, BatchStore
 from llmpq.serve.bodies import checked
@@ -220,7 +220,7 @@ class Uploads:
     def _check_number(self) -> None:
         """Raise `ApiError` where there are too many files, or too many arrive."""
         if len(self._store.files) >= MOST_RECORDS:
-            raise bad_body(
+            raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"there are {MOST_RECORDS} files; delete some that are not needed any more",
             )
@@ -235,7 +235,7 @@ class Uploads:
                 async with asyncio.timeout(within_s):
                     part = await anext(stream, None)
             except TimeoutError as error:
-                raise bad_body(
+                raise ApiError(
                     HTTPStatus.REQUEST_TIMEOUT, f"nothing of the file came for {within_s:g} s"
                 ) from error
             if part is None:
@@ -249,7 +249,7 @@ class Uploads:
     def _check_room(self) -> None:
         most = self._store.options.store_limit_bytes
         if self._store.stored_bytes > most:
-            raise bad_body(
+            raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"with this file the server would hold {self._store.stored_bytes} bytes, more than "
                 f"{most}; delete files that are not needed any more",
@@ -260,7 +260,7 @@ class Uploads:
         return self._store.options.file_limit_bytes
 
     def _too_large(self) -> ApiError:
-        return bad_body(
+        return ApiError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the file has more than {self._file_limit} bytes; split it",
         )
@@ -285,7 +285,7 @@ async def _drop(parts: AsyncGenerator[bytes, None]) -> None:
 def _boundary(content_type: str) -> bytes:
     kind, options = parse_options_header(content_type)
     if kind.lower() != b"multipart/form-data":
-        raise bad_body(
+        raise ApiError(
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
             f"Content-Type is {content_type or 'missing'!r:.80}; send multipart/form-data",
         )
@@ -298,7 +298,8 @@ def _boundary(content_type: str) -> bytes:
 def disk_error(error: OSError) -> ApiError:
     """507: what is told where the disk fails."""
     why = "the server's disk is full" if error.errno in _FULL else "the server's disk has failed"
-    return no_room(f"{why} ({error.strerror}); nothing was changed: try again later")
+    message = f"{why} ({error.strerror}); nothing was changed: try again later"
+    return ApiError(HTTPStatus.INSUFFICIENT_STORAGE, message, code="no_room", type=SERVER_ERROR)
 
 
 def upload_fields(given: Mapping[str, str]) -> UploadFields:
