@@ -21,8 +21,8 @@ from llmpq import Cluster, Workload
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import OpenJob
-from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput
+from llmpq.jobs.store import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.checkpoint import job_identity

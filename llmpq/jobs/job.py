@@ -14,11 +14,10 @@ from typing import Self, TextIO
 
 from llmpq.jobs.formats.parquet import MOST_COLUMNS
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput, NamesAt, ReadInputAgain
 from llmpq.jobs.result_lines import OutputForm, OutputOptions, openai_line
 from llmpq.jobs.row_database import Done, RowDatabase, RowKind, Tally, WantedRow, shown_id
-from llmpq.jobs.store import InputRecord
+from llmpq.jobs.store import InputRecord, JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError

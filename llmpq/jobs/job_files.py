@@ -1,98 +1,157 @@
-"""Identity of a job: a digest of its model, wherever that lies, and the sampling of its rows."""
+"""Files of a job: calls of the disk, which tests can fail, whole files and the lock; its shards."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import io
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.messages import Sampling
-from llmpq.jobs.disk import Disk, commit_file, file_digest, new_digest
-from llmpq.rows.row import FINGERPRINT_HEX, BadRow, Row, digest
-from llmpq.rows.sampling import merge_sampling
-from quant.checkpoint.gguf.folder import gguf_index
-from quant.checkpoint.model_reference import is_local_model
-from quant.common.errors import CheckpointError
+from quant.common.errors import InputError
 from quant.common.files import FileIdentity
 
-MODEL_HEX = 12
-_READ_WHOLE = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
-SAMPLES = 16
-SAMPLE_BYTES = 4096
-"""Read from each file of weights, enough that a fine-tuned model differs from its base."""
-_UNIMPORTANT = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+_DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True)
-class JobIdentity:
-    """Model and sampling that all rows of a job share: a row's own sampling comes before.
-
-    `model` is a digest; `sampling.max_new_tokens` is settled. `prompting`: how prompts become
-    tokens, None for what is not set, of a template the digest.
-    """
-
-    model: str
-    model_name: str
-    sampling: Sampling
-    prompting: Mapping[str, Any] = field(default_factory=dict)
-
-    def fingerprint(self, row: Row | BadRow) -> str:
-        """Digest of the model, then of prompt and sampling, or of what is wrong with a bad row."""
-        content: Mapping[str, Any]
-        if isinstance(row, Row):
-            sampling = merge_sampling(self.sampling, row.sampling)
-            content = {**row.content, "sampling": sampling.settings}
-            prompting = {name: value for name, value in self.prompting.items() if value is not None}
-            content |= {"prompting": prompting} if prompting else {}
-        else:
-            content = {"error": row.error}
-        return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
+def new_digest() -> Any:
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
-def model_digest(folder: Path, reference: str) -> str:
-    """Digest of configuration, tokenizer and weights of the checkpoint in `folder`.
-
-    `reference` is what a plan calls it. Where the folder is a download of a hub repository, its
-    name and commit stand for the weights, which need not be on this machine.
-    """
-    seen = hashlib.blake2b(digest_size=MODEL_HEX // 2)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        kept = {name: value for name, value in config.items() if name not in _UNIMPORTANT}
-        seen.update(json.dumps(kept, sort_keys=True).encode())
-        for name in _READ_WHOLE:
-            if (folder / name).is_file():
-                seen.update(name.encode() + (folder / name).read_bytes())
-        if is_local_model(Path(reference)):
-            described = gguf_index(folder)
-            files = sorted(folder.glob("*.safetensors")) if described is None else described.paths
-            for path in files:
-                _add_samples(seen, path)
-        else:
-            seen.update(f"{reference}@{folder.name}".encode())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    return seen.hexdigest()
-
-
-def _add_samples(seen: hashlib.blake2b, path: Path) -> None:
-    size = path.stat().st_size
-    seen.update(f"{path.name} {size}".encode())
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
-        for sample in range(SAMPLES):
-            file.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
-            seen.update(file.read(SAMPLE_BYTES))
+        return hashlib.file_digest(file, new_digest).hexdigest()
+
+
+class Disk:
+    """Calls of the operating system."""
+
+    def open_new(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, data: Any) -> int:
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def sync_folder(self, folder: Path) -> None:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Sink(io.RawIOBase):
+    """An open file that libraries write to; `error` is an OSError they may have swallowed."""
+
+    def __init__(self, disk: Disk, descriptor: int) -> None:
+        self._disk = disk
+        self._descriptor = descriptor
+        self._seen = new_digest()
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        self._seen.update(left)
+        size = len(left)
+        try:
+            while left:
+                left = left[self._disk.write(self._descriptor, left) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return size
+
+    def digest(self) -> str:
+        """Digest of the bytes written, as `file_digest` gives it."""
+        return str(self._seen.hexdigest())
+
+
+def commit_file(disk: Disk, path: Path, aside: Path, fill: Callable[[Sink], object]) -> str:
+    """Write a file that is there whole or not at all, also after a power cut; returns its digest.
+
+    `fill` writes it under the name `aside` in the same file system; it is brought to the disk and
+    then gets its name. Where there is no room for it, it is removed. Other than in
+    `quant.common.files`, each call can be made to fail in tests, content need not fit the
+    memory, and the name aside is known, so that the next run finds what a kill has left.
+    """
+    descriptor = disk.open_new(aside)
+    try:
+        try:
+            sink = Sink(disk, descriptor)
+            fill(sink)
+            if sink.error is not None:
+                raise sink.error
+            disk.fsync(descriptor)
+        finally:
+            disk.close(descriptor)
+        disk.rename(aside, path)
+        disk.sync_folder(path.parent)
+        return sink.digest()
+    except OSError:
+        with suppress(OSError):
+            disk.unlink(aside)
+        raise
+
+
+class OutputLock:
+    """An exclusive lock on a file, given back by the kernel however the process ends.
+
+    Raises `InputError` while another process holds it.
+    """
+
+    def __init__(self, path: Path, output: Path) -> None:
+        self._path = path
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(self._descriptor)
+                raise InputError(
+                    f"output {output} is being written by another llmpq run; wait for its end or "
+                    "name another output"
+                ) from error
+            if self._is_the_file():
+                return
+            os.close(self._descriptor)  # its holder removed it between our two calls
+
+    def release(self) -> None:
+        """Remove the file, then unlock it: a process that opened it before sees that it is gone."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _is_the_file(self) -> bool:
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return False
+        ours = os.fstat(self._descriptor)
+        return (there.st_ino, there.st_dev) == (ours.st_ino, ours.st_dev)
 
 
 _NAME = re.compile(r"part-(\d+)-(\d+)-(\d+)-([0-9a-f]{16})\.jsonl")

@@ -14,14 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmpq.jobs.disk import Disk, OutputLock
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.formats.parquet import MOST_COLUMNS
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job_files import (
+    Disk,
     FileRecord,
     FolderRecord,
-    JobIdentity,
+    OutputLock,
     Shard,
     settled_identities,
     shards_in,
@@ -33,6 +33,7 @@ from llmpq.jobs.store import (
     LOCK,
     CompletionRecord,
     InputRecord,
+    JobIdentity,
     JobStore,
     Manifest,
 )

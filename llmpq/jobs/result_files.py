@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.disk import Disk, Sink, commit_file
 from llmpq.jobs.formats.file_format import (
     READ_ERRORS,
     FileFormat,
@@ -21,7 +20,7 @@ from llmpq.jobs.formats.file_format import (
 )
 from llmpq.jobs.formats.parquet import ColumnKinds, write_results
 from llmpq.jobs.formats.text_files import csv_lines
-from llmpq.jobs.job_files import DAMAGED_SUFFIX, Shard, write_shard
+from llmpq.jobs.job_files import DAMAGED_SUFFIX, Disk, Shard, Sink, commit_file, write_shard
 from llmpq.jobs.result_lines import (
     OutputOptions,
     ResultIdentity,

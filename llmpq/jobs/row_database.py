@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmpq.jobs.disk import new_digest
+from llmpq.jobs.job_files import new_digest
 from llmpq.rows.row import FINGERPRINT_HEX
 from quant.common.errors import InputError
 

@@ -7,29 +7,37 @@ system than renaming and syncing, which NFS has too; a database in its place wou
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from actors.messages import Sampling
 from actors.sampling_options import GREEDY
-from llmpq.jobs.disk import Disk, Sink, commit_file, file_digest
 from llmpq.jobs.job_files import (
     SHARD_ASIDE,
+    Disk,
     FileRecord,
     FolderRecord,
-    JobIdentity,
     Shard,
+    Sink,
+    commit_file,
+    file_digest,
     shards_in,
 )
 from llmpq.jobs.result_lines import OUTPUT_FORMS, OutputForm
 from llmpq.jobs.row_database import RECORD_BYTES
+from llmpq.rows.row import FINGERPRINT_HEX, BadRow, Row, digest
+from llmpq.rows.sampling import merge_sampling
 from llmpq.version import llmpq_version
-from quant.common.errors import InputError
+from quant.checkpoint.gguf.folder import gguf_index
+from quant.checkpoint.model_reference import is_local_model
+from quant.common.errors import CheckpointError, InputError
 
 MANIFEST_VERSION = 1
 MANIFEST, LOCK, JOURNAL = "job.json", "lock", "job.journal"
@@ -40,6 +48,80 @@ _ROWS = "rows-"
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _READ_BYTES = RECORD_BYTES * 4096
 _REMEDY = "name another output or pass --overwrite"
+
+MODEL_HEX = 12
+_READ_WHOLE = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""Read from each file of weights, enough that a fine-tuned model differs from its base."""
+_UNIMPORTANT = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """Model and sampling that all rows of a job share: a row's own sampling comes before.
+
+    `model` is a digest; `sampling.max_new_tokens` is settled. `prompting`: how prompts become
+    tokens, None for what is not set, of a template the digest.
+    """
+
+    model: str
+    model_name: str
+    sampling: Sampling
+    prompting: Mapping[str, Any] = field(default_factory=dict)
+
+    def fingerprint(self, row: Row | BadRow) -> str:
+        """Digest of the model, then of prompt and sampling, or of what is wrong with a bad row."""
+        content: Mapping[str, Any]
+        if isinstance(row, Row):
+            sampling = merge_sampling(self.sampling, row.sampling)
+            content = {**row.content, "sampling": sampling.settings}
+            prompting = {name: value for name, value in self.prompting.items() if value is not None}
+            content |= {"prompting": prompting} if prompting else {}
+        else:
+            content = {"error": row.error}
+        return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
+
+
+def model_digest(folder: Path, reference: str) -> str:
+    """Digest of configuration, tokenizer and weights of the checkpoint in `folder`.
+
+    `reference` is what a plan calls it. Where the folder is a download of a hub repository, its
+    name and commit stand for the weights, which need not be on this machine.
+    """
+    seen = hashlib.blake2b(digest_size=MODEL_HEX // 2)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kept = {name: value for name, value in config.items() if name not in _UNIMPORTANT}
+        seen.update(json.dumps(kept, sort_keys=True).encode())
+        for name in _READ_WHOLE:
+            if (folder / name).is_file():
+                seen.update(name.encode() + (folder / name).read_bytes())
+        if is_local_model(Path(reference)):
+            described = gguf_index(folder)
+            files = sorted(folder.glob("*.safetensors")) if described is None else described.paths
+            for path in files:
+                _add_samples(seen, path)
+        else:
+            seen.update(f"{reference}@{folder.name}".encode())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    return seen.hexdigest()
+
+
+def _add_samples(seen: hashlib.blake2b, path: Path) -> None:
+    size = path.stat().st_size
+    seen.update(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        for sample in range(SAMPLES):
+            file.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
+            seen.update(file.read(SAMPLE_BYTES))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.job_files import model_digest
+from llmpq.jobs.store import model_digest
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.text_windows import Document, TokenIds, Windows, read_documents, token_windows
 from llmpq.rows.row import Row

@@ -10,7 +10,7 @@ from pathlib import Path
 from actors.messages import Sampling
 from actors.processes.placement import check_cpus
 from actors.stage.model_config import end_tokens
-from llmpq.jobs.job_files import JobIdentity, model_digest
+from llmpq.jobs.store import JobIdentity, model_digest
 from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape
 from llmpq.remote.session import joins_ray

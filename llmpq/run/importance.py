@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.jobs.job_files import model_digest
+from llmpq.jobs.store import model_digest
 from planner.model.shape import ModelShape
 from planner.plan.parts import PlannedImportance
 from planner.plan.spec import PlanSpec, parts_of

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import StageStats
-from llmpq.jobs.error_kinds import ErrorCounts, ErrorKind
 from llmpq.jobs.journal import (
     JOURNAL_VERSION,
     Entry,
@@ -34,6 +33,7 @@ from llmpq.jobs.journal import (
     point_cadence,
     work_cadence,
 )
+from llmpq.jobs.result_lines import ErrorCounts, ErrorKind
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
 from llmpq.run.run import Run

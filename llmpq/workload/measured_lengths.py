@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.jobs.disk import Disk
 from llmpq.jobs.formats.file_format import (
     COMPRESSIONS,
     READ_ERRORS,
@@ -23,6 +22,7 @@ from llmpq.jobs.formats.file_format import (
     output_format,
     reason,
 )
+from llmpq.jobs.job_files import Disk
 from llmpq.jobs.result_lines import error_of, finished_rows, is_openai_line
 from llmpq.jobs.store import JobStore
 from planner.lengths import Lengths, RequestLengths

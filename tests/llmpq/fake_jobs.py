@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.messages import Sampling
-from llmpq.jobs.disk import Disk
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, finished_tally
-from llmpq.jobs.job_files import JobIdentity
+from llmpq.jobs.job_files import Disk
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.row_database import Tally
+from llmpq.jobs.store import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 

@@ -280,7 +280,7 @@ def _read_all(folder: Path) -> bool:
 
 
 def _manifest(data: bytes, folder: Path) -> bool:
-    from llmpq.jobs.job_files import JobIdentity
+    from llmpq.jobs.store import JobIdentity
 
     found = Manifest.read(_file(folder, "job.json", data))
     assert found is not None

@@ -309,8 +309,7 @@ def manifest_seed() -> tuple[bytes, ...]:
     from dataclasses import asdict
 
     from actors.messages import Sampling
-    from llmpq.jobs.job_files import JobIdentity
-    from llmpq.jobs.store import Manifest
+    from llmpq.jobs.store import JobIdentity, Manifest
 
     made = Manifest.of(JobIdentity("m", "name", Sampling(max_new_tokens=8)), 1, False)
     return (json.dumps(asdict(made)).encode(),)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from llmpq.jobs.error_kinds import ErrorCounts, ErrorKind, read_errors
 from llmpq.jobs.job_files import Shard, shards_in
 from llmpq.jobs.overview.places import JobPlace, is_running
 from llmpq.jobs.overview.series import JobEvent, SessionSeries, job_events, session_series
+from llmpq.jobs.result_lines import ErrorCounts, ErrorKind, read_errors
 from llmpq.jobs.sessions import JobSession, Journal, read_journal
 from llmpq.jobs.store import Manifest
 from llmpq.report.latency import LatencyFigures, PlannedLatency

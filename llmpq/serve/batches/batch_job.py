@@ -16,7 +16,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from actors.sampling_options import GREEDY
-from llmpq.jobs.disk import Disk, Sink, file_digest
 from llmpq.jobs.formats.file_format import (
     READ_ERRORS,
     contradiction,
@@ -27,9 +26,10 @@ from llmpq.jobs.formats.file_format import (
 from llmpq.jobs.formats.text_files import is_whole_json
 from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import OpenJob
-from llmpq.jobs.job_files import JobIdentity, shards_in
+from llmpq.jobs.job_files import Disk, Sink, file_digest, shards_in
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.result_lines import OutputOptions, result_identity
+from llmpq.jobs.store import MODEL_HEX, JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row, digest
 from llmpq.serve.batches.lines import EXPIRED, BatchLine, LineAnswer, Scan, custom_id_of
@@ -44,7 +44,6 @@ SHARD_S = 2.0
 """Seconds between commits: what a kill costs at most, as lines that run again."""
 
 _RESULTS = "results.jsonl"
-_MODEL_HEX = 12
 _NO_LINES = "no line of the file is a JSON object; send JSON lines, one request each"
 _CHANGED = "the file's content is not what was sent, it has changed on the server; send it again"
 _LIES_OTHERWISE = (
@@ -207,7 +206,7 @@ def _undamaged_lines(folder: Path) -> Iterator[bytes]:
 
 def _model(name: str) -> str:
     """What stands for the model in the records of the batch `name`, which are then of no other."""
-    return digest({"batch": name}, _MODEL_HEX)
+    return digest({"batch": name}, MODEL_HEX)
 
 
 def _row_of(content: Content, place: str) -> Row | BadRow:

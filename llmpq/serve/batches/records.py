@@ -17,8 +17,7 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmpq.jobs.disk import Disk, commit_file
-from llmpq.jobs.job_files import DAMAGED_SUFFIX
+from llmpq.jobs.job_files import DAMAGED_SUFFIX, Disk, commit_file
 
 Status = Literal[
     "validating",

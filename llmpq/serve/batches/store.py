@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.jobs.disk import Disk, OutputLock, Sink, commit_file
+from llmpq.jobs.job_files import Disk, OutputLock, Sink, commit_file
 from llmpq.serve.batches.records import (
     BATCH_ID,
     FILE_ID,

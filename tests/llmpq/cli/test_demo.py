@@ -17,7 +17,7 @@ import pytest
 from llmpq.cli import demo
 from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
-from llmpq.jobs.job_files import model_digest
+from llmpq.jobs.store import model_digest
 from llmpq.plan import Plan
 from llmpq.run.checkpoint import checkpoint_reference
 from planner.model.finding import model_shape

@@ -16,10 +16,10 @@ from openai.types.chat import ChatCompletion
 from llmpq.jobs.formats.file_format import input_format, numbered_lines
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, open_output
-from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.overview.overview import overview_of
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.result_lines import openai_line
+from llmpq.jobs.store import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.workload.measured_lengths import read_measured

@@ -17,10 +17,10 @@ import pytest
 from actors.messages import Sampling
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, open_output
-from llmpq.jobs.job_files import JobIdentity
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.result_lines import OutputOptions
 from llmpq.jobs.row_database import Tally
+from llmpq.jobs.store import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import Row
 from llmpq.tokenizing.prompting import Prompting

@@ -119,7 +119,7 @@ def test_errors_of_results_that_are_too_large_to_read(
         tmp_path / "in.jsonl", *[BAD | {"custom_id": f"{i}"} for i in range(400)]
     )
     run_job(source, tmp_path / "out.jsonl", OutputOptions(shard_s=None), limit=390)
-    monkeypatch.setattr("llmpq.jobs.error_kinds.BUDGET_S", -1.0)
+    monkeypatch.setattr("llmpq.jobs.result_lines.BUDGET_S", -1.0)
     job = look(tmp_path / "out.jsonl")
     assert (job.errors, job.error_rows_read, job.error_kinds[0].count) == (None, 256, 256)
     assert "errors not counted" in rows_words(job)

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 
-from llmpq.jobs.disk import Disk
+from llmpq.jobs.job_files import Disk
 from llmpq.serve.batches import batch_job
 from tests.llmpq.serve.asking import NOW_S, run
 from tests.llmpq.serve.batches.world import FINISHED, content_of, line, world

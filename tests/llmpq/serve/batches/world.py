@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from llmpq.jobs.disk import Disk
+from llmpq.jobs.job_files import Disk
 from llmpq.serve.batches.batches import Batches
 from llmpq.serve.batches.store import BatchStore
 from llmpq.serve.options import BatchOptions, ServeOptions
