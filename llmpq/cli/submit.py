@@ -22,7 +22,7 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.parser import made
 from llmpq.cli.run_options import SubmitOptions, path_parser, submit_parser
-from llmpq.jobs.formats.file_format import output_format
+from llmpq.jobs.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
 from planner.plan.spec import PlanSpec

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmpq.jobs.formats import file_format
-from llmpq.jobs.formats.file_format import (
+from llmpq.jobs import file_format
+from llmpq.jobs.file_format import (
     READ_ERRORS,
     SUFFIXES,
     Compression,
@@ -20,10 +20,10 @@ from llmpq.jobs.formats.file_format import (
     numbered_lines,
     reason,
 )
-from llmpq.jobs.formats.parquet import parquet_rows
-from llmpq.jobs.formats.text_files import csv_rows, is_whole_json, json_rows
 from llmpq.jobs.job_files import FileRecord, settled_identities
+from llmpq.jobs.parquet import parquet_rows
 from llmpq.jobs.store import InputRecord
+from llmpq.jobs.text_files import csv_rows, is_whole_json, json_rows
 from llmpq.rows.row import BadRow, Occurrences, Row, row_from_line, row_from_mapping
 from quant.common.errors import InputError
 from quant.common.files import FileIdentity

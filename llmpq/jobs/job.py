@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Self, TextIO
 
-from llmpq.jobs.formats.parquet import MOST_COLUMNS
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.job_output import JobOutput, NamesAt, ReadInputAgain
+from llmpq.jobs.parquet import MOST_COLUMNS
 from llmpq.jobs.result_lines import OutputForm, OutputOptions, openai_line
 from llmpq.jobs.row_database import Done, RowDatabase, RowKind, Tally, WantedRow, shown_id
 from llmpq.jobs.store import InputRecord, JobIdentity

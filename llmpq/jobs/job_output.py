@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmpq.jobs.formats.file_format import output_format
-from llmpq.jobs.formats.parquet import MOST_COLUMNS
+from llmpq.jobs.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job_files import (
     Disk,
@@ -26,6 +25,7 @@ from llmpq.jobs.job_files import (
     settled_identities,
     shards_in,
 )
+from llmpq.jobs.parquet import MOST_COLUMNS
 from llmpq.jobs.result_files import ResultFiles, ShardWriter
 from llmpq.jobs.result_lines import OutputForm, OutputOptions, check_writable
 from llmpq.jobs.row_database import InputChanges, RowDatabase

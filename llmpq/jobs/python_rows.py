@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-from llmpq.jobs.formats.file_format import require_pyarrow
-from llmpq.jobs.formats.parquet import (
+from llmpq.jobs.file_format import require_pyarrow
+from llmpq.jobs.parquet import (
     ROWS_AT_ONCE,
     ColumnKind,
     ColumnKinds,

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.formats.file_format import (
+from llmpq.jobs.file_format import (
     READ_ERRORS,
     FileFormat,
     compressed,
     output_format,
     reason,
 )
-from llmpq.jobs.formats.parquet import ColumnKinds, write_results
-from llmpq.jobs.formats.text_files import csv_lines
 from llmpq.jobs.job_files import DAMAGED_SUFFIX, Disk, Shard, Sink, commit_file, write_shard
+from llmpq.jobs.parquet import ColumnKinds, write_results
 from llmpq.jobs.result_lines import (
     OutputOptions,
     ResultIdentity,
@@ -33,6 +32,7 @@ from llmpq.jobs.result_lines import (
 )
 from llmpq.jobs.row_database import Done, RowDatabase
 from llmpq.jobs.store import JobStore, Manifest
+from llmpq.jobs.text_files import csv_lines
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
-from llmpq.jobs.formats.file_format import (
+from llmpq.jobs.file_format import (
     READ_ERRORS,
     FileFormat,
     contradiction,
@@ -19,9 +19,9 @@ from llmpq.jobs.formats.file_format import (
     output_format,
     require_pyarrow,
 )
-from llmpq.jobs.formats.parquet import read_results
-from llmpq.jobs.formats.text_files import read_csv_results
 from llmpq.jobs.job_files import Shard
+from llmpq.jobs.parquet import read_results
+from llmpq.jobs.text_files import read_csv_results
 from llmpq.rows.answers import (
     BAD_LINE,
     ChatForm,

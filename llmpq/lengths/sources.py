@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmpq.jobs.formats.file_format import READ_ERRORS, input_format, numbered_lines, reason
+from llmpq.jobs.file_format import READ_ERRORS, input_format, numbered_lines, reason
 from llmpq.lengths import predictor_child
 from llmpq.lengths.folder import check_target, check_tokenizer, tokenizer_digest
 from llmpq.lengths.learner import LearningLimits

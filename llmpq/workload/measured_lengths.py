@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.jobs.formats.file_format import (
+from llmpq.jobs.file_format import (
     COMPRESSIONS,
     READ_ERRORS,
     SUFFIXES,

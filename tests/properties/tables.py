@@ -7,9 +7,9 @@ import json
 from functools import cache
 from pathlib import Path
 
-from llmpq.jobs.formats.text_files import csv_lines
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.result_lines import result_identities
+from llmpq.jobs.text_files import csv_lines
 from llmpq.rows.row import BadRow, Row
 from tests.properties.seeds import line_seeds
 

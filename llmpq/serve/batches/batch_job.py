@@ -16,20 +16,20 @@ from hashlib import blake2b
 from pathlib import Path
 
 from actors.sampling_options import GREEDY
-from llmpq.jobs.formats.file_format import (
+from llmpq.jobs.file_format import (
     READ_ERRORS,
     contradiction,
     input_format,
     numbered_lines,
     reason,
 )
-from llmpq.jobs.formats.text_files import is_whole_json
 from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import OpenJob
 from llmpq.jobs.job_files import Disk, Sink, file_digest, shards_in
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.result_lines import OutputOptions, result_identity
 from llmpq.jobs.store import MODEL_HEX, JobIdentity
+from llmpq.jobs.text_files import is_whole_json
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row, digest
 from llmpq.serve.batches.lines import EXPIRED, BatchLine, LineAnswer, Scan, custom_id_of

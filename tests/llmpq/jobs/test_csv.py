@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from llmpq.cli import plan as plan_cli
-from llmpq.jobs.formats.text_files import csv_rows
 from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.text_files import csv_rows
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import prompts, read_rows, write_prompts
@@ -168,7 +168,7 @@ def test_frames_and_members_one_after_the_other_are_one_file(tmp_path: Path) -> 
 def test_a_row_without_end_does_not_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.formats.file_format.MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr("llmpq.jobs.file_format.MAX_LINE_BYTES", 10_000)
     quoted = b'prompt\n"' + b"line\n" * 10_000
     for data in (quoted, b"prompt\n" + b"x" * 50_000, b"prompt\n" + b'"a\n",' * 9000):
         for name, pack in (("in.csv", bytes), ("in.csv.zst", zstd), ("in.csv.gz", gzipped)):

@@ -17,8 +17,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import run as run_cli
-from llmpq.jobs.formats.file_format import SUFFIXES
-from llmpq.jobs.formats.text_files import RESULT_COLUMNS, csv_lines, read_csv_results
+from llmpq.jobs.file_format import SUFFIXES
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, OpenJob, open_output
 from llmpq.jobs.job_files import shards_in
@@ -26,6 +25,7 @@ from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.result_files import ResultFiles
 from llmpq.jobs.result_lines import result_identities
 from llmpq.jobs.row_database import RowDatabase, Tally
+from llmpq.jobs.text_files import RESULT_COLUMNS, csv_lines, read_csv_results
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (

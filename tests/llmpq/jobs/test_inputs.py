@@ -77,7 +77,7 @@ def test_ids_made_from_content_stay_when_rows_move(tmp_path: Path) -> None:
 def test_long_lines_and_other_encodings_are_rows_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.formats.file_format.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("llmpq.jobs.file_format.MAX_LINE_BYTES", 1000)
     path = tmp_path / "odd.jsonl"
     good = b'{"custom_id": "%s", "prompt": "x"}\n'
     long = b"x" * 2005 + b"\n"
@@ -145,7 +145,7 @@ def test_a_text_that_stands_once_for_many_rows_does_not_fill_the_memory(
     path = tmp_path / "in.parquet"
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 128, pa.int32()), pa.array([text]))
     pq.write_table(pa.table({"prompt": column}), path, compression="zstd")
-    monkeypatch.setattr("llmpq.jobs.formats.parquet.DECODED_BYTES", 2**22)
+    monkeypatch.setattr("llmpq.jobs.parquet.DECODED_BYTES", 2**22)
     before = pa.total_allocated_bytes()
     most = rows = 0
     for placed in JobInput.find([path]).rows():

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmpq.jobs.formats import file_format, text_files
+from llmpq.jobs import file_format, text_files
 from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError

@@ -13,7 +13,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from llmpq.jobs.formats.file_format import input_format, numbered_lines
+from llmpq.jobs.file_format import input_format, numbered_lines
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions, open_output
 from llmpq.jobs.overview.overview import overview_of

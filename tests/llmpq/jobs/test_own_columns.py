@@ -16,16 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmpq.jobs import python_rows
-from llmpq.jobs.formats.file_format import SUFFIXES
-from llmpq.jobs.formats.parquet import (
+from llmpq.jobs.file_format import SUFFIXES
+from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.job import JobOptions
+from llmpq.jobs.parquet import (
     MOST_COLUMNS,
     ColumnKinds,
     read_results,
     with_json_values,
     write_results,
 )
-from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import JobOptions
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow
 from quant.common.errors import InputError

@@ -14,10 +14,10 @@ import pytest
 from transformers import GenerationConfig
 
 from actors.messages import Sampling
-from llmpq.jobs.formats.parquet import parquet_rows
-from llmpq.jobs.formats.text_files import csv_rows
+from llmpq.jobs.parquet import parquet_rows
 from llmpq.jobs.python_rows import rows_of
 from llmpq.jobs.store import JobIdentity
+from llmpq.jobs.text_files import csv_rows
 from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
 from llmpq.rows.sampling import merge_sampling
 from quant.common.errors import FieldError

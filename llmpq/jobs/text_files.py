@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmpq.jobs.formats import file_format
-from llmpq.jobs.formats.file_format import Compression, numbered_lines, opened
-from llmpq.jobs.formats.parquet import plain_row
+from llmpq.jobs import file_format
+from llmpq.jobs.file_format import Compression, numbered_lines, opened
+from llmpq.jobs.parquet import plain_row
 from llmpq.rows.fields import KNOWN_FIELDS, STRUCTURED
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from llmpq.jobs.formats.file_format import require_pyarrow
+from llmpq.jobs.file_format import require_pyarrow
 from llmpq.rows.fields import STRUCTURED, is_field
 from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError

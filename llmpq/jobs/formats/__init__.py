@@ -1,1 +1,0 @@
-"""Files of rows: JSON lines, CSV, Parquet, Ray Datasets, compressed or not."""
