@@ -100,7 +100,7 @@ def _of_text(text: str) -> list[float]:
 
 
 def _of_ids(ids: tuple[int, ...]) -> list[float]:
-    """Their number, which ones there are, and the last ones."""
+    """Number of ids, which ones there are, and the last ones."""
     tokens = len(ids)
     ids = _ends(ids, MOST_IDS)
     cells = _counts(map(_hashed_id, ids), _ID_CELLS)
@@ -235,11 +235,9 @@ class Boosting:
     kind: Literal["boosting"] = field(default="boosting", init=False)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
-        """Features of each prompt."""
         return encoded(prompts, self.tokenizer is not None, self.reads_text)
 
     def probabilities(self, encoded: Sequence[Encoded]) -> FloatArray:
-        """As `BucketModel`."""
         scores = self.trees.scores(np.stack(encoded))
         shares = np.exp(scores - scores.max(axis=1, keepdims=True))
         return np.asarray(shares / shares.sum(axis=1, keepdims=True))
@@ -263,7 +261,6 @@ class Boosting:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the arrays into `folder`."""
         from safetensors.numpy import save_file
 
         arrays = {f"trees.{name}": value for name, value in vars(self.trees).items()}
@@ -295,12 +292,10 @@ class Boosting:
 
 
 def encoded(prompts: Sequence[Prompt], reads_ids: bool, reads_text: bool) -> list[Encoded]:
-    """The features of each prompt that a predictor of this kind reads."""
     return [features_of(each, reads_text, reads_ids) for each in prompts]
 
 
 def feature_count(reads_ids: bool, reads_text: bool) -> int:
-    """Number of features of a prompt."""
     return reads_ids * ID_FEATURES + reads_text * TEXT_FEATURES
 
 
@@ -381,7 +376,6 @@ def _arrays(model: Any, buckets: int) -> Trees:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays and metadata of a file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -71,7 +71,6 @@ class Classifier:
 
     @property
     def reads_text(self) -> bool:
-        """Whether it reads texts."""
         return self.own_tokenizer is not None
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
@@ -85,7 +84,7 @@ class Classifier:
         return [_folded(each.token_ids, vocabulary) for each in prompts]
 
     def probabilities(self, encoded: Sequence[Encoded]) -> FloatArray:
-        """As `BucketModel`; prompts of similar length are computed together."""
+        """Compute prompts of similar length together; as `BucketModel`."""
         found = np.zeros((len(encoded), len(self.buckets)))
         order = np.argsort([len(each) for each in encoded], kind="stable")
         for begin in range(0, len(order), BATCH_ROWS):
@@ -122,7 +121,7 @@ class Classifier:
         return cls(buckets, _pretrained(folder, len(buckets)), own, tokenizer, trained_rows)
 
     def _logits(self, encoded: Sequence[Encoded]) -> torch.Tensor:
-        """Logits `[prompts, buckets]`."""
+        """The logits, `[prompts, buckets]`."""
         lengths = np.array([max(1, len(each)) for each in encoded])  # a prompt may have no token
         longest = int(lengths.max())
         ids = np.full((len(encoded), longest), _pad_id(self), dtype=np.int64)
@@ -192,7 +191,8 @@ def _train(
 ) -> None:
     """Steps of AdamW with a rate that falls to nothing; `rest` after each."""
     model = classifier.model
-    rate = options.learning_rate or _learning_rate(classifier)
+    usual_rate = TUNED_LEARNING_RATE if classifier.reads_text else LEARNING_RATE
+    rate = options.learning_rate or usual_rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY)
     batches = -(-len(examples) // BATCH_ROWS)
     epochs = options.epochs or max(EPOCHS, -(-LEAST_STEPS // batches))
@@ -215,10 +215,6 @@ def _train(
                 schedule.step()
                 rest()
         model.eval()
-
-
-def _learning_rate(classifier: Classifier) -> float:
-    return LEARNING_RATE if classifier.own_tokenizer is None else TUNED_LEARNING_RATE
 
 
 def _folded(ids: Sequence[int], vocabulary: int) -> Encoded:

@@ -136,7 +136,7 @@ def _with_lengths(inputs: Sequence[str | Path]) -> Iterator[FinishedRow]:
 
 
 def _without_length(content: Content, place: str) -> tuple[Content, int]:
-    """A row without its field `output_tokens`, and this."""
+    """The row without its field `output_tokens`, and this."""
     if isinstance(content, str):
         raise SpecError(f"{place}: {content}")
     values: Mapping[str, Any] | None = None

@@ -36,7 +36,6 @@ def tokenizer_digest(model_folder: Path, vocab_size: int) -> str:
 
 
 def check_tokenizer(file: PredictorFile, folder: Path, digest: str, model: str) -> None:
-    """Raise SpecError where the predictor in `folder` reads ids of another tokenizer."""
     if file.tokenizer not in (None, digest):
         raise SpecError(
             f"the predictor in {folder} reads ids of another tokenizer ({file.tokenizer}) than "

@@ -9,14 +9,32 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from llmpq.lengths.predictor import BucketModel, Example, buckets_of, likeliest
+from llmpq.lengths.folder import load_predictor, save_predictor
+from llmpq.lengths.predictor import (
+    BucketModel,
+    Encoded,
+    Example,
+    Prompt,
+    buckets_of,
+    expected_tokens,
+    likeliest,
+)
+from planner.assumed_predictor import predictor_file
+
+MOST_AHEAD = 8192
+"""Prompts that are remembered until their answers end, the latest ones: about 10 MB."""
+
+LEAST_COUNTED = 64
+"""Rows of the run that say more of how the predictor errs than those of its training."""
 
 _NICENESS = 9
 """Added to that of the process, so that predictions come first."""
@@ -40,15 +58,9 @@ class _EndedError(Exception):
     """The process ends."""
 
 
-class _Moment(NamedTuple):
+def _now_s() -> tuple[float, float]:
     """The clock, and the processor's time that this thread has had."""
-
-    clock_s: float
-    busy_s: float
-
-    @classmethod
-    def present(cls) -> _Moment:
-        return cls(time.monotonic(), time.thread_time())
+    return time.monotonic(), time.thread_time()
 
 
 class Learner:
@@ -64,7 +76,7 @@ class Learner:
         self.seconds = 0.0
         self.failure: str | None = None
         self._limits = limits
-        self._rested = _Moment(0.0, 0.0)
+        self._rested_s = (0.0, 0.0)
         self._wrong: deque[Example] = deque(maxlen=limits.most_rows // 2)
         self._right: deque[Example] = deque(maxlen=limits.most_rows // 2)
         self._mistakes = 0
@@ -116,7 +128,7 @@ class Learner:
 
     def _learn(self, learn: list[Example], check: list[Example]) -> None:
         """Train another predictor, and let it take over if it errs less."""
-        self._rested = _Moment.present()
+        self._rested_s = _now_s()
         try:
             other = self.model.improved(learn, self._rest)
             self._rest()
@@ -138,13 +150,14 @@ class Learner:
 
     def _rest(self) -> None:
         """Wait until what was computed since the last rest is its share of the time."""
-        now = _Moment.present()
-        busy_s = now.busy_s - self._rested.busy_s
+        clock_s, busy_s = (
+            now - before for now, before in zip(_now_s(), self._rested_s, strict=True)
+        )
         self.seconds += busy_s
-        wait_s = busy_s / self._limits.share - (now.clock_s - self._rested.clock_s)
+        wait_s = busy_s / self._limits.share - clock_s
         if self._ended.wait(max(0.0, wait_s)):
             raise _EndedError
-        self._rested = _Moment.present()
+        self._rested_s = _now_s()
 
 
 def accuracy(model: BucketModel, examples: list[Example]) -> float:
@@ -154,3 +167,80 @@ def accuracy(model: BucketModel, examples: list[Example]) -> float:
     found = likeliest(model.probabilities([each.encoded for each in examples]))
     true = buckets_of([each.tokens for each in examples], model.buckets)
     return float(np.mean(found == true))
+
+
+class LearningPredictor:
+    """Predicts with the predictor in `folder`, and improves it."""
+
+    def __init__(self, folder: Path, learning: Mapping[str, Any]) -> None:
+        model = load_predictor(folder)
+        self._trained_confusion = np.array(predictor_file(folder).confusion)
+        self._confusion = np.zeros_like(self._trained_confusion)
+        self._learner = Learner(model, LearningLimits(**learning))
+        self._ahead: OrderedDict[str, tuple[Encoded, int]] = OrderedDict()
+        """What was predicted of prompts by id: how they are encoded, and their bucket."""
+        self._prompts = 0
+        self._seconds = 0.0
+        self._began_s = time.monotonic()
+
+    @property
+    def model(self) -> BucketModel:
+        return self._learner.model
+
+    def answer(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The answer to a task; None for one that has none."""
+        if "predict" in task:
+            began_s = time.thread_time()
+            expected = self._predict(task["predict"])
+            self._seconds += time.thread_time() - began_s
+            return {"expected": expected}
+        if "finished" in task:
+            self._finish(task["finished"])
+            return None
+        if "save" in task:
+            self._save(Path(task["save"]))
+            return {"saved": True}
+        return {"figures": self._figures()}
+
+    def _predict(self, rows: Sequence[tuple[str, int, list[int], str]]) -> list[int]:
+        model = self.model
+        prompts = [Prompt(name, limit, tuple(ids), text) for name, limit, ids, text in rows]
+        encoded = model.encode(prompts)
+        expected = expected_tokens(model, encoded, [each.limit for each in prompts])
+        buckets = buckets_of(expected, model.buckets).tolist()
+        for prompt, content, bucket in zip(prompts, encoded, buckets, strict=True):
+            self._ahead[prompt.custom_id] = (content, bucket)
+        while len(self._ahead) > MOST_AHEAD:
+            self._ahead.popitem(last=False)
+        self._prompts += len(prompts)
+        return expected
+
+    def _finish(self, rows: Sequence[tuple[str, int]]) -> None:
+        for custom_id, tokens in rows:
+            predicted = self._ahead.pop(custom_id, None)
+            if predicted is None:
+                continue
+            encoded, expected = predicted
+            bucket = int(buckets_of([tokens], self.model.buckets)[0])
+            self._confusion[bucket, expected] += 1
+            self._learner.finish(Example(encoded, tokens), bucket == expected)
+
+    def _save(self, target: Path) -> None:
+        """Write the present predictor, with how it erred in this run if that were enough rows."""
+        counted = self._confusion.sum() >= LEAST_COUNTED
+        confusion = self._confusion if counted else self._trained_confusion
+        save_predictor(target, self.model, confusion, replace=True)
+
+    def _figures(self) -> dict[str, Any]:
+        learner = self._learner
+        return {
+            "prompts": self._prompts,
+            "finished": int(self._confusion.sum()),
+            "right": int(self._confusion.trace()),
+            "predicting_s": self._seconds,
+            "learning_s": learner.seconds,
+            "learnt": learner.learnt,
+            "kept": learner.kept,
+            "failure": learner.failure,
+            "elapsed_s": time.monotonic() - self._began_s,
+        }

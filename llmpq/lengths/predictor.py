@@ -5,8 +5,8 @@ and the kinds that need no training.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -116,11 +116,8 @@ class LengthPredictor(Protocol):
         """New tokens that are expected of each prompt [prompts], 1 to its limit."""
 
 
-class Rest(Protocol):
-    """Is called after every piece of a training; may wait, and may end it by an error."""
-
-    def __call__(self) -> None:
-        """Rest."""
+Rest = Callable[[], None]
+"""Is called after every piece of a training; may wait, and may end it by an error."""
 
 
 @dataclass(frozen=True)
@@ -134,32 +131,23 @@ class Example:
 class BucketModel(Protocol):
     """A trained predictor, which tells how probable each bucket is.
 
-    `buckets` `[buckets]`: the most tokens of each, ascending. `tokenizer`: the digest of the
-    tokenizer whose ids it reads, None where it reads none. `trained_rows`: rows it has learnt from.
+    `kind` is as in `PredictorFile`. `buckets` `[buckets]`: the most tokens of each, ascending.
+    `tokenizer`: the digest of the tokenizer whose ids it reads, None where it reads none.
+    `trained_rows`: rows it has learnt from.
     """
 
     @property
-    def kind(self) -> Literal["classifier", "boosting"]:
-        """Its kind, as in `PredictorFile`."""
-
+    def kind(self) -> Literal["classifier", "boosting"]: ...
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """The most tokens of each bucket."""
-
+    def buckets(self) -> tuple[int, ...]: ...
     @property
-    def tokenizer(self) -> str | None:
-        """Digest of the tokenizer whose ids it reads."""
-
+    def tokenizer(self) -> str | None: ...
     @property
-    def reads_text(self) -> bool:
-        """Whether it reads the texts of prompts."""
-
+    def reads_text(self) -> bool: ...
     @property
-    def trained_rows(self) -> int:
-        """Rows that it has learnt from."""
+    def trained_rows(self) -> int: ...
 
-    def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
-        """What it computes with, of each prompt."""
+    def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]: ...
 
     def probabilities(self, encoded: Sequence[Encoded]) -> FloatArray:
         """Probability of each bucket, `[prompts, buckets]`."""
@@ -171,23 +159,15 @@ class BucketModel(Protocol):
         """Write its weights into `folder`, as safetensors and JSON."""
 
 
-@dataclass(frozen=True)
-class Bucketed:
-    """Expects the most tokens of the most probable bucket.
+def expected_tokens(
+    model: BucketModel, encoded: Sequence[Encoded], limits: Sequence[int]
+) -> list[int]:
+    """The most tokens of the most probable bucket of each prompt, at most its limit [prompts].
 
-    `expect` raises ValueError where the model's probabilities are not finite.
+    Raises ValueError where the model's probabilities are not finite.
     """
-
-    model: BucketModel
-
-    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
-        """As `LengthPredictor`."""
-        return self.expect_encoded(self.model.encode(prompts), [each.limit for each in prompts])
-
-    def expect_encoded(self, encoded: Sequence[Encoded], limits: Sequence[int]) -> list[int]:
-        """The same of what `encode` gave."""
-        most = np.asarray(self.model.buckets)[likeliest(self.model.probabilities(encoded))]
-        return [int(each) for each in np.minimum(most, limits)]
+    most = np.asarray(model.buckets)[likeliest(model.probabilities(encoded))]
+    return [int(each) for each in np.minimum(most, limits)]
 
 
 def likeliest(probabilities: FloatArray) -> npt.NDArray[np.int64]:
@@ -198,25 +178,16 @@ def likeliest(probabilities: FloatArray) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class Longest:
-    """Expects of every prompt as many tokens as it may have."""
-
-    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
-        """As `LengthPredictor`."""
-        return [each.limit for each in prompts]
-
-
-@dataclass(frozen=True)
 class Known:
     """Expects what `tokens` says by `custom_id`, and as many as it may have of any other prompt.
 
-    With true lengths it is the oracle of studies, with those of a file (`trace`) any predictor.
+    With true lengths it is the oracle of studies, with those of a file (`trace`) any predictor,
+    without any that of the longest answers.
     """
 
-    tokens: Mapping[str, int]
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     def expect(self, prompts: Sequence[Prompt]) -> list[int]:
-        """As `LengthPredictor`."""
         expected = (self.tokens.get(each.custom_id, each.limit) for each in prompts)
         return [
             max(1, min(tokens, each.limit)) for tokens, each in zip(expected, prompts, strict=True)
@@ -250,7 +221,7 @@ class Confused:
         self._shares = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
 
     def expect(self, prompts: Sequence[Prompt]) -> list[int]:
-        """As `LengthPredictor`; a prompt without a true length gets its limit."""
+        """The tokens drawn; a prompt without a true length gets its limit."""
         return [self._expected(each) for each in prompts]
 
     def _expected(self, prompt: Prompt) -> int:

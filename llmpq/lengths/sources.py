@@ -6,15 +6,15 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmpq.jobs.file_format import READ_ERRORS, input_format, numbered_lines, reason
 from llmpq.lengths import predictor_child
 from llmpq.lengths.folder import check_target, check_tokenizer, tokenizer_digest
 from llmpq.lengths.learner import LearningLimits
-from llmpq.lengths.predictor import Known, LengthPredictor, Longest, Prompt
+from llmpq.lengths.predictor import Known, LengthPredictor, Prompt
 from llmpq.tokenizing.child_process import ChildEndedError, JsonChild
 from llmpq.workload.measured_lengths import whole_tokens
 from planner.assumed_predictor import predictor_file
@@ -27,14 +27,6 @@ times that at a low priority beside busy stages."""
 
 LOAD_S = 120.0
 SAVE_S = 60.0
-
-
-@dataclass(frozen=True)
-class PredictorLimits:
-    """Seconds for a batch of prompts, and bounds of learning."""
-
-    batch_s: float = BATCH_S
-    learning: LearningLimits = field(default_factory=LearningLimits)
 
 
 @dataclass(frozen=True)
@@ -66,22 +58,25 @@ class PredictorProcess:
     def __init__(
         self,
         folder: Path,
-        limits: PredictorLimits | None = None,
+        batch_s: float = BATCH_S,
+        learning: LearningLimits | None = None,
         program: Path = Path(predictor_child.__file__),
     ) -> None:
         self.failure: str | None = None
         self.reads_ids = self.reads_text = False
         self._folder = folder
-        self._limits = limits or PredictorLimits()
+        self._batch_s = batch_s
         self._lines: list[bytes] = []
-        settings = {"folder": str(folder.resolve()), "learning": asdict(self._limits.learning)}
+        settings = {
+            "folder": str(folder.resolve()),
+            "learning": asdict(learning or LearningLimits()),
+        }
         self._child = JsonChild(program, settings, "predicts lengths")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llmpq-lengths")
         self._loaded = self._thread.submit(self._next_answer, LOAD_S, "loading")
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._child.pid
 
     def wait(self) -> None:
@@ -103,7 +98,7 @@ class PredictorProcess:
 
     def figures(self) -> PredictionFigures | None:
         """What it has done so far; None where it has been given up."""
-        answer = self._thread.submit(self._asked, {"figures": True}, self._limits.batch_s).result()
+        answer = self._thread.submit(self._asked, {"figures": True}, self._batch_s).result()
         return None if answer is None else PredictionFigures(**answer["figures"])
 
     def save(self, target: Path) -> None:
@@ -129,9 +124,9 @@ class PredictorProcess:
             )
             for each in prompts
         ]
-        answer = self._asked({"predict": rows}, self._limits.batch_s)
+        answer = self._asked({"predict": rows}, self._batch_s)
         expected = None if answer is None else self._checked(answer.get("expected"), prompts)
-        return Longest().expect(prompts) if expected is None else expected
+        return Known().expect(prompts) if expected is None else expected
 
     def _checked(self, expected: Any, prompts: Sequence[Prompt]) -> list[int] | None:
         """The expected tokens, unless they are none."""
@@ -245,37 +240,6 @@ LONGEST = "longest"
 TRACE = "trace:"
 
 
-class LengthSource(Protocol):
-    """Gives expected lengths while a run goes on; a failure of it ends no run.
-
-    `failure` tells why it has been given up, since when the longest answers are expected.
-    `reads_text`: whether it needs the texts of prompts.
-    """
-
-    @property
-    def failure(self) -> str | None:
-        """Why it has been given up."""
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether it reads texts."""
-
-    def submit(self, prompts: Sequence[Prompt]) -> Future[list[int]]:
-        """Begin to predict the new tokens of each prompt [prompts]."""
-
-    def finished(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Tell the tokens of answers that have ended, by `custom_id`."""
-
-    def figures(self) -> PredictionFigures | None:
-        """What it has done, where it keeps account of that."""
-
-    def save(self, target: Path) -> None:
-        """Write what it has learnt; raises `InputError`."""
-
-    def close(self) -> None:
-        """End it."""
-
-
 class Direct:
     """A source that costs nothing, so that it needs no process: it never fails nor learns."""
 
@@ -286,24 +250,29 @@ class Direct:
         self._predictor = predictor
 
     def submit(self, prompts: Sequence[Prompt]) -> Future[list[int]]:
-        """The lengths, which are there at once."""
         known: Future[list[int]] = Future()
         known.set_result(self._predictor.expect(prompts))
         return known
 
     def finished(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Learn nothing."""
+        """Nothing is learnt."""
 
     def figures(self) -> PredictionFigures | None:
-        """None: it keeps no account."""
         return None
 
     def save(self, target: Path) -> None:
-        """Refuse, as there is nothing to write."""
         raise InputError(f"nothing was learnt that could be written to {target}")
 
     def close(self) -> None:
-        """Do nothing."""
+        """Nothing is held."""
+
+
+LengthSource = PredictorProcess | Direct
+"""Gives expected lengths while a run goes on; a failure of it ends no run.
+
+`failure` tells why it has been given up, since when the longest answers are expected. `reads_text`:
+whether it needs the texts of prompts. `figures`: what it has done, where it keeps account of that.
+"""
 
 
 def learns(named: str | Path | None) -> bool:
@@ -316,7 +285,6 @@ def open_source(
     model: Path,
     vocab_size: int,
     save_to: str | Path | None = None,
-    limits: PredictorLimits | None = None,
 ) -> LengthSource:
     """The source that is `named` (None: the limits), for the served model in the folder `model`.
 
@@ -326,11 +294,11 @@ def open_source(
     not be written to `save_to`.
     """
     if named is None or str(named) == LONGEST:
-        return Direct(Longest())
+        return Direct(Known())
     if not learns(named):
         return Direct(Known(read_trace(str(named).removeprefix(TRACE))))
     check_source(named, model, vocab_size, save_to)
-    return PredictorProcess(_folder(named), limits)
+    return PredictorProcess(_folder(named))
 
 
 def check_source(

@@ -28,7 +28,7 @@ Kind = Literal["boosting", "classifier"]
 KINDS: tuple[Kind, ...] = ("boosting", "classifier")
 
 LEAST_ROWS = 20
-"""Finished rows for a training; of fewer, those held out would say nothing."""
+"""Fewer finished rows hold out too few to say anything."""
 
 HELD_OUT = 0.2
 """Share of the rows that a predictor does not learn from."""
@@ -55,7 +55,6 @@ class TrainingOptions:
     seed: int = option("SEED", "of held-out rows and of the training", 0)
 
     def __post_init__(self) -> None:
-        """Check ranges."""
         least = {"buckets": 2, "longest": 2, "epochs": 1, "seed": 0}
         for name, bound in least.items():
             value = getattr(self, name)
@@ -136,7 +135,7 @@ def judge(model: BucketModel, rows: Sequence[LearntRow], majority: int | None = 
 
 
 def _parted(rows: Sequence[LearntRow], seed: int) -> tuple[list[LearntRow], list[LearntRow]]:
-    """The rows to learn from, and those that are held out."""
+    """The rows to learn from, and those held out."""
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     held = max(1, round(HELD_OUT * len(rows)))
     held_out = set(order[:held])

@@ -9,7 +9,7 @@ import numpy as np
 
 from llmpq.lengths.boosting import ID_FEATURES, Boosting, Trees
 from llmpq.lengths.folder import save_predictor
-from llmpq.lengths.predictor import Prompt
+from llmpq.lengths.predictor import BucketModel, Prompt, expected_tokens
 from llmpq.lengths.training import LearntRow
 
 BUCKETS = (10, 20, 40)
@@ -41,6 +41,10 @@ def prompts_of(rows: list[LearntRow]) -> list[Prompt]:
 
 def tokens_of(rows: list[LearntRow]) -> list[int]:
     return [row.tokens for row in rows]
+
+
+def expected(model: BucketModel, prompts: list[Prompt]) -> list[int]:
+    return expected_tokens(model, model.encode(prompts), [each.limit for each in prompts])
 
 
 def by_prompt_length(tokenizer: str = "any", value: float = 9.0) -> Boosting:

@@ -13,11 +13,12 @@ from safetensors.numpy import load_file, save_file
 from llmpq.lengths import boosting
 from llmpq.lengths.boosting import Boosting, TreeOptions, features_of, train_boosting
 from llmpq.lengths.folder import load_predictor
-from llmpq.lengths.predictor import Bucketed, Example, Prompt, buckets_of
+from llmpq.lengths.predictor import Example, Prompt, buckets_of
 from quant.common.errors import SpecError
 from tests.llmpq.lengths.learnable import (
     BUCKETS,
     by_prompt_length,
+    expected,
     expected_by_hand,
     learnable,
     prompts_of,
@@ -53,8 +54,8 @@ def test_it_learns_what_prompts_ask_for() -> None:
     pytest.importorskip("sklearn")
     rows, others = learnable(120), learnable(60, seed=1)
     model = train_boosting(prompts_of(rows), tokens_of(rows), BUCKETS, None, FEW)
-    expected = Bucketed(model).expect(prompts_of(others))
-    assert buckets_of(expected, BUCKETS).tolist() == buckets_of(tokens_of(others), BUCKETS).tolist()
+    found = expected(model, prompts_of(others))
+    assert buckets_of(found, BUCKETS).tolist() == buckets_of(tokens_of(others), BUCKETS).tolist()
 
 
 def test_later_rows_change_it_and_leave_the_old_one_as_it_was() -> None:
@@ -91,13 +92,13 @@ def test_a_folder_has_all_that_predicting_needs(
     loaded = load_predictor(saved(tmp_path / "p"))
     assert isinstance(loaded, Boosting)
     prompts = [Prompt(str(n), 30 + n, tuple(range(n))) for n in range(1, 15)]
-    assert Bucketed(loaded).expect(prompts) == [expected_by_hand(each) for each in prompts]
+    assert expected(loaded, prompts) == [expected_by_hand(each) for each in prompts]
 
 
 def test_probabilities_that_are_not_finite_are_no_prediction() -> None:
-    broken = Bucketed(by_prompt_length(value=float("nan")))
+    broken = by_prompt_length(value=float("nan"))
     with pytest.raises(ValueError, match="NaN"):
-        broken.expect([Prompt("a", 5, (1, 2))])
+        expected(broken, [Prompt("a", 5, (1, 2))])
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ from llmpq.lengths.classifier import (
 )
 from llmpq.lengths.folder import load_predictor
 from llmpq.lengths.learner import accuracy
-from llmpq.lengths.predictor import Bucketed, Example, Prompt, buckets_of
+from llmpq.lengths.predictor import Example, Prompt, buckets_of
 from quant.common.errors import SpecError
 from tests.llmpq.lengths.learnable import (
     BUCKETS,
     KINDS,
     TOPICS,
+    expected,
     learnable,
     prompts_of,
     saved,
@@ -70,8 +71,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_learns_what_prompts_ask_for(trained: Classifier) -> None:
     others = learnable(60, seed=1)
-    expected = Bucketed(trained).expect(prompts_of(others))
-    right = buckets_of(expected, BUCKETS) == buckets_of(tokens_of(others), BUCKETS)
+    found = expected(trained, prompts_of(others))
+    right = buckets_of(found, BUCKETS) == buckets_of(tokens_of(others), BUCKETS)
     assert right.mean() > 0.95
     assert trained.trained_rows == 150
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from llmpq.lengths.predictor import (
     Confused,
     Known,
-    Longest,
     Prompt,
     agreement,
     buckets_of,
@@ -61,7 +60,7 @@ PROMPTS = [Prompt("a", 50), Prompt("b", 30), Prompt("c", 5)]
 
 
 def test_nobody_is_expected_to_get_more_than_may_be() -> None:
-    assert Longest().expect(PROMPTS) == [50, 30, 5]
+    assert Known().expect(PROMPTS) == [50, 30, 5]
     assert Known({"a": 7, "c": 99}).expect(PROMPTS) == [7, 30, 5]
     everyone = Confused({"a": 35, "b": 35, "c": 35}, BUCKETS, np.eye(3).tolist())
     assert everyone.expect(PROMPTS) == [40, 30, 5]

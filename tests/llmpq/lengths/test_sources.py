@@ -8,16 +8,17 @@ import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmpq.lengths.boosting import WEIGHTS_FILE, train_boosting
 from llmpq.lengths.folder import load_predictor
-from llmpq.lengths.learner import LearningLimits
+from llmpq.lengths.learner import LEAST_COUNTED, LearningLimits
 from llmpq.lengths.predictor import Prompt
-from llmpq.lengths.predictor_child import LEAST_COUNTED, NICENESS
-from llmpq.lengths.sources import PredictorLimits, PredictorProcess
+from llmpq.lengths.predictor_child import NICENESS
+from llmpq.lengths.sources import PredictorProcess
 from planner.assumed_predictor import predictor_file
 from quant.common.errors import InputError, SpecError
 from tests.llmpq.lengths.learnable import (
@@ -36,8 +37,8 @@ PROMPTS = [Prompt(f"p{n}", 12 + n, tuple(range(n % 14))) for n in range(40)]
 LONGEST = [each.limit for each in PROMPTS]
 
 
-def started(folder: Path, limits: PredictorLimits | None = None) -> PredictorProcess:
-    process = PredictorProcess(folder, limits)
+def started(folder: Path, **limits: Any) -> PredictorProcess:
+    process = PredictorProcess(folder, **limits)
     process.wait()
     return process
 
@@ -92,7 +93,7 @@ def test_a_process_that_is_killed_is_replaced_by_the_longest(process: PredictorP
 
 def test_a_process_that_stalls_is_given_up(folder: Path) -> None:
     """The prompts are more than its pipe holds."""
-    with closing(started(folder, PredictorLimits(batch_s=0.3))) as process:
+    with closing(started(folder, batch_s=0.3)) as process:
         os.kill(process.pid, signal.SIGSTOP)
         assert process.submit(PROMPTS * 500).result() == LONGEST * 500
         assert process.failure == "it took more than 0.3 s for a batch"
@@ -176,7 +177,7 @@ def test_it_learns_beside_the_run_and_writes_what_it_has_learnt(tmp_path: Path) 
     folder = saved(tmp_path / "p", model)
     shares: list[float] = []
     before = 0
-    with closing(started(folder, PredictorLimits(learning=learning))) as process:
+    with closing(started(folder, learning=learning)) as process:
         for part in range(40):
             turned = learnable(40, seed=1 + part, turned=True)
             expected = process.submit(prompts_of(turned)).result()
