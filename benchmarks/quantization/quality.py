@@ -207,7 +207,7 @@ def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:
         "error": lambda: ErrorStatistics(stored),
     }
     text = calibration.token_ids
-    found = measure_indicators(setting.model, text, forms, BITWIDTHS, compute)
+    found, _ = measure_indicators(setting.model, text, forms, BITWIDTHS, compute)
     like = LayerScheme(dtype=torch.float32, rounding=setting.rounding)
     importance = setting.importance or importance_of(setting.model, shape)
     alone = LayerAlone(setting.model, text, BITWIDTHS, like, importance)

@@ -150,11 +150,10 @@ class Learner:
 
     def _rest(self) -> None:
         """Wait until what was computed since the last rest is its share of the time."""
-        clock_s, busy_s = (
-            now - before for now, before in zip(_now_s(), self._rested_s, strict=True)
-        )
+        (clock_s, busy_s), (rested_s, was_busy_s) = _now_s(), self._rested_s
+        busy_s -= was_busy_s
         self.seconds += busy_s
-        wait_s = busy_s / self._limits.share - clock_s
+        wait_s = busy_s / self._limits.share - (clock_s - rested_s)
         if self._ended.wait(max(0.0, wait_s)):
             raise _EndedError
         self._rested_s = _now_s()

@@ -42,19 +42,6 @@ def measure_indicators(
     bitwidths: Sequence[int],
     compute: Compute,
     progress: ReportProgress | None = None,
-) -> dict[str, Matrix]:
-    """The indicators of `measure_with_importance` alone."""
-    arguments = checkpoint, token_ids, indicators, bitwidths, compute, progress
-    return measure_with_importance(*arguments)[0]
-
-
-def measure_with_importance(
-    checkpoint: str | Path,
-    token_ids: TokenIds,
-    indicators: Mapping[str, Indicator],
-    bitwidths: Sequence[int],
-    compute: Compute,
-    progress: ReportProgress | None = None,
 ) -> tuple[dict[str, Matrix], list[LayerImportance]]:
     """Each indicator as `[layers, K]` by its name, and the importance of each layer, from one pass
     of the text through the model.

@@ -12,12 +12,11 @@ import numpy as np
 
 from actors.stage.layer_stream import compute_on
 from llmpq.quality.calibration import Calibration
-from llmpq.quality.indicator import LayerAlone, measure_with_importance, stored_here
+from llmpq.quality.indicator import LayerAlone, measure_indicators, stored_here
 from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions, refuse_without_error
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
 from llmpq.quality.subjects import (
-    Weighing,
     bits_subject,
     compute_dtype,
     device_of,
@@ -123,7 +122,7 @@ def _measured(
 ) -> tuple[Matrix, dict[str, str | int | float], Importance]:
     """The indicator on a text, its provenance, and the importance of all layers."""
     indicators = {options.method: _indicator(options, compute)}
-    found, layers = measure_with_importance(
+    found, layers = measure_indicators(
         folder, sample.token_ids, indicators, options.bits, compute, progress
     )
     seen = f"{sample.token_ids.size} tokens, digest {sample.fingerprint}"
@@ -162,7 +161,7 @@ def measure_points(
     is_error = content.provenance.get("method") == ERROR
     rounding = str(content.provenance["rounding"]) if is_error else ROUNDINGS[0]
     subjects = [bits_subject(bits, layers, device, options.dtype, rounding) for bits in chosen]
-    lowest = weighed(subjects[-1], Weighing(folder, str(folder), options), device)
+    lowest = weighed(subjects[-1], (folder, str(folder)), options, device)
     subjects = [replace(subject, importance=lowest.importance) for subject in subjects]
     windows = windows_of(held_out, folder, options)
     full, *others = evaluate(folder, windows, subjects, device, progress)

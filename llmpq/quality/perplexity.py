@@ -37,7 +37,6 @@ class Perplexity:
 
     @property
     def windows(self) -> int:
-        """Windows that the text was cut into."""
         return len(self.window_tokens)
 
     @property
@@ -99,7 +98,6 @@ class Perplexity:
         return math.fsum(apart) / self.tokens, _error_of_mean(apart, self.window_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
         return {
             "name": self.name,
             "bitwidths": list(self.bitwidths),

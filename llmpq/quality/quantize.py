@@ -30,15 +30,6 @@ from quant.rounding.indicators import Gram
 from quant.scheme import FULL_BITS, GptqOptions
 
 
-@dataclass(frozen=True)
-class QuantizedCheckpoint:
-    """A written checkpoint: `tensor_bytes` in the folder `target`, layers with `bitwidths`."""
-
-    target: Path
-    bitwidths: tuple[int, ...]
-    tensor_bytes: int
-
-
 @dataclass(frozen=True, eq=False)
 class Quantization:
     """Options of quantizing a checkpoint: `bitwidths`, one a layer, calibrated on a text.
@@ -58,11 +49,12 @@ def quantize_checkpoint(
     wanted: Quantization,
     overwrite: bool = False,
     progress: ReportProgress | None = None,
-) -> QuantizedCheckpoint:
+) -> int:
     """Quantize the checkpoint in `source` into the folder `target`, which appears when complete.
 
-    Raises `InputError` if `target` exists (unless `overwrite`) or cannot be written, `SpecError`
-    for bits or text that cannot be used, `CheckpointError` for unusable weights.
+    Returns the bytes of its tensors. Raises `InputError` if `target` exists (unless `overwrite`) or
+    cannot be written, `SpecError` for bits or text that cannot be used, `CheckpointError` for
+    unusable weights.
     """
     check_target(source, target, overwrite)
     checkpoint = Checkpoint(source)
@@ -89,7 +81,7 @@ def quantize_checkpoint(
             f"cannot write {target} ({error}); choose a folder that can be written, with space "
             "for the weights"
         ) from error
-    return QuantizedCheckpoint(target, tuple(bitwidths), writer.total_bytes)
+    return writer.total_bytes
 
 
 def _quantize_layer(layer: StreamedLayer, wanted: Quantization) -> dict[str, GptqWeight]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.run.importance import checked_importance, importance_store, measuring_store
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
-from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import SpecError
@@ -35,36 +34,21 @@ from quant.rounding.importance import ImportanceStore
 from quant.scheme import FULL_BITS, GPTQ, ROUNDINGS, WEIGHTED, Processor
 
 
-@dataclass(frozen=True)
-class Weighing:
-    """Where the importance of the model in `folder`, called `reference`, is found and kept."""
-
-    folder: Path
-    reference: str
-    options: EvaluationOptions
-
-    def store(self, shape: ModelShape, plan: PlanSpec | None) -> ImportanceStore:
-        """That of `plan`, or of plain bitwidths; raises as `importance_store`."""
-        file = self.options.importance
-        cache = cache_settings(self.options.cache_dir, None, False)
-        model = (self.folder, self.reference)
-        if plan is not None:
-            return importance_store(plan, file, cache, model, shape)
-        if file is not None:
-            return ImportanceStore(known=checked_importance(Path(file), shape))
-        return measuring_store(cache, model, shape)
-
-
 def weighed(
-    subject: Subject, weighing: Weighing, device: torch.device, plan: PlanSpec | None = None
+    subject: Subject,
+    model: tuple[Path, str],
+    options: EvaluationOptions,
+    device: torch.device,
+    plan: PlanSpec | None = None,
 ) -> Subject:
     """`subject` (of `plan`) with the importance that its layers are rounded by, if any is.
 
-    Where it has to be measured, `device` computes.
-
-    Raises as `importance_store`, and `CheckpointError` for weights that cannot be used.
+    `model`: the checkpoint's folder and its name. Where importance has to be measured, `device`
+    computes, and it is kept for stages and later evaluations. Raises as `importance_store`, and
+    `CheckpointError` for weights that cannot be used.
     """
-    shape = model_shape(str(weighing.folder))
+    folder, _ = model
+    shape = model_shape(str(folder))
     if plan is not None and plan.rounding == GPTQ and shape.stored is None:
         raise SpecError(
             f"{subject.name} is calibrated before a run; make its checkpoint with llmpq quantize "
@@ -72,13 +56,19 @@ def weighed(
         )
     if not any(_needs(scheme, shape.stored is not None) for scheme in subject.layers):
         return subject
-    store = weighing.store(shape, plan)
+    cache = cache_settings(options.cache_dir, None, False)
+    if plan is not None:
+        store = importance_store(plan, options.importance, cache, model, shape)
+    elif options.importance is not None:
+        store = ImportanceStore(known=checked_importance(Path(options.importance), shape))
+    else:
+        store = measuring_store(cache, model, shape)
     seen = what_is_seen(shape)
     found = store.find(seen)
     if found is None:
         own = [LayerScheme(each.bits, each.backend) for each in subject.layers]
         compute = compute_on(device, subject.embedding_dtype or torch.float32)
-        _, layers = measure_layers(weighing.folder, compute, range(len(own)), own)
+        _, layers = measure_layers(folder, compute, range(len(own)), own)
         found = store.keep(layers, seen)
     return replace(subject, importance=found)
 
@@ -95,14 +85,13 @@ def evaluate_plan(
     options: EvaluationOptions,
 ) -> Perplexity:
     """Perplexity of `plan` on `text`; see `llmpq.Plan.evaluate`."""
-    folder = resolve(checkpoint_reference(plan, model))
+    reference = checkpoint_reference(plan, model)
+    folder = resolve(reference)
     shape_for_plan(plan, folder)
     device = device_of(options.device)
     windows = windows_of(as_documents(text), folder, options)
     subject = plan_subject(plan, "plan", device, options.dtype)
-    subject = weighed(
-        subject, Weighing(folder, checkpoint_reference(plan, model), options), device, plan
-    )
+    subject = weighed(subject, (folder, reference), options, device, plan)
     (result,) = evaluate(folder, windows, [subject], device)
     return result
 

@@ -19,7 +19,7 @@ from llmpq.cli.measure.weight_options import (
 from llmpq.cli.parser import made
 from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
-from llmpq.quality.calibration import calibration_documents
+from llmpq.quality.calibration import Calibration, calibration_documents
 from llmpq.quality.options import check_compute, check_draw, check_lengths
 from llmpq.quality.text_windows import token_windows
 from llmpq.report.formatting import plain, size
@@ -60,7 +60,6 @@ def _quantize(options: QuantizeCommand) -> int:
     import torch  # slow to load: what is refused without it is refused by now
 
     from actors.stage.layer_stream import compute_on
-    from llmpq.quality.calibration import Calibration
     from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
     from llmpq.quality.subjects import compute_dtype, device_of
@@ -80,12 +79,12 @@ def _quantize(options: QuantizeCommand) -> int:
         progress.report(0, len(bitwidths))
         token_ids = torch.from_numpy(calibration.token_ids)
         wanted = Quantization(bitwidths, token_ids, compute, settings)
-        made = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
+        made_bytes = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began
     tokens = calibration.token_ids.size
-    again = command_line("llmpq", "plan", "--model", made.target)
+    again = command_line("llmpq", "plan", "--model", target)
     console().print(
-        f"wrote {plain(size(made.tensor_bytes))} to {made.target}: {len(bitwidths)} layers of "
+        f"wrote {plain(size(made_bytes))} to {target}: {len(bitwidths)} layers of "
         f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on {tokens} tokens in "
         f"{seconds:.0f} s; plan it: {again} --cluster cluster.yaml",
         highlight=False,

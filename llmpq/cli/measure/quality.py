@@ -266,27 +266,23 @@ def _perplexities(options: EvaluateCommand, given: argparse.Namespace) -> list[P
     from actors.stage.layer_stream import compute_on
     from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.scoring import evaluate
-    from llmpq.quality.subjects import (
-        Weighing,
-        bits_subject,
-        device_of,
-        plan_subject,
-        weighed,
-        windows_of,
-    )
+    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, weighed, windows_of
     from quant.checkpoint.reader import Checkpoint
 
     device = device_of(settings.device)
-    weighing = Weighing(folder, reference, settings)
+    checkpoint = (folder, reference)
     with TaskProgress("finding what weights are rounded by"):
         subjects = [
-            weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
+            weighed(
+                plan_subject(plan, name, device, settings.dtype), checkpoint, settings, device, plan
+            )
             for name, plan in plans
         ]
         subjects += [
             weighed(
                 bits_subject(bitwidths, shape.layers, device, settings.dtype, options.rounding),
-                weighing,
+                checkpoint,
+                settings,
                 device,
             )
             for bitwidths in mixtures

@@ -92,7 +92,7 @@ def test_indicators_of_every_architecture(name: str, tmp_path: Path) -> None:
     model, token_ids = save_tiny(tmp_path, CONFIGS[name]), tokens()
     indicators = {"variance": partial(VarianceStatistics, FORM), "hessian": HessianStatistics}
     done: list[tuple[int, int]] = []
-    found = measure_indicators(
+    found, _ = measure_indicators(
         tmp_path, token_ids, indicators, BITS, IN_FLOAT32, lambda *at: done.append(at)
     )
     variance, hessian = by_hand(model, token_ids)
@@ -192,7 +192,7 @@ def test_command_writes_what_the_planner_takes(
     windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
     sample = Calibration.sample(windows, 5, seed=0)
     form = VarianceForm("stochastic")
-    expected = measure_indicators(
+    expected, _ = measure_indicators(
         model, sample.token_ids, {"x": partial(VarianceStatistics, form)}, BITS, IN_FLOAT32
     )
     assert content["bits"] == list(BITS)
@@ -321,9 +321,10 @@ def test_outliers_make_no_higher_bitwidth_worse(tmp_path: Path) -> None:
     weights.save_pretrained(tmp_path)
     options = IndicatorOptions(method="hessian", sequence_length=12)
     ids = tokens(1, 60)[0].tolist()
-    raw = measure_indicators(
+    found, _ = measure_indicators(
         tmp_path, np.array(ids).reshape(5, 12), {"x": HessianStatistics}, BITS, IN_FLOAT32
-    )["x"]
+    )
+    raw = found["x"]
     assert raw[1, 2] > raw[1, 1]
     matrix = measure_omega(tmp_path, [ids], options).matrix
     assert (np.diff(matrix, axis=1) <= 0).all()
