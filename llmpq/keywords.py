@@ -83,7 +83,7 @@ class SamplingKeywords(TypedDict, total=False):
 
 
 class PromptingKeywords(TypedDict, total=False):
-    """Options of making tokens of prompts: what `llmpq.tokenizing.prompting.Prompting.of` takes."""
+    """Options of making tokens of prompts: `llmpq.tokenizing.prompting.PromptingOptions`."""
 
     chat_template: str | Path | None
     chat_template_kwargs: Mapping[str, Any] | None

@@ -7,22 +7,21 @@ prompts by `custom_id`: outputs of `llmpq run` and files of answers of OpenAI's 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from actors.messages import Request, Sampling
+from actors.messages import Request
 from llmpq.jobs.inputs import Content, JobInput, row_of
 from llmpq.lengths.predictor import Prompt
 from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.prompting import Prompting
-from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
-from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
+from llmpq.tokenizing.requests import opened_tokenizer, requests_of_any_length
+from llmpq.tokenizing.tokenizer_process import TokenizerProcess
 from llmpq.workload.measured_lengths import MOST_FINISHED, read_measured, whole_tokens
-from planner.workload import MAX_TOKENS, Workload
+from planner.workload import MAX_TOKENS
 from quant.common.errors import InputError, SpecError
 
 FIELD = "output_tokens"
@@ -92,12 +91,8 @@ def as_prompts(
     """
     if model is None:
         return [_as_text(each) for each in rows]
-    tokenizer = load_tokenizer(model, RowLimits(), prompting)
-    if tokenizer is None:
-        learnt = _tokenized(rows, None)
-    else:
-        with closing(tokenizer):
-            learnt = _tokenized(rows, tokenizer)
+    with opened_tokenizer(model, prompting) as tokenizer:
+        learnt = _tokenized(rows, tokenizer)
     if not learnt:
         raise SpecError(f"the tokenizer of {model} can read none of {len(rows)} prompts")
     return learnt
@@ -171,9 +166,7 @@ def _as_text(each: FinishedRow) -> LearntRow:
 
 
 def _tokenized(rows: Sequence[FinishedRow], tokenizer: TokenizerProcess | None) -> list[LearntRow]:
-    plain = (replace(each.row, sampling={}) for each in rows)
-    maker = RequestMaker(Workload(1, MAX_TOKENS, MAX_TOKENS), 2**31, Sampling(), tokenizer)
-    made: Iterable[Request | BadRow] = maker.requests(plain)
+    made = requests_of_any_length((each.row for each in rows), tokenizer)
     found = [
         (each, request.prompt_ids)
         for each, request in zip(rows, made, strict=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
-import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from llmpq.lengths.boosting import Boosting
 from llmpq.lengths.predictor import BucketModel, IntArray
 from planner.assumed_predictor import PREDICTOR_FILE, PredictorFile, predictor_file
+from quant.checkpoint.model_folder import new_folder
 from quant.common.errors import InputError, SpecError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -76,9 +73,8 @@ def check_target(target: Path, replace: bool) -> None:
 def save_predictor(
     target: Path, model: BucketModel, confusion: IntArray, replace: bool = False
 ) -> None:
-    """Write `model` and how it errs, `[buckets][buckets]`, to the folder `target`.
-
-    It is written beside it and renamed when it is complete. Raises `InputError`.
+    """Write `model` and how it errs, `[buckets][buckets]`, to the folder `target`, which is there
+    when it is complete. Raises `InputError`.
     """
     check_target(target, replace)
     file = PredictorFile(
@@ -88,29 +84,9 @@ def save_predictor(
         confusion=tuple(tuple(row) for row in confusion.tolist()),
         tokenizer=model.tokenizer,
     )
-    aside = target.with_name(f".llmpq-{secrets.token_hex(8)}.part")
     try:
-        aside.mkdir()
-        model.save(aside)
-        (aside / PREDICTOR_FILE).write_text(file.model_dump_json(indent=1) + "\n", "utf-8")
-        _put(aside, target)
+        with new_folder(target, replace) as folder:
+            model.save(folder)
+            (folder / PREDICTOR_FILE).write_text(file.model_dump_json(indent=1) + "\n", "utf-8")
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _put(aside: Path, target: Path) -> None:
-    """Give the folder `aside` the name `target`; what has it is gone afterwards."""
-    if not (target / PREDICTOR_FILE).exists():
-        os.replace(aside, target)  # an empty folder may be there
-        return
-    old = aside.with_suffix(".old")
-    os.replace(target, old)
-    try:
-        os.replace(aside, target)
-    except OSError:
-        with suppress(OSError):
-            os.replace(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.messages import Request, Sampling
+from actors.messages import Request
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.store import model_digest
 from llmpq.quality.perplexity import ReportProgress
@@ -18,10 +18,8 @@ from llmpq.rows.row import Row
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.prompting import Prompting
-from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
-from llmpq.tokenizing.tokenizer_process import RowLimits
+from llmpq.tokenizing.requests import opened_tokenizer, requests_of_any_length
 from planner.plan.spec import PlanSpec
-from planner.workload import MAX_TOKENS, Workload
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
@@ -91,16 +89,10 @@ def prompts_of_input(
         raise no_prompts(named)
     step = -(-usable // MOST_ROWS)
     rows = (row for row, _ in source.rows() if isinstance(row, Row))
-    chosen = (replace(row, sampling={}) for number, row in enumerate(rows) if number % step == 0)
-    tokenizer = start_tokenizer(folder, RowLimits(), prompting)
-    try:
-        if tokenizer is not None:
-            tokenizer.wait()
-        maker = RequestMaker(Workload(1, MAX_TOKENS, MAX_TOKENS), MAX_TOKENS, Sampling(), tokenizer)
-        found = [each.prompt_ids for each in maker.requests(chosen) if isinstance(each, Request)]
-    finally:
-        if tokenizer is not None:
-            tokenizer.close()
+    chosen = (row for number, row in enumerate(rows) if number % step == 0)
+    with opened_tokenizer(folder, prompting) as tokenizer:
+        made = requests_of_any_length(chosen, tokenizer)
+        found = [each.prompt_ids for each in made if isinstance(each, Request)]
     if not found:
         raise InputError(f"{named}: no prompt can be tokenized; give --calibration")
     return tuple(found)

@@ -49,7 +49,6 @@ class LocalHead:
         self._lost_s: float | None = None
 
     def __enter__(self) -> LocalHead:
-        """Begin to check."""
         self._found = list(self._below())
         self._thread.start()
         return self
@@ -59,7 +58,6 @@ class LocalHead:
         self._found += self._below()
 
     def __exit__(self, *error: object) -> None:
-        """End what is still there."""
         self._left.set()
         self._thread.join()
         end_all(self._found)

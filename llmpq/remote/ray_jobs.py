@@ -122,7 +122,6 @@ class JobLog:
                 seen += len(text)
 
     def catch_up(self, whole: str) -> None:
-        """Write what is new of the whole log."""
         self._take(whole, 0)
 
     def _take(self, text: str, begin: int) -> None:

@@ -13,8 +13,6 @@ from llmpq.remote.token import unreadable_token
 from quant.common.errors import DeviceError
 from quant.common.text import without_secrets
 
-_Match = re.Match[str]
-
 
 class SlowStartError(DeviceError):
     """A local Ray that did not come up in time, and may do so if it is started once more."""
@@ -22,17 +20,13 @@ class SlowStartError(DeviceError):
 
 @dataclass(frozen=True)
 class _Cause:
-    """What Ray's error or words match, and what is said then; `again`: a second start may help."""
+    """What Ray's error or words match, in letters of either case, and the sentence that is said
+    then, or that is made of the match; `again`: a second start may help.
+    """
 
-    pattern: re.Pattern[str]
-    say: Callable[[_Match], str]
+    pattern: str
+    say: str | Callable[[re.Match[str]], str]
     again: bool = False
-
-    @classmethod
-    def of(cls, pattern: str, say: str | Callable[[_Match], str], again: bool = False) -> _Cause:
-        """The cause of a pattern, with one sentence for all that matches or one made from it."""
-        told = say if callable(say) else lambda _: say
-        return cls(re.compile(pattern, re.IGNORECASE), told, again)
 
 
 LEAST_FREE_BYTES = 50 * 2**20
@@ -44,20 +38,26 @@ _FULL = (
     f"no space is left where it keeps its files (/tmp/ray or RAY_TMPDIR); free some, or {_FOLDER}"
 )
 
+_TOKEN = _Cause(
+    r"AuthenticationError|authentication token|RAY_AUTH_TOKEN",
+    lambda _: (
+        unreadable_token()
+        or "the token is not accepted; make one by `ray get-auth-token --generate`, or unset "
+        "RAY_AUTH_MODE and RAY_AUTH_TOKEN"
+    ),
+)
+
 _LOCAL = (
-    _Cause.of(r"AuthenticationError|authentication token|RAY_AUTH_TOKEN", lambda _: _token()),
-    _Cause.of(
+    _TOKEN,
+    _Cause(
         r"AF_UNIX path length cannot exceed (\d+) bytes",
         lambda found: (
             f"the path of its folder is too long for sockets (at most {found[1]} bytes "
             "with what Ray adds, some 60); set RAY_TMPDIR to a short one, such as /tmp"
         ),
     ),
-    _Cause.of(
-        r"No space left on device|Disk quota exceeded",
-        _FULL,
-    ),
-    _Cause.of(
+    _Cause(r"No space left on device|Disk quota exceeded", _FULL),
+    _Cause(
         r"(Permission denied|Read-only file system|No such file or directory|Not a directory|"
         r"File exists): '?([^'\n]+)",
         lambda found: (
@@ -65,17 +65,17 @@ _LOCAL = (
             "can be written"
         ),
     ),
-    _Cause.of(
+    _Cause(
         r"address already in use|failed to bind|port \d+ .*(?:in use|occupied)",
         "a port that it wants is taken; end what holds it, or unset the variables that fix ports "
         "(RAY_GCS_SERVER_PORT and the like)",
         again=True,
     ),
-    _Cause.of(
+    _Cause(
         r"object store memory.*(?:minimum|less than|at least)|Cannot allocate memory",
         "memory is short; end what takes it, or choose a machine with more",
     ),
-    _Cause.of(
+    _Cause(
         r"timed? ?out|timeout|overloaded|Failed to (?:get|connect)|unable to (?:connect|register)|"
         r"did not find|process has (?:died|exited)|exited unexpectedly",
         "it was not up in time, twice: the machine is too busy or short of memory; run the same "
@@ -86,8 +86,8 @@ _LOCAL = (
 """Causes of a local Ray that does not start; the first that matches counts."""
 
 _JOINED = (
-    _Cause.of(r"AuthenticationError|authentication token|RAY_AUTH_TOKEN", lambda _: _token()),
-    _Cause.of(
+    _TOKEN,
+    _Cause(
         r"Version mismatch[\s\S]*?started with[\s\S]*?Ray: ([\w.]+)[\s\S]*?Python: ([\w.]+)"
         r"[\s\S]*?Ray: ([\w.]+)[\s\S]*?Python: ([\w.]+)",
         lambda found: (
@@ -95,19 +95,12 @@ _JOINED = (
             f"{found[4]}; install the same versions here"
         ),
     ),
-    _Cause.of(
+    _Cause(
         r"multiple active Ray instances: \{([^}]+)\}",
         lambda found: f"several run on this machine; name one of {found[1]} by --address",
     ),
 )
 """Causes of a cluster that is not joined."""
-
-
-def _token() -> str:
-    return unreadable_token() or (
-        "the token is not accepted; make one by `ray get-auth-token --generate`, or unset "
-        "RAY_AUTH_MODE and RAY_AUTH_TOKEN"
-    )
 
 
 def not_started(error: BaseException, words: str) -> DeviceError:
@@ -138,9 +131,10 @@ def _find(causes: tuple[_Cause, ...], error: BaseException, words: str) -> tuple
     """What to say and whether to start again: by the error, else by what Ray said beside it."""
     for text in (f"{type(error).__name__}: {error}", words):
         for cause in causes:
-            match = cause.pattern.search(text)
+            match = re.search(cause.pattern, text, re.IGNORECASE)
             if match is not None:
-                return cause.say(match), cause.again
+                said = cause.say if isinstance(cause.say, str) else cause.say(match)
+                return said, cause.again
     return None
 
 

@@ -31,25 +31,6 @@ class Prompting:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool | None = None
 
-    @classmethod
-    def of(
-        cls,
-        chat_template: str | Path | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        add_special_tokens: bool | None = None,
-    ) -> Prompting:
-        """The options, of which `chat_template` is the file of one.
-
-        Raises `SpecError` for a file that cannot be read, for a template that cannot be compiled,
-        naming its line, and for arguments that are no JSON object.
-        """
-        kwargs = chat_template_kwargs or {}
-        _check_kwargs(kwargs)
-        if add_special_tokens not in (None, True, False):
-            raise SpecError(f"add_special_tokens is {add_special_tokens!r:.80}; give true or false")
-        template = None if chat_template is None else _template(Path(chat_template).expanduser())
-        return cls(template, dict(kwargs), add_special_tokens)
-
     @property
     def settings(self) -> Mapping[str, Any]:
         """Those that are set, by name."""
@@ -112,8 +93,18 @@ class PromptingOptions:
 
     @property
     def prompting(self) -> Prompting:
-        """The same, read and checked; raises as `Prompting.of`."""
-        return Prompting.of(self.chat_template, self.chat_template_kwargs, self.add_special_tokens)
+        """The same, read and checked.
+
+        Raises `SpecError` for a file that cannot be read, for a template that cannot be compiled,
+        naming its line, and for arguments that are no JSON object.
+        """
+        kwargs, adds = self.chat_template_kwargs or {}, self.add_special_tokens
+        _check_kwargs(kwargs)
+        if adds not in (None, True, False):
+            raise SpecError(f"add_special_tokens is {adds!r:.80}; give true or false")
+        file = self.chat_template
+        template = None if file is None else _template(Path(file).expanduser())
+        return Prompting(template, dict(kwargs), adds)
 
 
 PROMPTING_OPTIONS = tuple(field.name for field in fields(PromptingOptions))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from llmpq.rows.sampling import merge_sampling
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.reasoning import Markers
 from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
-from planner.workload import Workload
+from planner.workload import MAX_TOKENS, Workload
 from quant.checkpoint.model_reference import local_model
 from quant.common.errors import CheckpointError, FieldError
 from quant.common.text import MOST_BEFORE
@@ -28,7 +28,7 @@ AHEAD_BYTES = 1 << 20
 """Bytes of these rows, unless a single one is longer."""
 
 DOCUMENTS = RowLimits(row_s=3600.0, row_bytes=64 << 30)
-"""RowLimits for texts to measure or calibrate on, each of which may be very long."""
+"""Limits of texts to measure or calibrate on, each of which may be very long."""
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -180,7 +180,6 @@ class RequestMaker:
 
     @property
     def markers(self) -> Markers | None:
-        """What the model's reasoning stands between, if it has such tokens."""
         return None if self.tokenizer is None else self.tokenizer.markers
 
     def texts(self, generated: Sequence[tuple[Request, tuple[int, ...]]]) -> list[Tokenized]:
@@ -207,7 +206,6 @@ class RequestMaker:
 
 
 def _room(workload: Workload) -> str:
-    """Prompt and new tokens that a slot has room for."""
     together = "" if workload.slot_tokens is None else f", together {workload.slot_tokens}"
     return f"{workload.prompt_length} and {workload.new_tokens}{together}"
 
@@ -230,6 +228,15 @@ def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> FieldError | None:
                 "the ids of this model's own tokenizer",
             )
     return None
+
+
+def requests_of_any_length(
+    rows: Iterable[Row], tokenizer: TokenizerProcess | None
+) -> Iterator[Request | BadRow]:
+    """Requests of `rows`, in their order, whatever their length and without their sampling."""
+    room = Workload(1, MAX_TOKENS, MAX_TOKENS)
+    maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
+    return maker.requests(replace(row, sampling={}) for row in rows)
 
 
 def start_tokenizer(
@@ -271,3 +278,13 @@ def load_tokenizer(
     if tokenizer is not None:
         tokenizer.wait()
     return tokenizer
+
+
+@contextmanager
+def opened_tokenizer(
+    folder: Path, prompting: Prompting | None = None
+) -> Iterator[TokenizerProcess | None]:
+    """Yield what `load_tokenizer` returns within the limits of a row, and end it afterwards."""
+    tokenizer = load_tokenizer(folder, RowLimits(), prompting)
+    with nullcontext() if tokenizer is None else closing(tokenizer):
+        yield tokenizer

@@ -211,7 +211,6 @@ class _MarkedTexts:
         self._left_out = left_out
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> Any:
-        """The text of `token_ids`."""
         if skip_special_tokens:
             token_ids = [each for each in token_ids if each not in self._left_out]
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -250,7 +249,6 @@ def compile_template(template: Any) -> None:
         tags = {"generation"}  # noqa: RUF012  (jinja's own form)
 
         def parse(self, parser: Any) -> Any:
-            """Parse what stands in the tag."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
@@ -313,7 +311,6 @@ def alarm(seconds: float) -> None:
 
 
 def answer_line(answer: Mapping[str, Any]) -> bytes:
-    """The answer as JSON."""
     ids = answer.get("ids")
     if ids is None or len(answer) > 1:
         return json.dumps(answer).encode()
@@ -321,14 +318,11 @@ def answer_line(answer: Mapping[str, Any]) -> bytes:
 
 
 class _Warnings(logging.Handler):
-    """Collects the warnings of transformers while it loads."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the warning."""
         if len(self.texts) < _WARNINGS and "PyTorch" not in record.getMessage():
             self.texts.append(record.getMessage()[:ERROR_CHARACTERS])
 

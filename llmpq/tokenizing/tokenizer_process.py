@@ -41,7 +41,7 @@ _REMEDY = "take the model's own files again (those beside its weights on the hub
 
 @dataclass(frozen=True)
 class RowLimits:
-    """RowLimits of a row.
+    """Limits of a row.
 
     `row_s` seconds, `row_bytes` of memory beyond that of the process, and `most_tokens` (None: any
     number).
@@ -52,7 +52,6 @@ class RowLimits:
     most_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the range; raises `SpecError`."""
         if not 0 < self.row_s <= MOST_ROW_S:
             raise SpecError(
                 f"row_s is {self.row_s:g}; give seconds above 0 and at most {MOST_ROW_S:g}"
@@ -127,7 +126,6 @@ class TokenizerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the present process."""
         return self._child.pid
 
     def submit(self, task: Mapping[str, Any]) -> int:
@@ -155,7 +153,6 @@ class TokenizerProcess:
         return self._answers.pop(number)
 
     def ask(self, task: Mapping[str, Any]) -> Tokenized:
-        """The answer to one task."""
         return self.answer(self.submit(task))
 
     def forget(self) -> None:
@@ -207,7 +204,6 @@ class TokenizerProcess:
                 self._take_first(content)
 
     def _note_answer(self, answer: Tokenized) -> None:
-        """Note the answer to the oldest task."""
         task = self._waiting.popleft()
         self.behind_bytes -= len(task.line)
         if task.number > self._forgotten:

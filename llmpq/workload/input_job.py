@@ -12,9 +12,12 @@ import numpy as np
 from llmpq.jobs.inputs import JobInput
 from llmpq.keywords import PromptingKeywords
 from llmpq.model_check import checked_shape
-from llmpq.tokenizing.prompting import Prompting
-from llmpq.workload.defaults import DEFAULT_WORKLOAD, ERROR, LEAVE, SEPARATE
+from llmpq.tokenizing.prompting import Prompting, PromptingOptions
 from llmpq.workload.long_rows import (
+    DEFAULT_WORKLOAD,
+    ERROR,
+    LEAVE,
+    SEPARATE,
     LongRowRule,
     NamedRows,
     RowCut,
@@ -142,7 +145,7 @@ def job_of_input(
     Bad rows are left out. Raises `InputError` where no row can be used, SpecError for options.
     """
     _check_given(prompt_length, new_tokens)
-    how = Prompting.of(**prompting)
+    how = PromptingOptions(**prompting).prompting
     rule = long_rows if isinstance(long_rows, LongRowRule) else LongRowRule(long_rows)
     shape = checked_shape(model)
     given = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -252,12 +255,13 @@ class _InputRows:
         cut = self._cut(fits, outputs, rule)
         above = fits & (rows.total > (most if cut is None else cut.total))
         ordinary = fits & ~above
+        planned_for = ordinary if rule.handling == LEAVE else fits
         planned = InputJob(
             self._job(ordinary, outputs),
             beyond=self._named(~rows.done & ~fits),
             done=done,
             longest=longest_row(self.source, rows, ordinary),
-            requests=self._requests(ordinary if rule.handling == LEAVE else fits, outputs),
+            requests=RequestLengths.of_pairs(rows.prompts[planned_for], outputs[planned_for]),
         )
         named = self._named(above)
         if cut is None or named is None:
@@ -286,10 +290,6 @@ class _InputRows:
             return self.rows.limits
         return expected_outputs(self.observed, self.rows.prompts, self.rows.limits)
 
-    def _requests(self, chosen: BoolArray, outputs: IntArray) -> RequestLengths:
-        """The lengths of the chosen rows [rows]."""
-        return RequestLengths.of_pairs(self.rows.prompts[chosen], outputs[chosen])
-
     def _job(self, chosen: BoolArray, outputs: IntArray) -> Job:
         """The job of the chosen rows, by lengths of those that stand for all and of the longest."""
         rows = self.rows
@@ -311,7 +311,6 @@ class _InputRows:
         return min(self.limit, int(self.rows.limits.max()))
 
     def _named(self, chosen: BoolArray) -> NamedRows | None:
-        """The chosen rows [rows]; None where there are none."""
         return named_rows(self.source, self.rows, chosen) if chosen.any() else None
 
 

@@ -13,20 +13,19 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
-from actors.messages import Request, Sampling
+from actors.messages import Request
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.rows.row import BadRow, Row
 from llmpq.tokenizing.prompting import Prompting
-from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from llmpq.tokenizing.requests import load_tokenizer, requests_of_any_length
 from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
 from llmpq.workload.measured_lengths import IdNumbers, id_number
 from planner.lengths import BoolArray, IntArray
-from planner.workload import MAX_TOKENS, Workload
 from quant.common.errors import CheckpointError, InputError, SpecError
 
 MOST_EVEN_ROWS = 5_000
@@ -58,7 +57,6 @@ class MeasuredRows:
     done: BoolArray
 
     def where(self, chosen: BoolArray) -> MeasuredRows:
-        """The chosen rows [rows]."""
         return MeasuredRows(*(values[chosen] for values in vars(self).values()))
 
     @property
@@ -67,7 +65,6 @@ class MeasuredRows:
         return self.prompts + self.limits
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self.prompts)
 
 
@@ -185,10 +182,9 @@ class InputMeasure:
         first of these cannot.
         """
         with closing(self._tokenizer()) as tokenizer:
-            room = Workload(1, MAX_TOKENS, MAX_TOKENS)
-            maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
             found, why = [], ""
-            for made in maker.requests(self._rows_at(frozenset(places.tolist()))):
+            rows = self._rows_at(frozenset(places.tolist()))
+            for made in requests_of_any_length(rows, tokenizer):
                 found.append(len(made.prompt_ids) if isinstance(made, Request) else 0)
                 why = why or (made.error if isinstance(made, BadRow) else "")
         if len(found) != len(places):
@@ -196,11 +192,8 @@ class InputMeasure:
         return found, why
 
     def _rows_at(self, places: frozenset[int]) -> Iterator[Row]:
-        """The rows at `places`, without their sampling, which is no matter of their length."""
         found = (
-            replace(row, sampling={})
-            for row, place in self.source.rows()
-            if place in places and isinstance(row, Row)
+            row for row, place in self.source.rows() if place in places and isinstance(row, Row)
         )
         return islice(found, len(places))
 

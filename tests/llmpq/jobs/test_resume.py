@@ -23,7 +23,7 @@ from llmpq.jobs.row_database import Tally
 from llmpq.jobs.store import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import Row
-from llmpq.tokenizing.prompting import Prompting
+from llmpq.tokenizing.prompting import PromptingOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,
@@ -318,7 +318,10 @@ def test_how_prompts_become_tokens_is_a_part_of_a_job(
     """Where it is set: jobs of before know nothing of it."""
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     kwargs = {"enable_thinking": False}
-    unset, job = Prompting.of(), Prompting.of(tmp_path / "t.jinja", kwargs, False)
+    unset, job = (
+        PromptingOptions().prompting,
+        PromptingOptions(tmp_path / "t.jinja", kwargs, False).prompting,
+    )
     row = Row("a", text="p")
     before = replace(IDENTITY, prompting=unset.identity)
     assert before.fingerprint(row) == IDENTITY.fingerprint(row)

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llmpq.rows.row import Row
-from llmpq.tokenizing.prompting import Prompting
+from llmpq.tokenizing.prompting import Prompting, PromptingOptions
 from llmpq.tokenizing.requests import load_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
 from quant.common.errors import SpecError
@@ -64,7 +64,7 @@ def plain(folder: Path) -> Iterator[TokenizerProcess]:
 @pytest.fixture(scope="module")
 def of_job(folder: Path) -> Iterator[TokenizerProcess]:
     """Its job has arguments of its own, and wants special tokens everywhere."""
-    job = Prompting.of(None, {"enable_thinking": False, "mood": "calm"}, True)
+    job = PromptingOptions(None, {"enable_thinking": False, "mood": "calm"}, True).prompting
     with closing(started(folder, job)) as tokenizer:
         yield tokenizer
 
@@ -151,7 +151,7 @@ def test_another_template_in_place_of_one_that_is_broken(tmp_path: Path) -> None
     folder = write_byte_tokenizer(tmp_path / "m", (BOS,), added, template="{% if %}")
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}!{# [THINK][/THINK] #}", encoding="utf-8")
-    with closing(started(folder, Prompting.of(file))) as tokenizer:
+    with closing(started(folder, PromptingOptions(file).prompting)) as tokenizer:
         assert tokenizer.markers == ("[THINK]", "[/THINK]")  # its own before the vocabulary's
         assert asked(tokenizer, HI).ids == asked(tokenizer, text="hi!").ids
         refused = asked(tokenizer, HI, tools=[TOOL])
@@ -175,7 +175,7 @@ def test_template_files_that_cannot_be_used(
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(SpecError, match=message):
-        Prompting.of(file)
+        _ = PromptingOptions(file).prompting
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_template_files_that_cannot_be_used(
 )
 def test_arguments_that_are_no_object_of_json(kwargs: Any) -> None:
     with pytest.raises(SpecError, match="chat_template_kwargs"):
-        Prompting.of(None, kwargs)
+        _ = PromptingOptions(None, kwargs).prompting
 
 
 def test_a_rendered_prompt_gets_no_second_bos(plain: TokenizerProcess, reference: Any) -> None:
