@@ -49,23 +49,12 @@ class LogprobRows:
 
     def by_row(self) -> dict[int, TokenLogprobs]:
         """The log-probabilities by place among the sampled rows."""
-        return {
-            row: TokenLogprobs(
-                chosen,
-                tuple(
-                    (token, value)
-                    for token, value in zip(ids, values, strict=True)
-                    if token != NO_TOKEN
-                ),
-            )
-            for row, chosen, ids, values in zip(
-                self.rows.tolist(),
-                self.chosen.tolist(),
-                self.top_ids.tolist(),
-                self.top.tolist(),
-                strict=True,
-            )
-        }
+        columns = (each.tolist() for each in (self.rows, self.chosen, self.top_ids, self.top))
+        found: dict[int, TokenLogprobs] = {}
+        for row, chosen, ids, values in zip(*columns, strict=True):
+            top = zip(ids, values, strict=True)
+            found[row] = TokenLogprobs(chosen, tuple(each for each in top if each[0] != NO_TOKEN))
+        return found
 
 
 def check_top_logprobs(wanted: int | None) -> None:
@@ -207,7 +196,6 @@ class Admission:
 
     @classmethod
     def of(cls, slot: int, request: Request, room: TokenRange = TokenRange(0, 0)) -> Admission:
-        """The admission of `request` to `slot`, with this room in the KV cache."""
         sampling = request.sampling
         counted = sampling.repetition_penalty != 1
         return cls(
@@ -271,7 +259,6 @@ class MicroBatch:
 
     @cached_property
     def kind(self) -> BatchKind:
-        """The work in it."""
         if self.is_decode:
             return "decode"
         return "mixed" if self.decode_rows.any() else "prefill"
@@ -316,7 +303,6 @@ class MicroBatch:
         return MicroBatch(slots, self.positions, np.ones_like(slots), begins)
 
     def of_rows(self, rows: slice | TokenIds) -> MicroBatch:
-        """Some of its requests: their tokens and where these lie."""
         return MicroBatch(self.slots[rows], self.starts[rows], self.counts[rows], self.begins[rows])
 
     @cached_property

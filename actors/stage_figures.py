@@ -90,7 +90,6 @@ class PhaseWork:
     sampled: int = 0
 
     def since(self, earlier: PhaseWork) -> PhaseWork:
-        """The work that was done after `earlier`."""
         return PhaseWork(**_differences(self, earlier))
 
 
@@ -122,12 +121,10 @@ class Supervision:
 
     @property
     def preemptions(self) -> int:
-        """How often a request was preempted."""
         return self.parked + self.recomputed
 
     @property
     def doublings(self) -> int:
-        """How often a reservation was doubled."""
         return self.grown + self.preemptions
 
 
@@ -194,7 +191,6 @@ class StageStats:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that its micro-batches gave."""
         return self.prefill.sampled + self.decode.sampled + self.mixed.sampled
 
     def since(self, earlier: StageStats) -> StageStats:

@@ -9,19 +9,20 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from actors.live_group import LiveGroup
 from actors.messages import Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.device import stage_environment
 from actors.processes.handing_over import HANDOVER
-from actors.processes.handle import RankActors, StageHandle
+from actors.processes.handle import StageHandle
 from actors.processes.placement import place
 from actors.processes.ranks import RankActor
 from actors.processes.reservation import Reservation, ReservedPart
 from actors.processes.stage_actor import ProcessOptions, StageActor
 from actors.recovery.generation import LiveGeneration
-from actors.recovery.pipeline import LinkOptions, StagePipeline
+from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.schedule.scheduler import QueueSizes
@@ -122,7 +123,9 @@ class StageGroup(LiveGroup):
             self.stages,
             self._answers,
             queue_sizes(plan, options.policy),
-            LinkOptions(options.transport, options.timeouts.meeting_s, options.recovery.hang_s),
+            options.transport,
+            options.timeouts.meeting_s,
+            options.recovery.hang_s,
         )
         self._slots = self._pipeline.sizes.slots
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
@@ -189,8 +192,9 @@ class StageGroup(LiveGroup):
         for handle, stage in zip(self.stages, self._plan.stages, strict=True):
             handle.use_importance(found.layers[stage.layers.start : stage.layers.stop])
 
-    def _start_actors(self, index: int) -> RankActors:
-        """Start the actor of each rank of a stage: those that follow first, as rank 0 calls them.
+    def _start_actors(self, index: int) -> tuple[ActorHandle[Any], ...]:
+        """Start the actor of each rank of a stage, and return them: those that follow rank 0 start
+        first, as it calls them.
 
         They share what is reserved for the stage, each with a part of it.
         """
@@ -211,9 +215,8 @@ class StageGroup(LiveGroup):
         followers = tuple(
             start(self.rank_class, rank, self._checkpoint, threads, cache) for rank in ranks
         )
-        process = ProcessOptions(threads, emulated_times(self._plan, stage), cache, self._telemetry)
-        first = start(self.actor_class, spec, self._checkpoint, process, followers)
-        return RankActors(first, followers)
+        process = ProcessOptions(threads, cache, self._telemetry, emulated_times(self._plan, stage))
+        return start(self.actor_class, spec, self._checkpoint, process, followers), *followers
 
     def _spec(self, stage: StagePlan) -> StageSpec:
         spec = replace(

@@ -29,7 +29,6 @@ class StageDiedError(StageLostError):
 
 
 def get_answer(reference: ObjectRef[T]) -> T:
-    """Return what `reference` stands for; see `get_answers`."""
     return get_answers([reference])[0]
 
 
@@ -67,7 +66,6 @@ class StageAnswers:
         self._stages = stages
 
     def now_s(self) -> float:
-        """Seconds of a clock that only goes forward."""
         return time.monotonic()
 
     def ready(
@@ -81,7 +79,6 @@ class StageAnswers:
         return [reference for reference in references if reference in done]
 
     def streamed(self, stream: ObjectRefGenerator) -> Iterator[ObjectRef[Any]]:
-        """Yield a reference for each item of `stream`, as they come."""
         return get_streamed(stream)
 
     def get(self, reference: ObjectRef[T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -14,8 +13,6 @@ from torch import Tensor
 from actors.messages import KvPart, Request
 from actors.processes.handing_over import Handed
 from actors.processes.health import Heartbeat, RunReport
-from actors.processes.ranks import RankActor
-from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.telemetry.meter import Spans
@@ -23,19 +20,6 @@ from actors.transport.gloo_links import Rendezvous
 from planner.plan.spec import StagePlan
 from planner.scheduling import RequestSchedule
 from quant.rounding.importance import LayerImportance
-
-
-@dataclass(frozen=True)
-class RankActors:
-    """The actors of a stage's ranks: that of rank 0, and those that follow it."""
-
-    first: ActorHandle[StageActor]
-    followers: tuple[ActorHandle[RankActor], ...] = ()
-
-    @property
-    def every(self) -> tuple[ActorHandle[Any], ...]:
-        """Those of all ranks, in order."""
-        return self.first, *self.followers
 
 
 class StageHandle:
@@ -49,7 +33,7 @@ class StageHandle:
     def __init__(
         self,
         stage: StagePlan,
-        start_actors: Callable[[], RankActors],
+        start_actors: Callable[[], tuple[ActorHandle[Any], ...]],
         has_device: Callable[[], bool],
     ) -> None:
         self.index = stage.index
@@ -57,7 +41,7 @@ class StageHandle:
         self.name = f"stage {stage.index} ({stage.label})"  # and its devices, for messages
         self.has_device = has_device
         self._start_actors = start_actors
-        self._actors: RankActors | None = None
+        self._actors: tuple[ActorHandle[Any], ...] = ()
         self._importance: ObjectRef[Sequence[LayerImportance]] | None = None
 
     def start(self) -> None:
@@ -69,9 +53,8 @@ class StageHandle:
 
     def kill(self) -> None:
         """End the processes of all ranks, where there are any, without waiting for that."""
-        if self._actors is not None:
-            for actor in self._actors.every:
-                ray.kill(actor)
+        for actor in self._actors:
+            ray.kill(actor)
 
     @property
     def actor(self) -> Any:
@@ -79,15 +62,14 @@ class StageHandle:
         return self._ranks()[0]
 
     def _ranks(self) -> tuple[Any, ...]:
-        if self._actors is None:
+        if not self._actors:
             raise RuntimeError(f"{self.name} was not started")
-        return self._actors.every
+        return self._actors
 
     @property
     def actor_ids(self) -> tuple[str, ...]:
         """Ray's names for the actors of all ranks; none before they are started."""
-        actors = () if self._actors is None else self._actors.every
-        return tuple(actor._actor_id.hex() for actor in actors)
+        return tuple(actor._actor_id.hex() for actor in self._actors)
 
     def _ask(self, method: str, *arguments: object) -> ObjectRef[Any]:
         answer: ObjectRef[Any] = getattr(self.actor, method).remote(*arguments)

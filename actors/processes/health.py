@@ -98,7 +98,6 @@ class Health:
         return self
 
     def __enter__(self) -> None:
-        """Note that computing begins."""
         self._began_s = time.monotonic()
 
     def __exit__(

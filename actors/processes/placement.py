@@ -19,20 +19,17 @@ class Placed(Protocol):
     """Whatever needs a device: a `planner.plan.spec.StagePlan`, or a measurement."""
 
     @property
-    def index(self) -> int:
-        """The stage's number, for messages."""
+    def index(self) -> int: ...
 
     @property
-    def kind(self) -> Accelerator:
-        """The device's type."""
+    def kind(self) -> Accelerator: ...
 
     @property
     def emulated(self) -> bool:
         """Whether a CPU stands in for the device."""
 
     @property
-    def threads(self) -> int:
-        """Number of torch threads."""
+    def threads(self) -> int: ...
 
     @property
     def custom_resource(self) -> str | None:

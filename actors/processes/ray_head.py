@@ -41,8 +41,7 @@ def _started() -> list[tuple[str, subprocess.Popen[bytes]]]:
 class Process(Protocol):
     """A process that is not mistaken for a later one with the same number, as psutil's are not."""
 
-    def kill(self) -> None:
-        """End it."""
+    def kill(self) -> None: ...
 
 
 def below_head() -> list[Process]:
@@ -61,14 +60,12 @@ def below_this() -> list[Process]:
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """Kill those that are still there."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
 
 
 def lost_message(ended: str) -> str:
-    """Say what it means for the run that `ended`."""
     return f"{ended}; the Ray of a local run does not come back, so this run cannot go on"
 
 

@@ -91,11 +91,9 @@ class ReservedPart:
         self._reservation, self._first = reservation, first
 
     def actor_options(self, stage: int) -> dict[str, Any]:
-        """Options as `Reservation.actor_options`."""
         return self._reservation.actor_options(self._first + stage)
 
     def has_device(self, stage: int) -> bool:
-        """Whether the cluster has what `stage` needs, as `Reservation.has_device`."""
         return self._reservation.has_device(self._first + stage)
 
     def release(self) -> None:

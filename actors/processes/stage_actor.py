@@ -43,15 +43,15 @@ from quant.rounding.importance import LayerImportance
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """Options of a stage's process: its number of torch `threads`, the `emulated` times that stand
-    for a device which is not there (None: a real device), where this node keeps packed layers, and
-    what the stage notes.
+    """Options of a stage's process: its number of torch `threads`, where this node keeps packed
+    layers, what the stage notes, and the `emulated` times that stand for a device which is not
+    there (None: a real device).
     """
 
     threads: int
-    emulated: ScaledTimes | None
     cache: CacheSettings
     telemetry: TelemetryOptions
+    emulated: ScaledTimes | None
 
 
 class StageActor(BoardKeeper, KeysValuesKeeper):
@@ -66,7 +66,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         spec: StageSpec,
         checkpoint: str,
         options: ProcessOptions,
-        followers: Sequence[ActorHandle[RankActor]] = (),
+        followers: Sequence[ActorHandle[RankActor]],
     ) -> None:
         super().__init__()
         torch.set_num_threads(options.threads)
@@ -138,7 +138,6 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         MetricsPublisher(self._meter, self._figures, tags, samples, new_latencies).start()
 
     def compute(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
-        """Run `Stage.step`, counted and timed."""
         with self._health.computing(batch), self._meter.computing(batch):
             return self._loaded().step(batch, inputs)
 

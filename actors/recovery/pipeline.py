@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from ray import ObjectRef
@@ -25,23 +25,13 @@ MEETING_AGAIN_S = 10.0  # at most, when stages that have met before are linked a
 NEIGHBOURS_S = 2.0  # after a failure: until the stages beside it have noticed, and reported
 
 
-@dataclass(frozen=True)
-class LinkOptions:
-    """Options of linking stages: `transport` as in `Transport`, seconds until they have met, and
-    seconds without a sign of life after which one of them hangs.
-    """
-
-    transport: Transport
-    meeting_s: float
-    hang_s: float
-
-
 class StagePipeline:
     """Links `stages`, hands requests to the first one, and numbers the runs.
 
     `sizes`: the queue and micro-batches that the first stage schedules by from the next link on.
     `serving`: what ends when a stage leaves the run, for each but the first where gloo links them.
-    `epoch`: how often they were linked.
+    `epoch`: how often they were linked. They have to meet within `meeting_s`; one that gives no
+    sign of life for `hang_s` hangs.
     """
 
     def __init__(
@@ -49,18 +39,19 @@ class StagePipeline:
         stages: Sequence[StageHandle],
         answers: StageAnswers,
         sizes: QueueSizes,
-        options: LinkOptions,
+        transport: Transport,
+        meeting_s: float,
+        hang_s: float,
     ) -> None:
         self.stages = tuple(stages)
         self.answers = answers
         self.sizes = sizes
         self.serving: list[ObjectRef[None]] = []
         self.epoch = 0
-        self._options = options
+        self._transport, self._meeting_s, self._hang_s = transport, meeting_s, hang_s
         self._runs = 0
 
     def next_run(self) -> int:
-        """Return a number that no run had before."""
         self._runs += 1
         return self._runs
 
@@ -79,7 +70,7 @@ class StagePipeline:
         """
         self.epoch += 1
         first, *following = self.stages
-        limit_s = max(self._options.meeting_s, self._options.hang_s)
+        limit_s = max(self._meeting_s, self._hang_s)
         hosts = self._get_all({i: s.begin(self.epoch) for i, s in enumerate(self.stages)}, limit_s)
         linked = self._connect(tuple(hosts[i] for i in range(len(self.stages))))
         self._get_all({0: first.lead(self.sizes, None if linked else following)}, limit_s)
@@ -87,12 +78,12 @@ class StagePipeline:
 
     def _connect(self, hosts: tuple[str, ...]) -> bool:
         """Connect the stages by gloo; where that fails and may, warn and leave it to Ray."""
-        if self._options.transport == "ray" or len(self.stages) == 1:
+        if self._transport == "ray" or len(self.stages) == 1:
             return False
         try:
             self._meet(hosts)
         except DeviceError as error:
-            if self._options.transport == "gloo":
+            if self._transport == "gloo":
                 raise
             warnings.warn(
                 f"{error}; stages exchange tensors by Ray, which takes longer", stacklevel=4
@@ -102,7 +93,7 @@ class StagePipeline:
 
     def _meet(self, hosts: tuple[str, ...]) -> None:
         first = self.stages[0]
-        timeout_s = self._options.meeting_s
+        timeout_s = self._meeting_s
         if self.epoch > 1:  # all are there and have met before
             timeout_s = min(timeout_s, MEETING_AGAIN_S)
         rendezvous = Rendezvous(hosts, timeout_s)
@@ -112,7 +103,7 @@ class StagePipeline:
         self._get_all(dict(enumerate(connecting)), 2 * timeout_s)
 
     def _get_all(self, asked: dict[int, ObjectRef[T]], limit_s: float) -> dict[int, T]:
-        check = LivenessCheck(self.stages, self.answers, self._options.hang_s)
+        check = LivenessCheck(self.stages, self.answers, self._hang_s)
         try:
             return get_all(self.answers, asked, limit_s, check)
         except OverdueError:

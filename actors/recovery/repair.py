@@ -167,7 +167,6 @@ class RunStopper:
         self.interval_s = self._check.interval_s
 
     def stop(self, hung: dict[int, Loss]) -> StoppedRun:
-        """Kill the `hung` stages, and have all others leave the run or kill them."""
         for stage, loss in hung.items():
             self._kill(stage, loss)
         stopped = {stage.index: stage.stop() for stage in self._pipeline.stages}

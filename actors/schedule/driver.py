@@ -91,7 +91,6 @@ class LatencyRecord:
         return self._ages_s.pop(custom_id, None)
 
     def new_seconds(self) -> list[float]:
-        """Return the latency of each request that ended since the last call."""
         return [self._unseen.popleft() for _ in range(len(self._unseen))]
 
 
@@ -109,8 +108,7 @@ class Pipeline(Protocol):
     def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Any:
         """Start a micro-batch of `token_ids` `[sum(counts)]`; returns a handle for `result`."""
 
-    def result(self, handle: Any) -> Sampled:
-        """Wait for the micro-batch's sampled tokens."""
+    def result(self, handle: Any) -> Sampled: ...
 
 
 class PipelineDriver:

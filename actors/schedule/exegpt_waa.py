@@ -121,7 +121,6 @@ class PrefillScheduler(Scheduler):
         return batch, np.concatenate(texts)
 
     def _newcomers(self) -> int:
-        """How many requests make the next micro-batch."""
         texts = [len(r.prompt_ids) + len(r.generated) for r in self._waiting]
         return self._parts.next_part(texts[: len(self._free)], sum(texts))
 

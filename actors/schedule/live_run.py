@@ -184,7 +184,6 @@ class LiveRun:
                 return
 
     def _take_in(self, mail: Mail) -> tuple[Progress, ...]:
-        """Add requests and give some up; returns those that cannot be run."""
         refused: list[Progress] = []
         for request in mail.requests:
             try:
@@ -265,7 +264,6 @@ class Leader:
 
     @property
     def queue(self) -> QueueDepth | None:
-        """Requests and micro-batches in the queue; None before the first run."""
         if self._run is None:
             return None
         return QueueDepth(
@@ -298,7 +296,6 @@ class Leader:
     def live(
         self, inbox: Inbox, told_every: int = 1, waits: bool = False
     ) -> Iterator[tuple[Progress, ...]]:
-        """Run `StageActor.live`."""
         self._begin(inbox.run)
         self._failed = True  # until it has come to its end
         longest = self._sizes.slot_tokens

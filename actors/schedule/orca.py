@@ -51,7 +51,6 @@ class OrcaScheduler(Scheduler):
         return OrcaPolicy(sizes, stages)
 
     def _first_reservation(self, request: Request) -> int:
-        """Token slots for all that it may have."""
         return most_tokens(request)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -118,7 +117,6 @@ class OrcaScheduler(Scheduler):
         self._slots.cancel(custom_id)
 
     def _give_up(self, arrival: int) -> None:
-        """Take a request out of the queue."""
         self._policy.queue.give_up(arrival)
         del self._waiting[arrival]
 

@@ -62,11 +62,9 @@ class RequestSlots:
 
     @property
     def free(self) -> int:
-        """Number of slots without a request."""
         return len(self._free)
 
     def tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return `Scheduler.slot_tokens`."""
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
             for slot, request in self.requests.items()
@@ -74,7 +72,6 @@ class RequestSlots:
         }
 
     def new_tokens(self, slot: int) -> tuple[int, ...]:
-        """The new tokens of the request in `slot`."""
         return tuple(self._tokens[slot, : self._given[slot]].tolist())
 
     def ready_slots(self) -> TokenIds:

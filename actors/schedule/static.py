@@ -61,7 +61,6 @@ class StaticScheduler(Scheduler):
 
     @property
     def in_slots(self) -> int:
-        """Number of requests that have one."""
         return len(self._requests)
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
@@ -135,7 +134,6 @@ class StaticScheduler(Scheduler):
         return tuple(finished)
 
     def _leave(self, slot: int) -> Request:
-        """Free `slot`; returns its request."""
         self._cancelled.discard(slot)
         self._decodes[slot] = False
         self._policy.leave(slot)

@@ -54,5 +54,4 @@ def make_scheduler(sizes: QueueSizes, stages: int) -> Scheduler:
 
 
 def queue_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
-    """The sizes of the queue for `plan` under a policy."""
     return POLICIES[options.name].sizes(plan, options)

@@ -67,7 +67,6 @@ class TokenRanges:
 
     @property
     def free(self) -> int:
-        """The slots that no range has."""
         return self.n_slots - self.reserved
 
     def range_of(self, holder: int) -> TokenRange:
@@ -123,7 +122,6 @@ class TokenRanges:
         return moves
 
     def release(self, holder: int) -> None:
-        """Free the range of `holder`."""
         self.reserved -= int(self.sizes[holder])
         self.sizes[holder] = 0
         self._order = self._order[self._order != holder]

@@ -60,7 +60,6 @@ class HeldKeysValues:
         return tuple(key for key, own in pieces.items() if self._put(key, own))
 
     def forget(self, keys: Sequence[int]) -> None:
-        """Free what lies under `keys`."""
         self._cache.parked.forget(keys)
 
     def _piece(self, key: int, part: KvPart) -> list[Tensor] | None:

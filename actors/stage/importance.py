@@ -131,5 +131,4 @@ def _fast_dtype(dtype: torch.dtype, processor: Processor) -> torch.dtype:
 
 
 def as_tuple(parts: Mapping[int, list[LayerImportance]]) -> tuple[LayerImportance, ...]:
-    """The layers of all stages in their order; `parts` are by stage."""
     return tuple(layer for stage in sorted(parts) for layer in parts[stage])

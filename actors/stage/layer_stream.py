@@ -62,7 +62,8 @@ def compute_on(device: torch.device, dtype: torch.dtype) -> Compute:
 class LayerStream:
     """The parts of a checkpoint, each loaded when it is asked for and gone when it is dropped.
 
-    `tokens_at_once`: tokens of one pass, at least one whole sequence. Raises `SpecError` for an
+    `tokens_at_once`: tokens of one pass, at least one whole sequence. `layers_name`: full name of
+    the list of decoder layers, such as `model.layers`. Raises `SpecError` for an
     architecture that stages do not run and `CheckpointError` for unusable weights.
     """
 
@@ -78,7 +79,7 @@ class LayerStream:
         self._middle = self._part(_MIDDLE, range(self.layers), compute)
         decoder = self._middle.get_decoder()
         self._stack = getattr(decoder, architecture.layers)
-        self._prefix = f"{path_of(self._middle, decoder)}.{architecture.layers}"
+        self.layers_name = f"{path_of(self._middle, decoder)}.{architecture.layers}"
         self._empty = list(self._stack)
         self._pass_through = PassThrough(architecture.layer_returns_tuple)
         for index in range(self.layers):
@@ -100,11 +101,6 @@ class LayerStream:
         keep_stage(model, layers, spec.is_first, spec.is_last, spec.has_head)
         load_ends(model, spec, self._checkpoint, compute.dtype, compute.device)
         return model
-
-    @property
-    def layers_name(self) -> str:
-        """Full name of the list of decoder layers, such as `model.layers`."""
-        return self._prefix
 
     def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
         """`[out, in]` of each linear of a decoder layer by its name within the layer."""
@@ -144,7 +140,7 @@ class LayerStream:
         represented = load_layer_as_planned(
             module,
             self._checkpoint,
-            f"{self._prefix}.{index}",
+            f"{self.layers_name}.{index}",
             scheme or LayerScheme(),
             self.compute,
             importance,
@@ -159,7 +155,7 @@ class LayerStream:
         """Have the disk read while `layers` are loaded in their order."""
         compute = self.compute
         form = LayerForm(FULL_BITS, compute.processor, compute.dtype, compute.device)
-        loads = [LayerLoad(self._empty[i], f"{self._prefix}.{i}", form) for i in layers]
+        loads = [LayerLoad(self._empty[i], f"{self.layers_name}.{i}", form) for i in layers]
         return loading(loads, (), self._checkpoint)
 
     def tail(self, dtype: torch.dtype | None = None) -> Tail:
@@ -189,7 +185,6 @@ class LayerStream:
             self._stack[layer.index] = self._pass_through
 
     def sequences_at_once(self, length: int) -> int:
-        """Sequences of `length` tokens in one pass."""
         return max(1, self._tokens_at_once // length)
 
     def _rows(self, inputs: Tensor) -> Iterator[slice]:

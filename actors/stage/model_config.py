@@ -50,7 +50,6 @@ def config_of_values(values: Mapping[str, Any], place: str = CONFIG_FILE) -> Pre
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """`config` with another number of `layers`."""
     values = config.to_dict() | {"num_hidden_layers": layers}
     if values.get("layer_types"):  # one for each layer: sliding windows or not
         values["layer_types"] = (values["layer_types"] * layers)[:layers]

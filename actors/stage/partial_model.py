@@ -40,30 +40,30 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
 
 
 class PassThrough(nn.Module):
-    """A placeholder for a module of another stage, which returns its first input."""
+    """A placeholder for a module of another stage, which returns its first input, in a pair where
+    that module did so.
+    """
 
     def __init__(self, returns_tuple: bool = False) -> None:
         super().__init__()
         self.returns_tuple = returns_tuple
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
-        """Return `x`, in a pair if the replaced module did so."""
         return (x, None) if self.returns_tuple else x
 
 
 class NoPositions(nn.Module):
-    """A placeholder for position embeddings, which were added on the first stage."""
+    """A placeholder for position embeddings, which were added on the first stage: gives a zero."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return a zero without dimensions, for the addition that follows."""
         return torch.zeros(())
 
 
 class ContextAsCache:
     """The ragged context in place of a KV cache, for layers that pass nothing else to attention.
 
-    Its answers about lengths keep the alibi and mask tensors of the model at one element: the
-    ragged attention makes its own.
+    Its answers about lengths, no past tokens and one key, keep the alibi and mask tensors of the
+    model at one element: the ragged attention makes its own.
     """
 
     is_compileable = False
@@ -72,11 +72,9 @@ class ContextAsCache:
         self.context = context
 
     def get_seq_length(self, *_: Any) -> int:
-        """Return a length without past tokens."""
         return 0
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """Return one key at offset zero."""
         return 1, 0
 
 

@@ -32,7 +32,6 @@ class SummedLinear(OfGroup):
     """A row-parallel linear layer: the sum of the ranks' products, and the bias added once."""
 
     def __init__(self, linear: nn.Module, bias: nn.Parameter | None) -> None:
-        """Wrap `linear`, which has no bias any more."""
         super().__init__()
         self.linear = linear
         self.bias = bias
@@ -112,8 +111,6 @@ def _keep_heads(attention: Any, share: RankShare) -> None:
 
 
 class Order(IntEnum):
-    """The kinds of orders."""
-
     STEP = 0
     FINISH = 1
     FORGET_PARKED = 2
@@ -175,5 +172,4 @@ def follow(stage: Follower, group: RankGroup) -> NoReturn:
 
 
 def _rows(batch: MicroBatch, order: Order) -> int:
-    """Rows of the tensor that follows."""
     return len(batch.sampled_rows) if order == Order.FINISH else int(batch.counts.sum())

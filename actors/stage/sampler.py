@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf, log
 from pathlib import Path
@@ -50,12 +49,10 @@ class TokenCounts:
 
     @classmethod
     def of(cls, admission: Admission) -> TokenCounts:
-        """The counts of a request that begins, or goes on after a fault."""
         room = admission.max_new_tokens
         return cls(admission.prompt_tokens, admission.generated, room)
 
     def add(self, token: int) -> None:
-        """Count a generated token."""
         place = self._place.setdefault(token, len(self._place))
         self._tokens[place] = token
         self._counts[place] += 1
@@ -174,32 +171,21 @@ def _sort_equals(top_ids: TokenIds, top: np.ndarray, token: int, own: np.float32
     top_ids[:] = top_ids[order]
 
 
-@dataclass
 class _Running:
-    """A request in a slot, its new tokens, the tokens that its penalties count, and those that none
-    of its first `min_tokens` may be.
-    """
+    """A request in a slot, its new tokens, and those that its penalties count."""
 
-    admission: Admission
-    token_ids: list[int]
-    counts: TokenCounts
-    ends: Sequence[int]
-
-    @classmethod
-    def of(cls, admission: Admission, eos: frozenset[int]) -> _Running:
-        sampling = admission.sampling
-        counts = TokenCounts.of(admission) if sampling.penalises else NO_TOKENS
-        ends = sorted(eos.union(sampling.stop_token_ids)) if sampling.min_tokens else ()
-        return cls(admission, list(admission.generated), counts, ends)
+    def __init__(self, admission: Admission, eos: frozenset[int]) -> None:
+        self.admission = admission
+        self.sampling = sampling = admission.sampling
+        self.token_ids = list(admission.generated)
+        self.counts = TokenCounts.of(admission) if sampling.penalises else NO_TOKENS
+        ends = sorted(eos.union(sampling.stop_token_ids)) if sampling.min_tokens else []
+        self._ends = ends  # which none of its first `min_tokens` may be
 
     @property
     def barred(self) -> Sequence[int]:
         """Tokens that its next one must not be."""
-        return self.ends if len(self.token_ids) < self.sampling.min_tokens else ()
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.admission.sampling
+        return self._ends if len(self.token_ids) < self.sampling.min_tokens else ()
 
     def draw(self) -> float:
         """The draw in [0, 1) for its next token; 0 where the choice is greedy."""
@@ -209,7 +195,6 @@ class _Running:
         return uniform_draw(self.sampling.seed, name, len(self.token_ids))
 
     def give(self, token: int) -> None:
-        """Add a generated token."""
         self.token_ids.append(token)
         if self.counts is not NO_TOKENS:
             self.counts.add(token)
@@ -235,7 +220,6 @@ class Sampler:
 
     @classmethod
     def for_checkpoint(cls, folder: Path) -> Sampler:
-        """A sampler with the checkpoint's own end tokens."""
         return cls(tuple(end_tokens(folder).sources), folder=folder)
 
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
@@ -243,7 +227,7 @@ class Sampler:
         which nothing is read where there are none.
         """
         for admission in batch.admitted:
-            self._running[admission.slot] = _Running.of(admission, self._eos)
+            self._running[admission.slot] = _Running(admission, self._eos)
         slots = batch.slots[batch.sampled_rows].tolist()
         if not slots:
             return NOTHING_SAMPLED

@@ -93,7 +93,6 @@ def _divided(
 
 
 def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
-    """Whether embedding and LM head are one tensor on this stage."""
     return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
 
 

@@ -132,7 +132,6 @@ class Stage:
 
     @torch.inference_mode()
     def _compute_equal_rows(self) -> None:
-        """Compute passes and logits of rows that are all the same."""
         zeros = np.zeros(FIXED_ROWS, dtype=np.int64)
         batch = MicroBatch(zeros, zeros, zeros + 1, zeros)
         context = RaggedContext.of_tokens(self._cache, batch)
@@ -212,10 +211,8 @@ class Stage:
 
     @torch.inference_mode()
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """Compute LM head and sampling on the first stage.
-
-        `last_hidden`: final hidden states of the last token of each sampled request `[sampled,
-        head_width]`, from the last stage.
+        """Compute LM head and sampling on the first stage, of the final hidden states of the last
+        token of each sampled request `[sampled, head_width]`, from the last stage.
         """
         began = time.perf_counter()
         sampled = self._sample(batch, self._shared(Order.FINISH, batch, last_hidden))
@@ -276,7 +273,6 @@ class Stage:
         self._cache.parked.forget((EVERY_KEY,))
 
     def stats(self) -> StageStats:
-        """Work done and bytes held so far."""
         return StageStats(
             busy_s=self._busy_s,
             prefill_tokens=self._prefill_tokens,

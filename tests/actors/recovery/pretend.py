@@ -16,7 +16,7 @@ from actors.messages import Finished, Request, Sampling
 from actors.processes.answers import StageDiedError
 from actors.processes.health import BatchFailure, Heartbeat, RunReport
 from actors.recovery.generation import LiveGeneration
-from actors.recovery.pipeline import LinkOptions, StagePipeline
+from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.recovery.repair import Repair
 from actors.schedule.live_run import Inbox
@@ -271,8 +271,14 @@ class Cluster:
         self.stages = [Stage(self, i) for i in range(count)]
         self.events: list[RecoveryEvent] = []
         self.on_compute: Callable[[tuple[str, ...]], None] = lambda ids: None
-        options = LinkOptions(transport, 30.0, recovery.hang_s)  # type: ignore[arg-type]
-        self.pipeline = StagePipeline(self.stages, Answers(self), sizes, options)  # type: ignore[arg-type]
+        self.pipeline = StagePipeline(
+            self.stages,  # type: ignore[arg-type]
+            Answers(self),  # type: ignore[arg-type]
+            sizes,
+            transport,  # type: ignore[arg-type]
+            meeting_s=30.0,
+            hang_s=recovery.hang_s,
+        )
         self.repair = Repair(self.pipeline, recovery, self.events.append)
         self.answers: WholeAnswers
         self._planned: list[tuple[float, Callable[[], None]]] = []
