@@ -12,7 +12,7 @@ from types import TracebackType
 import ray
 
 from actors.handover.ledger import DividedLedger, PrefillPace
-from actors.handover.run import DividedLive, Sides
+from actors.handover.run import DividedLive
 from actors.handover.transfer import Transfer, find_routes
 from actors.live_group import JoinedObserver, LiveGroup
 from actors.processes.handle import StageHandle
@@ -175,9 +175,9 @@ class DividedGroup(LiveGroup):
         if self._live is not None and not self._live.has_ended:
             self.abandon()
         assert self._transfer is not None, "the group is used as a context manager"
-        sides = Sides(self.prefill.live(), self.decode.live(told_every), self._transfer)
+        prefill, decode = self.prefill.live(), self.decode.live(told_every)
         ledger = DividedLedger(self._pace, self._numbers)
-        self._live = DividedLive(sides, ledger, self._tell_lost)
+        self._live = DividedLive(prefill, decode, self._transfer, ledger, self._tell_lost)
         return self._live
 
     def abandon(self) -> None:

@@ -1,4 +1,7 @@
-"""The requests of a run on stages that prefill and stages that decode: where each of them is."""
+"""The requests of a run on stages that prefill and stages that decode: where each of them is, and
+when more prompts begin, so that those which decode are kept full, but no fuller (ExeGPT, section
+5.2).
+"""
 
 from __future__ import annotations
 
@@ -70,46 +73,25 @@ class PrefillPace:
         return SHORT_PROMPTS * self._schedule.prefill_requests
 
     def turn(self, waiting: Sequence[Request], load: Load) -> int:
-        """How many of those `waiting`, in their order, begin now."""
+        """How many of those `waiting`, in their order, begin now; one alone has any size."""
         present = load.decoding + load.arriving
         wanted, room = newcomers(self._schedule, self._stages, present, load.prefilling)
         room = min(room, self._slots - present)
         texts = [len(request.prompt_ids) for request in waiting]
         even = evened(self._schedule, min(wanted, room), room, texts)
-        left, taken = self._room_of(load), 0
+        in_flight = load.prefilling + load.decoding
+        leaving = load.reserved * load.leaving / in_flight if in_flight else 0.0
+        host_tokens = self._host_tokens - load.host_tokens
+        kv_tokens = self._kv_tokens - load.reserved + leaving
+        taken = 0
         for request in waiting[:even]:
-            left = left.less(request)
-            is_alone = not (taken or load.prefilling or load.decoding)
-            if not (left.is_enough or is_alone):
+            host_tokens -= len(request.prompt_ids)
+            kv_tokens -= most_tokens(request)
+            is_alone = not (taken or in_flight)
+            if (host_tokens < 0 or kv_tokens < 0) and not is_alone:
                 break
             taken += 1
         return taken
-
-    def _room_of(self, load: Load) -> _Room:
-        """The room that there is beside `load`, once those have left who are leaving."""
-        requests = load.prefilling + load.decoding
-        leaving = load.reserved * load.leaving / requests if requests else 0.0
-        return _Room(
-            self._host_tokens - load.host_tokens,
-            self._kv_tokens - load.reserved + leaving,
-        )
-
-
-@dataclass(frozen=True)
-class _Room:
-    """The tokens for which there is room in host memory, and in the KV cache."""
-
-    host_tokens: int
-    kv_tokens: float
-
-    def less(self, request: Request) -> _Room:
-        return _Room(
-            self.host_tokens - len(request.prompt_ids), self.kv_tokens - most_tokens(request)
-        )
-
-    @property
-    def is_enough(self) -> bool:
-        return self.host_tokens >= 0 and self.kv_tokens >= 0
 
 
 Place = Literal["waiting", "prefilling", "moving", "decoding"]
@@ -133,13 +115,6 @@ class _Held:
     @property
     def so_far(self) -> Request:
         return replace(self.request, generated=(*self.request.generated, *self.tokens))
-
-
-class Turn(NamedTuple):
-    """Requests that begin now, on the stages that prefill and on those that decode."""
-
-    prefill: tuple[Request, ...]
-    decode: tuple[Request, ...]
 
 
 class Prefilled(NamedTuple):
@@ -214,10 +189,13 @@ class DividedLedger:
             sum(most_tokens(held.request) for held in begun),
         )
 
-    def begin(self) -> Turn:
-        """The next turn; both parts of it are empty where none begins now."""
+    def begin(self) -> tuple[list[Request], list[Request]]:
+        """The requests of the next turn, on the stages that prefill and on those that decode; there
+        are none where none begins now.
+        """
         waiting = [self._held[name].request for name in islice(self._waiting, self._pace.ahead)]
-        chosen = [self._held[self._waiting.popleft()] for _ in range(self._turn(waiting))]
+        turn = self._pace.turn(waiting, self.load()) if waiting else 0
+        chosen = [self._held[self._waiting.popleft()] for _ in range(turn)]
         prefill: list[Request] = []
         decode: list[Request] = []
         for held in chosen:
@@ -233,10 +211,7 @@ class DividedLedger:
             prefill.append(
                 replace(held.request, max_new_tokens=1, expected_tokens=None, host_key=key)
             )
-        return Turn(tuple(prefill), tuple(decode))
-
-    def _turn(self, waiting: Sequence[Request]) -> int:
-        return self._pace.turn(waiting, self.load()) if waiting else 0
+        return prefill, decode
 
     def _goes_to_decode(self, request: Request) -> bool:
         prompt, new = len(request.prompt_ids), request.max_new_tokens

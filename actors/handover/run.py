@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import NamedTuple
 
 from actors.handover.ledger import DividedLedger
 from actors.handover.transfer import Moving, Transfer
@@ -17,17 +16,9 @@ OnLost = Callable[[int], None]
 """Told of requests whose keys and values were lost on their way."""
 
 
-class Sides(NamedTuple):
-    """The generations of either kind of stages, and the way between them."""
-
-    prefill: LiveGeneration
-    decode: LiveGeneration
-    transfer: Transfer
-
-
 class DividedLive:
     """Runs requests from when they are submitted: their first token comes from the stages that
-    prefill, the others from those that decode.
+    `prefill`, the others from those that `decode`; keys and values go between them by `transfer`.
 
     One thread reads `events`; any thread may call the other methods. Three more threads wait: for
     either kind of stages, each of which goes on by itself after its faults, and for keys and
@@ -35,8 +26,15 @@ class DividedLive:
     of it. `has_ended`: all events were read.
     """
 
-    def __init__(self, sides: Sides, ledger: DividedLedger, on_lost: OnLost) -> None:
-        self._prefill, self._decode, self._transfer = sides
+    def __init__(
+        self,
+        prefill: LiveGeneration,
+        decode: LiveGeneration,
+        transfer: Transfer,
+        ledger: DividedLedger,
+        on_lost: OnLost,
+    ) -> None:
+        self._prefill, self._decode, self._transfer = prefill, decode, transfer
         self._ledger = ledger
         self._on_lost = on_lost
         self._changed = Condition()  # around all that follows
@@ -157,16 +155,16 @@ class DividedLive:
         return self._closed and not len(self._ledger)
 
     def _go_on(self) -> None:
-        """Begin what may begin, and close the sides to which nothing more will come."""
+        """Submit requests whose turn it is; close the sides to which nothing more will come."""
         self._changed.notify_all()
         while True:
-            turn = self._ledger.begin()
-            if not turn.prefill and not turn.decode:
+            to_prefill, to_decode = self._ledger.begin()
+            if not to_prefill and not to_decode:
                 break
-            if turn.prefill:
-                self._prefill.submit(*turn.prefill)
-            if turn.decode:
-                self._decode.submit(*turn.decode)
+            if to_prefill:
+                self._prefill.submit(*to_prefill)
+            if to_decode:
+                self._decode.submit(*to_decode)
         if self._closed and not self._ledger.has_any("waiting"):
             self._prefill.close()
             if not self._ledger.has_any("prefilling", "moving"):

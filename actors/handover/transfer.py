@@ -1,5 +1,5 @@
-"""Having keys and values go from the actors of stages that prefill to those that decode, past the
-driver.
+"""The way of keys and values from the actors of stages that prefill to those that hold the same
+layers and decode, past the driver.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.stage_group import StageGroup
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
 from planner.plan.kv_copies import HandoverLink, handover_link
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.spec import PlanSpec
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
                 continue
             assert len(new) == part.size, "ranks hold equal heads, or others"
             left -= new
-            link = _link(plan, prefill, source, target, len(part.layers))
+            stages = prefill.stages[source.stage], plan.stages[target.stage]
+            link = handover_link(plan, prefill, stages, len(part.layers))
             found.append(Route(source, target, part, part, link))
         assert not left, "each of both plans has all layers"
     return tuple(found)
@@ -85,7 +86,9 @@ def _stand_in_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> It
         if not holders:
             continue
         ends = [
-            RankPart(stage.index, 0, KvPart(_stand_in_layers(each, stage, shape), heads))
+            RankPart(
+                stage.index, 0, KvPart(stand_in_spec(stage_spec(each, stage), shape).layers, heads)
+            )
             for each, stage in ((prefill, holders[0]), (plan, target))
         ]
         by_node: dict[str, HandoverLink] = {}
@@ -97,10 +100,6 @@ def _stand_in_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> It
                 by_node[stage.node] = link if before is None else before.beside(link)
         slowest = max(by_node.values(), key=lambda link: link.seconds(1), default=None)
         yield Route(ends[0], ends[1], ends[0].part, ends[1].part, slowest)
-
-
-def _stand_in_layers(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> range:
-    return stand_in_spec(stage_spec(plan, stage), shape).layers
 
 
 def _ends(plan: PlanSpec, shape: ModelShape) -> Iterator[RankPart]:
@@ -119,13 +118,6 @@ def _common(one: KvPart, other: KvPart) -> KvPart:
 def _overlap(one: range, other: range) -> range:
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
-
-
-def _link(
-    plan: PlanSpec, prefill: PlanSpec, source: RankPart, target: RankPart, layers: int
-) -> HandoverLink | None:
-    pair = prefill.stages[source.stage], plan.stages[target.stage]
-    return handover_link(plan, prefill, pair, layers)
 
 
 class Moving(NamedTuple):
@@ -175,11 +167,10 @@ class Transfer:
         return arrived
 
     def forget_prefilled(self, numbers: Sequence[int]) -> None:
-        """Have the stages that prefill forget these numbers."""
         _forget(self._prefill, numbers)
 
     def forget_arrived(self, numbers: Sequence[int]) -> None:
-        """Have the stages that decode forget these numbers, which nothing will be restored from."""
+        """Have stages that decode forget numbers which nothing will be restored from."""
         _forget(self._decode, numbers)
 
 

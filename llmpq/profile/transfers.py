@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from actors.processes.placement import place
+from actors.profiling.layers import LoadTask
 from actors.profiling.links import measure_hops, measure_sums
-from actors.profiling.loading import LoadTask
 from actors.profiling.on_cluster import DeviceRequest, time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device, Place

@@ -41,7 +41,7 @@ def begun(*requests: Request) -> DividedLedger:
 def test_a_request_is_prefilled_for_one_token_and_goes_on_with_it() -> None:
     ledger = DividedLedger(PrefillPace(SCHEDULE, 2, PREFILL, DECODE), count(100))
     ledger.add(request("a"))
-    (sent,) = ledger.begin().prefill
+    (sent,), _ = ledger.begin()
     expected = replace(request("a"), max_new_tokens=1, expected_tokens=None, host_key=HostKey(100))
     assert sent == expected
     assert ledger.load() == Load(1, 0, 0, len(PROMPT), len(PROMPT) + NEW_TOKENS)
@@ -92,7 +92,7 @@ def test_what_the_stages_that_prefill_cannot_do_goes_to_the_others_as_it_is(
 ) -> None:
     ledger = DividedLedger(PrefillPace(SCHEDULE, 2, PREFILL, DECODE), count())
     ledger.add(other)
-    assert ledger.begin() == ((), (other,))
+    assert ledger.begin() == ([], [other])
     assert ledger.load().decoding == 1
 
 
@@ -108,7 +108,7 @@ def test_requests_that_are_given_up_are_forgotten_wherever_they_are() -> None:
     assert ledger.cancel("decoding") is None
     assert ledger.moved(["moving"], {102}, epoch=1) == ()
     assert ledger.decoded([Progress("decoding", (1,))]) == ()
-    assert ledger.begin() == ((), ())
+    assert ledger.begin() == ([], [])
     found = ledger.prefilled([first("prefilling"), first("later")])
     assert found.told == (Progress("later", (9,)),)
     assert found.unwanted == (100,)

@@ -149,11 +149,11 @@ class Rounds:
         moving = ledger.prefilled(firsts).moving
         ledger.moved(moving, (), 1)
         self._left |= {name: self._random.randint(1, 2 * self._steps - 1) for name in moving}
-        turn: tuple[Request, ...] | None = None
-        while turn != ():
+        turn: list[Request] | None = None
+        while turn != []:
             while ledger.wanted:
                 ledger.add(Request(str(next(self._numbers)), (3,) * 16, 30, Sampling()))
-            turn = ledger.begin().prefill
+            turn, _ = ledger.begin()
             self._queue.extend(each.custom_id for each in turn)
         most = min(len(self._queue), 3 * self._turn // 2)
         self._under_way.append([self._queue.popleft() for _ in range(most)])
