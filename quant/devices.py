@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,18 +49,6 @@ class Sent:
     done: Any
 
 
-class CopyStream(Protocol):
-    def buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor: ...
-
-    def send(self, host: torch.Tensor) -> Sent: ...
-
-    def receive(self, sent: Sent) -> torch.Tensor:
-        """The copied tensor, for work that is queued from now on."""
-        ...
-
-    def wait(self, sent: Sent) -> None: ...
-
-
 class CudaCopyStream:
     """Copies on a stream of their own of a GPU."""
 
@@ -83,6 +71,7 @@ class CudaCopyStream:
         return Sent(tensor, done)
 
     def receive(self, sent: Sent) -> torch.Tensor:
+        """Give the copied tensor, for work that is queued from now on."""
         torch.cuda.current_stream(self._device).wait_event(sent.done)
         return sent.tensor
 
@@ -102,7 +91,7 @@ def moved_blocks(
 
 
 def staged_blocks(
-    weight: torch.Tensor, blocks: Sequence[slice], stream: CopyStream
+    weight: torch.Tensor, blocks: Sequence[slice], stream: CudaCopyStream
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """As `moved_blocks`, through two buffers of pinned memory, as copies from ordinary memory block
     the host until they are done: while the GPU quantizes one block, the next is copied, and the

@@ -101,8 +101,8 @@ def quantize_linear(
     if form.bits == FULL_BITS:
         return _plain_linear(weight, own_bias, dtype, device)
     kernel = usable_backend(rule.name, form.bits, dtype, device)
-    rounding = Rounding.of_tensor(form.rounding, name)
-    packed: PackedWeight = kernel.from_weight(weight, dtype, device, rounding, inputs)
+    rounding = Rounding.of_tensor(form.rounding, name, inputs)
+    packed = kernel.from_weight(weight, dtype, device, rounding)
     _check_bytes(packed, rule, shape, dtype)
     return QuantizedLinear(packed, shape, own_bias, dtype, rule)
 
@@ -123,15 +123,16 @@ def quantize_linear_part(
     if form.bits == FULL_BITS:
         return _plain_linear(weight[cut.index], None, dtype, device)
     kernel = usable_backend(rule.name, form.bits, dtype, device)
-    rounding = Rounding.of_tensor(form.rounding, name)
+    rounding = Rounding.of_tensor(form.rounding, name, inputs)
     packed: PackedWeight
     if issubclass(kernel, CanonicalPacked) and not kernel.rounds_again:
-        canonical = quantize_part(weight, form.bits, cut, device, rounding, inputs)
+        canonical = quantize_part(weight, form.bits, cut, device, rounding)
         packed = kernel.from_canonical(canonical)
     else:
         if inputs is not None and cut.dimension == COLUMNS:
-            inputs = inputs.of_inputs(slice(cut.begin, cut.end))
-        packed = kernel.from_weight(weight[cut.index], dtype, device, rounding, inputs)
+            own = inputs.of_inputs(slice(cut.begin, cut.end))
+            rounding = replace(rounding, inputs=own)
+        packed = kernel.from_weight(weight[cut.index], dtype, device, rounding)
     _check_bytes(packed, rule, shape, dtype)
     return QuantizedLinear(packed, shape, None, dtype, rule)
 

@@ -134,7 +134,7 @@ def stored_here(rounding: str, compute: Compute) -> Stored:
     def stored(name: str, weight: Tensor, bits: int, inputs: InputStatistics) -> Tensor:
         shape = LinearShape(weight.shape[1], weight.shape[0])
         rule = layer_rule(compute.processor, bits, shape, dtype_name(compute.dtype))
-        return BACKENDS[rule.name].represent(weight, Rounding.of_tensor(rounding, name), inputs)
+        return BACKENDS[rule.name].represent(weight, Rounding.of_tensor(rounding, name, inputs))
 
     return stored
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn import functional
@@ -13,7 +13,6 @@ from torch.nn import functional
 from quant.common.errors import CheckpointError
 from quant.devices import moved_blocks
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize, row_blocks
-from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
@@ -28,56 +27,40 @@ _PRODUCT_ROWS = 256
 """For so many tokens, products of fewer rows are slower than decoding into a cache gains."""
 
 
-class PackedWeight(Protocol):
-    """One weight `[out, in]` as a backend of `quant.backends.table` holds it."""
+class PackedWeight(ABC):
+    """One weight `[out, in]` as a backend of `quant.backends.table` holds it: a dataclass of
+    tensors and numbers, by which it is stored.
+    """
 
     @classmethod
+    @abstractmethod
     def from_weight(
         cls,
         weight: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
         rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
     ) -> Self: ...
 
     @classmethod
-    def represent(
-        cls,
-        weight: torch.Tensor,
-        rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
-    ) -> torch.Tensor: ...
+    @abstractmethod
+    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+        """Return the float weight `[out, in]` that `from_weight` of `weight` stands for."""
 
-    @property
-    def nbytes(self) -> int: ...
-
+    @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def warm_up(self, in_features: int) -> None: ...
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Tensors from which `from_state` restores this weight; numbers are int64 without
-        dimensions.
-        """
-        ...
-
-    @classmethod
-    def from_state(
-        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
-    ) -> Self: ...
-
-
-class PackedFields:
-    """A dataclass of tensors and numbers, by which it is stored."""
-
-    def warm_up(self, in_features: int) -> None: ...
+    def warm_up(self, in_features: int) -> None:  # noqa: B027  (most kernels need none)
+        """Compile what the first product would wait for."""
 
     @property
     def nbytes(self) -> int:
         return tensor_bytes(*(held for held in self._held.values() if torch.is_tensor(held)))
 
     def state(self) -> dict[str, torch.Tensor]:
+        """Give tensors from which `from_state` restores this weight; numbers are int64 without
+        dimensions.
+        """
         return {name: torch.as_tensor(held) for name, held in self._held.items()}
 
     @classmethod
@@ -96,7 +79,7 @@ def _fields(packed: Any) -> Any:
     return fields(packed)
 
 
-class CanonicalPacked(PackedFields, ABC):
+class CanonicalPacked(PackedWeight):
     """Packs codes of its `bits`; `rounds_again`: rounded once more, to codes of its own."""
 
     bits: ClassVar[int]
@@ -113,18 +96,12 @@ class CanonicalPacked(PackedFields, ABC):
         dtype: torch.dtype,
         device: torch.device,
         rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
     ) -> Self:
-        return cls.from_canonical(quantize(weight, cls.bits, device, rounding, inputs))
+        return cls.from_canonical(quantize(weight, cls.bits, device, rounding))
 
     @classmethod
-    def represent(
-        cls,
-        weight: torch.Tensor,
-        rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
-    ) -> torch.Tensor:
-        return dequantize(quantize(weight, cls.bits, rounding=rounding, inputs=inputs))
+    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+        return dequantize(quantize(weight, cls.bits, rounding=rounding))
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

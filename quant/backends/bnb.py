@@ -12,11 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from quant.backends.base import PackedFields, copy_of, tensor_bytes
+from quant.backends.base import PackedWeight, copy_of, tensor_bytes
 from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
 from quant.rounding.canonical import row_blocks
-from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape
@@ -54,7 +53,7 @@ def _check_version(version: str) -> None:
 
 
 @dataclass(frozen=True)
-class BnbNf4:
+class BnbNf4(PackedWeight):
     """`packed` uint8 `[out * in / 2, 1]` in blocks of 64; `quantized`: maxima and values."""
 
     packed: torch.Tensor
@@ -67,25 +66,19 @@ class BnbNf4:
         dtype: torch.dtype,
         device: torch.device,
         rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
     ) -> Self:
         values = copy_of(weight, dtype, device)
         packed, quantized = _bitsandbytes().functional.quantize_4bit(
             values, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False
         )
         if rounding.mode == "weighted":
-            importance = column_importance(inputs, weight.shape[1])
+            importance = column_importance(rounding.inputs, weight.shape[1])
             fit_maxima(values, importance, packed, quantized.absmax, quantized.code)
         return cls(packed, quantized)
 
     @classmethod
-    def represent(
-        cls,
-        weight: torch.Tensor,
-        rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
-    ) -> torch.Tensor:
-        packed = cls.from_weight(weight, torch.float32, weight.device, rounding, inputs)
+    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+        packed = cls.from_weight(weight, torch.float32, weight.device, rounding)
         # bitsandbytes itself decodes blocks across rows wrongly on CPUs with AVX-512 (0.50)
         return decoded(packed.packed, packed.quantized.absmax, packed.quantized.code, weight.shape)
 
@@ -114,15 +107,13 @@ class BnbNf4:
     def nbytes(self) -> int:
         return tensor_bytes(self.packed, self.quantized.absmax, self.quantized.code)
 
-    def warm_up(self, in_features: int) -> None: ...
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
         return out
 
 
 @dataclass(frozen=True)
-class BnbInt8(PackedFields):
+class BnbInt8(PackedWeight):
     """`codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
 
     codes: torch.Tensor
@@ -135,20 +126,14 @@ class BnbInt8(PackedFields):
         dtype: torch.dtype,
         device: torch.device,
         rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
     ) -> Self:
         values = copy_of(weight, torch.float16, device)
         codes, maxima, _ = _bitsandbytes().functional.int8_vectorwise_quant(values)
         return cls(codes, maxima)
 
     @classmethod
-    def represent(
-        cls,
-        weight: torch.Tensor,
-        rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
-    ) -> torch.Tensor:
-        packed = cls.from_weight(weight, torch.float16, weight.device, rounding, inputs)
+    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+        packed = cls.from_weight(weight, torch.float16, weight.device, rounding)
         return packed.codes.float() * (packed.maxima.float() / 127).unsqueeze(-1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations, war
 from quant.backends.table import INT8PACK_COLUMNS
 from quant.common.errors import SpecError
 from quant.rounding.canonical import CanonicalWeight
-from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
@@ -84,9 +83,8 @@ class OneDnnW8A8(CanonicalPacked):
         dtype: torch.dtype,
         device: torch.device,
         rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
     ) -> Self:
-        return cls._pack(RotatedCodes.of_weight(weight, rounding, inputs))
+        return cls._pack(RotatedCodes.of_weight(weight, rounding))
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
@@ -98,13 +96,8 @@ class OneDnnW8A8(CanonicalPacked):
         return cls(packed, rotated.scale, torch.zeros(1, dtype=torch.int32), rotated.factor)
 
     @classmethod
-    def represent(
-        cls,
-        weight: torch.Tensor,
-        rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
-    ) -> torch.Tensor:
-        return RotatedCodes.of_weight(weight, rounding, inputs).restored()
+    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+        return RotatedCodes.of_weight(weight, rounding).restored()
 
     def state(self) -> dict[str, torch.Tensor]:
         content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}

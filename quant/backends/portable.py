@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -19,58 +20,57 @@ from quant.rounding.canonical import (
 
 
 @dataclass(frozen=True)
-class Torch3Bit(CanonicalPacked):
-    """`planes`: uint8 `[3, out, ceil(in / 8)]`; `scale`, `zero`: `[out, groups]`."""
+class _TorchAffine(CanonicalPacked):
+    """`packed` codes; `scale`, `zero`: `[out, groups]`."""
 
-    bits: ClassVar[int] = 3
-
-    planes: torch.Tensor
+    packed: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        assert canonical.zero is not None, "3-bit codes are affine"
+        assert canonical.zero is not None, "3- and 4-bit codes are affine"
         zero = canonical.zero.to(canonical.scale.dtype)
-        return cls(pack_planes(canonical.codes), canonical.scale, zero)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        memory = DecodeMemory(x, self.scale.shape[0])
-
-        def decode_rows(block: slice) -> torch.Tensor:
-            codes = unpack_planes(self.planes[:, block], x.shape[-1])
-            values = memory.values[: len(codes)]
-            return decode(codes, self.scale[block], self.zero[block], 3, out=values)
-
-        return linear_by_blocks(x, self.scale.shape[0], decode_rows)
-
-
-@dataclass(frozen=True)
-class Torch4Bit(CanonicalPacked):
-    """`nibbles`: uint8 `[out, ceil(in / 2)]`; `scale`, `zero`: `[out, groups]`."""
-
-    bits: ClassVar[int] = 4
-
-    nibbles: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
-
-    @classmethod
-    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        assert canonical.zero is not None, "4-bit codes are affine"
-        zero = canonical.zero.to(canonical.scale.dtype)
-        return cls(pack_nibbles(canonical.codes), canonical.scale, zero)
+        return cls(cls._pack(canonical.codes), canonical.scale, zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = DecodeMemory(x, self.scale.shape[0])
 
         def decode_rows(block: slice) -> torch.Tensor:
             rows = block.stop - block.start
-            codes = unpack_nibbles(self.nibbles[block], x.shape[-1], out=memory.codes[:rows])
-            values = memory.values[: len(codes)]
-            return decode(codes, self.scale[block], self.zero[block], 4, out=values)
+            codes = self._unpack(block, x.shape[-1], memory.codes[:rows])
+            scale, zero = self.scale[block], self.zero[block]
+            return decode(codes, scale, zero, self.bits, out=memory.values[:rows])
 
         return linear_by_blocks(x, self.scale.shape[0], decode_rows)
+
+    @staticmethod
+    @abstractmethod
+    def _pack(codes: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _unpack(self, block: slice, columns: int, out: torch.Tensor) -> torch.Tensor:
+        """Unpack uint8 codes `[rows of block, columns]`, to `out` if it likes."""
+
+
+class Torch3Bit(_TorchAffine):
+    """`packed`: uint8 `[3, out, ceil(in / 8)]`, planes of one bit."""
+
+    bits: ClassVar[int] = 3
+    _pack = staticmethod(pack_planes)
+
+    def _unpack(self, block: slice, columns: int, out: torch.Tensor) -> torch.Tensor:
+        return unpack_planes(self.packed[:, block], columns)
+
+
+class Torch4Bit(_TorchAffine):
+    """`packed`: uint8 `[out, ceil(in / 2)]`, two codes a byte."""
+
+    bits: ClassVar[int] = 4
+    _pack = staticmethod(pack_nibbles)
+
+    def _unpack(self, block: slice, columns: int, out: torch.Tensor) -> torch.Tensor:
+        return unpack_nibbles(self.packed[block], columns, out)
 
 
 @dataclass(frozen=True)

@@ -212,19 +212,15 @@ class RotatedCodes:
     factor: Tensor
 
     @classmethod
-    def of_weight(
-        cls,
-        weight: Tensor,
-        rounding: Rounding = DEFAULT,
-        inputs: InputStatistics | None = None,
-    ) -> Self:
+    def of_weight(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Self:
         """Round `weight` `[out, in]`, `in` a multiple of 64; CheckpointError unless finite."""
+        inputs = rounding.inputs
         factor = input_factor(weight, inputs)
         rotated = None if inputs is None else rotated_statistics(inputs, factor)
 
         def quantized(block: slice) -> CanonicalWeight:
-            own = replace(rounding, seed=rounding.seed + block.start)
-            return quantize(rotated_weight(weight[block], factor), 8, rounding=own, inputs=rotated)
+            own = Rounding(rounding.mode, rounding.seed + block.start, rotated)
+            return quantize(rotated_weight(weight[block], factor), 8, rounding=own)
 
         return cls._of_blocks(weight, quantized, factor)
 

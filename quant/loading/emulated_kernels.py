@@ -19,7 +19,7 @@ from quant.backends.table import KernelRule, layer_rule
 from quant.checkpoint.reader import Checkpoint
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
-from quant.rounding.importance import InputStatistics, LayerImportance
+from quant.rounding.importance import LayerImportance
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 
@@ -67,16 +67,12 @@ class RepresentedLinear(nn.Module):
 
 
 def represented_product(
-    backend: str,
-    weight: torch.Tensor,
-    dtype: torch.dtype,
-    rounding: Rounding = DEFAULT,
-    inputs: InputStatistics | None = None,
+    backend: str, weight: torch.Tensor, dtype: torch.dtype, rounding: Rounding = DEFAULT
 ) -> Product:
     """What `backend` computes with `weight` `[out, in]`, for any device and inputs of `dtype`."""
     if backend == "onednn_w8a8":
-        return RotatedCodes.of_weight(weight, rounding, inputs).forward
-    represented = BACKENDS[backend].represent(weight, rounding, inputs).to(dtype)
+        return RotatedCodes.of_weight(weight, rounding).forward
+    represented = BACKENDS[backend].represent(weight, rounding).to(dtype)
     if backend == "bnb_int8":
         return lambda x: functional.linear(rounded_activations(x), represented)
     return lambda x: functional.linear(x, represented)
@@ -104,10 +100,11 @@ def load_layer_as_planned(
             rule = _foreign_rule(linear, scheme, compute)
             if rule is None:
                 continue
-            rounding = Rounding.of_tensor(scheme.rounding, f"{name_prefix}.{name}")
-            stored = _stored(linear, checkpoint, f"{name_prefix}.{name}", compute)
+            full_name = f"{name_prefix}.{name}"
+            stored = _stored(linear, checkpoint, full_name, compute)
             inputs = None if importance is None else importance.inputs.get(name)
-            product = represented_product(rule.name, stored, compute.dtype, rounding, inputs)
+            rounding = Rounding.of_tensor(scheme.rounding, full_name, inputs)
+            product = represented_product(rule.name, stored, compute.dtype, rounding)
             parent, _, attribute = name.rpartition(".")
             filled = RepresentedLinear(product, linear.bias)
             setattr(module.get_submodule(parent), attribute, filled)

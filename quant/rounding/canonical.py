@@ -18,7 +18,6 @@ import torch
 
 from quant.common.errors import CheckpointError, SpecError
 from quant.devices import moved_blocks
-from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.rounding.weighted import column_importance, fit, is_compiled
 from quant.scheme import ROWS, Cut, group_size, part_group
@@ -60,13 +59,11 @@ def quantize(
     bits: int,
     device: torch.device | None = None,
     rounding: Rounding = DEFAULT,
-    inputs: InputStatistics | None = None,
 ) -> CanonicalWeight:
-    """Round `weight` `[out, in]` on `device`, its columns weighed by `inputs`, in row blocks, so
-    that temporaries stay at megabytes. SpecError for other bits than 3, 4 and 8; CheckpointError if
-    it is not finite.
+    """Round `weight` `[out, in]` on `device`, in row blocks, so that temporaries stay at megabytes.
+    SpecError for other bits than 3, 4 and 8; CheckpointError if it is not finite.
     """
-    way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
+    way = _Way.of(weight, bits, device or weight.device, rounding)
     return _quantized(weight, way, rounding.generator())
 
 
@@ -76,12 +73,11 @@ def quantize_part(
     cut: Cut,
     device: torch.device | None = None,
     rounding: Rounding = DEFAULT,
-    inputs: InputStatistics | None = None,
 ) -> CanonicalWeight:
     """Return `part_of` what `quantize` makes of the whole, of which only columns that share a scale
-    with the part are read; `inputs` are of the whole.
+    with the part are read.
     """
-    way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
+    way = _Way.of(weight, bits, device or weight.device, rounding)
     draws = rounding.generator()
     if draws is not None:  # one for each weight of the whole
         return part_of(_quantized(weight, way, draws), cut)
@@ -133,14 +129,7 @@ class _Way:
     compiled: bool = False
 
     @classmethod
-    def of(
-        cls,
-        weight: torch.Tensor,
-        bits: int,
-        device: torch.device,
-        rounding: Rounding,
-        inputs: InputStatistics | None,
-    ) -> _Way:
+    def of(cls, weight: torch.Tensor, bits: int, device: torch.device, rounding: Rounding) -> _Way:
         if bits not in CANONICAL_BITS:
             raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
         if weight.dim() != 2 or not weight.is_floating_point():
@@ -152,7 +141,7 @@ class _Way:
         group = columns if bits == 8 else group_size(columns)
         if rounding.mode != "weighted" or bits == 8:
             return cls(bits, group, device, None)
-        importance = column_importance(inputs, columns)
+        importance = column_importance(rounding.inputs, columns)
         return cls(bits, group, device, importance, is_compiled(weight, device))
 
     def of_columns(self, span: range) -> _Way:

@@ -6,9 +6,9 @@ those that follow: by its error over the diagonal of the upper Cholesky factor o
 X^T X, times the rest of the factor's row. Columns wait in blocks for the errors of earlier blocks.
 
 Scale and zero fit a group's weights before, weighed by squared inputs (`quant.rounding.weighted`).
-In the checkpoint format (`quant.rounding.gptq_format`) the zero is a code, and scales are values
-that float16, the format's type, and bfloat16 both have: what backends hold in 16 bits, scale and
-zero times scale, is then exact in float16. The canonical form has a free zero.
+As the checkpoint format has it (`quant.rounding.gptq_format`), the zero is a code, and scales are
+values that float16, the format's type, and bfloat16 both have: what backends hold in 16 bits, scale
+and zero times scale, is then exact in float16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
-from quant.rounding.canonical import CANONICAL_BITS, CanonicalWeight, quantize, row_blocks
+from quant.rounding.canonical import CANONICAL_BITS, row_blocks
 from quant.rounding.gptq_format import GptqWeight
 from quant.rounding.weighted import Grid, even_importance, fit, is_compiled
 from quant.scheme import MOST_DAMPING, GptqOptions, group_size
@@ -27,44 +27,11 @@ _BLOCK = 128
 
 
 def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions) -> GptqWeight:
-    """Round `weight` `[out, in]` for `gram` X^T X `[in, in]` on their device, in three times its
-    memory. SpecError for other bits than 3, 4 and 8, and where it cannot be inverted;
-    CheckpointError for weights that are not finite or too large for float16 scales.
+    """Round `weight` `[out, in]` for inputs whose X^T X is `gram` `[in, in]`, on their device, in
+    three times the memory of `gram` and the weight in float32. SpecError for other bitwidths than
+    3, 4 and 8, and where `gram` cannot be inverted; CheckpointError for weights that are not finite
+    or too large for float16 scales.
     """
-    form: Grid = "middle" if options.symmetric else "integer"
-    codes, scales = _rounded(weight, gram, bits, options, form)
-    return GptqWeight(
-        codes=codes.cpu(),
-        scale=scales.scale.t().half().contiguous().cpu(),
-        zero=scales.zero.t().to(torch.uint8).contiguous().cpu(),
-        group_of_column=torch.arange(weight.shape[1], dtype=torch.int32) // scales.group,
-        bits=bits,
-    )
-
-
-def gptq_canonical(
-    weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions
-) -> CanonicalWeight:
-    """Round as `gptq` does to the canonical form, on the device of `weight`, with free bfloat16
-    zeros, whatever `options.symmetric`. 8 bit has one scale a row there, where errors are too small
-    to be worth making up for: each weight takes its nearest code.
-    """
-    if bits == 8:
-        return quantize(weight, bits)
-    codes, scales = _rounded(weight, gram, bits, options, "free")
-    scale, zero = scales.scale.t(), scales.stored_zero.t()
-    return CanonicalWeight(
-        codes=codes,
-        scale=scale.bfloat16().contiguous(),
-        zero=zero.bfloat16().contiguous(),
-        bits=bits,
-        group=scales.group,
-    )
-
-
-def _rounded(
-    weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions, form: Grid
-) -> tuple[torch.Tensor, _Scales]:
     if bits not in CANONICAL_BITS:
         raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
     columns = weight.shape[1]
@@ -73,32 +40,37 @@ def _rounded(
     if options.act_order:
         order = diagonal.argsort(descending=True, stable=True)
     factor = _inverse_factor(gram[order][:, order], options.damping)
-    scales = _Scales(weight, even_importance(diagonal, columns), bits, form)
+    grid: Grid = "middle" if options.symmetric else "integer"
+    scales = _Scales(weight, even_importance(diagonal, columns), bits, grid)
     if options.act_order:
         scales.choose_all(weight)
     codes = _round_columns(weight.float().t()[order], factor, scales, order)
     in_order = torch.empty_like(codes)
     in_order[order] = codes
-    return in_order.t().contiguous(), scales
+    return GptqWeight(
+        codes=in_order.t().contiguous().cpu(),
+        scale=scales.scale.t().half().contiguous().cpu(),
+        zero=scales.zero.t().to(torch.uint8).contiguous().cpu(),
+        group_of_column=torch.arange(columns, dtype=torch.int32) // scales.group,
+        bits=bits,
+    )
 
 
 class _Scales:
-    """Scales and zeros `[groups, out]`, float32: a weight is (code - zero) * scale. `stored_zero`
-    is the zero as its form has it: for `free` the value of the middle code. `importance` `[in]`
-    weighs columns in the error that is minimised.
+    """Scales and zeros `[groups, out]`, float32: a weight is (code - zero) * scale. `importance`
+    `[in]` weighs columns in the error that is minimised.
     """
 
     def __init__(
-        self, weight: torch.Tensor, importance: torch.Tensor, bits: int, form: Grid
+        self, weight: torch.Tensor, importance: torch.Tensor, bits: int, grid: Grid
     ) -> None:
         rows, columns = weight.shape
         self.bits = bits
         self.group = group_size(columns)
         self.scale = torch.zeros(columns // self.group, rows, device=weight.device)
         self.zero = torch.zeros_like(self.scale)
-        self.stored_zero = torch.zeros_like(self.scale)
         self._importance = importance
-        self._form = form
+        self._grid = grid
         self._compiled = is_compiled(weight, weight.device)
 
     def choose_all(self, weight: torch.Tensor) -> None:
@@ -111,24 +83,18 @@ class _Scales:
 
     def _choose(self, weight: torch.Tensor, rows: slice, groups: slice) -> None:
         columns = slice(groups.start * self.group, groups.stop * self.group)
-        _, scale, stored, bad = fit(
-            weight, self._importance[columns], self.bits, self.group, self._form, self._compiled
+        _, scale, zero, bad = fit(
+            weight, self._importance[columns], self.bits, self.group, self._grid, self._compiled
         )
         if bad:
             raise CheckpointError("it holds NaN or infinite values; the checkpoint is damaged")
-        zero = stored
-        if self._form == "free":
-            zero = (1 << (self.bits - 1)) - stored / scale
-        else:
-            scale = scale.half().float()
-            if not bool(torch.isfinite(scale).all()):
-                raise CheckpointError(
-                    "its values are too large for the float16 scales of the GPTQ format"
-                )
-            scale.masked_fill_(scale == 0, 1.0)
-        held = (self.scale, self.zero, self.stored_zero)
-        for target, values in zip(held, (scale, zero, stored), strict=True):
-            target[groups, rows] = values.t()
+        scale = scale.half().float()
+        if not bool(torch.isfinite(scale).all()):
+            raise CheckpointError(
+                "its values are too large for the float16 scales of the GPTQ format"
+            )
+        scale.masked_fill_(scale == 0, 1.0)
+        self.scale[groups, rows], self.zero[groups, rows] = scale.t(), zero.t()
 
 
 def _round_columns(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
+from quant.rounding.importance import InputStatistics
 from quant.scheme import ROUNDINGS
 
 _INT8_LIMIT = 127
@@ -27,16 +28,20 @@ _INT8_LIMIT = 127
 
 @dataclass(frozen=True)
 class Rounding:
+    """How a tensor is rounded; `inputs` of the whole weigh its columns, all alike without."""
+
     mode: str = ROUNDINGS[0]
     seed: int = 0
+    inputs: InputStatistics | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ROUNDINGS:
             raise SpecError(f"rounding {self.mode!r} is not one of {', '.join(ROUNDINGS)}")
 
     @classmethod
-    def of_tensor(cls, mode: str, name: str) -> Rounding:
-        return cls(mode, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
+    def of_tensor(cls, mode: str, name: str, inputs: InputStatistics | None = None) -> Rounding:
+        digest = hashlib.sha256(name.encode()).digest()
+        return cls(mode, int.from_bytes(digest[:8], "little") >> 1, inputs)
 
     def generator(self) -> torch.Generator | None:
         if self.mode != "stochastic":

@@ -60,8 +60,8 @@ def assert_is_part(part: CanonicalWeight, whole: CanonicalWeight, cut: Cut) -> N
 def test_codes_of_a_part_are_those_of_the_whole(bits: int, mode: str, cut: Cut) -> None:
     weight, rounding = whole_of(cut), Rounding(mode, seed=3)
     inputs = statistics(weight.shape[1])
-    whole = quantize(weight, bits, rounding=rounding, inputs=inputs)
-    part = quantize_part(weight, bits, cut, rounding=rounding, inputs=inputs)
+    whole = quantize(weight, bits, rounding=replace(rounding, inputs=inputs))
+    part = quantize_part(weight, bits, cut, rounding=replace(rounding, inputs=inputs))
     assert_is_part(part, whole, cut)
     assert_is_part(part_of(whole, cut), whole, cut)
 

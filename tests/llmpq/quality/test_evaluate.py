@@ -55,7 +55,9 @@ def rounded(
             if isinstance(linear, nn.Linear) and bits < 16:
                 inputs = importance[index].inputs[name] if importance else None
                 rounding = Rounding("weighted")
-                canonical = quantize(linear.weight.data, bits, rounding=rounding, inputs=inputs)
+                canonical = quantize(
+                    linear.weight.data, bits, rounding=replace(rounding, inputs=inputs)
+                )
                 linear.weight.data = dequantize(canonical)
     return model
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,9 @@ def test_error_is_what_layers_alone_diverge(tmp_path: Path) -> None:
                 mean_square = seen[linear].square().mean(0)
                 inputs = InputStatistics(mean_square.float(), seen[linear].abs().amax(0).float())
                 rounding = Rounding(content["provenance"]["rounding"])
-                linear.weight.data = dequantize(quantize(weight, bits, None, rounding, inputs))
+                linear.weight.data = dequantize(
+                    quantize(weight, bits, None, replace(rounding, inputs=inputs))
+                )
                 apart = (linear.weight.data - weight).double().square() * mean_square
                 errors[column] += apart.sum() / (weight.double().square() * mean_square).sum()
             apart = full - log_probabilities(model, token_ids)

@@ -221,7 +221,7 @@ class Broken(Torch4Bit):
     """A kernel that forgets the zeros."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Torch4Bit(self.nibbles, self.scale, torch.zeros_like(self.zero)).forward(2 * x)
+        return Torch4Bit(self.packed, self.scale, torch.zeros_like(self.zero)).forward(2 * x)
 
 
 class Absent(Torch4Bit):
@@ -294,7 +294,7 @@ def test_fitted_nf4_has_less_weighted_error(shape: tuple[int, int], known: bool)
     count = weight.numel() // 64 * 64
     errors = []
     for rounding in ("weighted", "nearest"):
-        restored = BnbNf4.represent(weight, Rounding(rounding), inputs)
+        restored = BnbNf4.represent(weight, Rounding(rounding, inputs=inputs))
         squared = (restored - weight).square() * importance
         errors.append(squared.flatten()[:count].view(-1, 64).sum(1))
     assert (errors[0] <= errors[1] * (1 + 1e-5)).all()

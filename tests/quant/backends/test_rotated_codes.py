@@ -15,6 +15,7 @@ from quant.backends.rotation import RotatedCodes, rotate
 from quant.loading.emulated_kernels import represented_product
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
+from quant.rounding.ways import Rounding
 
 CPU = torch.device("cpu")
 WIDTHS = (64, 576, 1024)
@@ -45,7 +46,7 @@ def error(out: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> float:
 def test_large_features_cost_no_more_than_rounding_weights(width: int) -> None:
     weight, x = case(width, 50.0)
     weights_alone = error(x.double() @ dequantize(quantize(weight, 8)).double().t(), weight, x)
-    with_statistics = RotatedCodes.of_weight(weight, inputs=statistics_of(x))
+    with_statistics = RotatedCodes.of_weight(weight, Rounding(inputs=statistics_of(x)))
     assert error(with_statistics.forward(x), weight, x) <= 1.5 * weights_alone
     one_scale = x / (scale := x.abs().amax(-1, keepdim=True) / 127)
     plain = one_scale.round() * scale @ dequantize(quantize(weight, 8)).t()
@@ -68,7 +69,9 @@ def test_large_tokens_and_single_large_activations(width: int) -> None:
 @pytest.mark.parametrize("with_statistics", [False, True])
 def test_restored_weight_is_that_of_plain_inputs(with_statistics: bool) -> None:
     weight, x = case(576, 50.0)
-    packed = RotatedCodes.of_weight(weight, inputs=statistics_of(x) if with_statistics else None)
+    packed = RotatedCodes.of_weight(
+        weight, Rounding(inputs=statistics_of(x) if with_statistics else None)
+    )
     assert error(x.double() @ packed.restored().double().t(), weight, x) < 0.02
     product = error(packed.forward(x), packed.restored(), x)
     assert 1e-3 < product < 0.04  # activations are rounded in the one alone
@@ -79,9 +82,9 @@ def test_features_without_statistics_to_go_by() -> None:
     weight, x = case(576, 1.0)
     x[:, 5] = 0
     weight[:, 6] = 0
-    packed = RotatedCodes.of_weight(weight, inputs=statistics_of(x))
+    packed = RotatedCodes.of_weight(weight, Rounding(inputs=statistics_of(x)))
     assert error(packed.forward(x), weight, x) < 0.02
-    nothing = RotatedCodes.of_weight(weight, inputs=statistics_of(torch.zeros_like(x)))
+    nothing = RotatedCodes.of_weight(weight, Rounding(inputs=statistics_of(torch.zeros_like(x))))
     assert error(nothing.forward(x), weight, x) < 0.02
 
 
@@ -94,7 +97,7 @@ def test_codes_of_a_checkpoint_are_rotated_too() -> None:
 def test_weights_are_read_and_never_changed() -> None:
     weight, x = case(1024, 50.0)
     before = weight.clone()
-    RotatedCodes.of_weight(weight, inputs=statistics_of(x))
+    RotatedCodes.of_weight(weight, Rounding(inputs=statistics_of(x)))
     assert torch.equal(weight, before)
 
 
@@ -122,8 +125,8 @@ def test_kernel_and_stand_in_compute_the_same(monkeypatch: pytest.MonkeyPatch) -
     inputs = statistics_of(x)
     for kernel, stand_in in (
         (
-            OneDnnW8A8.from_weight(weight, torch.float32, CPU, inputs=inputs),
-            RotatedCodes.of_weight(weight, inputs=inputs),
+            OneDnnW8A8.from_weight(weight, torch.float32, CPU, Rounding(inputs=inputs)),
+            RotatedCodes.of_weight(weight, Rounding(inputs=inputs)),
         ),
         (
             OneDnnW8A8.from_canonical(quantize(weight, 8)),
@@ -131,8 +134,10 @@ def test_kernel_and_stand_in_compute_the_same(monkeypatch: pytest.MonkeyPatch) -
         ),
     ):
         assert torch.allclose(kernel.forward(x), stand_in.forward(x), rtol=1e-4, atol=1e-5)
-    represented = OneDnnW8A8.represent(weight, inputs=inputs)
-    assert torch.equal(represented, RotatedCodes.of_weight(weight, inputs=inputs).restored())
+    represented = OneDnnW8A8.represent(weight, Rounding(inputs=inputs))
+    assert torch.equal(
+        represented, RotatedCodes.of_weight(weight, Rounding(inputs=inputs)).restored()
+    )
 
 
 def test_onednn_is_represented_with_rounded_activations() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
-from quant.rounding.canonical import dequantize, quantize
-from quant.rounding.gptq import gptq, gptq_canonical
+from quant.rounding.gptq import gptq
 from quant.rounding.gptq_format import GptqWeight
 from quant.scheme import GptqOptions
 
@@ -173,35 +172,6 @@ def test_a_matrix_that_no_damping_saves() -> None:
     weight, _ = problem(columns=32)
     with pytest.raises(SpecError, match="cannot be inverted even with 100% damping"):
         gptq(weight, torch.full((32, 32), -1e6).fill_diagonal_(1.0), 4, DEFAULT)
-
-
-@pytest.mark.parametrize("act_order", [True, False])
-@pytest.mark.parametrize("bits", [3, 4])
-def test_canonical_form_with_a_free_zero(bits: int, act_order: bool) -> None:
-    """Outputs change less than on the same scales without errors propagated, and less than with a
-    zero that is a code; what is stored is bfloat16.
-    """
-    weight, inputs = problem(rows=64, columns=256, tokens=1024, seed=1)
-    weight += 0.15  # far from 0, which a zero among the codes has to reach
-    gram = inputs.t() @ inputs
-    options = GptqOptions(act_order=act_order)
-    free = gptq_canonical(weight, gram, bits, options)
-    assert free.zero is not None
-    assert free.zero.dtype == free.scale.dtype == torch.bfloat16
-    error = output_error(weight, dequantize(free), inputs)
-    assert error < output_error(weight, gptq(weight, gram, bits, options).dequantize(), inputs)
-    scale, zero = (
-        each.double().repeat_interleave(free.group, 1) for each in (free.scale, free.zero)
-    )
-    half = 1 << (bits - 1)
-    alone = ((weight - zero) / scale).round().clamp(-half, half - 1) * scale + zero
-    assert error < 0.6 * output_error(weight, alone, inputs)
-
-
-def test_canonical_eight_bit_is_the_nearest() -> None:
-    weight, inputs = problem()
-    found = gptq_canonical(weight, inputs.t() @ inputs, 8, DEFAULT)
-    assert torch.equal(found.codes, quantize(weight, 8).codes)
 
 
 def test_options_that_cannot_be_used() -> None:

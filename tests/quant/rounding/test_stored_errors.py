@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def stored(name: str, weight: Tensor, bits: int, inputs: InputStatistics) -> Tensor:
-    return dequantize(quantize(weight, bits, rounding=Rounding("weighted"), inputs=inputs))
+    return dequantize(quantize(weight, bits, rounding=Rounding(inputs=inputs)))
 
 
 def test_error_is_that_of_float64_and_falls_with_bits() -> None:

@@ -140,16 +140,18 @@ def test_damaged_groups_are_counted(compiled: bool) -> None:
 def test_large_and_small_matrices_agree() -> None:
     """A matrix that is compiled has the error that its rows have alone, in blocks of any size."""
     weight, inputs = problem(700, 512)
-    whole = quantize(weight, 4, inputs=inputs)
-    alone = quantize(weight[:100], 4, inputs=inputs)
+    whole = quantize(weight, 4, rounding=Rounding(inputs=inputs))
+    alone = quantize(weight[:100], 4, rounding=Rounding(inputs=inputs))
     assert (whole.codes[:100] == alone.codes).float().mean() > 0.99
-    later = quantize(weight[600:], 4, inputs=inputs)
+    later = quantize(weight[600:], 4, rounding=Rounding(inputs=inputs))
     assert (whole.codes[600:] == later.codes).float().mean() > 0.99
 
 
 def test_inputs_decide_on_what_is_kept() -> None:
     weight, inputs = problem(32, 256)
-    plain, weighed = (quantize(weight, 3, inputs=each) for each in (None, inputs))
+    plain, weighed = (
+        quantize(weight, 3, rounding=Rounding(inputs=each)) for each in (None, inputs)
+    )
     importance = column_importance(inputs, 256)
     by_inputs = [group_errors(weight, dequantize(w), importance, 2).sum() for w in (plain, weighed)]
     assert float(by_inputs[1] / by_inputs[0]) < 0.6
@@ -164,16 +166,19 @@ def test_the_unit_of_the_inputs_does_not_matter() -> None:
     weight, inputs = problem(8, 128)
     other = InputStatistics(inputs.mean_square * 1024, inputs.largest * 32)
     assert torch.equal(
-        quantize(weight, 4, inputs=inputs).codes, quantize(weight, 4, inputs=other).codes
+        quantize(weight, 4, rounding=Rounding(inputs=inputs)).codes,
+        quantize(weight, 4, rounding=Rounding(inputs=other)).codes,
     )
     silent = InputStatistics(torch.zeros(128), torch.zeros(128))
-    assert torch.equal(quantize(weight, 4, inputs=silent).codes, quantize(weight, 4).codes)
+    assert torch.equal(
+        quantize(weight, 4, rounding=Rounding(inputs=silent)).codes, quantize(weight, 4).codes
+    )
 
 
 def test_statistics_that_cannot_be_used() -> None:
     weight, inputs = problem(4, 64)
     with pytest.raises(SpecError, match=r"statistics of \[64\] inputs for a weight of 32 columns"):
-        quantize(weight[:, :32], 4, inputs=inputs)
+        quantize(weight[:, :32], 4, rounding=Rounding(inputs=inputs))
     inputs.mean_square[3] = torch.nan
     with pytest.raises(SpecError, match="not finite"):
-        quantize(weight, 4, inputs=inputs)
+        quantize(weight, 4, rounding=Rounding(inputs=inputs))
