@@ -121,7 +121,7 @@ class Cluster:
         """
         chosen = PlanOptions.of({"max_request_latency_s": UNBOUNDED, **options})
         request = bound_request(requests_of(workload), chosen)
-        return kind_fronts(self.spec, checked_shape(model), str(model), request, chosen)
+        return kind_fronts(self.spec, checked_shape(model), request, chosen)
 
     @lists_options(PlanKeywords, PlanOptions)
     def fleet(

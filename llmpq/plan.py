@@ -153,8 +153,7 @@ class Plan:
             simulated = planned_assignment(self.spec, self.costs).simulate()
             labels = tuple(stage.label for stage in self.stages)
         else:
-            cycles = simulated_cycles(self.spec)
-            simulated, labels = cycles.simulated, cycles.labels
+            simulated, labels = simulated_cycles(self.spec)
         if Path(path).suffix == ".svg":
             write_gantt(path, simulated, labels)
         else:

@@ -371,13 +371,13 @@ def schedule_pictures(
 
 def cycle_pictures(plan: PlanSpec) -> list[Picture]:
     """A few cycles of the schedule of a plan under a bound on latency."""
-    cycles = simulated_cycles(plan)
-    labels = [shortened(label, GANTT_LABEL) for label in cycles.labels]
+    simulated, names = simulated_cycles(plan)
+    labels = [shortened(label, GANTT_LABEL) for label in names]
     options = GanttOptions(width=GANTT_WIDTH)
     title = "Two cycles: every stage prefills, then decodes"
     if plan.prefill_plan is not None:
         title = "A few turns: some stages prefill, others decode meanwhile"
-    return [Picture(title, gantt_svg(cycles.simulated, labels, options))]
+    return [Picture(title, gantt_svg(simulated, labels, options))]
 
 
 def _turn(simulated: Simulated) -> GanttOptions | None:

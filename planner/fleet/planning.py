@@ -65,8 +65,6 @@ def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_cou
     _check(request)
     asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
     with naming_remedies(asked):
-        if request.options.kv_bits != AUTO:
-            return _find(request, *costs_of(asked), clock)
         return with_fitting_cache(
             request.options,
             lambda options: _find(

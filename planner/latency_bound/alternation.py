@@ -7,7 +7,7 @@ schedule. Each turn improves on the one before or is the last. Where it ends dep
 begins: with many requests in flight there is no room for more bits, with which there would be
 better schedules of fewer. So there are several beginnings, each bitwidth alone among them, and from
 the best schedule on, fewer and more requests in flight are tried too. All of this goes by estimates
-of performance (`planner.latency_bound.estimates`).
+of performance (`planner.latency_bound.schedules`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from planner.latency_bound.branch_and_bound import (
     ControlPoint,
     Evaluations,
     PerformanceOf,
-    Tolerance,
-    best_evaluated,
-    climbed,
+    best_within,
+    throughput_on_diagonal,
 )
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.simulate import ObservedRequests
@@ -173,11 +172,8 @@ class Alternation:
     those of the job. Placements that were found stay known, with all that was evaluated there.
     """
 
-    def __init__(
-        self, planner: KindPlanner, prompts: int, search_time: SearchTime, tolerance: Tolerance
-    ) -> None:
-        self._planner, self._prompts = planner, prompts
-        self._search_time, self._tolerance = search_time, tolerance
+    def __init__(self, planner: KindPlanner, prompts: int, search_time: SearchTime) -> None:
+        self._planner, self._prompts, self._search_time = planner, prompts, search_time
         self._pool: dict[Hashable, ScheduleSpace] = {}
         self._placed: dict[tuple[PlacingGoal, float], ScheduleSpace | None] = {}
         self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
@@ -222,8 +218,8 @@ class Alternation:
     ) -> PlacedPoint | None:
 
         def cost_s(placed: ScheduleSpace) -> float:
-            found = climbed(placed.ranges, self._performance(placed), bound_s)
-            rate = 0.0 if found is None else found.performance.requests_per_s
+            evaluated = Evaluations(self._performance(placed), bound_s)
+            rate = throughput_on_diagonal(placed.ranges, evaluated)
             return self._prompts / rate + theta * placed.omega if rate else math.inf
 
         best: PlacedPoint | None = None
@@ -284,8 +280,8 @@ class Alternation:
                 return None
             more_than = self._prompts / left_s
         evaluated = Evaluations(self._performance(placed), bound_s, more_than)
-        found = best_evaluated(placed.ranges, evaluated, bound_s, self._tolerance)
-        return None if found is None else self._candidate(placed, found.point)
+        found = best_within(placed.ranges, evaluated)
+        return None if found is None else self._candidate(placed, found)
 
     def _performance(self, placed: ScheduleSpace) -> PerformanceOf:
         known = self._known.setdefault(placed.key, {})

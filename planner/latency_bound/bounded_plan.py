@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -165,13 +165,6 @@ _DECIDED = ("prefill_micro_batch", "decode_micro_batch", "max_batch_size")
 """Options that the schedule decides."""
 
 
-@dataclass(frozen=True)
-class _Missed:
-    """There is no plan, for a reason that has no remedies beside those it names."""
-
-    error: InfeasibleError
-
-
 def find_bounded_plan(
     cluster: ClusterSpec,
     shape: ModelShape,
@@ -186,10 +179,17 @@ def find_bounded_plan(
     options = bounded_options(options)
     check_stored(shape, options)
     planned = PlanningRequest.of(cluster, shape, job_of(request), options)
-    with naming_remedies(planned):
-        found = _find(planned, source, request, clock)
-    if isinstance(found, _Missed):
-        raise found.error
+
+    def find(chosen: PlanOptions) -> PlanSpec:
+        return _found(replace(planned, options=chosen), source, request, clock)
+
+    try:
+        found = with_fitting_cache(options, find)
+    except InfeasibleError as error:
+        if isinstance(error, BoundNotMetError) or "rra" not in request.kinds:
+            raise  # there are no remedies beside those that it names
+        with naming_remedies(planned):
+            raise
     importance = None
     if found.needs_importance(shape.stored is not None):
         importance = planned_importance(options, shape)
@@ -212,22 +212,6 @@ def bounded_options(options: PlanOptions) -> PlanOptions:
     if options.max_latency_s is not None:
         raise SpecError(f"max_latency_s bounds a whole job, {BOUND} requests; give one of them")
     return replace(options, policy=BOUNDED)
-
-
-def _find(
-    planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
-) -> PlanSpec | _Missed:
-    def find(chosen: PlanOptions) -> PlanSpec:
-        return _found(replace(planned, options=chosen), source, request, clock)
-
-    try:
-        if planned.options.kv_bits == AUTO:
-            return with_fitting_cache(planned.options, find)
-        return find(planned.options)
-    except InfeasibleError as error:
-        if isinstance(error, BoundNotMetError) or "rra" not in request.kinds:
-            return _Missed(error)
-        raise
 
 
 def _found(

@@ -20,8 +20,7 @@ from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPo
 from planner.latency_bound.branch_and_bound import (
     ControlPoint,
     Evaluations,
-    Tolerance,
-    best_evaluated,
+    best_within,
 )
 from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BoundRequest
@@ -90,12 +89,11 @@ class KindSearch:
         prompts: int,
         quantile: float,
         search_time: SearchTime,
-        tolerance: Tolerance,
     ) -> None:
-        self._alternation = Alternation(planner, prompts, search_time, tolerance)
+        self._alternation = Alternation(planner, prompts, search_time)
         self._search_time = search_time
         self._simulated: dict[tuple[Hashable, ControlPoint], Scheduled] = {}
-        self._prompts, self._quantile, self._tolerance = prompts, quantile, tolerance
+        self._prompts, self._quantile = prompts, quantile
         self._factor = 1.0
         self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
 
@@ -142,9 +140,9 @@ class KindSearch:
         placed = found.placed
         evaluated = Evaluations(lambda point: self._exact(placed, point, quantile), bound_s)
         for ranges in (placed.around(found.point), placed.ranges):
-            best = best_evaluated(ranges, evaluated, bound_s, self._tolerance)
+            best = best_within(ranges, evaluated)
             if best is not None:
-                return best.point
+                return best
         return None
 
     def _exact(self, placed: ScheduleSpace, point: ControlPoint, quantile: float) -> Performance:
@@ -197,8 +195,6 @@ def scheduled(
     )
 
 
-TOLERANCE = Tolerance()
-
 PlannerOf = Callable[[CostModel, Job, BoundRequest, Callable[[], float]], KindPlanner]
 
 PLANNERS: dict[ScheduleKind, PlannerOf] = {
@@ -219,11 +215,9 @@ class BoundedSearch:
         job: Job,
         request: BoundRequest,
         clock: Callable[[], float],
-        tolerance: Tolerance = TOLERANCE,
     ) -> None:
         self._costs, self._job, self._request, self._clock = costs, job, request, clock
         self._search_time = SearchTime(costs.options.search_time_limit, clock)
-        self._tolerance = tolerance
         self._kinds_of_bits: dict[tuple[int, ...], dict[ScheduleKind, KindSearch]] = {}
 
     @property
@@ -275,7 +269,6 @@ class BoundedSearch:
                     self._job.prompts,
                     request.quantile,
                     self._search_time,
-                    self._tolerance,
                 )
                 for kind in request.kinds
             }

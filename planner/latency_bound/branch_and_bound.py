@@ -59,13 +59,6 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Found:
-    point: ControlPoint
-    performance: Performance
-    evaluations: int
-
-
-@dataclass(frozen=True)
 class ControlBox:
     low: ControlPoint
     high: ControlPoint
@@ -85,8 +78,12 @@ class ControlBox:
 
 
 class Evaluations:
+    """Points that were evaluated, and the best of them that keeps the bound, if it has `more_than`
+    so many requests per second.
+    """
+
     def __init__(self, performance: PerformanceOf, bound_s: float, more_than: float = 0.0) -> None:
-        self._performance, self._bound_s = performance, bound_s
+        self._performance, self.bound_s = performance, bound_s
         self._known: dict[ControlPoint, Performance] = {}
         self.throughput = more_than
         """Requests per second of the best point so far, or those that are to be exceeded."""
@@ -95,7 +92,7 @@ class Evaluations:
     def __call__(self, point: ControlPoint) -> Performance:
         if point not in self._known:
             found = self._known[point] = self._performance(point)
-            if found.keeps(self._bound_s) and found.requests_per_s > self.throughput:
+            if found.keeps(self.bound_s) and found.requests_per_s > self.throughput:
                 self.throughput, self.best = found.requests_per_s, point
         return self._known[point]
 
@@ -108,68 +105,47 @@ class Evaluations:
     def count(self) -> int:
         return len(self._known)
 
-    @property
-    def found(self) -> Found | None:
-        if self.best is None:
-            return None
-        return Found(self.best, self._known[self.best], self.count)
-
 
 def best_within(
-    ranges: Sequence[range],
-    performance: PerformanceOf,
-    bound_s: float,
-    tolerance: Tolerance = Tolerance(),
-    more_than: float = 0.0,
-) -> Found | None:
+    ranges: Sequence[range], evaluated: Evaluations, tolerance: Tolerance = Tolerance()
+) -> ControlPoint | None:
     """The point of the box with the most throughput of those within the bound; None where no point
-    keeps it, or none has `more_than` so many requests per second.
-
-    Throughput and latency rise with the values of each of `ranges`, within the tolerance.
+    keeps it, or none is faster than what was known. Throughput and latency rise with the values of
+    each of `ranges`, within the tolerance.
     """
-    return best_evaluated(ranges, Evaluations(performance, bound_s, more_than), bound_s, tolerance)
+    whole = _whole_box(ranges)
+    if not evaluated(whole.high).keeps(evaluated.bound_s):
+        _BranchAndBound(evaluated, tolerance).run(whole)
+    return evaluated.best
 
 
-def best_evaluated(
-    ranges: Sequence[range],
-    evaluated: Evaluations,
-    bound_s: float,
-    tolerance: Tolerance = Tolerance(),
-) -> Found | None:
-    """Search as `best_within` does; all that it evaluates can be seen in `evaluated`."""
-    whole = whole_block(ranges)
-    if not evaluated(whole.high).keeps(bound_s):
-        _BranchAndBound(evaluated, bound_s, tolerance).run(whole)
-    return evaluated.found
-
-
-def climbed(ranges: Sequence[range], performance: PerformanceOf, bound_s: float) -> Found | None:
-    """The best point on the diagonal of the box, for few evaluations; None where none keeps the
-    bound.
+def throughput_on_diagonal(ranges: Sequence[range], evaluated: Evaluations) -> float:
+    """Requests per second of the best point on the diagonal of the box, for few evaluations; 0
+    where none keeps the bound.
     """
-    evaluated, whole = Evaluations(performance, bound_s), whole_block(ranges)
-    if evaluated(whole.low).keeps(bound_s):
-        _climb(whole, evaluated, bound_s)
-    return evaluated.found
+    whole = _whole_box(ranges)
+    if evaluated(whole.low).keeps(evaluated.bound_s):
+        _climb(whole, evaluated)
+    return evaluated.throughput
 
 
-def whole_block(ranges: Sequence[range]) -> ControlBox:
+def _whole_box(ranges: Sequence[range]) -> ControlBox:
     return ControlBox(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
 
 
 class _BranchAndBound:
     """Takes blocks from a queue, most promising first, cuts them down and splits them."""
 
-    def __init__(self, evaluated: Evaluations, bound_s: float, tolerance: Tolerance) -> None:
+    def __init__(self, evaluated: Evaluations, tolerance: Tolerance) -> None:
         self._evaluated = evaluated
-        self._bound_s, self._latest_s = bound_s, bound_s * (1 + tolerance.latency)
+        self._latest_s = evaluated.bound_s * (1 + tolerance.latency)
         self._queue: list[tuple[float, int, ControlBox]] = []
         self._serial = itertools.count()
 
     def run(self, whole: ControlBox) -> None:
         if not self._in_time(whole.low):
             return
-        _climb(whole, self._evaluated, self._bound_s)
+        _climb(whole, self._evaluated)
         self._add(whole)
         while self._queue:
             _, _, block = heapq.heappop(self._queue)
@@ -227,13 +203,14 @@ class _BranchAndBound:
             if width
         }
         most = {control: self._evaluated.most(corner) for control, corner in corners.items()}
-        within = [each for each in corners if self._evaluated(corners[each]).keeps(self._bound_s)]
+        bound_s = self._evaluated.bound_s
+        within = [each for each in corners if self._evaluated(corners[each]).keeps(bound_s)]
         return max(within, key=most.__getitem__) if within else min(most, key=most.__getitem__)
 
 
-def _climb(whole: ControlBox, evaluated: Evaluations, bound_s: float) -> None:
+def _climb(whole: ControlBox, evaluated: Evaluations) -> None:
     steps = max(whole.widths)
-    _reach(steps, lambda k: evaluated(whole.at(k / steps)).keeps(bound_s))
+    _reach(steps, lambda k: evaluated(whole.at(k / steps)).keeps(evaluated.bound_s))
 
 
 def _with(point: ControlPoint, control: int, value: int) -> ControlPoint:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,16 +27,10 @@ MOST_TURNS = 4
 """Turns of newcomers that are shown of stages that only prefill, whose cycles are short."""
 
 
-@dataclass(frozen=True, eq=False)
-class Cycles:
-    """What all stages, named by `labels` [N], do in `simulated`, from the middle of a run on."""
-
-    simulated: Simulated
-    labels: tuple[str, ...]
-
-
-def simulated_cycles(plan: PlanSpec) -> Cycles:
-    """The cycles of a plan under a bound on latency; SpecError for a plan of another policy."""
+def simulated_cycles(plan: PlanSpec) -> tuple[Simulated, tuple[str, ...]]:
+    """What all stages of a plan under a bound on latency do, from the middle of a run on, and their
+    labels [N]; SpecError for a plan of another policy.
+    """
     schedule, forecast = plan.policy.schedule, plan.latency
     if schedule is None or forecast is None:
         raise SpecError(f"a plan of policy {plan.policy.name} has no cycles; plan with a bound")
@@ -46,7 +39,7 @@ def simulated_cycles(plan: PlanSpec) -> Cycles:
     return _apart(plan, plan.prefill_plan, schedule, forecast)
 
 
-def _in_turns(plan: PlanSpec, schedule: RequestSchedule) -> Cycles:
+def _in_turns(plan: PlanSpec, schedule: RequestSchedule) -> tuple[Simulated, tuple[str, ...]]:
     passes = tuple(_turns_and_steps(schedule, SETTLING + SHOWN + 1))
     simulated = simulate_passes(
         plan.workload,
@@ -57,8 +50,7 @@ def _in_turns(plan: PlanSpec, schedule: RequestSchedule) -> Cycles:
     first = [row for row, each in enumerate(passes) if each.phase == "prefill"]
     turn = len(first) // (SETTLING + SHOWN + 1)
     start_s, end_s = (float(begins_s[first[turn * count]]) for count in (SETTLING, -1))
-    labels = tuple(stage.label for stage in plan.stages)
-    return Cycles(_part(simulated, start_s, end_s), labels)
+    return _part(simulated, start_s, end_s), tuple(stage.label for stage in plan.stages)
 
 
 def _turns_and_steps(schedule: RequestSchedule, cycles: int) -> Iterator[Pass]:
@@ -93,7 +85,7 @@ def _micro_batches(requests: int, schedule: RequestSchedule) -> list[int]:
 
 def _apart(
     plan: PlanSpec, prefills: PlanSpec, schedule: RequestSchedule, forecast: LatencyForecast
-) -> Cycles:
+) -> tuple[Simulated, tuple[str, ...]]:
     turn_s = schedule.prefill_requests / forecast.requests_per_s
     sizes = _micro_batches(schedule.prefill_requests, schedule)
     turn = tuple(Pass("prefill", i, 0, size, 1, 0, 0) for i, size in enumerate(sizes))
@@ -123,7 +115,7 @@ def _apart(
     )
     roles = (("prefill", prefills), ("decode", plan))
     labels = tuple(f"{role}, {stage.label}" for role, part in roles for stage in part.stages)
-    return Cycles(_part(simulated, start_s, end_s), labels)
+    return _part(simulated, start_s, end_s), labels
 
 
 def _part(simulated: Simulated, start_s: float, end_s: float) -> Simulated:

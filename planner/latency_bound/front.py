@@ -17,7 +17,7 @@ from planner.latency_bound.bounded_plan import bounded_options, nothing_fits
 from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError, Scheduled
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.model.shape import ModelShape
-from planner.options import AUTO, PlanOptions
+from planner.options import PlanOptions
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.remedies import naming_remedies
 from planner.search.request import PlanningRequest, costs_of, with_fitting_cache
@@ -40,7 +40,6 @@ class LatencyPoint:
 def latency_front(
     cluster: ClusterSpec,
     shape: ModelShape,
-    source: str,
     request: BoundRequest,
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
@@ -53,11 +52,8 @@ def latency_front(
     def trace(chosen: PlanOptions) -> tuple[LatencyPoint, ...]:
         return _front(replace(planned, options=chosen), request, clock)
 
-    named = naming_remedies(planned) if "rra" in request.kinds else nullcontext()
-    with named:
-        if planned.options.kv_bits == AUTO:
-            return with_fitting_cache(planned.options, trace)
-        return trace(planned.options)
+    with naming_remedies(planned) if "rra" in request.kinds else nullcontext():
+        return with_fitting_cache(planned.options, trace)
 
 
 def _front(
@@ -163,7 +159,6 @@ class KindFronts:
 def kind_fronts(
     cluster: ClusterSpec,
     shape: ModelShape,
-    source: str,
     request: BoundRequest,
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
@@ -176,7 +171,7 @@ def kind_fronts(
     for kind in request.kinds:
         own = replace(request, kinds=(kind,))
         try:
-            points += latency_front(cluster, shape, source, own, options, clock)
+            points += latency_front(cluster, shape, own, options, clock)
         except InfeasibleError as error:
             errors[kind] = error
     if not points:

@@ -18,7 +18,7 @@ from planner.costs.communication import HostCopies, cache_tensors, handover_term
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel, expanded
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
-from planner.latency_bound.stage_times import GridTimes
+from planner.latency_bound.timeline import GridTimes
 from planner.latency_bound.waa_sides import Handover, StageCopies
 from planner.plan.builder import Solution, solution_quality
 from planner.scheduling import ScheduleKind

@@ -12,8 +12,8 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, grouped_cluster
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_plan import bound_not_met, latency_forecast
-from planner.latency_bound.bounded_search import CHECKS, TOLERANCE, Scheduled, kept_below, scheduled
-from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_evaluated
+from planner.latency_bound.bounded_search import CHECKS, Scheduled, kept_below, scheduled
+from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_within
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.rra import RraSpace
 from planner.latency_bound.schedules import PROMPTS, BoundRequest, most_in_group, sampled_lengths
@@ -234,11 +234,11 @@ def _searched(stages: RunningSpace) -> tuple[Scheduled | None, int]:
     for share, late in CHECKS:
         quantile, bound_s = 1 - late * (1 - request.quantile), share * request.limit_s
         evaluated = Evaluations(partial(stages.exact, quantile=quantile), bound_s)
-        best = best_evaluated(stages.ranges, evaluated, bound_s, TOLERANCE)
+        best = best_within(stages.ranges, evaluated)
         evaluations += evaluated.count
         if best is None:
             break
-        point, found = best.point, _scheduled(stages, best.point)
+        point, found = best, _scheduled(stages, best)
         if found.latency_s <= request.limit_s:
             return found, evaluations
     if point is None:

@@ -12,15 +12,16 @@ import numpy as np
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
 from planner.latency_bound.branch_and_bound import ControlPoint
-from planner.latency_bound.estimates import estimated_rra, shortest_turns
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (
     BoundRequest,
     Completions,
     cycle_of,
+    estimated_rra,
     most_in_group,
     rra_schedule,
+    shortest_turns,
 )
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
 from planner.latency_bound.timeline import Performance, Timeline

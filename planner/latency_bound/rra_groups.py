@@ -57,8 +57,11 @@ class GroupSizes:
             newcomers = np.zeros((2, max(counts) + 1))
             newcomers[:, counts] = np.outer((1 - empty, empty), chances)
             return cls(np.array([mean]), np.ones(1), newcomers)
-        evening = _evening(_plain(schedule), prompts)
-        return _Chain(fewest, most, ended, evening).sizes(whole_numbers(share))
+        # what evening depends on, so that all schedules that share it share its cache
+        plain = RequestSchedule(
+            "rra", 1, 1, 1, 1, 1, schedule.mean_prompt_tokens, schedule.tolerance
+        )
+        return _steady_sizes((fewest, most), ended, _evening(plain, prompts), whole_numbers(share))
 
     @property
     def mean(self) -> float:
@@ -83,44 +86,42 @@ class GroupSizes:
         return np.asarray(each @ self.chance)
 
 
-@dataclass(frozen=True, eq=False)
-class _Chain:
-    """A group's sizes, `fewest` to `most` after a turn, each of which `ended` with such a chance
-    until the next.
+def _steady_sizes(
+    limits: tuple[int, int],
+    ended: float,
+    evening: tuple[tuple[int, FloatArray], ...],
+    nominal: tuple[tuple[int, float], ...],
+) -> GroupSizes:
+    """The steady state of a group of the fewest to the most requests after a turn, each of which
+    has `ended` with such a chance until the next; turns have the `nominal` newcomers with their
+    chances, and `evening` more.
     """
-
-    fewest: int
-    most: int
-    ended: float
-    evening: tuple[tuple[int, FloatArray], ...]
-
-    def sizes(self, nominal: tuple[tuple[int, float], ...]) -> GroupSizes:
-        """Its steady state where turns have so many newcomers with these chances."""
-        before = np.arange(self.fewest, self.most + 1)[:, None]
-        left = np.arange(self.most + 1)[None, :]
-        sizes, chances = len(before), _binomial(before, left, 1 - self.ended)
-        row = np.broadcast_to(np.arange(sizes)[:, None], chances.shape)
-        missing, room = self.fewest - left, self.most - left
-        moves, joining = np.zeros(sizes**2), np.zeros(2 * sizes * (self.most + 1))
-        for number, likely in nominal:
-            refilled = np.minimum(missing, number + before - left)
-            wanted = np.where(number < missing, refilled, number)
-            wanted = np.minimum(np.maximum(wanted, left == 0), room)
-            least = np.maximum(np.where(wanted >= missing, missing, 0), 1)
-            for more, shares in self.evening:
-                changed = np.minimum(np.maximum(wanted + more, least), room)
-                count = np.where(wanted > 0, changed, 0)
-                weights = (likely * chances * shares[np.minimum(wanted, _UNEVEN + 1)]).ravel()
-                after = np.maximum(left + count - self.fewest, 0)
-                moves += np.bincount((row * sizes + after).ravel(), weights, len(moves))
-                place = ((left == 0) * sizes + row) * (self.most + 1) + count
-                joining += np.bincount(place.ravel(), weights, len(joining))
-        after_many = moves.reshape(sizes, sizes)
-        for _ in range(_SQUARINGS):
-            after_many = after_many @ after_many
-        found = after_many.mean(axis=0)
-        newcomers = found @ joining.reshape(2, sizes, self.most + 1)
-        return GroupSizes(before[:, 0].astype(np.float64), found, newcomers)
+    fewest, most = limits
+    before = np.arange(fewest, most + 1)[:, None]
+    left = np.arange(most + 1)[None, :]
+    sizes, chances = len(before), _binomial(before, left, 1 - ended)
+    row = np.broadcast_to(np.arange(sizes)[:, None], chances.shape)
+    missing, room = fewest - left, most - left
+    moves, joining = np.zeros(sizes**2), np.zeros(2 * sizes * (most + 1))
+    for number, likely in nominal:
+        refilled = np.minimum(missing, number + before - left)
+        wanted = np.where(number < missing, refilled, number)
+        wanted = np.minimum(np.maximum(wanted, left == 0), room)
+        least = np.maximum(np.where(wanted >= missing, missing, 0), 1)
+        for more, shares in evening:
+            changed = np.minimum(np.maximum(wanted + more, least), room)
+            count = np.where(wanted > 0, changed, 0)
+            weights = (likely * chances * shares[np.minimum(wanted, _UNEVEN + 1)]).ravel()
+            after = np.maximum(left + count - fewest, 0)
+            moves += np.bincount((row * sizes + after).ravel(), weights, len(moves))
+            place = ((left == 0) * sizes + row) * (most + 1) + count
+            joining += np.bincount(place.ravel(), weights, len(joining))
+    after_many = moves.reshape(sizes, sizes)
+    for _ in range(_SQUARINGS):
+        after_many = after_many @ after_many
+    found = after_many.mean(axis=0)
+    newcomers = found @ joining.reshape(2, sizes, most + 1)
+    return GroupSizes(before[:, 0].astype(np.float64), found, newcomers)
 
 
 def whole_numbers(mean: float) -> tuple[tuple[int, float], ...]:
@@ -148,10 +149,6 @@ def _evening(
         more = np.maximum(np.array(counts) - wanted, -_MOST_MORE) + _MOST_MORE
         chances[:, wanted] = np.bincount(more, minlength=len(chances)) / len(counts)
     return tuple((row - _MOST_MORE, each) for row, each in enumerate(chances) if each.any())
-
-
-def _plain(schedule: RequestSchedule) -> RequestSchedule:
-    return RequestSchedule("rra", 1, 1, 1, 1, 1, schedule.mean_prompt_tokens, schedule.tolerance)
 
 
 def _binomial(tried: IntArray, found: IntArray, chance: float) -> FloatArray:

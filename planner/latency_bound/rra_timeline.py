@@ -13,13 +13,14 @@ from math import sqrt
 import numpy as np
 
 from planner.latency_bound.rra_groups import GroupSizes, Phases
-from planner.latency_bound.stage_times import StageSeconds, decodes_s
 from planner.latency_bound.timeline import (
     PassTimes,
     Performance,
     PromptTimes,
+    StageSeconds,
     Tandem,
     Timeline,
+    decodes_s,
     mixed_quantile,
 )
 from planner.lengths import FloatArray, RequestLengths

@@ -10,10 +10,15 @@ from math import ceil
 import numpy as np
 
 from planner.costs.latency_model import near_length, unlike_prompts_s
-from planner.latency_bound.stage_times import StageSeconds
-from planner.latency_bound.timeline import PassTimes, Tandem
-from planner.latency_bound.waa_run import DecodeSide, PrefillSide, PromptBatch, WaaRun
-from planner.latency_bound.waa_sides import StageCopies, WaaSides
+from planner.latency_bound.timeline import PassTimes, StageSeconds, Tandem
+from planner.latency_bound.waa_sides import (
+    DecodeSide,
+    PrefillSide,
+    PromptBatch,
+    StageCopies,
+    WaaRun,
+    WaaSides,
+)
 from planner.lengths import FloatArray, RequestLengths
 from planner.schedule.exegpt import DecodingRequests, RraSchedule
 from planner.schedule.policy_sizes import TurnSizes

@@ -1,18 +1,214 @@
-"""Performance, timelines, and the stages that serve passes first come, first served."""
+"""Seconds of a pipeline's stages for a pass of any size, the stages that serve passes first come,
+first served, and the timeline of a schedule.
+
+A search asks for thousands of sizes and lengths, fractions among them, since sizes are means: times
+are taken one by one, or on a grid of sizes.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import sqrt
+from typing import Literal, Protocol
 
 import numpy as np
 
-from planner.latency_bound.stage_times import StageSeconds, mean_prefill_s
-from planner.lengths import FloatArray, LengthDistribution
+from planner.lengths import FloatArray, IntArray, LengthDistribution
 from planner.schedule.static import UNDER_WAY_PER_STAGE
+
+_Work = Literal["prefill", "decode", "attention"]
+
+
+class StageSeconds(Protocol):
+    """Seconds [N] of a pass on each stage and the link behind it; `requests` is any number from 1,
+    `context_tokens` of each request before the new one. The last link leads to the first stage.
+    """
+
+    @property
+    def stages(self) -> int: ...
+
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray: ...
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """The part of those seconds that is attention's; the rest is by their tokens together."""
+
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray: ...
+
+    def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        """Seconds of the transfers behind the stages for the prompts of a micro-batch."""
+
+    def decode_hop_s(self, requests: float) -> FloatArray: ...
+
+
+_PROMPT_CLASSES = 12
+"""Classes of equal numbers in which prompts are timed, each at its mean length."""
+
+_REQUEST_BITS, _LENGTH_BITS = 6, 5
+"""Of the numbers on the grid: all up to 64 requests and 32 tokens, then 32 and 16 an octave.
+Between them a roofline is off by its kinks alone, by 0.1 % in the mean of the stages."""
+
+_HIGHEST_REQUESTS, _HIGHEST_LENGTH = 1 << 16, 1 << 17
+"""Beyond these numbers time goes on as before them."""
+
+
+class ManyTimes(ABC):
+    @abstractmethod
+    def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
+        """Mean compute seconds [N] of a micro-batch with prompts of these lengths."""
+
+    @abstractmethod
+    def decodes_s(
+        self, requests: FloatArray, context_tokens: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """Compute and transfer seconds of decode steps [n], both [n, N]."""
+
+
+class GridTimes(ManyTimes):
+    """The times `exact` on a grid of requests and tokens, linear between; transfers as there."""
+
+    def __init__(self, exact: StageSeconds) -> None:
+        self.exact = exact
+        self._prefill, self._decode = _Grid(exact.prefill_s), _Grid(exact.decode_s)
+        self._attention = _Grid(exact.attention_s)
+        self._one_hop_s = exact.decode_hop_s(1.0)
+        self._more_hop_s = exact.decode_hop_s(2.0) - self._one_hop_s
+        self._means: dict[tuple[float, LengthDistribution], FloatArray] = {}
+
+    @property
+    def stages(self) -> int:
+        return self.exact.stages
+
+    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return np.asarray(self._prefill.at(np.array([requests]), np.array([prompt_tokens]))[0])
+
+    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return np.asarray(self._attention.at(np.array([requests]), np.array([prompt_tokens]))[0])
+
+    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
+        return np.asarray(self._decode.at(np.array([requests]), np.array([context_tokens]))[0])
+
+    def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
+        return self.exact.prefill_hop_s(requests, prompt_tokens)
+
+    def decode_hop_s(self, requests: float) -> FloatArray:
+        return np.asarray(self._one_hop_s + (requests - 1) * self._more_hop_s)
+
+    def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
+        key = requests, prompts
+        if key not in self._means:
+            self._means[key] = _mean_s(requests, prompts, self._prefill.at, self._attention.at)
+        return self._means[key]
+
+    def decodes_s(
+        self, requests: FloatArray, context_tokens: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        compute_s = self._decode.at(requests, context_tokens)
+        return compute_s, self._one_hop_s + (requests - 1)[:, None] * self._more_hop_s
+
+
+def decodes_s(
+    times: StageSeconds, requests: FloatArray, context_tokens: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Compute and transfer seconds of decode steps [n], both [n, N]."""
+    if isinstance(times, ManyTimes):
+        return times.decodes_s(requests, context_tokens)
+    sizes = requests.tolist()
+    compute_s = map(times.decode_s, sizes, context_tokens.tolist())
+    return np.array(list(compute_s)), np.array(list(map(times.decode_hop_s, sizes)))
+
+
+def mean_prefill_s(times: StageSeconds, requests: float, prompts: LengthDistribution) -> FloatArray:
+    """Mean compute seconds [N] of a micro-batch of so many prompts of these lengths."""
+    if isinstance(times, ManyTimes):
+        return times.mean_prefill_s(requests, prompts)
+    alike, attention = _one_by_one(times.prefill_s), _one_by_one(times.attention_s)
+    return _mean_s(requests, prompts, alike, attention)
+
+
+_SecondsAt = Callable[[FloatArray, FloatArray], FloatArray]
+"""Seconds [n, N] of passes with so many requests and tokens each [n]."""
+
+
+def _mean_s(
+    requests: float, prompts: LengthDistribution, prefill_at: _SecondsAt, attention_at: _SecondsAt
+) -> FloatArray:
+    """Mean seconds [N] of unlike prompts: the rest by mean length, attention of each length."""
+    tokens, shares = _classes(prompts)
+    sizes = np.full(len(tokens), requests)
+    means = prompts.mean + (tokens - prompts.mean) / sqrt(requests)
+    rest_s = prefill_at(sizes, means) - attention_at(sizes, means)
+    return np.asarray(shares @ (rest_s + attention_at(sizes, tokens)))
+
+
+def _one_by_one(seconds: Callable[[float, float], FloatArray]) -> _SecondsAt:
+    def at(requests: FloatArray, tokens: FloatArray) -> FloatArray:
+        return np.array([seconds(*each) for each in zip(requests, tokens, strict=True)])
+
+    return at
+
+
+class _Grid:
+    def __init__(self, seconds: Callable[[float, float], FloatArray]) -> None:
+        self._seconds = seconds
+        self._place = np.full((len(_REQUESTS), len(_LENGTHS)), -1, dtype=np.int32)
+        self._known: list[FloatArray] = []
+        self._rows: FloatArray = np.empty((0, 0))
+
+    def at(self, requests: FloatArray, tokens: FloatArray) -> FloatArray:
+        """Seconds [n, N] of passes with so many requests and tokens each [n]."""
+        row, beyond_row = _below(_REQUESTS, requests)
+        column, beyond_column = _below(_LENGTHS, tokens)
+        above, right = row + (beyond_row > 0), column + (beyond_column > 0)
+        rows = np.concatenate([row, row, above, above])
+        columns = np.concatenate([column, right, column, right])
+        places = self._place[rows, columns]
+        if places.min() < 0:
+            self._fill(rows[places < 0], columns[places < 0])
+            places = self._place[rows, columns]
+        low_low, low_high, high_low, high_high = self._rows[places].reshape(4, len(row), -1)
+        across, along = beyond_column[:, None], beyond_row[:, None]
+        low = low_low + across * (low_high - low_low)
+        high = high_low + across * (high_high - high_low)
+        return np.asarray(low + along * (high - low))
+
+    def _fill(self, rows: IntArray, columns: IntArray) -> None:
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            if self._place[row, column] < 0:
+                self._place[row, column] = len(self._known)
+                self._known.append(self._seconds(_REQUESTS[row], _LENGTHS[column]))
+        self._rows = np.array(self._known)
+
+
+def _numbers(highest: int, bits: int) -> FloatArray:
+    found, number = list[int](), 1
+    while number <= highest:
+        found.append(number)
+        number += 1 << max(0, number.bit_length() - bits)
+    return np.array(found, dtype=np.float64)
+
+
+_REQUESTS = _numbers(_HIGHEST_REQUESTS, _REQUEST_BITS)
+_LENGTHS = _numbers(_HIGHEST_LENGTH, _LENGTH_BITS)
+
+
+def _below(grid: FloatArray, values: FloatArray) -> tuple[IntArray, FloatArray]:
+    """The places of the grid's numbers below these values, and how far beyond, in parts of the way
+    to the next.
+    """
+    values = np.maximum(values, 1.0)
+    place = np.minimum(grid.searchsorted(values, side="right") - 1, len(grid) - 2)
+    return place, (values - grid[place]) / (grid[place + 1] - grid[place])
+
+
+@lru_cache(maxsize=64)
+def _classes(prompts: LengthDistribution) -> tuple[FloatArray, FloatArray]:
+    tokens, shares = zip(*prompts.classes(_PROMPT_CLASSES), strict=True)
+    return np.array(tokens), np.array(shares)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
 from planner.latency_bound.branch_and_bound import ControlPoint
-from planner.latency_bound.estimates import estimated_waa, prefill_rate, round_s, shortest_round
 from planner.latency_bound.placed_layers import (
     PhaseDivision,
     PlacedLayers,
@@ -23,8 +22,12 @@ from planner.latency_bound.placed_layers import (
 from planner.latency_bound.schedules import (
     BoundRequest,
     cycle_of,
+    estimated_waa,
     most_in_group,
+    prefill_rate,
     prefill_sizes,
+    round_s,
+    shortest_round,
     waa_schedule,
 )
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_waa

@@ -4,19 +4,199 @@ way of keys and values between them (ExeGPT section 3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import compress
+from math import inf
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from planner.costs.communication import HostCopies
-from planner.latency_bound.stage_times import ManyTimes, StageSeconds, decodes_s, mean_prefill_s
-from planner.latency_bound.timeline import PassTimes, PromptTimes, Tandem, even_shares
-from planner.latency_bound.waa_run import PrefillSide, PromptBatch
+from planner.latency_bound.timeline import (
+    ManyTimes,
+    StageSeconds,
+    decodes_s,
+    mean_prefill_s,
+)
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
-from planner.schedule.turns import SHORT_PROMPTS, WAITING, evened
+from planner.schedule.turns import WAITING, PrefillSizes, joining, newcomers
 from planner.scheduling import RequestSchedule
+
+
+class PromptBatch(NamedTuple):
+    """A micro-batch of `tokens` each, which of them `go_on`, when it was submitted and is back."""
+
+    tokens: Sequence[int]
+    go_on: Sequence[bool]
+    began_s: float
+    back_s: float
+
+
+class PrefillSide(ABC):
+    """Stages that prefill: prompts that wait, and the micro-batches under way."""
+
+    def __init__(self, schedule: RequestSchedule, longest: int, stages: int) -> None:
+        self._sizes = PrefillSizes.of(schedule, longest)
+        self.stages = stages
+        self.requests = 0
+        self._waiting: deque[int] = deque()
+        self._waiting_tokens = 0
+        self._under_way: deque[PromptBatch] = deque()
+
+    @abstractmethod
+    def next_turn(self, wanted: int, room: int) -> Sequence[int]:
+        """Tokens of the prompts of a turn of about so many requests, and at most `room`."""
+
+    @abstractmethod
+    def run(self, prompts: Sequence[int], now_s: float) -> tuple[float, Sequence[bool]]:
+        """Submit a micro-batch; returns when it is back, and which of its requests go on."""
+
+    @property
+    def next_s(self) -> float:
+        return self._under_way[0].back_s if self._under_way else inf
+
+    def turn(self, wanted: int, room: int) -> int:
+        """Have the requests of a turn wait; returns how many these are."""
+        prompts = self.next_turn(wanted, room) if room > 0 else ()
+        self._waiting.extend(prompts)
+        self._waiting_tokens += sum(prompts)
+        self.requests += len(prompts)
+        return len(prompts)
+
+    def submit(self, now_s: float) -> None:
+        while self._waiting and len(self._under_way) < self.stages + WAITING:
+            count = self._sizes.next_part(self._waiting, self._waiting_tokens)
+            prompts = [self._waiting.popleft() for _ in range(count)]
+            self._waiting_tokens -= sum(prompts)
+            back_s, go_on = self.run(prompts, now_s)
+            self._under_way.append(PromptBatch(prompts, go_on, now_s, back_s))
+
+    def take_back(self) -> PromptBatch:
+        batch = self._under_way.popleft()
+        self.requests -= len(batch.tokens)
+        return batch
+
+
+class _Sized(Protocol):
+    """A group of so many requests."""
+
+    size: int
+
+
+Group = TypeVar("Group", bound=_Sized)
+
+
+class DecodeSide(ABC, Generic[Group]):
+    """Groups, each with a step under way or resting; requests that `arrived` join between two
+    steps.
+    """
+
+    def __init__(self, groups: Sequence[Group], most_in_group: int) -> None:
+        self._count, self._most_in_group = len(groups), most_in_group
+        self.resting = deque(groups)
+        self.stepping: deque[tuple[float, Group]] = deque()
+        self.arrived = 0
+        self.in_groups = sum(group.size for group in groups)
+
+    @abstractmethod
+    def step(self, group: Group, joining: int, now_s: float) -> float:
+        """Have so many requests join a group, and submit its step; returns when that is back."""
+
+    @abstractmethod
+    def end(self, group: Group, now_s: float) -> int:
+        """Count a step that is back; returns how many have ended with it."""
+
+    @property
+    def next_s(self) -> float:
+        return self.stepping[0][0] if self.stepping else inf
+
+    def submit(self, now_s: float) -> None:
+        """Have every resting group make a step that has requests, in the order of their coming."""
+        for _ in range(len(self.resting)):
+            group = self.resting.popleft()
+            more = 0
+            if self.arrived:
+                all_requests = self.in_groups + self.arrived
+                more = joining(group.size, all_requests, self._count, self._most_in_group)
+                more = min(more, self.arrived)
+                self.arrived -= more
+                self.in_groups += more
+            if group.size + more:
+                self.stepping.append((self.step(group, more, now_s), group))
+            else:
+                self.resting.append(group)
+
+    def take_back(self) -> int:
+        now_s, group = self.stepping.popleft()
+        ended = self.end(group, now_s)
+        self.in_groups -= ended
+        self.resting.append(group)
+        return ended
+
+
+class WaaRun(Generic[Group]):
+    """Both sides under `schedule`; a message with prompts of so many tokens takes `sent_s`."""
+
+    def __init__(
+        self,
+        schedule: RequestSchedule,
+        prefill: PrefillSide,
+        decode: DecodeSide[Group],
+        sent_s: Callable[[int], float],
+    ) -> None:
+        self._schedule, self._sent_s = schedule, sent_s
+        self._prefill, self._decode = prefill, decode
+        self._decoding = decode.in_groups
+        # Those that end before a request which begins now is prefilled: as many as the last time.
+        self._leaving = self._ended = 0
+        self._ended_before: deque[int] = deque()  # when each began that prefills
+        self._moving: deque[tuple[float, int]] = deque()
+        self._moved_s = 0.0
+        self._begin(0.0)
+
+    def advance(self) -> None:
+        """Take what is back first, and begin what may begin then."""
+        decoded_s, prefilled_s = self._decode.next_s, self._prefill.next_s
+        moved_s = self._moving[0][0] if self._moving else inf
+        now_s = min(decoded_s, moved_s, prefilled_s)
+        if decoded_s == now_s:
+            ended = self._decode.take_back()
+            self._decoding -= ended
+            self._ended += ended
+        elif moved_s == now_s:
+            self._decode.arrived += self._moving.popleft()[1]
+        else:
+            self._hand_over(self._prefill.take_back())
+        self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        prefill = self._prefill
+        while True:
+            present = self._decoding + max(0, prefill.requests - self._leaving)
+            more = prefill.turn(
+                *newcomers(self._schedule, prefill.stages, present, prefill.requests)
+            )
+            if not more:
+                break
+            self._ended_before.extend([self._ended] * more)
+        prefill.submit(now_s)
+        self._decode.submit(now_s)
+
+    def _hand_over(self, batch: PromptBatch) -> None:
+        for goes_on in batch.go_on:
+            self._leaving = self._ended - self._ended_before.popleft()
+            self._ended += not goes_on
+        going = sum(batch.go_on)
+        self._decoding += going
+        if going:
+            sent_s = self._sent_s(sum(compress(batch.tokens, batch.go_on)))
+            self._moved_s = max(self._moved_s, batch.back_s) + sent_s
+            self._moving.append((self._moved_s, going))
+
 
 LEAST_STEPS = 1e-9
 """Decode steps of a request that are counted where all answers have one token."""
@@ -56,19 +236,6 @@ class Handover:
     def sent_s(self, tokens: float) -> float:
         """Seconds of a message with prompts of so many tokens together."""
         return self.message_s + self.token_s * tokens
-
-    def prefilling(self, times: StageSeconds, outputs: LengthDistribution) -> StageSeconds:
-        """The times of stages that prefill, and keep what others decode with."""
-        going = going_on(outputs)
-        kept = StageCopies(going * self.keep.request_s, going * self.keep.token_s)
-        return _CopyingTimes(times, kept, np.zeros(times.stages))
-
-    def decoding(self, times: StageSeconds, lengths: RequestLengths) -> StageSeconds:
-        """The times of stages that decode, in each of whose steps as many requests begin as end."""
-        steps = max(lengths.outputs.mean - 1, LEAST_STEPS)
-        restored_s = self.restore.seconds(1.0, lengths.prompts.mean)
-        none = StageCopies(np.zeros(times.stages), np.zeros(times.stages))
-        return _CopyingTimes(times, none, going_on(lengths.outputs) / steps * restored_s)
 
 
 def going_on(outputs: LengthDistribution) -> float:
@@ -113,32 +280,6 @@ class _CopyingTimes(ManyTimes):
         return compute_s + requests[:, None] * self._step_s, hop_s
 
 
-class DecodeSteps:
-    """Seconds of steps of up to about `size` requests, linear between; `restore` is for those that
-    join.
-    """
-
-    def __init__(
-        self, times: StageSeconds, restore: StageCopies, lengths: RequestLengths, size: float
-    ) -> None:
-        size, context = max(2.0, size), mean_context(lengths)
-        one_s = times.decode_s(1.0, context)
-        each_s = (times.decode_s(size, context) - one_s) / (size - 1)
-        self._none_s = (one_s - each_s).tolist()
-        self._each_s = each_s.tolist()
-        self._joining_s = restore.seconds(1.0, lengths.prompts.mean).tolist()
-        self._hop_s = times.decode_hop_s(size).tolist()
-
-    def step(self, size: float, joining: float) -> PassTimes:
-        stages = zip(self._none_s, self._each_s, self._joining_s, strict=True)
-        return PassTimes([a + size * b + joining * c for a, b, c in stages], self._hop_s)
-
-    def round_s(self, size: float, joining: float, groups: float) -> float:
-        """Seconds in which so many groups make such a step each."""
-        step = self.step(max(1.0, size), joining)
-        return max(groups * step.busiest_s, step.alone_s)
-
-
 @lru_cache(maxsize=256)
 def mean_context(lengths: RequestLengths) -> float:
     """Mean tokens before the new one, over the requests that decode at a time."""
@@ -152,21 +293,11 @@ def mean_steps(outputs: LengthDistribution) -> float:
     return (outputs.mean - 1) / going if going else 1.0
 
 
-_PROMPTS, _PARTS = 1024, 64
-"""Prompts that stand for all, and the fewest micro-batches of them."""
-
 _CLASSES = 16
 """Classes of micro-batches by how long they are under way."""
 
 SETTLING = 0.25
 """Share of the passes that are run before any are counted."""
-
-
-@lru_cache(maxsize=256)
-def representative_prompts(prompts: LengthDistribution, size: int) -> tuple[int, ...]:
-    """Prompts for some micro-batches of `size`, in their proportions and without any order."""
-    shares = even_shares(max(_PROMPTS, _PARTS * size))
-    return tuple(prompts.quantile(share) for share in shares.tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,89 +334,30 @@ class BusyPrefills:
     parts: PartTimes
 
 
-class PromptPasses(PrefillSide):
-    """Passes of representative prompts through the stages of `times`, which have copies in them."""
-
-    def __init__(
-        self, times: StageSeconds, prompts: LengthDistribution, schedule: RequestSchedule
-    ) -> None:
-        super().__init__(schedule, prompts.longest, times.stages)
-        self._schedule = schedule
-        self._times, self._tandem = PromptTimes(times, prompts), Tandem(times.stages)
-        self.prompts = representative_prompts(prompts, schedule.prefill_micro_batch)
-        self._next = 0
-        self.taken: list[PromptBatch] = []
-
-    def next_turn(self, wanted: int, room: int) -> Sequence[int]:
-        begin = self._next % len(self.prompts)
-        ahead = self.prompts[begin : begin + room]
-        ahead += self.prompts[: room - len(ahead)]
-        count = evened(self._schedule, wanted, room, ahead)
-        self._next += count
-        return ahead[:count]
-
-    def run(self, prompts: Sequence[int], now_s: float) -> tuple[float, Sequence[bool]]:
-        """Submit a micro-batch, all of whose requests go on."""
-        part = self._times.part(len(prompts), sum(prompts))
-        return self._tandem.run(part, now_s), [True] * len(prompts)
-
-    def take_back(self) -> PromptBatch:
-        self.taken.append(super().take_back())
-        return self.taken[-1]
-
-
-def busy_prefills(
-    times: StageSeconds, prompts: LengthDistribution, schedule: RequestSchedule
-) -> BusyPrefills:
-    """What stages do where as many prompts wait as may."""
-    passes = PromptPasses(times, prompts, schedule)
-    share, now_s, begun = schedule.prefill_requests, 0.0, 0
-    most, at_once = (times.stages + WAITING) * share, SHORT_PROMPTS * share
-    while begun < (1 + SETTLING) * len(passes.prompts):
-        while (room := min(most - passes.requests, at_once)) > 0:
-            begun += passes.turn(min(share, room), room)
-        passes.submit(now_s)
-        now_s = passes.take_back().back_s
-    parts = passes.taken
-    kept = parts[int(SETTLING * len(parts)) :]
-    back_s, sizes = np.array([(part.back_s, len(part.tokens)) for part in kept]).T
-    rate = float(sizes[1:].sum() / (back_s[-1] - back_s[0]))
-    return BusyPrefills(rate, _dispersion(back_s, sizes), PartTimes.of(parts))
-
-
-def _dispersion(back_s: FloatArray, sizes: FloatArray) -> float:
-    apart_s = np.diff(back_s)
-    return float(sizes.mean() * np.var(apart_s) / np.mean(apart_s) ** 2)
-
-
 @dataclass(frozen=True, eq=False)
 class WaaSides:
-    """Times of both sides without the copies of `handover`; what is known of them is kept, for any
-    schedule.
+    """Times of both sides without the copies of `handover`. What is known of busy stages is kept
+    for any schedule, by its newcomers and prefill micro-batch.
     """
 
     prefill: StageSeconds
     decode: StageSeconds
     handover: Handover
     lengths: RequestLengths
-    _busy: dict[tuple[int, int], BusyPrefills] = field(default_factory=dict)
+    known_busy: dict[tuple[int, int], BusyPrefills] = field(default_factory=dict)
 
     @cached_property
     def prefill_and_keep(self) -> StageSeconds:
-        return self.handover.prefilling(self.prefill, self.lengths.outputs)
+        """The times of stages that prefill, and keep what others decode with."""
+        keep, going = self.handover.keep, going_on(self.lengths.outputs)
+        kept = StageCopies(going * keep.request_s, going * keep.token_s)
+        return _CopyingTimes(self.prefill, kept, np.zeros(self.prefill.stages))
 
     @cached_property
     def restore_and_decode(self) -> StageSeconds:
-        """The times of stages that decode, with a share of copies in every step."""
-        return self.handover.decoding(self.decode, self.lengths)
-
-    def busy(self, schedule: RequestSchedule) -> BusyPrefills:
-        """What stages that prefill do where prompts wait all the time."""
-        key = schedule.prefill_requests, schedule.prefill_micro_batch
-        if key not in self._busy:
-            prompts = self.lengths.prompts
-            self._busy[key] = busy_prefills(self.prefill_and_keep, prompts, schedule)
-        return self._busy[key]
-
-    def steps(self, size: float) -> DecodeSteps:
-        return DecodeSteps(self.decode, self.handover.restore, self.lengths, size)
+        """The times of stages that decode, in each of whose steps as many requests begin as end."""
+        outputs, none = self.lengths.outputs, np.zeros(self.decode.stages)
+        steps = max(outputs.mean - 1, LEAST_STEPS)
+        restored_s = self.handover.restore.seconds(1.0, self.lengths.prompts.mean)
+        step_s = going_on(outputs) / steps * restored_s
+        return _CopyingTimes(self.decode, StageCopies(none, none), step_s)

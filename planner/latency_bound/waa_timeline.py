@@ -9,34 +9,141 @@ end with one step and a step takes longer that requests join, shows in a short r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import cycle
 
 import numpy as np
 
 from planner.latency_bound.schedules import waa_decode_requests
 from planner.latency_bound.timeline import (
+    PassTimes,
     Performance,
+    PromptTimes,
+    StageSeconds,
     Tandem,
     Timeline,
+    even_shares,
     mixed_quantile,
     poisson_numbers,
 )
-from planner.latency_bound.waa_run import DecodeSide, WaaRun
 from planner.latency_bound.waa_sides import (
     LEAST_STEPS,
     SETTLING,
     BusyPrefills,
-    DecodeSteps,
+    DecodeSide,
     PartTimes,
-    PromptPasses,
+    PrefillSide,
+    PromptBatch,
+    WaaRun,
     WaaSides,
     going_on,
+    mean_context,
     mean_steps,
 )
-from planner.lengths import FloatArray
+from planner.lengths import FloatArray, LengthDistribution
+from planner.schedule.turns import SHORT_PROMPTS, WAITING, evened
 from planner.scheduling import RequestSchedule
+
+
+class DecodeSteps:
+    """Seconds of steps of up to about `size` requests, linear between, with copies from the host
+    for those that join.
+    """
+
+    def __init__(self, sides: WaaSides, size: float) -> None:
+        times, lengths = sides.decode, sides.lengths
+        restore = sides.handover.restore
+        size, context = max(2.0, size), mean_context(lengths)
+        one_s = times.decode_s(1.0, context)
+        each_s = (times.decode_s(size, context) - one_s) / (size - 1)
+        self._none_s = (one_s - each_s).tolist()
+        self._each_s = each_s.tolist()
+        self._joining_s = restore.seconds(1.0, lengths.prompts.mean).tolist()
+        self._hop_s = times.decode_hop_s(size).tolist()
+
+    def step(self, size: float, joining: float) -> PassTimes:
+        stages = zip(self._none_s, self._each_s, self._joining_s, strict=True)
+        return PassTimes([a + size * b + joining * c for a, b, c in stages], self._hop_s)
+
+    def round_s(self, size: float, joining: float, groups: float) -> float:
+        """Seconds in which so many groups make such a step each."""
+        step = self.step(max(1.0, size), joining)
+        return max(groups * step.busiest_s, step.alone_s)
+
+
+_PROMPTS, _PARTS = 1024, 64
+"""Prompts that stand for all, and the fewest micro-batches of them."""
+
+
+@lru_cache(maxsize=256)
+def representative_prompts(prompts: LengthDistribution, size: int) -> tuple[int, ...]:
+    """Prompts for some micro-batches of `size`, in their proportions and without any order."""
+    shares = even_shares(max(_PROMPTS, _PARTS * size))
+    return tuple(prompts.quantile(share) for share in shares.tolist())
+
+
+class PromptPasses(PrefillSide):
+    """Passes of representative prompts through the stages of `times`, which have copies in them."""
+
+    def __init__(
+        self, times: StageSeconds, prompts: LengthDistribution, schedule: RequestSchedule
+    ) -> None:
+        super().__init__(schedule, prompts.longest, times.stages)
+        self._schedule = schedule
+        self._times, self._tandem = PromptTimes(times, prompts), Tandem(times.stages)
+        self.prompts = representative_prompts(prompts, schedule.prefill_micro_batch)
+        self._next = 0
+        self.taken: list[PromptBatch] = []
+
+    def next_turn(self, wanted: int, room: int) -> Sequence[int]:
+        begin = self._next % len(self.prompts)
+        ahead = self.prompts[begin : begin + room]
+        ahead += self.prompts[: room - len(ahead)]
+        count = evened(self._schedule, wanted, room, ahead)
+        self._next += count
+        return ahead[:count]
+
+    def run(self, prompts: Sequence[int], now_s: float) -> tuple[float, Sequence[bool]]:
+        """Submit a micro-batch, all of whose requests go on."""
+        part = self._times.part(len(prompts), sum(prompts))
+        return self._tandem.run(part, now_s), [True] * len(prompts)
+
+    def take_back(self) -> PromptBatch:
+        self.taken.append(super().take_back())
+        return self.taken[-1]
+
+
+def busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
+    """What stages that prefill do where as many prompts wait as may, all the time."""
+    key = schedule.prefill_requests, schedule.prefill_micro_batch
+    if key not in sides.known_busy:
+        sides.known_busy[key] = _busy_prefills(sides, schedule)
+    return sides.known_busy[key]
+
+
+def _busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
+    times = sides.prefill_and_keep
+    passes = PromptPasses(times, sides.lengths.prompts, schedule)
+    share, now_s, begun = schedule.prefill_requests, 0.0, 0
+    most, at_once = (times.stages + WAITING) * share, SHORT_PROMPTS * share
+    while begun < (1 + SETTLING) * len(passes.prompts):
+        while (room := min(most - passes.requests, at_once)) > 0:
+            begun += passes.turn(min(share, room), room)
+        passes.submit(now_s)
+        now_s = passes.take_back().back_s
+    parts = passes.taken
+    kept = parts[int(SETTLING * len(parts)) :]
+    back_s, sizes = np.array([(part.back_s, len(part.tokens)) for part in kept]).T
+    rate = float(sizes[1:].sum() / (back_s[-1] - back_s[0]))
+    return BusyPrefills(rate, _dispersion(back_s, sizes), PartTimes.of(parts))
+
+
+def _dispersion(back_s: FloatArray, sizes: FloatArray) -> float:
+    apart_s = np.diff(back_s)
+    return float(sizes.mean() * np.var(apart_s) / np.mean(apart_s) ** 2)
+
 
 _STEPS, _MOST_STEPS, _PROMPT_BATCHES = 128, 1024, 64
 """Steps of groups that stand for all, and with which a run ends in any case; and micro-batches of
@@ -88,7 +195,7 @@ def _short_run(
     """Run from so many `decoding`; how many times longer rounds are than if steps were alike, and
     times of micro-batches (None: there was none).
     """
-    steps = sides.steps(decoding / schedule.decode_micro_batches)
+    steps = DecodeSteps(sides, decoding / schedule.decode_micro_batches)
     prefill = PromptPasses(sides.prefill_and_keep, sides.lengths.prompts, schedule)
     decode = _CountedDecodes(sides, schedule, max(1, round(decoding)), steps)
     run = WaaRun(schedule, prefill, decode, sides.handover.sent_s)
@@ -108,76 +215,60 @@ _RUNS, _NEAR = 2, 0.05
 """Runs at most, and by how much the number of requests may be off that one was made for."""
 
 
-@dataclass(frozen=True, eq=False)
-class LoadOfSides:
-    """The load of `sides` under a schedule, to which prompts come as from `busy` stages."""
+def _load(
+    sides: WaaSides, schedule: RequestSchedule, busy: BusyPrefills
+) -> tuple[float, float, float, PartTimes | None]:
+    """Requests served a second where prompts come as from `busy` stages, a round's mean seconds and
+    deviation, times of micro-batches; rounds are longer by what a run has around the number of
+    requests found.
+    """
+    most = schedule.decode_requests + schedule.prefill_requests // 2
+    # 0, 1, … requests that decode, up to somewhat more than the schedule's
+    numbers = np.arange(min(schedule.most_in_flight, most) + 1, dtype=np.float64)
+    steps = max(sides.lengths.outputs.mean - 1, LEAST_STEPS)
+    even_rounds_s = _even_rounds_s(sides, schedule.decode_micro_batches, numbers)
+    served = np.maximum.accumulate(numbers / steps / even_rounds_s)
+    place = np.searchsorted(served, busy.requests_per_s)
+    decoding = float(numbers[min(int(place), len(served) - 1)])
+    for _ in range(_RUNS):
+        longer, parts = _short_run(sides, schedule, decoding)
+        rounds_s = longer * even_rounds_s
+        served_per_s = numbers / steps / rounds_s
+        chances = _chances(busy.requests_per_s, served_per_s, 2 / (1 + busy.dispersion))
+        # where requests come by chance, fewer are served than where they come evenly
+        by_chance = float(_chances(busy.requests_per_s, served_per_s, 1.0) @ served_per_s)
+        rate = min(busy.requests_per_s, max(by_chance, float(chances @ served_per_s)))
+        weights = numbers * chances
+        weights /= weights.sum()
+        round_s = float(weights @ rounds_s)
+        before, decoding = decoding, rate * steps * round_s
+        if abs(decoding / before - 1) < _NEAR:
+            break
+    deviation_s = float(np.sqrt(weights @ (rounds_s - round_s) ** 2))
+    return rate, round_s, deviation_s, parts
 
-    sides: WaaSides
-    schedule: RequestSchedule
-    busy: BusyPrefills
 
-    def load(self) -> tuple[float, float, float, PartTimes | None]:
-        """Requests served a second, a round's mean seconds and deviation, times of micro-batches;
-        rounds are longer by what a run has around the number of requests found.
-        """
-        decoding = self._even_number
-        for _ in range(_RUNS):
-            longer, parts = _short_run(self.sides, self.schedule, decoding)
-            rounds_s = longer * self._even_rounds_s
-            served_per_s = self._numbers / self._steps / rounds_s
-            chances = self._chances(served_per_s, 2 / (1 + self.busy.dispersion))
-            served = self._served(served_per_s, chances)
-            weights = self._numbers * chances
-            weights /= weights.sum()
-            round_s = float(weights @ rounds_s)
-            before, decoding = decoding, served * self._steps * round_s
-            if abs(decoding / before - 1) < _NEAR:
-                break
-        deviation_s = float(np.sqrt(weights @ (rounds_s - round_s) ** 2))
-        return served, round_s, deviation_s, parts
+def _even_rounds_s(sides: WaaSides, groups: int, numbers: FloatArray) -> FloatArray:
+    """Seconds of a round of so many requests [n] in even groups whose steps are alike."""
+    outputs = sides.lengths.outputs
+    timed = np.unique(np.geomspace(1, numbers[-1], _TIMED).round())
+    seconds = []
+    for number in timed.tolist():
+        busy_groups = min(groups, int(number))
+        size = number / busy_groups
+        joining = min(size, size / mean_steps(outputs)) if going_on(outputs) else 0.0
+        seconds.append(DecodeSteps(sides, size).round_s(size, joining, busy_groups))
+    return np.interp(numbers, timed, seconds)
 
-    def _served(self, served_per_s: FloatArray, chances: FloatArray) -> float:
-        """Requests served a second; where they come by chance, less than where they come evenly."""
-        by_chance = float(self._chances(served_per_s, 1.0) @ served_per_s)
-        return min(self.busy.requests_per_s, max(by_chance, float(chances @ served_per_s)))
 
-    @cached_property
-    def _numbers(self) -> FloatArray:
-        """0, 1, … requests that decode, up to somewhat more than the schedule's."""
-        schedule = self.schedule
-        most = schedule.decode_requests + schedule.prefill_requests // 2
-        return np.arange(min(schedule.most_in_flight, most) + 1, dtype=np.float64)
-
-    @cached_property
-    def _steps(self) -> float:
-        return max(self.sides.lengths.outputs.mean - 1, LEAST_STEPS)
-
-    @cached_property
-    def _even_rounds_s(self) -> FloatArray:
-        outputs, groups = self.sides.lengths.outputs, self.schedule.decode_micro_batches
-        timed = np.unique(np.geomspace(1, self._numbers[-1], _TIMED).round())
-        seconds = []
-        for number in timed.tolist():
-            busy_groups = min(groups, int(number))
-            size = number / busy_groups
-            joining = min(size, size / mean_steps(outputs)) if going_on(outputs) else 0.0
-            seconds.append(self.sides.steps(size).round_s(size, joining, busy_groups))
-        return np.interp(self._numbers, timed, seconds)
-
-    @property
-    def _even_number(self) -> float:
-        served = np.maximum.accumulate(self._numbers / self._steps / self._even_rounds_s)
-        place = np.searchsorted(served, self.busy.requests_per_s)
-        return float(self._numbers[min(int(place), len(served) - 1)])
-
-    def _chances(self, served_per_s: FloatArray, narrower: float) -> FloatArray:
-        """The chances of the numbers in the steady state; `narrower` where requests come more
-        evenly.
-        """
-        more = np.log(self.busy.requests_per_s / served_per_s[1:])
-        logs = narrower * np.concatenate([[0.0], np.cumsum(more)])
-        chances = np.exp(logs - logs.max())
-        return np.asarray(chances / chances.sum())
+def _chances(requests_per_s: float, served_per_s: FloatArray, narrower: float) -> FloatArray:
+    """The chances of the numbers in the steady state; `narrower` where requests come more
+    evenly.
+    """
+    more = np.log(requests_per_s / served_per_s[1:])
+    logs = narrower * np.concatenate([[0.0], np.cumsum(more)])
+    chances = np.exp(logs - logs.max())
+    return np.asarray(chances / chances.sum())
 
 
 _BUSY = 0.97
@@ -187,12 +278,12 @@ _BUSY = 0.97
 def waa_timeline(sides: WaaSides, schedule: RequestSchedule, quantile: float) -> Timeline:
     """The timeline of `schedule` on these stages; `quantile` is that of the latency that counts."""
     outputs, requests = sides.lengths.outputs, schedule.prefill_requests
-    busy = sides.busy(schedule)
+    busy = busy_prefills(sides, schedule)
     together = min(requests, schedule.prefill_micro_batch)
     sent_s = sides.handover.sent_s(together * sides.lengths.prompts.mean)
     if sent_s:
         busy = replace(busy, requests_per_s=min(busy.requests_per_s, together / sent_s))
-    rate, round_s, deviation_s, parts = LoadOfSides(sides, schedule, busy).load()
+    rate, round_s, deviation_s, parts = _load(sides, schedule, busy)
     steps = np.maximum(np.arange(outputs.longest + 1) - 1.0, 0.0)
     joined_s = sent_s + round_s / (2 * schedule.decode_micro_batches)
     decoded_s = np.where(steps > 0, joined_s + round_s * steps, 0.0)

@@ -140,7 +140,11 @@ def check_stored(shape: ModelShape, options: PlanOptions) -> None:
 
 
 def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Found]) -> _Found:
-    """Call `find` with the most bits of keys and values for which it succeeds."""
+    """Call `find` with the most bits of keys and values for which it succeeds, where the options
+    leave these open.
+    """
+    if options.kv_bits != AUTO:
+        return find(options)
     fewest, *more = KV_BITWIDTHS
     for bits in reversed(more):
         with suppress(InfeasibleError):

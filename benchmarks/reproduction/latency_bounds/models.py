@@ -22,7 +22,7 @@ from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
-from planner.latency_bound.stage_times import GridTimes
+from planner.latency_bound.timeline import GridTimes
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import shape_from_config
 from planner.model.shape import ModelShape

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.latency_bound.stage_times import StageSeconds
+from planner.latency_bound.timeline import StageSeconds
 from planner.lengths import LengthDistribution, RequestLengths
 
 FloatArray = npt.NDArray[np.float64]

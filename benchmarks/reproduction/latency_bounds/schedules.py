@@ -24,11 +24,11 @@ from benchmarks.reproduction.latency_bounds.setting import (
 from planner.costs.communication import HostCopies, cache_tensors
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
 from planner.latency_bound.branch_and_bound import ControlPoint
-from planner.latency_bound.estimates import shortest_turns
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (
     Completions,
     rra_schedule,
+    shortest_turns,
     waa_decode_requests,
     waa_schedule,
 )

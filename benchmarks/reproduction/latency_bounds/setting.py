@@ -27,7 +27,7 @@ from planner.latency_bound.branch_and_bound import (
     ControlPoint,
     Evaluations,
     PerformanceOf,
-    best_evaluated,
+    best_within,
 )
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch
 from planner.latency_bound.timeline import Performance, Timeline
@@ -248,9 +248,9 @@ class Bounded:
             least = 0.0 if best is None else best.performance.requests_per_s
             limit_s = min(bound_s, LONGEST_S)
             evaluated = Evaluations(remembered(schedules), limit_s, least)
-            found = best_evaluated(schedules.ranges, evaluated, limit_s)
+            found = best_within(schedules.ranges, evaluated)
             if found is not None:
-                best = Placed(schedules, found.point, found.performance)
+                best = Placed(schedules, found, evaluated(found))
         return best
 
     @property

@@ -39,8 +39,7 @@ from benchmarks.reproduction.latency_bounds.setting import (
     rivals_of,
 )
 from benchmarks.reproduction.latency_bounds.throughput import RIVALS, rate_of
-from planner.latency_bound.stage_times import StageSeconds
-from planner.latency_bound.timeline import DOES_NOT_FIT, Performance
+from planner.latency_bound.timeline import DOES_NOT_FIT, Performance, StageSeconds
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 

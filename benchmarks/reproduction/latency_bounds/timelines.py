@@ -25,8 +25,7 @@ from planner.latency_bound.simulate import (
     simulate_rra,
     simulate_waa,
 )
-from planner.latency_bound.stage_times import StageSeconds
-from planner.latency_bound.timeline import Timeline
+from planner.latency_bound.timeline import StageSeconds, Timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths

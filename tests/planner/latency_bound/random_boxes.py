@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.latency_bound.branch_and_bound import ControlPoint, Tolerance, best_within
+from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, Tolerance, best_within
 from planner.latency_bound.timeline import Performance
 
 FloatArray = npt.NDArray[np.float64]
@@ -64,18 +64,13 @@ class Outcome:
 
 def outcome_of(case: Case, tolerance: Tolerance = TOLERANCE) -> Outcome:
     """Search a case, and compare with all of its points."""
-    seen = set[ControlPoint]()
-
-    def performance(point: ControlPoint) -> Performance:
-        seen.add(point)
-        return case.performance(point)
-
-    found = best_within(case.ranges, performance, case.bound_s, tolerance)
+    evaluated = Evaluations(case.performance, case.bound_s)
+    found = best_within(case.ranges, evaluated, tolerance)
     best, reached = case.best, 1.0
     if best is not None:
-        reached = 0.0 if found is None else found.performance.requests_per_s / best
+        reached = 0.0 if found is None else evaluated(found).requests_per_s / best
     size = case.latency_s.size
-    return Outcome(case.name, case.latency_s.ndim, len(seen) / size, reached)
+    return Outcome(case.name, case.latency_s.ndim, evaluated.count / size, reached)
 
 
 def random_cases(count: int, seed: int = 0) -> Iterator[Case]:

@@ -12,7 +12,7 @@ import pytest
 
 from planner.latency_bound.branch_and_bound import (
     ControlPoint,
-    Found,
+    Evaluations,
     Tolerance,
     best_within,
 )
@@ -36,10 +36,9 @@ def _best_by_looking(ranges: Sequence[range], bound_s: float) -> float:
 @pytest.mark.parametrize("bound_s", [2.0, 3.5, 7.0, 20.0, 41.5])
 def test_monotone_functions_are_searched_exactly(bound_s: float) -> None:
     ranges = (range(1, 60), range(1, 40))
-    found = best_within(ranges, _product, bound_s, EXACT)
+    found = best_within(ranges, Evaluations(_product, bound_s), EXACT)
     assert found is not None
-    assert found.performance.requests_per_s == _best_by_looking(ranges, bound_s)
-    assert found.performance == _product(found.point)
+    assert _product(found).requests_per_s == _best_by_looking(ranges, bound_s)
 
 
 def test_random_boxes_of_any_number_of_controls_are_searched_exactly() -> None:
@@ -56,20 +55,22 @@ def test_random_boxes_of_any_number_of_controls_are_searched_exactly() -> None:
         ) -> Performance:
             return Performance(1 + float(rates[point]), float(times[point]))
 
-        found = best_within([range(size) for size in sizes], performance, bound_s, EXACT)
+        evaluated = Evaluations(performance, bound_s)
+        found = best_within([range(size) for size in sizes], evaluated, EXACT)
         assert found is not None
         best = 1 + throughput[latency_s <= bound_s].max()
-        assert found.performance.requests_per_s == best
+        assert performance(found).requests_per_s == best
 
 
 def test_a_lower_corner_that_is_too_late_is_no_answer() -> None:
     """The printed listing would return it."""
-    assert best_within((range(1, 9), range(1, 9)), _product, 1.5) is None
+    assert best_within((range(1, 9), range(1, 9)), Evaluations(_product, 1.5)) is None
 
 
 def test_an_upper_corner_within_the_bound_is_the_answer_at_once() -> None:
-    found = best_within((range(1, 9), range(1, 9)), _product, 100.0)
-    assert found == Found((8, 8), _product((8, 8)), 1)
+    evaluated = Evaluations(_product, 100.0)
+    assert best_within((range(1, 9), range(1, 9)), evaluated) == (8, 8)
+    assert evaluated.count == 1
 
 
 def test_no_point_is_evaluated_twice() -> None:
@@ -79,9 +80,9 @@ def test_no_point_is_evaluated_twice() -> None:
         seen[point] += 1
         return _product(point)
 
-    found = best_within((range(1, 200), range(1, 200)), performance, 25.0)
-    assert found is not None
-    assert found.evaluations == len(seen)
+    evaluated = Evaluations(performance, 25.0)
+    assert best_within((range(1, 200), range(1, 200)), evaluated) is not None
+    assert evaluated.count == len(seen)
     assert set(seen.values()) == {1}
 
 
@@ -99,20 +100,20 @@ def test_points_without_room_are_left_out(states_throughput: bool, bound_s: floa
         return Performance(whole.requests_per_s, math.inf) if states_throughput else DOES_NOT_FIT
 
     ranges = (range(1, 60), range(1, 40))
-    found = best_within(ranges, performance, bound_s, EXACT)
+    found = best_within(ranges, Evaluations(performance, bound_s), EXACT)
     points = (point for point in itertools.product(*ranges) if point[0] * point[1] <= 300)
     assert found is not None
-    assert found.performance.requests_per_s == max(_product(p).requests_per_s for p in points)
+    assert _product(found).requests_per_s == max(_product(p).requests_per_s for p in points)
     assert evaluated < 60 * 40 / 4
 
 
 def test_only_what_is_faster_than_known_is_found() -> None:
     ranges = (range(1, 60), range(1, 40))
     best = _best_by_looking(ranges, 20.0)
-    assert best_within(ranges, _product, 20.0, EXACT, more_than=best) is None
-    nearly = best_within(ranges, _product, 20.0, EXACT, more_than=best * 0.999)
+    assert best_within(ranges, Evaluations(_product, 20.0, more_than=best), EXACT) is None
+    nearly = best_within(ranges, Evaluations(_product, 20.0, more_than=best * 0.999), EXACT)
     assert nearly is not None
-    assert nearly.performance.requests_per_s == best
+    assert _product(nearly).requests_per_s == best
 
 
 def _check(outcomes: list[Outcome]) -> None:

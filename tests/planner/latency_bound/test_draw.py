@@ -30,9 +30,8 @@ def spans(simulated: Simulated, stage: int) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("plan", [rra_plan(), waa_plan()], ids=["rra", "waa"])
 def test_a_stage_does_one_thing_at_a_time(plan: PlanSpec) -> None:
-    cycles = simulated_cycles(plan)
-    simulated = cycles.simulated
-    assert len(cycles.labels) == simulated.stages
+    simulated, labels = simulated_cycles(plan)
+    assert len(labels) == simulated.stages
     for stage in range(simulated.stages):
         for (_, end), (start, _) in itertools.pairwise(spans(simulated, stage)):
             assert start >= end - 1e-12
@@ -42,7 +41,7 @@ def test_a_stage_does_one_thing_at_a_time(plan: PlanSpec) -> None:
 def test_in_turns_every_stage_does_the_work_of_two_cycles() -> None:
     """6 newcomers of 200 tokens a turn where a full micro-batch has 2 of 300; 4 steps, 2 groups."""
     plan = rra_plan()
-    simulated = simulated_cycles(plan).simulated
+    simulated, _ = simulated_cycles(plan)
     for index, stage in enumerate(plan.stages):
         newcomers_s = 6 * 200 / (2 * 300) * stage.prefill_s
         assert busy_s(simulated, index, "prefill") == pytest.approx(SHOWN * newcomers_s)
@@ -52,7 +51,7 @@ def test_in_turns_every_stage_does_the_work_of_two_cycles() -> None:
 def test_on_one_stage_a_cycle_is_the_sum_of_its_work() -> None:
     plan = rra_plan()
     stage = replace(plan.stages[0], prefill_comm_s=0.0, decode_comm_s=0.0)
-    simulated = simulated_cycles(replace(plan, stages=(stage,))).simulated
+    simulated, _ = simulated_cycles(replace(plan, stages=(stage,)))
     work_s = 2 * stage.prefill_s + 2 * 4 * stage.decode_s
     assert simulated.latency_s == pytest.approx(SHOWN * work_s)
     assert simulated.busy_share == pytest.approx((1.0,))
@@ -62,7 +61,7 @@ def test_apart_turns_come_at_the_rate_of_the_forecast() -> None:
     plan = waa_plan()
     assert plan.latency is not None
     assert plan.prefill_plan is not None
-    simulated = simulated_cycles(plan).simulated
+    simulated, _ = simulated_cycles(plan)
     turn_s = 4 / plan.latency.requests_per_s
     assert simulated.latency_s == pytest.approx(MOST_TURNS * turn_s)
     begun = [start for start, _ in spans(simulated, 0)][::2]  # two micro-batches a turn

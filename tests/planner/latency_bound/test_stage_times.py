@@ -10,7 +10,7 @@ import pytest
 from planner.costs.latency_model import unlike_prompts_s
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
 from planner.latency_bound.schedules import BoundRequest
-from planner.latency_bound.stage_times import mean_prefill_s
+from planner.latency_bound.timeline import mean_prefill_s
 from planner.lengths import FloatArray, LengthDistribution
 from tests.planner.latency_bound.settings import (
     TASK_S,

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.reproduction.latency_bounds.timelines import of_rra, of_waa, random_waa
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.waa_sides import Handover, StageCopies, WaaSides
-from planner.latency_bound.waa_timeline import waa_timeline
+from planner.latency_bound.waa_timeline import busy_prefills, waa_timeline
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 
@@ -133,5 +133,5 @@ def test_waa_of_answers_that_are_all_as_long(seed: int, output: int) -> None:
     sides = replace(case.sides, lengths=replace(case.sides.lengths, outputs=outputs))
     found = waa_timeline(sides, case.schedule, 0.99).performance
     one_s = sides.decode.decode_s(1.0, 1.0) + sides.decode.decode_hop_s(1.0)
-    assert 0 < found.requests_per_s <= 1.001 * sides.busy(case.schedule).requests_per_s
+    assert 0 < found.requests_per_s <= 1.001 * busy_prefills(sides, case.schedule).requests_per_s
     assert found.latency_s >= (output - 1) * float(one_s.sum())
