@@ -18,7 +18,7 @@ from llmpq.workload.long_rows import LEAVE, naming
 from llmpq.workload.request_lengths import Requests, bound_request, bounded_plan, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.planning import FleetRequest, as_job, find_fleet, number_of
-from planner.latency_bound.front import KindFronts, kind_fronts
+from planner.latency_bound.bounded_plan import KindFronts, kind_fronts
 from planner.lengths import RequestLengths
 from planner.option_rules import refuse_ignored
 from planner.options import AUTO, UNBOUNDED, PlanOptions

@@ -28,8 +28,8 @@ from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
 from planner.explanation.planned_assignment import planned_assignment, rebuilt_costs
 from planner.explanation.what_if import WhatIfOptions
+from planner.latency_bound.bounded_plan import KindFronts
 from planner.latency_bound.draw import simulated_cycles
-from planner.latency_bound.front import KindFronts
 from planner.option_rules import refuse_unknown
 from planner.plan.parts import Prediction
 from planner.plan.spec import PlannedModel, PlanSpec, SolverRecord, StagePlan

@@ -48,8 +48,7 @@ from llmpq.workload.request_lengths import (
     Requests,
     bound_request,
 )
-from planner.latency_bound.bounded_plan import bounded_options
-from planner.latency_bound.front import KindFronts
+from planner.latency_bound.bounded_plan import KindFronts, bounded_options
 from planner.latency_bound.schedules import job_of
 from planner.options import PlanOptions
 from planner.planning_rules import BOUNDS

@@ -25,7 +25,7 @@ from llmpq.report.formatting import (
 )
 from llmpq.report.latency import kind_name, requests_per_second
 from llmpq.report.plan_charts import LABEL_HEIGHT, save_front
-from planner.latency_bound.front import KindFronts, LatencyPoint, reason_of
+from planner.latency_bound.bounded_plan import KindFronts, LatencyPoint, reason_of
 from planner.plan.parts import LatencyForecast
 from planner.scheduling import ScheduleKind
 

@@ -34,7 +34,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import grouped_cluster
 from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.explanation.explain import Explanation
-from planner.latency_bound.front import KindFronts
+from planner.latency_bound.bounded_plan import KindFronts
 from planner.options import kv_bits_of
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PHASES, Phase

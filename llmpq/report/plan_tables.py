@@ -28,7 +28,7 @@ from llmpq.report.plan_facts import PlanFacts, bits_of, facts_of
 from llmpq.report.reasons import RESOURCES
 from planner.explanation.explain import StageLimits
 from planner.fleet.fleet_spec import FleetSpec
-from planner.latency_bound.front import KindFronts
+from planner.latency_bound.bounded_plan import KindFronts
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PHASES, Phase
 from planner.search.find import FrontPoint

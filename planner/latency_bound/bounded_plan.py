@@ -1,17 +1,22 @@
-"""The plan with the most throughput within a bound on the latency of requests."""
+"""The plan with the most throughput within a bound on the latency of requests, and throughput
+against the bound: which kind of schedule is best where, and why.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
-from planner.latency_bound.bounded_search import BoundedSearch, NoScheduleError, Scheduled
+from planner.latency_bound.bounded_search import BoundedSearch, Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import BOUND, BoundRequest, cycle_of, job_of, most_in_group
 from planner.latency_bound.waa import prompts_in_flight
@@ -25,9 +30,8 @@ from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role, StagePlan
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import planned_importance
-from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule
-from planner.search.fitting import misfit
-from planner.search.remedies import naming_remedies, rounded_up
+from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, ScheduleKind
+from planner.search.remedies import naming_remedies
 from planner.search.request import (
     PlanningRequest,
     check_stored,
@@ -37,45 +41,7 @@ from planner.search.request import (
 )
 from planner.simulation.job_simulation import Forecast
 from planner.workload import Job, MicroBatches
-from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
-from quant.common.units import GIB
-
-
-def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotMetError:
-    """The error for a bound below `least_s`, the least latency that a schedule of `kind` has."""
-    reachable = rounded_up(least_s)
-    return BoundNotMetError(
-        f"no schedule has {100 * request.quantile:g} % of requests done within "
-        f"{request.limit_s:g} s; the least bound that was found feasible is {reachable:g} s "
-        f"({kind}): --{BOUND} {reachable:g}",
-        BOUND,
-        reachable,
-    )
-
-
-def nothing_fits(costs: CostModel, request: BoundRequest) -> InfeasibleError:
-    return misfit(costs) if "rra" in request.kinds else _two_copies(costs, request)
-
-
-def _two_copies(costs: CostModel, request: BoundRequest) -> DoesNotFitError:
-    name, kinds = costs.shape.name, " and ".join(request.kinds)
-    needs = f"{kinds} keep two copies of all layers, one where prompts are prefilled and one where "
-    remedy = "use a schedule rra, which needs one"
-    devices = costs.cluster.devices
-    if len(devices) == 1:
-        return DoesNotFitError(f"{needs}requests decode, but there is one device; {remedy}")
-    bits = min(costs.options.bits)
-    copy = costs.shape.layers * min(
-        device.degree
-        * layer_weight_bytes(costs.shape_on(device), bits, device, costs.dtype(device))
-        for device in devices
-    )
-    offered = sum(device.degree * costs.limit_bytes(device) for device in devices)
-    return DoesNotFitError(
-        f"{needs}requests decode: two of {name} need {2 * copy / GIB:.1f} GiB at {bits} bit, and "
-        f"room for keys and values, of {offered / GIB:.1f} GiB that the devices have, which cannot "
-        f"be divided so that either side has enough; {remedy}"
-    )
+from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
 
 
 def bounded_plan(
@@ -222,13 +188,7 @@ def _found(
     costs, omega = costs_of(planned)
     began = clock()
     search = BoundedSearch(costs, job, request, clock)
-    try:
-        scheduled = search.within(request.limit_s)
-    except NoScheduleError:
-        least = search.least
-        if least is None:
-            raise nothing_fits(costs, request) from None
-        raise bound_not_met(request, *least) from None
+    scheduled = search.within(request.limit_s)
     plan = bounded_plan(scheduled, costs, request, source, omega.source)
     forecast = perplexity_forecast(omega, scheduled.placed.omega, planned.options.max_ppl_delta)
     return replace(
@@ -236,4 +196,185 @@ def _found(
         latency=latency_forecast(scheduled, request, search.evaluations),
         perplexity=forecast,
         solver=replace(plan.solver, seconds=clock() - began),
+    )
+
+
+POINTS = 8
+
+
+@dataclass(frozen=True)
+class LatencyPoint:
+    """The best schedule within a bound: requests and tokens per second, and its latency."""
+
+    bound_s: float
+    schedule: RequestSchedule
+    requests_per_s: float
+    tokens_per_s: float
+    latency_s: float
+
+
+def latency_front(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    request: BoundRequest,
+    options: PlanOptions,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[LatencyPoint, ...]:
+    """Points from the least feasible bound to that beyond which throughput does not grow, without
+    the request's own bound; errors as `find_bounded_plan`.
+    """
+    planned = PlanningRequest.of(cluster, shape, job_of(request), bounded_options(options))
+
+    def trace(chosen: PlanOptions) -> tuple[LatencyPoint, ...]:
+        return _front(replace(planned, options=chosen), request, clock)
+
+    with naming_remedies(planned) if "rra" in request.kinds else nullcontext():
+        return with_fitting_cache(planned.options, trace)
+
+
+def _front(
+    planned: PlanningRequest, request: BoundRequest, clock: Callable[[], float]
+) -> tuple[LatencyPoint, ...]:
+    costs, _ = costs_of(planned)
+    assert planned.job is not None, "schedules are planned for a job"
+    search = BoundedSearch(costs, planned.job, request, clock)
+    fastest = search.within(math.inf)
+    least = search.least
+    assert least is not None, "where a schedule was found, one has the least latency"
+    bounds = np.geomspace(least[0], fastest.latency_s, POINTS)
+    found = list(_points(search, request, bounds[:-1].tolist()))
+    return _ascending([*found, _point(float(bounds[-1]), fastest, request)])
+
+
+def _points(
+    search: BoundedSearch, request: BoundRequest, bounds: list[float]
+) -> Iterator[LatencyPoint]:
+    for bound_s in bounds:
+        try:
+            found = search.within(bound_s)
+        except BoundNotMetError as error:
+            if error.option != BOUND:
+                raise
+            continue
+        yield _point(bound_s, found, request)
+
+
+def _point(bound_s: float, found: Scheduled, request: BoundRequest) -> LatencyPoint:
+    rate = found.requests_per_s
+    tokens_per_s = rate * request.lengths.outputs.mean
+    return LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, found.latency_s)
+
+
+def _ascending(points: list[LatencyPoint]) -> tuple[LatencyPoint, ...]:
+    kept: list[LatencyPoint] = []
+    for point in sorted(points, key=lambda each: each.bound_s):
+        if not kept or point.requests_per_s > kept[-1].requests_per_s:
+            kept.append(point)
+    return tuple(kept)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A kind of schedule that cannot be had, and the problem with it."""
+
+    kind: ScheduleKind
+    problem: str
+
+
+@dataclass(frozen=True)
+class BoundRow:
+    """For one bound the schedule of each kind that keeps it with the most requests per second."""
+
+    bound_s: float
+    points: tuple[LatencyPoint, ...]
+
+    def of(self, kind: ScheduleKind) -> LatencyPoint | None:
+        return next((each for each in self.points if each.schedule.kind == kind), None)
+
+    @property
+    def best(self) -> LatencyPoint:
+        return max(self.points, key=lambda each: each.requests_per_s)
+
+
+@dataclass(frozen=True)
+class KindFronts:
+    """The fronts of all kinds that can be had: `points`, and the kinds that cannot."""
+
+    points: tuple[LatencyPoint, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[ScheduleKind, ...]:
+        return tuple(dict.fromkeys(each.schedule.kind for each in self.points))
+
+    def front(self, kind: ScheduleKind) -> list[LatencyPoint]:
+        """The points of a kind, the tightest bound first."""
+        own = (each for each in self.points if each.schedule.kind == kind)
+        return sorted(own, key=lambda each: each.bound_s)
+
+    @property
+    def rows(self) -> list[BoundRow]:
+        """The bounds from which on the best schedule has more throughput, ascending."""
+        rows: list[BoundRow] = []
+        for bound_s in sorted({each.bound_s for each in self.points}):
+            fronts = ([p for p in self.front(kind) if p.bound_s <= bound_s] for kind in self.kinds)
+            row = BoundRow(bound_s, tuple(kept[-1] for kept in fronts if kept))
+            if not rows or row.best.requests_per_s > rows[-1].best.requests_per_s:
+                rows.append(row)
+        return rows
+
+    @property
+    def runs(self) -> list[list[BoundRow]]:
+        return [list(run) for _, run in groupby(self.rows, key=lambda row: row.best.schedule.kind)]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def kind_fronts(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    request: BoundRequest,
+    options: PlanOptions,
+    clock: Callable[[], float] = time.perf_counter,
+) -> KindFronts:
+    """The fronts of the kinds asked for, each with its own time limit; raises where no kind can be
+    had.
+    """
+    points: list[LatencyPoint] = []
+    errors: dict[ScheduleKind, InfeasibleError] = {}
+    for kind in request.kinds:
+        own = replace(request, kinds=(kind,))
+        try:
+            points += latency_front(cluster, shape, own, options, clock)
+        except InfeasibleError as error:
+            errors[kind] = error
+    if not points:
+        raise next(iter(errors.values()))
+    left_out = (LeftOut(kind, error.problem) for kind, error in errors.items())
+    return KindFronts(tuple(points), tuple(left_out))
+
+
+def reason_of(run: Sequence[BoundRow]) -> str:
+    """What the best kind of these rows has that the next best of the last one has not."""
+    row = run[-1]
+    best = row.best.schedule
+    others = [each for each in row.points if each.schedule.kind != best.kind]
+    if not others:
+        return "the only one that keeps the bound"
+    other = max(others, key=lambda each: each.requests_per_s).schedule
+    if best.divides and not other.divides:
+        return (
+            f"its decode steps wait for no prefill, where {other.kind.upper()} prefills "
+            f"{other.prefill_requests:,} requests after every {other.decode_steps:,} steps"
+        )
+    more = f"{best.decode_requests:,} requests decode at a time, {other.decode_requests:,} with"
+    if best.decode_requests > other.decode_requests:
+        room = "one copy of the layers leaves room: " if other.divides != best.divides else ""
+        return f"{room}{more} {other.kind.upper()}"
+    if not best.divides:
+        return f"all devices serve either phase, where {other.kind.upper()} has some for each alone"
+    return (
+        f"its sides take more equally long than those of {other.kind.upper()}, "
+        f"with {best.decode_requests:,} requests that decode at a time"
     )

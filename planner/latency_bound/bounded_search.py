@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 
+from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPoint, ScheduleSpace
 from planner.latency_bound.branch_and_bound import (
@@ -23,13 +24,14 @@ from planner.latency_bound.branch_and_bound import (
     best_within,
 )
 from planner.latency_bound.rra import RraPlanner
-from planner.latency_bound.schedules import BoundRequest
+from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.simulate import ObservedRequests
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.latency_bound.waa import WaaPlanner
 from planner.options import Quality, quality_of
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime
+from planner.search.fitting import misfit
 from planner.search.pareto import ThetaPoint, fastest_within
 from planner.search.qualities import (
     TIE_BREAK,
@@ -41,7 +43,10 @@ from planner.search.qualities import (
     theta_of_tenth,
     towards_high,
 )
+from planner.search.remedies import rounded_up
 from planner.workload import Job
+from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError
+from quant.common.units import GIB
 
 MOST_CALIBRATIONS, CALIBRATED = 3, 0.02
 """How often the factor is measured at most, and the share by which it may still change."""
@@ -204,8 +209,45 @@ PLANNERS: dict[ScheduleKind, PlannerOf] = {
 }
 
 
-class NoScheduleError(Exception):
-    """No schedule keeps a bound, or none fits; the search catches it and says why."""
+def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotMetError:
+    """The error for a bound below `least_s`, the least latency that a schedule of `kind` has."""
+    reachable = rounded_up(least_s)
+    return BoundNotMetError(
+        f"no schedule has {100 * request.quantile:g} % of requests done within "
+        f"{request.limit_s:g} s; the least bound that was found feasible is {reachable:g} s "
+        f"({kind}): --{BOUND} {reachable:g}",
+        BOUND,
+        reachable,
+    )
+
+
+def _nothing_fits(costs: CostModel, request: BoundRequest) -> InfeasibleError:
+    return misfit(costs) if "rra" in request.kinds else _two_copies(costs, request)
+
+
+def _two_copies(costs: CostModel, request: BoundRequest) -> DoesNotFitError:
+    name, kinds = costs.shape.name, " and ".join(request.kinds)
+    needs = f"{kinds} keep two copies of all layers, one where prompts are prefilled and one where "
+    remedy = "use a schedule rra, which needs one"
+    devices = costs.cluster.devices
+    if len(devices) == 1:
+        return DoesNotFitError(f"{needs}requests decode, but there is one device; {remedy}")
+    bits = min(costs.options.bits)
+    copy = costs.shape.layers * min(
+        device.degree
+        * layer_weight_bytes(costs.shape_on(device), bits, device, costs.dtype(device))
+        for device in devices
+    )
+    offered = sum(device.degree * costs.limit_bytes(device) for device in devices)
+    return DoesNotFitError(
+        f"{needs}requests decode: two of {name} need {2 * copy / GIB:.1f} GiB at {bits} bit, and "
+        f"room for keys and values, of {offered / GIB:.1f} GiB that the devices have, which cannot "
+        f"be divided so that either side has enough; {remedy}"
+    )
+
+
+class _NoScheduleError(Exception):
+    """No schedule keeps a bound, or none fits."""
 
 
 class BoundedSearch:
@@ -237,9 +279,17 @@ class BoundedSearch:
         return min(found, key=lambda each: each[0], default=None)
 
     def within(self, bound_s: float) -> Scheduled:
-        """The schedule within the bound at the options' quality; NoScheduleError, or
-        `BoundNotMetError`.
+        """The schedule within the bound at the options' quality; `BoundNotMetError` with the least
+        feasible bound, InfeasibleError where nothing fits.
         """
+        try:
+            return self._within(bound_s)
+        except _NoScheduleError:
+            if self.least is None:
+                raise _nothing_fits(self._costs, self._request) from None
+            raise bound_not_met(self._request, *self.least) from None
+
+    def _within(self, bound_s: float) -> Scheduled:
         options = self._costs.options
         quality = quality_of(options)
         if quality is not None:
@@ -257,7 +307,7 @@ class BoundedSearch:
         found = [each.best(theta, bound_s) for each in kinds.values()]
         kept = [each for each in found if each is not None]
         if not kept:
-            raise NoScheduleError(f"no schedule within {bound_s:g} s")
+            raise _NoScheduleError(f"no schedule within {bound_s:g} s")
         return min(kept, key=lambda each: each.cost_s(theta))
 
     def _kinds(self, bits: tuple[int, ...]) -> Mapping[ScheduleKind, KindSearch]:
@@ -292,7 +342,7 @@ class BoundedSearch:
             ) -> ThetaPoint[Scheduled]:
                 return self._point(theta, bound_s, bits)
 
-            with suppress(NoScheduleError):
+            with suppress(_NoScheduleError):
                 balanced = solve(theta_of_tenth(fast))
                 placed = fast.plan.placed.placements
                 is_usable = all(has_only(bits, self._costs, each.solution) for each in placed)

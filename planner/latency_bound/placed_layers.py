@@ -22,7 +22,10 @@ from planner.latency_bound.timeline import GridTimes
 from planner.latency_bound.waa_sides import Handover, StageCopies
 from planner.plan.builder import Solution, solution_quality
 from planner.scheduling import ScheduleKind
+from planner.search.fitting import first_sets
+from planner.search.in_flight import JobSearch
 from planner.workload import Job, MicroBatches, Workload
+from quant.common.errors import DoesNotFitError
 
 
 class PlacedLayers:
@@ -115,6 +118,18 @@ class KnownRoom:
 
 def _covers(more: Need, less: Need) -> bool:
     return all(a >= b for a, b in zip(more, less, strict=True))
+
+
+def most_requests(costs: CostModel, job: Job, clock: Callable[[], float], sets: int) -> int:
+    """The most requests in flight that one of the first so many `sets` of devices has room for; 0
+    where not even one has.
+    """
+    one = replace(costs, workload=costs.in_flight(job, 1))
+    room = JobSearch(costs, job, clock)
+    try:
+        return max(room.most(devices) for devices in first_sets(one)[:sets])
+    except DoesNotFitError:
+        return 0
 
 
 def handover_of(prefill: PlacedLayers, decode: PlacedLayers) -> Handover:

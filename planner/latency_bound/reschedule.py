@@ -11,8 +11,14 @@ from functools import partial
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, grouped_cluster
 from planner.costs.model import CostModel
-from planner.latency_bound.bounded_plan import bound_not_met, latency_forecast
-from planner.latency_bound.bounded_search import CHECKS, Scheduled, kept_below, scheduled
+from planner.latency_bound.bounded_plan import latency_forecast
+from planner.latency_bound.bounded_search import (
+    CHECKS,
+    Scheduled,
+    bound_not_met,
+    kept_below,
+    scheduled,
+)
 from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_within
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
 from planner.latency_bound.rra import RraSpace

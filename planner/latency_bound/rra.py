@@ -12,7 +12,7 @@ import numpy as np
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
 from planner.latency_bound.branch_and_bound import ControlPoint
-from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
+from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers, most_requests
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (
     BoundRequest,
@@ -27,10 +27,7 @@ from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simul
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
-from planner.search.fitting import first_sets
-from planner.search.in_flight import JobSearch
 from planner.workload import Job, MicroBatches
-from quant.common.errors import DoesNotFitError
 
 SHARES, FEW, MANY = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 64), 1 / 8, 3 / 4
 """Shares of the requests that memory has room for, with which placements are begun, and
@@ -101,14 +98,8 @@ class RraPlanner:
     def _most(self, usable_bits: tuple[int, ...] | None) -> int:
         if usable_bits not in self._known_most:
             costs = replace(self.costs, usable_bits=usable_bits)
-            one = replace(costs, workload=costs.in_flight(self.job, 1))
-            room = JobSearch(costs, self.job, self.clock)
-            try:
-                sets = first_sets(one)[:FEW_SETS]
-            except DoesNotFitError:
-                sets = []
-            found = (room.most(devices) for devices in sets)
-            self._known_most[usable_bits] = max((1, *found))
+            most = most_requests(costs, self.job, self.clock, FEW_SETS)
+            self._known_most[usable_bits] = max(1, most)
         return self._known_most[usable_bits]
 
 

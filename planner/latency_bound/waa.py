@@ -18,6 +18,7 @@ from planner.latency_bound.placed_layers import (
     PlacedLayers,
     balanced_divisions,
     handover_of,
+    most_requests,
 )
 from planner.latency_bound.schedules import (
     BoundRequest,
@@ -37,10 +38,8 @@ from planner.latency_bound.waa_timeline import waa_timeline
 from planner.schedule.job_passes import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
 from planner.search.candidate_search import search
-from planner.search.fitting import first_sets
-from planner.search.in_flight import JobSearch
 from planner.workload import MAX_REQUESTS, Job, MicroBatches, Workload
-from quant.common.errors import DoesNotFitError, InfeasibleError
+from quant.common.errors import InfeasibleError
 
 SETTLING = 3
 """Times as many requests as decode that begin before any are watched."""
@@ -121,13 +120,7 @@ class WaaPlanner:
 
     def _most(self, division: PhaseDivision) -> int:
         """The most requests that memory has room for where they decode; 0 where not even one."""
-        costs = self._side(division.decode)
-        one = replace(costs, workload=costs.in_flight(self.job, 1))
-        room = JobSearch(costs, self.job, self.clock)
-        try:
-            return max(room.most(devices) for devices in first_sets(one)[:1])
-        except DoesNotFitError:
-            return 0
+        return most_requests(self._side(division.decode), self.job, self.clock, 1)
 
 
 def _prefilling(costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float) -> CostModel:

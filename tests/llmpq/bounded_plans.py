@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from llmpq import Cluster, Workload
-from planner.latency_bound.front import KindFronts, LatencyPoint, LeftOut
+from planner.latency_bound.bounded_plan import KindFronts, LatencyPoint, LeftOut
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role
