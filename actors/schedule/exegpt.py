@@ -17,7 +17,7 @@ from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenI
 from actors.schedule.request_slots import RequestSlots, most_tokens
 from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable
 from planner.plan.spec import PlanSpec
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 from planner.schedule.static import UNDER_WAY_PER_STAGE
 from planner.schedule.turns import RraPolicy, TurnGroup
 from planner.scheduling import PolicyOptions, RequestSchedule

@@ -15,7 +15,7 @@ from actors.schedule.request_slots import RequestSlots, most_tokens
 from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
-from planner.schedule.policy_sizes import OrcaSizes, policy_sizes
+from planner.schedule.passes import OrcaSizes, policy_sizes
 from planner.scheduling import PolicyName, PolicyOptions
 from quant.common.errors import SpecError
 

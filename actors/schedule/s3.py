@@ -18,7 +18,7 @@ from actors.stage_figures import Supervision
 from planner.plan.kv_copies import parking
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
-from planner.schedule.policy_sizes import OrcaSizes
+from planner.schedule.passes import OrcaSizes
 from planner.schedule.s3 import Outgrown, S3Policy, first_reservation_of, supervised
 from planner.scheduling import PolicyOptions
 

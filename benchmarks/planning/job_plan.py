@@ -49,7 +49,7 @@ from planner.explanation.planned_assignment import PlannedAssignment, planned_as
 from planner.optimiser.assignment import stage_times
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.schedule.static import JobRows
+from planner.schedule.passes import JobRows
 from planner.search.baselines import baseline
 from planner.search.find import PricedPlan, find_plan, find_priced_plan
 from planner.search.request import planning_costs

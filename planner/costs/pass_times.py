@@ -27,7 +27,7 @@ from planner.costs.latency_model import (
 from planner.costs.model import CostModel
 from planner.optimiser.problem import FloatArray
 from planner.schedule.orca import MixedPass
-from planner.schedule.static import Pass
+from planner.schedule.passes import Pass
 from planner.scheduling import Phase
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES

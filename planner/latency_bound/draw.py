@@ -15,7 +15,7 @@ from planner.costs.pass_times import PassSeconds
 from planner.lengths import FloatArray
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec
-from planner.schedule.static import Pass
+from planner.schedule.passes import Pass
 from planner.scheduling import RequestSchedule
 from planner.simulation.simulation import Simulated, simulate_passes
 from quant.common.errors import SpecError

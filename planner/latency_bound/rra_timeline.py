@@ -24,7 +24,7 @@ from planner.latency_bound.timeline import (
     mixed_quantile,
 )
 from planner.lengths import FloatArray, RequestLengths
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 from planner.schedule.turns import Turns, even_parts
 from planner.scheduling import RequestSchedule
 

@@ -21,8 +21,7 @@ from planner.latency_bound.waa_sides import (
 )
 from planner.lengths import FloatArray, RequestLengths
 from planner.schedule.exegpt import DecodingRequests, RraSchedule
-from planner.schedule.policy_sizes import TurnSizes
-from planner.schedule.static import JobRows
+from planner.schedule.passes import JobRows, TurnSizes
 from planner.schedule.turns import evened
 from planner.scheduling import RequestSchedule
 

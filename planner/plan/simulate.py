@@ -14,8 +14,7 @@ from planner.costs.pass_times import PassSeconds
 from planner.optimiser.problem import FloatArray, IntArray
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.schedule.orca import MixedPass
-from planner.schedule.policy_sizes import policy_sizes
-from planner.schedule.static import JobRows, Pass
+from planner.schedule.passes import JobRows, Pass, policy_sizes
 from planner.scheduling import Phase
 from planner.simulation.pictures import MICROSECONDS, named_tracks, simulated_events, write_text
 from planner.simulation.simulation import Simulated, simulate

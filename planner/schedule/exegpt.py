@@ -9,8 +9,15 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Generic, TypeVar
 
-from planner.schedule.policy_sizes import TurnSizes
-from planner.schedule.static import UNDER_WAY_PER_STAGE, JobRows, Pass, reservations, rounded_mean
+from planner.schedule.passes import (
+    JobRows,
+    Pass,
+    TurnSizes,
+    prefill_pass,
+    reservations,
+    rounded_mean,
+)
+from planner.schedule.static import UNDER_WAY_PER_STAGE
 from planner.schedule.turns import RraPolicy, TurnGroup
 from quant.common.errors import SpecError
 
@@ -89,7 +96,8 @@ class RraSchedule:
                 if new:
                     if new[0] == self._first_of_turn:
                         self.turn = group.index, new[0]
-                    yield self._prefill_pass(new, prefills)
+                    part = range(new[0], new[0] + len(new))
+                    yield prefill_pass(self._prompts, part, prefills, self._results, self._mixed)
                     prefills += 1
                 else:
                     yield self._decode_pass(group)
@@ -97,12 +105,6 @@ class RraSchedule:
                 self._complete(*under_way.popleft())
             else:
                 return
-
-    def _prefill_pass(self, requests: list[int], index: int) -> Pass:
-        first, size = requests[0], len(requests)
-        prompts = tuple(self._prompts[first : first + size]) if self._mixed else ()
-        tokens = rounded_mean(sum(prompts), size) if prompts else self._prompts[first]
-        return Pass("prefill", index, 0, size, tokens, 0, self._results, prompts)
 
     def _decode_pass(self, group: TurnGroup) -> Pass:
         decoding = self._decoding[group.index]

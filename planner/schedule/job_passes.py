@@ -15,7 +15,8 @@ import numpy as np
 
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
-from planner.schedule.static import JobRows, JobSchedule
+from planner.schedule.passes import JobRows
+from planner.schedule.static import JobSchedule
 from planner.workload import Job, MicroBatches
 
 SLOTS = (24, 96)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from planner.lengths import IntArray
-from planner.schedule.policy_sizes import OrcaSizes
-from planner.schedule.static import JobRows, Pass, reservations, rounded_mean
+from planner.schedule.passes import JobRows, OrcaSizes, Pass, reservations, rounded_mean
 from quant.common.errors import SpecError
 
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.schedule.orca import Cohort, OrcaPolicy, OrcaSchedule, Waiting
-from planner.schedule.policy_sizes import OrcaSizes, Sizes
-from planner.schedule.static import JobRows
+from planner.schedule.passes import JobRows, OrcaSizes, Sizes
 from planner.scheduling import PREDICTING
 
 POOL_PER_SLOT = 4

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from planner.schedule.passes import JobRows, Pass, prefill_pass, rounded_mean
 from planner.scheduling import Phase
-from planner.workload import Job, MicroBatches, Workload
-from quant.common.errors import SpecError
+from planner.workload import MicroBatches, Workload
 
 UNDER_WAY_PER_STAGE = 2
 """Micro-batches of the policy that may be under way, per stage: enough to hide the hops."""
@@ -155,53 +155,6 @@ class StaticPolicy:
                 self._ready.append(group)
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One pass through all stages. `index`: of a prefill by submission, or of the decode group;
-    `step`: 0 in prefill, else from 1. Each request adds `tokens` to `context_length` (rounded
-    means); `prompts`: lengths of a prefill's unlike prompts. `results_before` results came back
-    before.
-    """
-
-    phase: Phase
-    index: int
-    step: int
-    requests: int
-    tokens: int
-    context_length: int
-    results_before: int
-    prompts: tuple[int, ...] = ()
-
-    @property
-    def all_tokens(self) -> int:
-        return sum(self.prompts) if self.prompts else self.requests * self.tokens
-
-
-@dataclass(frozen=True)
-class JobRows:
-    """Prompt and output tokens of a job's requests [R] in queue order, the most tokens each may
-    `reserve` (None: those), and the new tokens a predictor expects (None: the most).
-    """
-
-    prompts: Sequence[int]
-    outputs: Sequence[int]
-    reserved: Sequence[int] | None = None
-    expected: Sequence[int] | None = None
-
-    @classmethod
-    def alike(cls, workload: Workload) -> JobRows:
-        rows = workload.global_batch
-        return cls([workload.prompt_length] * rows, [workload.new_tokens] * rows)
-
-    @classmethod
-    def of(cls, job: Job, count: int) -> JobRows:
-        """So many requests of the job's lengths, with what its predictor expects."""
-        prompts, outputs = job.lengths.rows(count)
-        reserved = job.lengths.reserved(prompts, outputs)
-        expected = None if job.predictor is None else job.predictor.predicted(outputs)
-        return cls(prompts.tolist(), outputs.tolist(), reserved.tolist(), expected)
-
-
 def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tuple[Pass, ...]:
     schedule = JobSchedule(JobRows.alike(workload), workload.global_batch, sizes, stages)
     return tuple(schedule.passes())
@@ -248,14 +201,9 @@ class JobSchedule:
                 context = rounded_mean(count.context_tokens - requests, requests)
                 yield Pass("decode", each.index, count.step, requests, 1, context, self._results)
             else:
-                yield self._prefill_pass(len(each), prefills)
+                new = range(self.prefilled - len(each), self.prefilled)
+                yield prefill_pass(self._prompts, new, prefills, self._results, self._mixed)
                 prefills += 1
-
-    def _prefill_pass(self, size: int, index: int) -> Pass:
-        first = self.prefilled - size
-        prompts = tuple(self._prompts[first : first + size]) if self._mixed else ()
-        tokens = rounded_mean(sum(prompts), size) if prompts else self._prompts[first]
-        return Pass("prefill", index, 0, size, tokens, 0, self._results, prompts)
 
     def _submitted(self) -> Iterator[list[int] | SlotGroup]:
         rows, next_of, most = len(self._outputs), self.policy.next, self.policy.most_under_way
@@ -304,20 +252,3 @@ class JobSchedule:
     def _leave(self, slot: int) -> None:
         self.policy.leave(slot)
         self.ended_after.append(self._results)
-
-
-def reservations(rows: JobRows, n_slots: int) -> list[int]:
-    """The token slots that each request may need; SpecError where one needs more than there are."""
-    reserved = list(rows.reserved or map(sum, zip(rows.prompts, rows.outputs, strict=True)))
-    most = max(reserved, default=0)
-    if most > n_slots:
-        raise SpecError(
-            f"a request needs {most} token slots, but there are {n_slots} in all; give n_slots of "
-            "at least that"
-        )
-    return reserved
-
-
-def rounded_mean(total: int, count: int) -> int:
-    """The mean to the nearest whole number; halves go up."""
-    return (2 * total + count) // (2 * count)

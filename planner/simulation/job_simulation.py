@@ -19,9 +19,9 @@ from planner.optimiser.problem import FloatArray
 from planner.schedule.exegpt import RraSchedule
 from planner.schedule.job_passes import job_passes
 from planner.schedule.orca import MixedPass, OrcaSchedule
-from planner.schedule.policy_sizes import Sizes, TurnSizes
+from planner.schedule.passes import JobRows, Pass, Sizes, TurnSizes
 from planner.schedule.s3 import most_waiting
-from planner.schedule.static import JobRows, JobSchedule, Pass
+from planner.schedule.static import JobSchedule
 from planner.scheduling import Phase
 from planner.simulation.simulation import (
     PipelineClock,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from planner.schedule.static import Pass
+from planner.schedule.passes import Pass
 from planner.scheduling import Phase
 from planner.simulation.simulation import Simulated
 from quant.common.errors import InputError, SpecError

@@ -16,9 +16,9 @@ from planner.costs.pass_times import PassSeconds, PassTable
 from planner.optimiser.problem import FloatArray
 from planner.schedule.exegpt import RraSchedule
 from planner.schedule.orca import OrcaSchedule
-from planner.schedule.policy_sizes import OrcaSizes, Sizes, TurnSizes, policy_sizes
+from planner.schedule.passes import JobRows, OrcaSizes, Pass, Sizes, TurnSizes, policy_sizes
 from planner.schedule.s3 import S3Schedule
-from planner.schedule.static import JobRows, JobSchedule, Pass
+from planner.schedule.static import JobSchedule
 from planner.scheduling import PREDICTING, Phase
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError

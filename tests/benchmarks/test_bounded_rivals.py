@@ -28,7 +28,7 @@ from benchmarks.reproduction.latency_bounds.schedulers import (
 from benchmarks.reproduction.latency_bounds.setting import Setting
 from planner.costs.pass_times import PassSeconds
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
-from planner.schedule.static import Pass
+from planner.schedule.passes import Pass
 from planner.simulation.simulation import simulate
 from planner.workload import MicroBatches, Workload
 

@@ -18,7 +18,7 @@ from planner.assumed_predictor import (
     predictor_file,
 )
 from planner.lengths import Lengths
-from planner.schedule.static import JobRows
+from planner.schedule.passes import JobRows
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 

@@ -9,7 +9,7 @@ import pytest
 from actors.schedule.exegpt_waa import DecodeScheduler
 from planner.latency_bound.schedules import cycle_of, most_in_group
 from planner.lengths import Lengths
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 from planner.schedule.turns import Turns
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.workload import Job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 
 
 def queue_sizes_of(sizes: TurnSizes, kv_tokens: int) -> QueueSizes:

@@ -15,7 +15,7 @@ from actors.messages import Finished, MicroBatch, Request, Sampled
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
 from tests.actors.driving import run_dry

@@ -14,7 +14,7 @@ from actors.messages import MicroBatch, Request
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.exegpt import RraScheduler
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 from planner.schedule.turns import TurnGroup, TurnQueue, Turns
 from planner.scheduling import RequestSchedule
 from tests.actors.driving import run_dry

@@ -20,7 +20,7 @@ from actors.schedule.exegpt import RraScheduler
 from actors.schedule.live_run import Inbox, LiveRun, Mail
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 from planner.scheduling import RequestSchedule
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline

@@ -32,7 +32,8 @@ from planner.options import PlanOptions
 from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.plan.spec import PlanSpec
-from planner.schedule.static import Pass, static_schedule
+from planner.schedule.passes import Pass
+from planner.schedule.static import static_schedule
 from planner.search.find import find_plan
 from planner.simulation.simulation import simulate
 from planner.workload import MicroBatches, Workload

@@ -16,7 +16,7 @@ from planner.latency_bound.simulate import (
     simulate_rra,
 )
 from planner.lengths import FloatArray, LengthDistribution, RequestLengths
-from planner.schedule.policy_sizes import TurnSizes
+from planner.schedule.passes import TurnSizes
 from planner.scheduling import RequestSchedule
 from tests.actors.driving import run_dry
 from tests.actors.schedule.exegpt_cases import queue_sizes_of

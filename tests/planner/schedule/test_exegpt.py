@@ -14,8 +14,7 @@ from planner.costs.pass_times import PassSeconds
 from planner.lengths import Lengths
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.schedule.exegpt import RraSchedule
-from planner.schedule.policy_sizes import TurnSizes
-from planner.schedule.static import JobRows, Pass, rounded_mean
+from planner.schedule.passes import JobRows, Pass, TurnSizes, rounded_mean
 from planner.scheduling import RequestSchedule
 from planner.simulation.job_simulation import forecast_job, simulate_job
 from planner.simulation.simulation import simulate

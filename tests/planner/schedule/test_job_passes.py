@@ -11,7 +11,8 @@ import pytest
 from planner.lengths import Lengths
 from planner.optimiser.problem import JobPasses
 from planner.schedule.job_passes import job_passes
-from planner.schedule.static import JobRows, JobSchedule
+from planner.schedule.passes import JobRows
+from planner.schedule.static import JobSchedule
 from planner.workload import Job, MicroBatches
 
 KINDS = ("constant", "uniform", "heavy-tailed", "narrow", "two kinds")

@@ -17,8 +17,7 @@ from actors.schedule.orca import OrcaScheduler
 from planner.costs.pass_times import PassSeconds
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.schedule.orca import MixedPass, OrcaSchedule
-from planner.schedule.policy_sizes import OrcaSizes
-from planner.schedule.static import JobRows, Pass, rounded_mean
+from planner.schedule.passes import JobRows, OrcaSizes, Pass, rounded_mean
 from planner.simulation.job_simulation import simulate_job
 from planner.simulation.simulation import simulate
 from planner.workload import Workload

@@ -13,9 +13,8 @@ from actors.messages import MicroBatch
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.s3 import S3Scheduler
 from planner.schedule.orca import OrcaSchedule, Waiting
-from planner.schedule.policy_sizes import OrcaSizes
+from planner.schedule.passes import JobRows, OrcaSizes, rounded_mean
 from planner.schedule.s3 import LongestFirst, S3Schedule
-from planner.schedule.static import JobRows, rounded_mean
 from quant.common.errors import SpecError
 from tests.actors.driving import run_dry
 from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_of

@@ -10,7 +10,8 @@ import pytest
 from actors.messages import FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
-from planner.schedule.static import JobRows, JobSchedule
+from planner.schedule.passes import JobRows
+from planner.schedule.static import JobSchedule
 from planner.workload import MicroBatches
 from tests.actors.driving import drive
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.costs.pass_times import PassSeconds
-from planner.schedule.static import JobRows, Pass
+from planner.schedule.passes import JobRows, Pass
 from planner.workload import MicroBatches
 
 

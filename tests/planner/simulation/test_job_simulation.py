@@ -16,8 +16,7 @@ from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.schedule.job_passes import job_passes
 from planner.schedule.orca import MixedPass
-from planner.schedule.policy_sizes import OrcaSizes
-from planner.schedule.static import JobRows, Pass
+from planner.schedule.passes import JobRows, OrcaSizes, Pass
 from planner.scheduling import Phase
 from planner.simulation.job_simulation import (
     forecast_job,

@@ -17,7 +17,8 @@ from planner.optimiser.assignment import evaluate
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
-from planner.schedule.static import JobRows, static_schedule
+from planner.schedule.passes import JobRows
+from planner.schedule.static import static_schedule
 from planner.simulation.simulation import Simulated, simulate, simulate_assignment
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError

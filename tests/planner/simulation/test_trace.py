@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.costs.pass_times import PassSeconds
-from planner.schedule.static import Pass
+from planner.schedule.passes import Pass
 from planner.simulation.pictures import (
     LABEL_WIDTH,
     GanttOptions,
