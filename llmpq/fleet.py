@@ -16,7 +16,7 @@ from llmpq.report.formatting import per_second, plural, seconds
 from llmpq.report.notebook import fleet_html
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
-from llmpq.run.fleets import check_fleet
+from llmpq.run.checkpoint import check_fleet
 from llmpq.run.options import RunOptions
 from llmpq.run.session import Results, Session
 from planner.fleet.fleet_spec import FleetSpec

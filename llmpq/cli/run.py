@@ -46,16 +46,15 @@ from llmpq.plan import Plan
 from llmpq.quality.calibration import prompts_of_input, with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.report.plan_tables import plan_table
-from llmpq.run.checkpoint import job_identity
+from llmpq.run.checkpoint import check_fleet, job_identity
+from llmpq.run.display import RunProgress, about, summary_table
 from llmpq.run.engine import RunResources
-from llmpq.run.fleets import check_fleet, plans_of, shown_plan
 from llmpq.run.options import RunOptions
 from llmpq.run.recorder import RunRecorder, SessionOf, recorded
 from llmpq.run.run import Run
-from llmpq.run.run_progress import RunProgress, about
-from llmpq.run.summary import RunSize, planned_s
-from llmpq.run.summary_table import summary_table
+from llmpq.run.summary import RunSize, forecast_s
 from planner.cluster.spec import ClusterSpec
+from planner.fleet.fleet_spec import plans_of, shown_plan
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import PlanSpec, undivided
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
@@ -229,7 +228,7 @@ def _generate(
         _say(note)
     if tally.resumed:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
-    planned = planned_s(run.plan, tally.left, tally.max_tokens)
+    planned = forecast_s(run.plan, tally.left, tally.max_tokens)
     if planned is not None:
         _say(f"{tally.left} prompts take {about(planned)} by the plan, beside loading")
     progress = RunProgress(console(stderr=True), tally.left, plan=undivided(run.plan))

@@ -24,12 +24,11 @@ from llmpq.cli.terminal import TaskProgress
 from llmpq.fleet import load_plan
 from llmpq.jobs.job import stop_signals
 from llmpq.quality.calibration import with_calibrated
-from llmpq.run.checkpoint import check_run
-from llmpq.run.fleets import plans_of
+from llmpq.run.checkpoint import model_of_run
+from llmpq.run.display import LogTimes, duration
 from llmpq.run.options import RunOptions
-from llmpq.run.run_progress import LogTimes, duration
 from llmpq.serve.options import FOLDER_SUFFIX, BatchOptions, ServeOptions, find_api_key
-from planner.fleet.fleet_spec import FleetSpec
+from planner.fleet.fleet_spec import FleetSpec, plans_of
 from planner.plan.spec import all_stages
 from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
@@ -83,7 +82,7 @@ def _run(
     if is_fleet and wanted != 1:
         raise SpecError(f"--replicas has no effect with a fleet ({source}): leave it out")
     chosen = _run_options(given, plans[0].policy.name)
-    check_run(spec, chosen, source)
+    model_of_run(spec, chosen, source)  # raises before what follows is loaded, which is slow
 
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches

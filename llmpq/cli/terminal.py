@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.segment import Segment
 
 from llmpq.cli.common import console
-from llmpq.run.run_progress import LogTimes, about, duration
+from llmpq.run.display import LogTimes, about, duration
 from quant.common.text import printable
 
 TICK_S = 1.0

@@ -20,8 +20,13 @@ from llmpq.quality.options import (
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import Document, Windows, as_documents, token_windows
-from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-from llmpq.run.importance import checked_importance, importance_store, measuring_store
+from llmpq.run.checkpoint import (
+    checked_fingerprint,
+    checkpoint_reference,
+    importance_store,
+    measuring_store,
+    shape_for_plan,
+)
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
@@ -30,7 +35,7 @@ from quant.common.errors import SpecError
 from quant.devices import local_processor, take_device
 from quant.loading.cache_settings import cache_settings
 from quant.loading.emulated_kernels import LayerScheme
-from quant.rounding.importance import ImportanceStore
+from quant.rounding.importance import ImportanceStore, load_importance
 from quant.scheme import FULL_BITS, GPTQ, ROUNDINGS, WEIGHTED, Processor
 
 
@@ -60,7 +65,8 @@ def weighed(
     if plan is not None:
         store = importance_store(plan, options.importance, cache, model, shape)
     elif options.importance is not None:
-        store = ImportanceStore(known=checked_importance(Path(options.importance), shape))
+        checked_fingerprint(Path(options.importance), shape)
+        store = ImportanceStore(known=load_importance(Path(options.importance)))
     else:
         store = measuring_store(cache, model, shape)
     seen = what_is_seen(shape)

@@ -1,11 +1,15 @@
-"""The checkpoint that a plan is run with: where it is, and whether plan and options fit it."""
+"""The model that a run of a plan or a fleet computes: where it is, what its weights are rounded by,
+and whether plan, options and machine go with it; all of that is told without torch.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.messages import Sampling
 from actors.processes.placement import check_cpus
@@ -15,18 +19,104 @@ from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape
 from llmpq.remote.session import joins_ray
 from llmpq.rows.sampling import JobSampling, job_sampling
-from llmpq.run.fleets import Runnable, check_fleet, named_plans, plans_of, shown_plan
-from llmpq.run.importance import importance_file
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
+from planner.fleet.fleet_spec import FleetSpec, Runnable, named_plans, plans_of, shown_plan
 from planner.model.finding import shape_at_hand
 from planner.model.shape import ModelShape
 from planner.plan.check import check_plan
-from planner.plan.spec import PlanSpec, all_stages
+from planner.plan.parts import PlannedImportance
+from planner.plan.spec import PlanSpec, StagePlan, all_stages, parts_of
+from planner.scheduling import PREDICTING
 from planner.workload import check_length
 from quant.checkpoint.model_reference import is_local_model, local_path, resolve
 from quant.checkpoint.stored_tensors import is_offline, missing_in_hub_cache
 from quant.common.errors import CheckpointError, FieldError, PlanMismatchError, SpecError
+from quant.loading.cache_settings import CacheSettings
+from quant.rounding.importance_header import FOLDER, by_fingerprint, read_importance_header
+from quant.scheme import GPTQ
+
+if TYPE_CHECKING:
+    from quant.rounding.importance import ImportanceStore
+
+
+_COMMUTING = 2
+"""Ranks whose sum is the same in any order."""
+
+
+def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
+    """Raise `SpecError` for what several pipelines, of a fleet or of a plan whose stages do one
+    phase each, cannot be run with, and for stages that cannot be deterministic where that is asked;
+    any other plan passes.
+    """
+    pipelines = parts_of(spec) if isinstance(spec, PlanSpec) else spec.replicas
+    if options.deterministic:
+        _check_deterministic(pipelines, source)
+    if isinstance(spec, PlanSpec) and len(pipelines) == 1:
+        return
+    kind = "a plan of stages that only decode" if isinstance(spec, PlanSpec) else "a fleet"
+    if options.replan == "auto" and isinstance(spec, FleetSpec):
+        again = "its pipelines are started again, but not planned again"
+        raise SpecError(f"replan auto has no effect with {kind} ({source}): {again}; leave it out")
+    if options.trace is not None:
+        one = "it is of one pipeline"
+        raise SpecError(f"trace has no effect with {kind} ({source}): {one}; leave it out")
+    if isinstance(spec, FleetSpec):
+        _check_rooms(spec, source)
+    bits = {tuple(b for stage in plan.stages for b in stage.bitwidths) for plan in pipelines}
+    if len(bits) > 1 and any(plan.rounding == GPTQ for plan in pipelines):
+        raise SpecError(
+            f"{source}: its pipelines have different bits, and rounding {GPTQ} calibrates one "
+            "checkpoint for all; plan with another --rounding"
+        )
+
+
+def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
+    """Raise `SpecError` where a row's tokens would depend on the others all the same."""
+    for stage in (stage for plan in pipelines for stage in plan.stages if not stage.emulated):
+        if not stage.kind.is_cpu:
+            why = "kernels of GPUs are chosen by what is computed together"
+        elif stage.degree > _COMMUTING:
+            why = "sums of more than two ranks are taken in an order that depends on the place"
+        else:
+            continue
+        raise SpecError(
+            f"{source}: stage {stage.index} ({stage.label}) cannot be deterministic: {why}; leave "
+            "out deterministic, or plan for CPUs that are not divided"
+        )
+    forms = {
+        (plan.kv_bits, plan.rounding, tuple(_form(s, b) for s in plan.stages for b in s.bitwidths))
+        for plan in pipelines
+    }
+    if len(forms) > 1:
+        raise SpecError(
+            f"{source}: its pipelines hold layers in different bits, types or kernels, so that "
+            "tokens depend on which of them computes a row; leave out deterministic"
+        )
+
+
+def _form(stage: StagePlan, bits: int) -> tuple[int, str, str | None]:
+    return bits, stage.dtype, stage.backends.get(bits)
+
+
+def _check_rooms(fleet: FleetSpec, source: str) -> None:
+    """Raise `SpecError` unless every pipeline has room for the same rows, and is one."""
+    rooms = [
+        (each.workload.prompt_length, each.workload.new_tokens, each.workload.total_length)
+        for each in fleet.replicas
+    ]
+    for index, room in enumerate(rooms):
+        if fleet.replicas[index].prefill_plan is not None:
+            raise SpecError(
+                f"{source}: field replicas.{index}.prefill_plan: pipelines of a fleet have stages "
+                "that do both phases; run that plan alone"
+            )
+        if room != rooms[0]:
+            raise SpecError(
+                f"{source}: field replicas.{index}.workload: room for {room[0]} prompt and "
+                f"{room[1]} new tokens, {room[2]} in all, where the first pipeline has "
+                f"{rooms[0][0]}, {rooms[0][1]} and {rooms[0][2]}; plan again"
+            )
 
 
 def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
@@ -78,13 +168,10 @@ def shape_for_run(spec: Runnable, sampling: Sampling, folder: Path, source: str)
 
 def _shape_for_plan(plan: PlanSpec, sampling: Sampling, folder: Path, source: str) -> ModelShape:
     _check_limit(plan, sampling)
-    plans = {source: plan}
-    if plan.long_rows is not None:
-        plans[f"{source}: field long_rows"] = plan.long_rows
-    if plan.prefill_plan is not None:
-        plans[f"{source}: field prefill_plan"] = plan.prefill_plan
+    beside = {"long_rows": plan.long_rows, "prefill_plan": plan.prefill_plan}
+    fields = {f"{source}: field {name}": each for name, each in beside.items() if each}
     shape = checked_shape(folder) if plan.stand_in else shape_for_plan(plan, folder)
-    for name, each in plans.items():
+    for name, each in {source: plan, **fields}.items():
         if each.model.fingerprint != plan.model.fingerprint:
             raise SpecError(f"{name}: for {each.model.name}, not {plan.model.name}; plan again")
         each.check(name)
@@ -113,7 +200,6 @@ def _check_limit(plan: PlanSpec, sampling: Sampling) -> None:
 
 
 def sampling_for_run(plan: PlanSpec, options: RunOptions, folder: Path) -> JobSampling:
-    """The sampling of rows that have none, by `options`, the model in `folder` and the plan."""
     return job_sampling(
         options.sampling,
         options.generation_config,
@@ -159,37 +245,155 @@ def check_machine(spec: Runnable, options: RunOptions, folder: Path) -> None:
         raise CheckpointError(missing)
 
 
-def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") -> JobIdentity:
-    """The model and sampling that all rows of a job share, found without torch; `source` is the
-    plan's file, or the fleet's.
+@dataclass(frozen=True)
+class RunModel:
+    """The model that a run computes: `plan`, which for a fleet has the stages of all pipelines, the
+    `checkpoint` as all nodes know it, its `folder` here, the sampling of rows that have none, and
+    whether lengths of answers are predicted.
+    """
 
-    Raises what `Run` raises for a model or options that do not go with the plan.
+    plan: PlanSpec
+    checkpoint: str
+    folder: Path
+    sampling: JobSampling
+    shape: ModelShape
+    predicts: bool
+
+
+def model_of_run(
+    spec: Runnable, options: RunOptions, source: str, is_started: bool = True
+) -> RunModel:
+    """The model of a run of `spec`, which is in the file `source`.
+
+    Raises what `Run` raises for plan, model and options that do not go together, as far as it is
+    known without torch and Ray, which are slow to load; where the run `is_started`, also for this
+    machine, and for files that it is to use.
     """
     check_fleet(spec, options, source)
     plan = shown_plan(spec)
+    policies = [options.scheduling(each).name for each in plans_of(spec)] if is_started else []
     checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
     folder = resolve(checkpoint, weights=False)
-    found = sampling_for_run(plan, options, folder)
-    shape_for_run(spec, found.sampling, folder, source)
-    most = found.sampling.max_new_tokens or plan.workload.new_tokens
+    sampling = sampling_for_run(plan, options, folder)
+    if is_started:
+        check_machine(spec, options, folder)
+    shape = shape_for_run(spec, sampling.sampling, folder, source)
+    if is_started:
+        importance_file(plan, options.importance, options.cache, shape)
+    predicts = PREDICTING in policies
+    if predicts:
+        check_source(options.predictor, folder, shape.vocab_size, options.save_predictor)
+    return RunModel(plan, checkpoint, folder, sampling, shape, predicts)
+
+
+def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") -> JobIdentity:
+    """The model and sampling that all rows of a job share; raises as `model_of_run`."""
+    found = model_of_run(spec, options, source, is_started=False)
+    sampling, plan = found.sampling.sampling, found.plan
+    most = sampling.max_new_tokens or plan.workload.new_tokens
     return JobIdentity(
-        model_digest(folder, checkpoint),
+        model_digest(found.folder, found.checkpoint),
         plan.model.name,
-        replace(found.sampling, max_new_tokens=most),
+        replace(sampling, max_new_tokens=most),
         options.prompting.identity,
     )
 
 
-def check_run(spec: Runnable, options: RunOptions, source: str) -> None:
-    """Raise what a run of `spec`, which is in the file `source`, raises for the model and the files
-    that it is to use, as far as they are known without torch and Ray, which are slow to load.
+def importance_store(
+    plan: PlanSpec,
+    file: str | Path | None,
+    cache: CacheSettings,
+    model: tuple[Path, str],
+    shape: ModelShape,
+) -> ImportanceStore:
+    """Where the stages of `plan` find importance, and keep what they measure.
+
+    `file`: one that was asked for; `model`: the checkpoint's folder and its name in the plan.
+    Raises `SpecError` where it would not be used, `PlanMismatchError` where it is not what the plan
+    was made with, `CheckpointError` for a file that cannot be used.
     """
-    check_fleet(spec, options, source)
-    plan, policies = shown_plan(spec), {options.scheduling(each).name for each in plans_of(spec)}
-    folder = resolve(checkpoint_reference(plan, options.model or plan.stand_in), weights=False)
-    sampling = sampling_for_run(plan, options, folder).sampling
-    check_machine(spec, options, folder)
-    shape = shape_for_run(spec, sampling, folder, source)
-    importance_file(plan, options.importance, options.cache, shape)
-    if "s3" in policies:
-        check_source(options.predictor, folder, shape.vocab_size, options.save_predictor)
+    from quant.rounding.importance import ImportanceStore, load_importance
+
+    path = importance_file(plan, file, cache, shape)
+    if path is not None:
+        return ImportanceStore(known=load_importance(path))
+    if not _is_needed(plan, shape):
+        return ImportanceStore()
+    return measuring_store(cache, model, shape)
+
+
+def importance_file(
+    plan: PlanSpec, file: str | Path | None, cache: CacheSettings, shape: ModelShape
+) -> Path | None:
+    """The file whose importance a run of `plan` rounds by, None where there is none; headers alone
+    are read, without torch. Raises as `importance_store`.
+    """
+    if not _is_needed(plan, shape):
+        if file is not None:
+            raise SpecError(f"importance has no effect: {_unused(plan, shape)}; leave {file} out")
+        return None
+    if file is not None:
+        found = checked_fingerprint(Path(file), shape)
+        if plan.importance is not None and plan.importance.fingerprint != found:
+            raise PlanMismatchError(
+                f"{file} has importance {found}, the plan was made with "
+                f"{plan.importance.fingerprint}; give that file or plan again with --importance"
+            )
+        return Path(file)
+    if plan.importance is None:
+        return None
+    return _planned(plan.importance, cache.path / FOLDER if cache.enabled else None, shape)
+
+
+def _is_needed(plan: PlanSpec, shape: ModelShape) -> bool:
+    plans = [*parts_of(plan), *(() if plan.long_rows is None else (plan.long_rows,))]
+    return any(each.needs_importance(shape.stored is not None) for each in plans)
+
+
+def measuring_store(
+    cache: CacheSettings, model: tuple[Path, str], shape: ModelShape
+) -> ImportanceStore:
+    """A store for what is measured of the model, whose folder and name are given."""
+    from quant.rounding.importance import ImportanceStore
+
+    if not cache.enabled:
+        return ImportanceStore(shape=shape.fingerprint())
+    return ImportanceStore(cache.path / FOLDER, model_digest(*model), shape.fingerprint())
+
+
+def _unused(plan: PlanSpec, shape: ModelShape) -> str:
+    if plan.stand_in is not None:
+        return "a stand-in computes, at 16 bit"
+    if shape.stored is not None:
+        return "the checkpoint is quantized already"
+    return f"the plan rounds {plan.rounding}, or nothing"
+
+
+def _planned(planned: PlannedImportance, folder: Path | None, shape: ModelShape) -> Path:
+    """The file of the importance that a plan names, at its path or in the cache."""
+    places = [Path(planned.file)]
+    if folder is not None:
+        places.append(by_fingerprint(folder, planned.fingerprint))
+    there = [path for path in places if path.is_file()]
+    for path in there:
+        if checked_fingerprint(path, shape) == planned.fingerprint:
+            return path
+    problem = f"{there[0]} has other numbers" if there else f"{planned.file} is not there"
+    raise PlanMismatchError(
+        f"the plan was made with importance {planned.fingerprint}, but {problem}; name its file "
+        "with --importance, or plan again without it"
+    )
+
+
+def checked_fingerprint(path: Path, shape: ModelShape) -> str:
+    """The fingerprint in the header of a file for the model of `shape`, read without torch.
+
+    Raises `CheckpointError` where it is of another model, or no such file.
+    """
+    found = read_importance_header(path)
+    if found.shape != shape.fingerprint():
+        raise CheckpointError(
+            f"importance {path} belongs to a model of shape {found.shape}, but {shape.name} has "
+            f"shape {shape.fingerprint()}; measure that of this model with llmpq indicator"
+        )
+    return found.fingerprint

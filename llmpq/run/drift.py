@@ -13,8 +13,13 @@ import numpy.typing as npt
 from actors.messages import Request
 from actors.stage_figures import NO_LATENCIES, LatencyCounts, StageStats
 from llmpq.run.meter import RunState
-from llmpq.run.slow_stages import Evidence, SlowStage, slow_stages
-from llmpq.run.summary import planned_latency, settled_tokens_per_s
+from llmpq.run.summary import (
+    Evidence,
+    SlowStage,
+    planned_latency,
+    settled_tokens_per_s,
+    slow_stages,
+)
 from planner.lengths import MOST_SAMPLED, MOST_UNSEEN, LengthDistribution, Lengths, RequestLengths
 from planner.plan.spec import PlanSpec
 from planner.workload import Workload

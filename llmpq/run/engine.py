@@ -15,26 +15,23 @@ from typing import TYPE_CHECKING, Any
 from actors.messages import Sampling
 from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.lengths.finished_rows import texts_of
-from llmpq.lengths.sources import LengthSource, check_source, open_source, wait_loaded
+from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
 from llmpq.remote.session import head_loss_raised, ray_session
 from llmpq.rows.sampling import JobSampling, SamplingInput, merge_sampling
 from llmpq.run.checkpoint import (
-    check_machine,
     check_sampling,
-    checkpoint_reference,
     end_note,
+    importance_store,
+    model_of_run,
     sampling_for_run,
-    shape_for_run,
 )
 from llmpq.run.expected_lengths import ExpectedLengths
-from llmpq.run.fleets import Runnable, check_fleet, plans_of, shown_plan
-from llmpq.run.importance import importance_file, importance_store
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits, TokenizerProcess
+from planner.fleet.fleet_spec import Runnable
 from planner.plan.simulate import check_trace_path
 from planner.plan.spec import PlanSpec, all_stages, undivided
-from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceError, HeadLostError, StageLostError
 
 if TYPE_CHECKING:
@@ -57,23 +54,15 @@ class CheckedModel:
     def __init__(
         self, spec: Runnable, options: RunOptions, source: str = "the plan", job: str = "llmpq"
     ) -> None:
-        check_fleet(spec, options, source)
-        self.predicts = "s3" in [options.scheduling(each).name for each in plans_of(spec)]
+        found = model_of_run(spec, options, source)
         self._replicas = () if isinstance(spec, PlanSpec) else spec.replicas
-        plan = self.plan = self._first_plan = shown_plan(spec)
+        self.plan = self._first_plan = found.plan
         self.options, self._job = options, job
         self.listener: OnEvent = ignore_event
         self._importance: ImportanceStore | None = None
-        self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
-        self.folder = resolve(self._checkpoint, weights=False)
-        self.sampling = sampling_for_run(plan, options, self.folder)
-        check_machine(spec, options, self.folder)
+        self._checkpoint, self.folder, self._shape = found.checkpoint, found.folder, found.shape
+        self.sampling, self.predicts = found.sampling, found.predicts
         self.end_note = end_note(self.sampling.sampling, self.folder)
-        self._shape = shape_for_run(spec, self.sampling.sampling, self.folder, source)
-        importance_file(plan, options.importance, options.cache, self._shape)
-        if self.predicts:
-            save_to = options.save_predictor
-            check_source(options.predictor, self.folder, self.vocab_size, save_to)
 
     @property
     def vocab_size(self) -> int:

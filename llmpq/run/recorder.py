@@ -37,8 +37,7 @@ from llmpq.jobs.result_lines import ErrorCounts, ErrorKind
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
 from llmpq.run.run import Run
-from llmpq.run.slow_stages import measured_s, work_of
-from llmpq.run.summary import planned_latency, planned_tokens_per_s
+from llmpq.run.summary import measured_s, planned_latency, planned_tokens_per_s, work_of
 from llmpq.version import llmpq_version
 from planner.plan.simulate import planned_s, time_scale
 from planner.plan.spec import PlanSpec, StagePlan, undivided

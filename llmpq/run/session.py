@@ -22,10 +22,10 @@ from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.engine import RunResources
-from llmpq.run.fleets import Runnable
 from llmpq.run.options import RunOptions, one_sampling
 from llmpq.run.run import Run
 from llmpq.run.summary import RunSummary
+from planner.fleet.fleet_spec import Runnable
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 

@@ -18,7 +18,6 @@ from llmpq.lengths.sources import wait_loaded
 from llmpq.rows.row import Row
 from llmpq.run.engine import CheckedModel
 from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
-from llmpq.run.fleets import Runnable
 from llmpq.run.options import RunOptions
 from llmpq.serve.engine import (
     EngineLimits,
@@ -32,6 +31,7 @@ from llmpq.serve.engine import (
 )
 from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits
+from planner.fleet.fleet_spec import Runnable
 from planner.plan.spec import PlanSpec
 from quant.common.errors import LlmpqError
 

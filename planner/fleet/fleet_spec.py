@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from planner.plan import file
-from planner.plan.parts import STRICT, Positive, Seconds
+from planner.plan.parts import STRICT, JobForecast, Positive, Seconds
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 
@@ -92,20 +92,58 @@ def make_up_text(plan: PlanSpec) -> str:
     )
 
 
-def joined_plan(fleet: FleetSpec) -> PlanSpec:
-    """Make one plan of all stages, to show, not to run: layers come several times."""
-    stages = [stage for plan in fleet.replicas for stage in plan.stages]
-    numbered = tuple(replace(stage, index=number) for number, stage in enumerate(stages))
-    shares = tuple(share for plan in fleet.replicas for share in plan.predicted.busy_share)
-    first = fleet.replicas[0]
+Runnable = PlanSpec | FleetSpec
+"""What a run can be made of: one pipeline's plan, or those of several that share its rows."""
+
+
+def named_plans(spec: Runnable, source: str = "the plan") -> dict[str, PlanSpec]:
+    """The plans of all pipelines by where they stand in the file `source`."""
+    if isinstance(spec, PlanSpec):
+        return {source: spec}
+    return {f"{source}: field replicas.{i}": plan for i, plan in enumerate(spec.replicas)}
+
+
+def plans_of(spec: Runnable) -> tuple[PlanSpec, ...]:
+    return tuple(named_plans(spec).values())
+
+
+def shown_plan(spec: Runnable) -> PlanSpec:
+    """The plan, or one with the stages and the forecast of a whole fleet: to be watched and shown,
+    not to be run, as layers come several times.
+
+    What all pipelines have in common, such as the lengths that they have room for, is that of it.
+    """
+    if isinstance(spec, PlanSpec):
+        return spec
+    first = spec.replicas[0]
+    stages = [stage for plan in spec.replicas for stage in plan.stages]
     predicted = replace(
         first.predicted,
-        latency_s=fleet.latency_s,
-        tokens_per_s=fleet.tokens_per_s,
-        busy_share=shares,
+        latency_s=spec.latency_s,
+        tokens_per_s=spec.tokens_per_s,
+        busy_share=tuple(share for plan in spec.replicas for share in plan.predicted.busy_share),
     )
-    workload = replace(first.workload, global_batch=fleet.in_flight, n_slots=None)
-    return replace(first, stages=numbered, predicted=predicted, workload=workload, origin=None)
+    return replace(
+        first,
+        stages=tuple(replace(stage, index=number) for number, stage in enumerate(stages)),
+        predicted=predicted,
+        workload=replace(first.workload, global_batch=spec.in_flight, n_slots=None),
+        origin=None,
+        baselines=(),  # they stand beside one pipeline
+        job=None if first.job is None else _job_of(spec, first.job),
+    )
+
+
+def _job_of(fleet: FleetSpec, one: JobForecast) -> JobForecast:
+    """The forecast of the job that all pipelines do together, of which `one` does a part."""
+    tokens = fleet.tokens_per_s * fleet.latency_s
+    prompts = max(1, round(tokens / one.job.lengths.mean_output))
+    return replace(
+        one,
+        job=replace(one.job, prompts=prompts),
+        seconds=fleet.latency_s,
+        tokens_per_s=fleet.tokens_per_s,
+    )
 
 
 _ADAPTER: TypeAdapter[FleetSpec] = TypeAdapter(FleetSpec)

@@ -37,7 +37,7 @@ from llmpq.profile.layers import DeviceProfile, Profile, devices_to_profile, poi
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.report.layout import Fitting, new_table
-from llmpq.run.run_progress import about
+from llmpq.run.display import about
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency

@@ -40,8 +40,12 @@ from llmpq.quality.options import (
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
 from llmpq.report.layout import Fitting, new_table, stacked
-from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-from llmpq.run.importance import checked_fingerprint, importance_file
+from llmpq.run.checkpoint import (
+    checked_fingerprint,
+    checkpoint_reference,
+    importance_file,
+    shape_for_plan,
+)
 from planner.plan.spec import PlanSpec
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import FILE_ENTRY, OmegaContent, save_omega

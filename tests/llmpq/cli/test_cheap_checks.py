@@ -34,13 +34,12 @@ HEAVY = ("torch", "ray", "transformers", "scipy", "pandas", "pyarrow")
 CODE = f"""
 import io, json, resource, sys
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import import_module
-command = import_module("llmpq.cli." + sys.argv[1])
+from llmpq.cli.main import main
 for arguments in json.loads(sys.argv[2]):
     said = io.StringIO()
     with redirect_stdout(io.StringIO()), redirect_stderr(said):
         try:
-            code = command.main(arguments)
+            code = main([sys.argv[1], *arguments])
         except SystemExit as left:
             code = left.code
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -136,7 +135,7 @@ MISTAKES: dict[str, list[tuple[tuple[object, ...], str]]] = {
         ((*INDICATOR, "--perplexity", "gone"), "cannot read text gone"),
         ((*INDICATOR, "--model", "./gone"), "no folder"),
     ],
-    "evaluate": [
+    "eval": [
         ((*EVAL, "--importance", "gone"), "gone cannot be read"),
         ((*EVAL, "--bits", "5"), "bitwidth 5 is not one of"),
         ((*EVAL, "--text", "gone"), "cannot read text gone"),

@@ -17,7 +17,7 @@ from llmpq.cli.measure.checkpoints import quantize_main
 from llmpq.cli.measure.quality import evaluate_main
 from llmpq.cli.submit import entrypoint
 from llmpq.errors import SpecError
-from llmpq.run.fleets import shown_plan
+from planner.fleet.fleet_spec import shown_plan
 from tests.llmpq.conftest import EMULATED
 from tests.llmpq.fake_jobs import write_prompts
 

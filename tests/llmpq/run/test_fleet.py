@@ -19,7 +19,7 @@ from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Fleet, Plan
 from llmpq.cli.run import main
 from llmpq.errors import SpecError
-from llmpq.run.fleets import shown_plan
+from planner.fleet.fleet_spec import shown_plan
 from planner.plan.spec import PlanSpec
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH

@@ -24,7 +24,7 @@ from actors.stage_group import GroupOptions, StageGroup
 from actors.transport.gloo_links import CONTROL
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli.measure.quality import indicator_main
-from llmpq.run.importance import importance_store
+from llmpq.run.checkpoint import importance_store
 from planner.model.finding import model_shape
 from planner.plan.parts import PlannedImportance
 from quant.common.errors import CheckpointError, LlmpqError, PlanMismatchError, SpecError

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from actors.stage_figures import LayersLoaded
 from llmpq.rows.results import Result
+from llmpq.run.display import FIRST_S, RunProgress
 from llmpq.run.monitor import LoadingState, loading_watch
-from llmpq.run.run_progress import FIRST_S, RunProgress
 from tests.llmpq.run.test_monitor import Clock, run_state
 
 WEIGHTS = LayersLoaded("weights", 11, 24)

@@ -11,9 +11,7 @@ from rich.console import Console
 
 from actors.stage_figures import LatencyCounts, PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
-from llmpq.run.meter import EARLY_PROMPTS, WINDOW_S, RunMeter, RunState
-from llmpq.run.monitor import monitor
-from llmpq.run.run_progress import (
+from llmpq.run.display import (
     EVERY_S,
     FIRST_S,
     LogTimes,
@@ -22,6 +20,8 @@ from llmpq.run.run_progress import (
     duration,
     state_lines,
 )
+from llmpq.run.meter import EARLY_PROMPTS, WINDOW_S, RunMeter, RunState
+from llmpq.run.monitor import monitor
 
 QUEUE = QueueDepth(waiting=7, in_slots=3, slots=4, micro_batches=2)
 

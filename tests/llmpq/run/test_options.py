@@ -10,7 +10,7 @@ from actors.messages import Sampling
 from llmpq import Fleet, Plan
 from llmpq.cli.run_options import run_options, run_parser
 from llmpq.errors import SpecError
-from llmpq.run.fleets import check_fleet
+from llmpq.run.checkpoint import check_fleet
 from llmpq.run.options import RunOptions
 
 COMMAND = ["--plan", "plan.json", "--input", "in.jsonl", "--output", "out.jsonl"]

@@ -11,11 +11,9 @@ from rich.console import Console
 
 from actors.stage_figures import PhaseWork, QueueDepth, StageStats, Supervision
 from llmpq import Plan
+from llmpq.run.display import RunProgress, summary_table
 from llmpq.run.meter import RunState
-from llmpq.run.run_progress import RunProgress
-from llmpq.run.slow_stages import slow_stages
-from llmpq.run.summary import RunSummary
-from llmpq.run.summary_table import summary_table
+from llmpq.run.summary import RunSummary, slow_stages
 
 PREFILL_S, DECODE_S = 0.5, 0.05
 

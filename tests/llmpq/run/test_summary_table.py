@@ -8,8 +8,8 @@ from rich.console import Console
 
 from actors.stage_figures import LatencyCounts, PhaseWork, StageStats
 from llmpq.report.latency import LatencyFigures, PlannedLatency
+from llmpq.run.display import summary_table
 from llmpq.run.summary import RunSummary
-from llmpq.run.summary_table import summary_table
 from tests.llmpq.report.test_plan_tables import eight_stages
 
 STATS = StageStats(

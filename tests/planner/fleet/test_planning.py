@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.cluster.spec import ClusterSpec
-from planner.fleet.fleet_spec import FleetSpec, joined_plan, make_up_text, plan_devices
+from planner.fleet.fleet_spec import FleetSpec, make_up_text, plan_devices, shown_plan
 from planner.fleet.planning import FleetRequest, as_job, find_fleet
 from planner.fleet.pricing import ceiling_tokens_per_s
 from planner.model.finding import model_shape
@@ -59,7 +59,7 @@ def test_each_device_is_in_one_pipeline_or_unused(fleet: FleetSpec, tmp_path: Pa
     again = FleetSpec.from_json((tmp_path / "fleet.json").read_text())
     assert again == fleet
     assert sum(len(plans) for plans in fleet.make_ups().values()) == len(fleet.replicas)
-    assert len(joined_plan(fleet).stages) == sum(len(plan.stages) for plan in fleet.replicas)
+    assert len(shown_plan(fleet).stages) == sum(len(plan.stages) for plan in fleet.replicas)
 
 
 def test_fleet_is_below_the_ceiling_and_not_below_one_pipeline(fleet: FleetSpec) -> None:

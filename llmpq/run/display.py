@@ -1,22 +1,30 @@
-"""Showing how far a run is: live in a terminal, or as a line now and then in a log."""
+"""How a run shows itself in a terminal or a log: how far it is, and at its end as a table."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
+from actors.stage_figures import StageStats
+from llmpq.report.formatting import per_second, plain, seconds, size
+from llmpq.report.layout import Fitting, Notes, broken_name, new_table
 from llmpq.rows.results import Result
 from llmpq.run.meter import RunState
 from llmpq.run.monitor import LoadingState
-from llmpq.run.slow_stages import slow_stages
-from planner.plan.spec import PlanSpec
+from llmpq.run.summary import RunSummary, measured_s, slow_stages, work_of
+from planner.plan.simulate import planned_s
+from planner.plan.spec import PlanSpec, StagePlan
+from planner.scheduling import Phase
 
 
 class RunProgress:
@@ -214,3 +222,124 @@ def about(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"about {round(seconds / 60)} min"
     return f"about {round(seconds / 1800) / 2:g} h"
+
+
+def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
+    """A run's throughput, the busy share of every stage, and its times beside the planned ones.
+
+    A stage that is clearly slower than planned has a line of its own.
+    """
+    notes = Notes(
+        [
+            _in_all(summary),
+            *([] if summary.latency is None else [plain(f"latency: {summary.latency}")]),
+            *_supervised(summary),
+            *map(str, slow_stages(plan, summary.stages)),
+        ]
+    )
+    if not summary.stages:
+        return notes
+    rows = list(_rows(plan, summary))
+    return Group(Fitting("stages", [partial(_wide, rows), partial(_narrow, rows)]), notes)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The figures of a stage; a phase has the measured and the planned time."""
+
+    stage: str
+    device: str
+    busy: str
+    share: str
+    micro_batches: str
+    prefill: tuple[str, str]
+    decode: tuple[str, str]
+    weights: str
+    kv_cache: str
+
+
+def _rows(plan: PlanSpec, summary: RunSummary) -> Iterator[_Row]:
+    stages_s = summary.seconds if summary.stages_s is None else summary.stages_s
+    for stage, stats in zip(plan.stages, summary.stages, strict=False):
+        yield _Row(
+            str(stage.index),
+            stage.label,
+            _seconds(stats.busy_s),
+            f"{stats.busy_s / stages_s:.0%}" if stages_s else "",
+            str(stats.micro_batches),
+            _measured_and_planned(plan, stats, stage, "prefill"),
+            _measured_and_planned(plan, stats, stage, "decode"),
+            plain(size(stats.weight_bytes)),
+            plain(size(stats.kv_cache_bytes)),
+        )
+
+
+def _wide(rows: list[_Row]) -> Table:
+    table = new_table(
+        [
+            "stage", "device", "busy", "share", "micro-batches", "prefill", "planned",
+            "decode step", "planned", "weights", "KV cache",
+        ],
+        (1,),
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            row.stage, row.device, row.busy, row.share, row.micro_batches, *row.prefill,
+            *row.decode, row.weights, row.kv_cache,
+        )  # fmt: skip
+    return table
+
+
+def _narrow(rows: list[_Row]) -> Table:
+    """Two lines for a stage: measured above planned, weights above keys and values."""
+    heads = ("#", "device", "busy", "micro-\nbatches", "prefill,\nplanned", "decode,\nplanned")
+    table = new_table([*heads, "weights,\nKV cache"], (1,))
+    for row in rows:
+        table.add_row(
+            row.stage, broken_name(row.device), f"{row.busy}\n{row.share}", row.micro_batches,
+            "\n".join(row.prefill), "\n".join(row.decode), f"{row.weights}\n{row.kv_cache}",
+        )  # fmt: skip
+    return table
+
+
+def _in_all(summary: RunSummary) -> str:
+    answered = summary.prompts - summary.errors
+    rate = f", {answered / summary.seconds:.3g} prompts/s" if summary.seconds else ""
+    planned = summary.planned_tokens_per_s
+    beside = "" if planned is None else f", planned {per_second(planned)}"
+    return (
+        f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
+        f"tokens in {summary.seconds:.2f} s: {per_second(summary.tokens_per_s)} tokens/s{beside}"
+        f"{rate} (loading {summary.load_s:.1f} s)"
+    )
+
+
+def _supervised(summary: RunSummary) -> list[str]:
+    """A line about requests that outgrew their reservations, where there were any."""
+    queues = [stats.queue for stats in summary.stages if stats.queue is not None]
+    return [
+        f"{counts.doublings} reservations were too short: {counts.grown} grew, {counts.parked} "
+        f"requests were parked in host memory ({counts.parked_tokens} tokens), "
+        f"{counts.recomputed} computed again ({counts.recomputed_tokens} tokens)"
+        for counts in (queue.supervision for queue in queues)
+        if counts.doublings
+    ]
+
+
+def _measured_and_planned(
+    plan: PlanSpec, stats: StageStats, stage: StagePlan, phase: Phase
+) -> tuple[str, str]:
+    """Times of a micro-batch: the mean of full ones, or of all (~) where none was full, and the
+    planned time, left out where the run does not follow it.
+    """
+    work, planned = work_of(stats, phase), planned_s(plan, stage, phase)
+    full_s = measured_s(work)
+    if full_s is not None:
+        text = _seconds(full_s)
+    else:
+        text = f"~{_seconds(work.seconds / work.micro_batches)}" if work.micro_batches else ""
+    return text, _seconds(planned) if planned else ""
+
+
+def _seconds(value: float) -> str:
+    return plain(seconds(value))
