@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from actors.messages import Finished, Progress, Request
+from actors.processes.observer import StageTrace
 from actors.stage_figures import LayersLoaded, QueueDepth, StageStats
-from actors.telemetry.observer import StageTrace
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 

@@ -17,6 +17,8 @@ from actors.processes.answers import StageAnswers
 from actors.processes.device import stage_environment
 from actors.processes.handing_over import HANDOVER
 from actors.processes.handle import StageHandle
+from actors.processes.meter import TelemetryOptions
+from actors.processes.observer import Observer
 from actors.processes.placement import place
 from actors.processes.ranks import RankActor
 from actors.processes.reservation import Reservation, ReservedPart
@@ -31,8 +33,6 @@ from actors.stage.emulation import emulated_times
 from actors.stage.importance import what_is_seen
 from actors.stage.spec import StageSpec, check_planned_memory, stage_spec, stand_in_spec
 from actors.stage_figures import StageStats
-from actors.telemetry.meter import TelemetryOptions
-from actors.telemetry.observer import Observer
 from actors.transport.gloo_links import CONTROL
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan

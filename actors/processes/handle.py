@@ -13,9 +13,9 @@ from torch import Tensor
 from actors.messages import KvPart, Request
 from actors.processes.handing_over import Handed
 from actors.processes.health import Heartbeat, RunReport
+from actors.processes.meter import Spans
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats
-from actors.telemetry.meter import Spans
 from actors.transport.gloo_links import Rendezvous
 from planner.plan.spec import StagePlan
 from planner.scheduling import RequestSchedule

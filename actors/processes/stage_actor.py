@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from actors.messages import BATCH_KINDS, MicroBatch, Progress, Request, Sampled
 from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
+from actors.processes.meter import MetricsPublisher, Spans, StageMeter, TelemetryOptions
 from actors.processes.ranks import Followers, RankActor, ShardLoader
 from actors.schedule.driver import LatencyRecord, Pipeline
 from actors.schedule.live_run import Inbox, Leader
@@ -22,8 +23,6 @@ from actors.stage.emulation import EmulatedDevice, EmulatedStage, ScaledTimes
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
-from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
-from actors.telemetry.metrics import MetricsPublisher
 from actors.transport.gloo_links import CONTROL, BoardKeeper, Links, RemoteBoard, Rendezvous
 from actors.transport.message_format import Codec, PlainCodec
 from actors.transport.message_limits import Limits

@@ -113,8 +113,8 @@ class CheckedModel:
         self, plan: PlanSpec, on_event: OnEvent, recovery: Recovery | None = None
     ) -> LiveGroup:
         from actors.handover.group import group_of
+        from actors.processes.meter import TelemetryOptions
         from actors.stage_group import GroupOptions
-        from actors.telemetry.meter import TelemetryOptions
 
         options = self.options
         group_options = GroupOptions(

@@ -22,7 +22,7 @@ from quant.common.errors import HeadLostError, InputError
 
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup
-    from actors.telemetry.observer import StageTrace
+    from actors.processes.observer import StageTrace
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import pytest
 import ray
 
 from actors.messages import Request, Sampling
+from actors.processes.meter import TelemetryOptions
 from actors.stage_figures import LayersLoaded
 from actors.stage_group import GroupOptions, StageGroup
-from actors.telemetry.meter import TelemetryOptions
 from llmpq import Cluster, Plan, Workload
 from llmpq.run.meter import RunMeter, RunState, generated
 from llmpq.run.monitor import LoadingState, monitored

@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from actors.messages import Finished, Request, Sampling
+from actors.processes.meter import TelemetryOptions
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
-from actors.telemetry.meter import TelemetryOptions
 from llmpq import Plan
 from planner.scheduling import PolicyOptions
 from quant.common.errors import SpecError

@@ -1,18 +1,22 @@
-"""Counts and times of a stage's work, kept while it computes and read by other threads."""
+"""Counts and times of a stage's work, kept while it computes, read by other threads, and offered as
+Ray's metrics, which every node gives to Prometheus.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from ray.util.metrics import Counter, Gauge, Histogram
 
 from actors.messages import BATCH_KINDS, BatchKind, MicroBatch
-from actors.stage_figures import PhaseWork
+from actors.stage_figures import PhaseWork, StageStats, Supervision
 from planner.scheduling import Phase
 
 FULL_SHARE = 0.9
@@ -71,7 +75,6 @@ class SpanLog:
         self._count = 0
 
     def add(self, batch: MicroBatch, began_s: float, ended_s: float) -> None:
-        """Note a micro-batch that was computed."""
         if self._count < len(self._rows):
             counts = batch.counts
             tokens, context = int(counts.sum()), int(batch.starts.max(initial=0))
@@ -81,12 +84,10 @@ class SpanLog:
         self._count += 1
 
     def sent(self, at_s: float) -> None:
-        """Note that the last micro-batch was passed on."""
         if 0 < self._count <= len(self._rows):
             self._rows["sent_s"][self._count - 1] = at_s
 
     def spans(self, stage: int) -> Spans:
-        """Return a copy of all that are kept."""
         kept = min(self._count, len(self._rows))
         return Spans(stage, self._rows[:kept].copy(), self._count - kept)
 
@@ -163,18 +164,14 @@ class StageMeter:
 
     def _share(self, kind: BatchKind, requests: int, tokens: int) -> float:
         """Return the size as a share of the planned micro-batch; 0 where none is planned."""
-        options = self.options
         if kind == "mixed":
             return 0.0
-        done, planned = (
-            (requests, options.decode_requests)
-            if kind == "decode"
-            else (tokens, options.prefill_tokens)
-        )
+        done, planned = tokens, self.options.prefill_tokens
+        if kind == "decode":
+            done, planned = requests, self.options.decode_requests
         return done / planned if planned else 0.0
 
     def work(self, kind: BatchKind) -> PhaseWork:
-        """Return the work in micro-batches of `kind` that is done."""
         return self._state.work[kind]
 
     def tokens(self) -> dict[Phase, int]:
@@ -200,5 +197,130 @@ class StageMeter:
         return [self._unseen.popleft() for _ in range(len(self._unseen))]
 
     def spans(self, stage: int) -> Spans | None:
-        """Return the times of micro-batches, where they are kept."""
         return None if self._log is None else self._log.spans(stage)
+
+
+INTERVAL_S = 0.5
+
+BOUNDARIES_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+LATENCY_BOUNDARIES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+
+_STAGE = ("stage", "device", "job")
+_PHASE = (*_STAGE, "phase")
+
+
+class _Instruments:
+    """All metrics of a stage, with `phase` as a further tag where work differs by phase; that of a
+    micro-batch with prompts and decode steps is "mixed", that of its tokens is theirs.
+    """
+
+    def __init__(self, tags: Mapping[str, str]) -> None:
+        self.tokens = Counter("llmpq_tokens", "Tokens that passed the stage", _PHASE)
+        self.sampled = Counter("llmpq_generated_tokens", "Tokens sampled", _PHASE)
+        self.micro_batches = Counter("llmpq_micro_batches", "Micro-batches computed", _PHASE)
+        self.busy = Counter("llmpq_busy_seconds", "Seconds of computing", _PHASE)
+        self.seconds = Histogram(
+            "llmpq_micro_batch_seconds", "Seconds of a micro-batch", list(BOUNDARIES_S), _PHASE
+        )
+        states = (*_STAGE, "state")
+        self.requests = Gauge("llmpq_requests", "Requests waiting or in slots", states)
+        self.under_way = Gauge("llmpq_micro_batches_under_way", "In the pipeline", _STAGE)
+        self.slots = Gauge("llmpq_kv_slots", "KV slots, used and in all", states)
+        self.held = Gauge("llmpq_held_bytes", "Bytes of weights and KV cache", (*_STAGE, "kind"))
+        self.outgrown = Counter(
+            "llmpq_outgrown_reservations",
+            "Reservations that were doubled, and what became of the request",
+            (*_STAGE, "answer"),
+        )
+        self.recomputed = Counter(
+            "llmpq_recomputed_tokens", "Tokens of preempted requests computed again", _STAGE
+        )
+        self.parked = Gauge("llmpq_parked_tokens", "Tokens in host memory", _STAGE)
+        self.latency = Histogram(
+            "llmpq_request_latency_seconds",
+            "Seconds from the submission of a request's prefill to its last token",
+            list(LATENCY_BOUNDARIES_S),
+            _STAGE,
+        )
+        for metric in vars(self).values():
+            metric.set_default_tags(dict(tags))
+
+
+class MetricsPublisher:
+    """Publishes what `meter` counts and `stats` returns, a few times a second until the process
+    ends, in a thread for which the computing one never waits.
+
+    `new_latencies_s` returns those of the requests that ended since the last call.
+    """
+
+    def __init__(
+        self,
+        meter: StageMeter,
+        stats: Callable[[], StageStats],
+        tags: Mapping[str, str],
+        samples: bool,
+        new_latencies_s: Callable[[], Sequence[float]] = tuple,
+    ) -> None:
+        self._meter = meter
+        self._stats = stats
+        self._samples = samples  # whether tokens are sampled on this stage
+        self._new_latencies_s = new_latencies_s
+        self._instruments = _Instruments(tags)
+        self._told: dict[tuple[str, str], float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llmpq-metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self.publish()
+
+    def publish(self) -> None:
+        """Hand over the figures as they are now."""
+        made, meter = self._instruments, self._meter
+        for phase, tokens in meter.tokens().items():
+            self._count(made.tokens, "tokens", phase, tokens)
+        for kind in BATCH_KINDS:
+            work = meter.work(kind)
+            self._count(made.micro_batches, "micro-batches", kind, work.micro_batches)
+            self._count(made.busy, "busy", kind, meter.busy_s(kind))
+            if self._samples:
+                self._count(made.sampled, "sampled", kind, work.sampled)
+        for kind, seconds in meter.new_seconds():
+            made.seconds.observe(seconds, {"phase": kind})
+        for latency_s in self._new_latencies_s():
+            made.latency.observe(latency_s)
+        stats = self._stats()
+        made.held.set(stats.weight_bytes, {"kind": "weights"})
+        made.held.set(stats.kv_cache_bytes, {"kind": "kv_cache"})
+        if stats.queue is not None:
+            made.requests.set(stats.queue.waiting, {"state": "waiting"})
+            made.requests.set(stats.queue.in_slots, {"state": "in_slots"})
+            made.slots.set(stats.queue.in_slots, {"state": "used"})
+            made.slots.set(stats.queue.slots, {"state": "all"})
+            made.under_way.set(stats.queue.micro_batches)
+            self._publish_supervision(stats.queue.supervision)
+
+    def _publish_supervision(self, counts: Supervision) -> None:
+        made = self._instruments
+        for answer in ("grown", "parked", "recomputed"):
+            self._count(made.outgrown, "outgrown", answer, getattr(counts, answer), "answer")
+        self._count(made.recomputed, "recomputed tokens", "", counts.recomputed_tokens, None)
+        made.parked.set(counts.parked_now)
+
+    def _count(
+        self, counter: Counter, name: str, value: str, total: float, tag: str | None = "phase"
+    ) -> None:
+        """Add to `counter`, by the `value` of its `tag`, what `total` has grown by since the last
+        call.
+        """
+        more = total - self._told.get((name, value), 0.0)
+        if more > 0:
+            counter.inc(more, {} if tag is None else {tag: value})
+            self._told[name, value] = total

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
+from actors.processes.handle import StageHandle
+from actors.processes.meter import Spans
 from actors.stage_figures import LayersLoaded, StageStats
-from actors.telemetry.meter import Spans
 
 T = TypeVar("T")
 
@@ -38,30 +39,15 @@ class StageTrace:
     clock: ClockOffset
 
 
-class ObservedStage(Protocol):
-    """A stage whose control thread answers while it computes; a process behind it may change."""
-
-    def stats(self) -> ObjectRef[StageStats]:
-        """Ask for its figures."""
-
-    def layers_loaded(self) -> ObjectRef[LayersLoaded]:
-        """Ask how far it is with loading; RuntimeError before it is started."""
-
-    def clock_s(self) -> ObjectRef[float]:
-        """Ask what the clock of its spans shows."""
-
-    def spans(self) -> ObjectRef[Spans | None]:
-        """Ask when each micro-batch was computed, where that is kept."""
-
-
 class Observer:
-    """Asks the control threads of `stages`, which stand in the plan's order.
+    """Asks the control threads of `stages`, which stand in the plan's order and answer while they
+    compute; a process behind one may change.
 
     What a stage does not answer, because it died or is slow, is None; nothing is raised.
     """
 
     def __init__(
-        self, stages: Sequence[ObservedStage], clock: Callable[[], float] = time.perf_counter
+        self, stages: Sequence[StageHandle], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._stages = stages
         self._clock = clock
@@ -89,7 +75,7 @@ class Observer:
             if found:
                 self._note(index, min(found, key=lambda ping: ping.error_s))
 
-    def _ping(self, stage: ObservedStage) -> ClockOffset | None:
+    def _ping(self, stage: StageHandle) -> ClockOffset | None:
         before_s = self._clock()
         shown_s = _answer(lambda: ray.get(stage.clock_s(), timeout=POLL_S))
         after_s = self._clock()
@@ -113,7 +99,7 @@ class Observer:
         self.align()
         return tuple(self._trace(index, stage) for index, stage in enumerate(self._stages))
 
-    def _trace(self, index: int, stage: ObservedStage) -> StageTrace | None:
+    def _trace(self, index: int, stage: StageHandle) -> StageTrace | None:
         spans = _answer(lambda: ray.get(stage.spans(), timeout=COLLECT_S))
         clock = self._clocks.get(index)
         return None if spans is None or clock is None else StageTrace(spans, clock)

@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
+from actors.processes.meter import SPAN, Spans
+from actors.processes.observer import Observer, StageTrace
 from actors.stage_figures import LayersLoaded
-from actors.telemetry.meter import SPAN, Spans
-from actors.telemetry.observer import Observer, StageTrace
 
 SKEW_S = 1000.0
 
@@ -101,4 +101,5 @@ def test_stages_that_are_not_started_tell_nothing_of_loading() -> None:
     def unstarted() -> Any:
         raise RuntimeError("stage 0 was not started")
 
-    assert Observer([SimpleNamespace(layers_loaded=unstarted)]).loading() == (None,)
+    stage: Any = SimpleNamespace(layers_loaded=unstarted)
+    assert Observer([stage]).loading() == (None,)

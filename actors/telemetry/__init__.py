@@ -1,1 +1,0 @@
-"""Figures, metrics and traces of stages while they run."""
