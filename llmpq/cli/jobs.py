@@ -120,9 +120,9 @@ def _show(options: ShowCommand) -> int:
         job = overview_of(place)
         runs = job.state == "running"
         if html is not None:
-            from llmpq.jobs.overview.page import write_page
+            from llmpq.jobs.overview.page import write_job_page
 
-            write_page(html, job, watch_s if runs else None)
+            write_job_page(html, job, watch_s if runs else None)
         _print(job, options.json)
         if html is not None and not options.json:
             _say(f"page: {html}")

@@ -71,10 +71,7 @@ JSON_LINES = FileFormat("jsonl")
 
 
 def input_format(path: Path) -> FileFormat:
-    """Format of a file of prompts; JSON lines where its name tells no format.
-
-    Raises `InputError` for Parquet that is compressed as a whole.
-    """
+    """JSON lines where the name tells no format; `InputError` for Parquet compressed as a whole."""
     stem, compression = _without_compression(path.name.lower())
     if stem.endswith(PARQUET):
         if compression:
@@ -87,10 +84,7 @@ def input_format(path: Path) -> FileFormat:
 
 
 def output_format(path: Path) -> FileFormat:
-    """Format of a file of results; JSON lines where its name has no ending.
-
-    Raises `InputError` for an ending that llmpq does not write.
-    """
+    """JSON lines where the name has no ending; `InputError` for one that llmpq does not write."""
     name = path.name.lower()
     stem, compression = _without_compression(name)
     rows = _row_format(stem)
@@ -181,10 +175,7 @@ def numbered_lines(path: Path, compression: Compression) -> Iterator[tuple[int, 
 
 
 def contradiction(path: Path, named: FileFormat) -> str | None:
-    """A sentence on a file that holds something else than its name says, else None.
-
-    Raises one of `READ_ERRORS`.
-    """
+    """A sentence on a file that holds something else than its name says; raises `READ_ERRORS`."""
     with path.open("rb") as file:
         start = file.read(8)
     found = _magic(start)

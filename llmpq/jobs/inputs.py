@@ -89,7 +89,8 @@ class JobInput:
         """
         occurrences = Occurrences()
         for index, path in enumerate(self.files):
-            for number, row in self._rows_of(path, self.names[index]):
+            for number, content in _contents(path):
+                row = self.row_of(content, f"{self.names[index]}:{number}")
                 if not row.custom_id and isinstance(row, Row):
                     row = row.named(occurrences.custom_id(row.named_by))
                 yield PlacedRow(row, index * _PLACES_PER_FILE + number)
@@ -148,10 +149,6 @@ class JobInput:
         if any(path.stat().st_size != file.file_bytes for file, path in pairs):
             return False
         return all(file.matches(path) for file, path in pairs)
-
-    def _rows_of(self, path: Path, name: str) -> Iterator[tuple[int, Row | BadRow]]:
-        for number, content in _contents(path):
-            yield number, self.row_of(content, f"{name}:{number}")
 
 
 def _contents(path: Path) -> Iterator[tuple[int, Content]]:

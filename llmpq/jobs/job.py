@@ -156,10 +156,7 @@ class JobOptions:
 def finished_tally(
     source: JobInput, output: Output, identity: JobIdentity, options: JobOptions
 ) -> Tally | None:
-    """Tally of a job that is done and unchanged since; None where its rows must be looked at.
-
-    Raises `InputError` for an output of another job.
-    """
+    """None where rows must be looked at; raises `InputError` for an output of another job."""
     found = output.recorded(identity, source, options.retry_errors)
     if found is None or (options.stop_at_error and found.errors):
         return None
@@ -258,10 +255,7 @@ class OpenJob:
         return done.fingerprint == fingerprint
 
     def todo(self) -> Iterator[Row | BadRow]:
-        """The rows that have no result yet, as they are asked for.
-
-        Raises `InputError` when the input has changed meanwhile.
-        """
+        """The rows without a result; raises `InputError` when the input has changed meanwhile."""
         for placed in self._source.rows():
             row = placed.row
             fingerprint = self._identity.fingerprint(row)

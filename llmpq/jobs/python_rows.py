@@ -82,7 +82,7 @@ def _from_items(
         if not row.custom_id and isinstance(row, Row):
             made = place if occurrences is None else occurrences.custom_id(row.named_by)
             row = row.named(made)
-        earlier = database.want(row.custom_id, "", number)
+        earlier = database.want(row.custom_id, number)
         if earlier is not None:
             raise InputError(
                 f"custom_id {row.custom_id!r:.80} of row {number} stands in row {earlier} already; "

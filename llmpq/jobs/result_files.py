@@ -225,11 +225,7 @@ class ShardWriter:
             threading.Thread(target=self._commit_by_time, daemon=True).start()
 
     def write(self, result: Result, is_chat: bool) -> bool:
-        """Add a result; False if its id has one already, which stays.
-
-        `is_chat`: its prompt was messages. Raises `InputError` for an id that is not in the
-        database.
-        """
+        """As `JobOutput.write`; raises `InputError` for an id that is not in the database."""
         with self._mutex:
             self._raise_failure()
             fingerprint = self._database.wanted(result.custom_id)

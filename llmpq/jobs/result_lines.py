@@ -159,10 +159,7 @@ def error_of(line: Mapping[str, Any]) -> str | None:
 
 
 def check_writable(named: Path, path: Path) -> None:
-    """Raise `InputError` for a format that cannot be written to `path`.
-
-    `named`: the name that was given, perhaps of a link to `path`.
-    """
+    """Raise `InputError` where no such format can be written; `named` may be a link to `path`."""
     found = output_format(path)
     if found != output_format(named):
         raise InputError(

@@ -190,19 +190,16 @@ class RowDatabase:
             self._database.execute(table)
         self.replaced = 0
 
-    def want(self, custom_id: str, fingerprint: str, place: int) -> int | None:
+    def want(self, custom_id: str, place: int) -> int | None:
         """Note a row of the input; returns the place where the same id stands already, or None."""
-        key = _key(custom_id)
-        if self._insert(_WANT, (key, fingerprint, place, 0, RowKind.GOOD)):
+        key = id_key(custom_id)
+        if self._insert(_WANT, (key, "", place, 0, RowKind.GOOD)):
             return None
         return self._place(key)
 
     def want_all(self, rows: Iterable[WantedRow]) -> tuple[int, int] | None:
-        """Note many rows of the input.
-
-        Where an id comes twice, returns its second place and its first.
-        """
-        keyed = ((_key(row.custom_id), *row[1:]) for row in rows)
+        """Note rows of the input; returns the second and the first place of an id given twice."""
+        keyed = ((id_key(row.custom_id), *row[1:]) for row in rows)
         while batch := list(islice(keyed, BATCH_ROWS)):
             if self._insert_all(_WANT, batch) < len(batch):
                 for key, _, place, *_ in batch:
@@ -212,7 +209,7 @@ class RowDatabase:
         return None
 
     def wanted(self, custom_id: str) -> str | None:
-        found = self._one("SELECT fingerprint FROM wanted WHERE id = ?", _key(custom_id))
+        found = self._one("SELECT fingerprint FROM wanted WHERE id = ?", id_key(custom_id))
         return None if found is None else str(found[0])
 
     def tally(self) -> Tally:
@@ -269,7 +266,7 @@ class RowDatabase:
 
         Of two the later counts, unless it is an error or the earlier is none.
         """
-        key = _key(custom_id)
+        key = id_key(custom_id)
         if not self._insert(_RECORD, (key, *done)):
             return self._replace(key, done)
         self.replaced += done.forgotten
@@ -277,7 +274,7 @@ class RowDatabase:
 
     def record_all(self, results: Iterable[tuple[str, Done]]) -> None:
         keyed: Iterator[tuple[Any, ...]]
-        keyed = ((_key(custom_id), *done) for custom_id, done in results)
+        keyed = ((id_key(custom_id), *done) for custom_id, done in results)
         while batch := list(islice(keyed, BATCH_ROWS)):
             if self._insert_all(_RECORD, batch) == len(batch):
                 self.replaced += sum(row[-1] for row in batch)
@@ -300,7 +297,7 @@ class RowDatabase:
         return True
 
     def done(self, custom_id: str) -> Done | None:
-        return self._done(_key(custom_id))
+        return self._done(id_key(custom_id))
 
     def _done(self, key: bytes) -> Done | None:
         found = self._one(
@@ -343,7 +340,7 @@ class RowDatabase:
         return self._database.execute(query, (key,)).fetchone()
 
 
-def _key(custom_id: str) -> bytes:
+def id_key(custom_id: str) -> bytes:
     """A digest of 128 bits: two ids of 10^9 share one by chance once in 10^20 jobs."""
     content = custom_id.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()

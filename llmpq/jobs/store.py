@@ -282,10 +282,7 @@ class JobStore:
         return [shard for shard in shards_in(self.path) if shard.generation == generation]
 
     def begin(self, manifest: Manifest, rows: Iterable[bytes]) -> None:
-        """Write the manifest of a job that begins, and before it the records of its `rows`.
-
-        Shards of an older job count no more from then on.
-        """
+        """Write the records of `rows`, then the manifest: shards of an older job count no more."""
         self.disk.sync_folder(self.path.parent)
         if manifest.input_digest is not None:
             self._write_rows(manifest.input_digest, rows)

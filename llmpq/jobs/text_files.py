@@ -32,10 +32,7 @@ with more of it.
 
 
 def is_whole_json(path: Path, compression: Compression) -> bool:
-    """Whether a file holds an array, or begins with a value that spans lines.
-
-    Raises one of `READ_ERRORS`.
-    """
+    """Whether a file holds an array, or its first value spans lines; may raise `READ_ERRORS`."""
     with _text(path, compression) as text:
         if text.begins(_WHOLE):
             return True

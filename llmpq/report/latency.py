@@ -113,7 +113,9 @@ def schedule_sentence(plan: PlanSpec) -> str:
     if schedule.prefill_micro_batch < schedule.prefill_requests:
         newcomers += f" in micro-batches of up to {count(schedule.prefill_micro_batch)}"
     decoding = plural(schedule.decode_requests, "request")
-    groups = _in_groups(schedule.decode_micro_batches)
+    groups = ""
+    if schedule.decode_micro_batches > 1:
+        groups = f" in {count(schedule.decode_micro_batches)} groups"
     name = kind_name(schedule.kind)
     if plan.prefill_plan is None:
         steps = plural(schedule.decode_steps, "decode step")
@@ -127,10 +129,6 @@ def schedule_sentence(plan: PlanSpec) -> str:
         f"{name}: {prefilling} turns of {newcomers}, one after another, and {others} about "
         f"{decoding}{groups} all the time; devices are divided by {DIVIDED_BY[schedule.kind]}"
     )
-
-
-def _in_groups(groups: int) -> str:
-    return "" if groups == 1 else f" in {count(groups)} groups"
 
 
 MEDIAN = 0.5

@@ -52,7 +52,8 @@ def plan_html(plan: PlanSpec, simulated: Simulated | str) -> str:
     if plan.latency is not None:
         picture = _small(cycle_pictures(plan))
     elif not isinstance(simulated, str):
-        picture = _picture(plan, simulated)
+        devices = [stage.label for stage in plan.stages]
+        picture = _small(schedule_pictures(simulated, devices, plan.job is not None))
     parts = [plan] if plan.prefill_plan is None else [plan.prefill_plan, plan]
     slowest = f" {bottlenecks(plan)}" if plan.latency is None else ""
     facts = facts_of(plan)
@@ -93,12 +94,6 @@ def _no_picture(simulated: Simulated | str) -> str:
     if isinstance(simulated, str):
         return simulated
     return 'it is too large here; plan.trace("schedule.svg") writes it'
-
-
-def _picture(plan: PlanSpec, simulated: Simulated) -> Picture | None:
-    """The schedule, or the part of it that is not too large for a notebook's file."""
-    devices = [stage.label for stage in plan.stages]
-    return _small(schedule_pictures(simulated, devices, plan.job is not None))
 
 
 def _small(pictures: Sequence[Picture]) -> Picture | None:

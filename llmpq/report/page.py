@@ -162,10 +162,7 @@ def write_report(
     front: Sequence[FrontPoint] | KindFronts = (),
     made: Making | None = None,
 ) -> None:
-    """Write `report_page`; an existing file is replaced whole or not at all.
-
-    Raises InputError where it cannot be written.
-    """
+    """Write `report_page` whole or not at all; raises InputError where it cannot be written."""
     write_page(Path(path), report_page(plan, reasons, front, made))
 
 
@@ -184,6 +181,9 @@ def write_refusal(
     w, job = request.workload, request.job
     prompts = w.global_batch if job is None else job.prompts
     lengths = f"{plural(prompts, 'prompt')} of up to {w.prompt_length:,} tokens, {w.new_tokens} new"
+    remedies = error.remedies
+    if not remedies and isinstance(error, BoundNotMetError):
+        remedies = (f"--{error.option} {error.reachable:g}",)  # the bound that was found feasible
     in_flight = "all in flight" if job is None else f"{w.global_batch:,} in flight at the least"
     page = render(
         "refusal.html.j2",
@@ -191,7 +191,7 @@ def write_refusal(
         cluster=request.cluster.name,
         what=what or f"{lengths}, {in_flight}",
         problem=error.problem,
-        remedies=error.remedies or _least_bound(error),
+        remedies=remedies,
         memory_is_short=not isinstance(
             error, BoundNotMetError
         ),  # else plans fit, but none keeps the bound
@@ -200,13 +200,6 @@ def write_refusal(
         making=making(None, command),
     )
     write_page(Path(path), page)
-
-
-def _least_bound(error: InfeasibleError) -> tuple[str, ...]:
-    """The bound that was found feasible, where one was missed."""
-    if not isinstance(error, BoundNotMetError):
-        return ()
-    return (f"--{error.option} {error.reachable:g}",)
 
 
 def _needs(request: PlanningRequest) -> list[tuple[int, int, int]]:

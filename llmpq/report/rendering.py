@@ -91,12 +91,13 @@ def write_picture(path: Path, text: str) -> None:
         raise SpecError(f"cannot write {path}: {error.strerror}") from error
 
 
-def write_page(path: Path, text: str) -> None:
+def write_page(path: Path, text: str, what: str = "report") -> None:
     """Write a page whole or not at all; InputError where it cannot be written."""
     try:
         write_whole(path, text)
-    except OSError as error:
-        raise InputError(f"cannot write the report to {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot write the {what} to {path}: {why}") from error
 
 
 CLUSTER_FILE = "cluster.yaml"

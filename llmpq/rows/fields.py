@@ -235,17 +235,13 @@ def _is_list_of_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
 
 
-def _never(value: Any) -> bool:
-    return False
-
-
 _WORDS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(OBJECTS[2:], _holds_fields),
     **dict.fromkeys(("system", "system_prompt"), _is_text),
     **dict.fromkeys(("think", "thinking", "watermark"), _is_switch),
     **dict.fromkeys(
         ("adapter_id", "constraints", "details", "ebnf", "max_time", "regex", "truncate",
-         "typical"), _never),
+         "typical"), lambda value: False),
     "documents": _is_list_of_objects,
     "format": _is_schema,
     "grammar": _is_grammar,

@@ -108,10 +108,7 @@ class BadRow:
 
 
 def row_from_line(line: bytes, place: str) -> Row | BadRow:
-    """The row of one JSON line, without an id where the line gives none.
-
-    A bad row without an id is named by its `place`.
-    """
+    """The row of a JSON line; where that gives no id it has none, and a bad one its `place`."""
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -72,9 +72,9 @@ class Instruments:
         own = Counter(_PREFIX + name, text, labels, registry=self._registry)
         return Instrument(own, self._of_ray("Counter", name, text, tag_keys=labels))
 
-    def gauge(self, name: str, text: str, label: str) -> Instrument:
-        own = Gauge(_PREFIX + name, text, (label,), registry=self._registry)
-        return Instrument(own, self._of_ray("Gauge", name, text, tag_keys=(label,)))
+    def gauge(self, name: str, text: str) -> Instrument:
+        own = Gauge(_PREFIX + name, text, ("state",), registry=self._registry)
+        return Instrument(own, self._of_ray("Gauge", name, text, tag_keys=("state",)))
 
     def histogram(self, name: str, text: str, boundaries: Sequence[float]) -> Instrument:
         own = Histogram(_PREFIX + name, text, buckets=boundaries, registry=self._registry)
@@ -158,8 +158,8 @@ class ServeMetrics:
         )
         self._answers = made.counter("answers", "Answers that ended, by how", "outcome")
         self._tokens = made.counter("tokens", "Tokens of prompts and of answers", "of")
-        self._under_way = made.gauge("answers_under_way", "Answers by state", "state")
-        self._kv_tokens = made.gauge("kv_tokens", "Token slots of the KV cache", "state")
+        self._under_way = made.gauge("answers_under_way", "Answers by state")
+        self._kv_tokens = made.gauge("kv_tokens", "Token slots of the KV cache")
         self._new_tokens = 0
 
     def timer(self, arrived_s: float | None) -> AnswerTimer:

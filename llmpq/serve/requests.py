@@ -128,14 +128,10 @@ def _rows(body: CompletionBody | ChatBody, where: str) -> list[Row]:
     for number, prompt in enumerate(prompts):
         row = row_from_mapping({where: prompt}, where)
         if isinstance(row, BadRow):
-            raise bad_request(row.error, _place(where, number, len(prompts)))
+            raise bad_request(row.error, where if len(prompts) == 1 else f"{where}[{number}]")
         options = {} if row.token_ids is not None else body.prompt_options
         rows.append(replace(row, prompt_options=options))
     return rows
-
-
-def _place(where: str, number: int, prompts: int) -> str:
-    return where if prompts == 1 else f"{where}[{number}]"
 
 
 async def _encoded(row: Row, engine: Engine, where: str) -> tuple[int, ...]:

@@ -85,12 +85,6 @@ def _body(content: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": content, "more_body": more}
 
 
-async def answer_unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The answer that `work` makes; it is cancelled when the client goes."""
-    answer = await _unless_gone(request.receive, work)
-    return Response(status_code=CLIENT_GONE) if answer is None else answer
-
-
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """What `work` returns or raises; None where the client goes before, which cancels it."""
     working = asyncio.create_task(work)
@@ -149,7 +143,8 @@ class Service:
         job = _Job(self, body, form, self.engine, request.state.arrived_s)
         if body.stream:
             return EventStream(job.events(), self.options.stall_s)
-        return await answer_unless_gone(request, job.whole())
+        answer = await _unless_gone(request.receive, job.whole())
+        return Response(status_code=CLIENT_GONE) if answer is None else answer
 
     async def content(self, body: CompletionBody | ChatBody, form: Form, engine: Engine) -> Json:
         """The content of a whole answer by `engine`, which decides alone when it may run."""
@@ -194,10 +189,7 @@ class _Job:
         return content | {"usage": usage.content}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events.
-
-        Raises `ApiError` before the first of them; afterwards an error is an event.
-        """
+        """Server-sent events; an `ApiError` is raised before the first of them, else one itself."""
         is_begun = False
         try:
             with self._service.gate.admitted(generations_of(self._body)):

@@ -10,14 +10,25 @@ from typing import Literal
 
 from llmpq.jobs.job_files import Shard, shards_in
 from llmpq.jobs.overview.places import JobPlace, is_running
-from llmpq.jobs.overview.series import JobEvent, SessionSeries, job_events, session_series
 from llmpq.jobs.result_lines import ErrorCounts, ErrorKind, read_errors
-from llmpq.jobs.sessions import JobSession, Journal, read_journal
+from llmpq.jobs.sessions import JobSession, Journal, SessionSeries, read_journal, session_series
 from llmpq.jobs.store import Manifest
 from llmpq.report.latency import LatencyFigures, PlannedLatency
 from quant.common.errors import InputError
 
 JobState = Literal["running", "stopped", "done"]
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    number: int
+    session: int  # by its number
+    at: float
+    at_s: float  # of the job
+    kind: str
+    stage: int | None
+    lost_s: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -310,3 +321,16 @@ def _remarks(records: _Records, counts: _RowCounts) -> tuple[str, ...]:
             "be counted twice"
         )
     return tuple(remarks)
+
+
+def job_events(sessions: Sequence[JobSession]) -> tuple[JobEvent, ...]:
+    """All events, numbered in the order of their time."""
+    found: list[JobEvent] = []
+    begins_s = 0.0
+    for session in sessions:
+        for event in sorted(session.events, key=lambda event: event.at):
+            at_s = begins_s + min(max(0.0, event.at - session.began_at), session.seconds)
+            told = (event.event, event.stage, event.lost_s, event.text)
+            found.append(JobEvent(len(found) + 1, session.number, event.at, at_s, *told))
+        begins_s += session.seconds
+    return tuple(found)

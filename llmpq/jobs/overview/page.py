@@ -24,10 +24,8 @@ from llmpq.jobs.overview.words import (
 )
 from llmpq.report.charts import Axis, columns, element, label, line, polyline, rows, spot, svg, text
 from llmpq.report.formatting import count, lasted, per_second
-from llmpq.report.rendering import render
+from llmpq.report.rendering import render, write_page
 from llmpq.version import llmpq_version
-from quant.common.errors import InputError
-from quant.common.files import write_whole
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 78, WIDTH - 24, 48, HEIGHT - 56
@@ -71,17 +69,9 @@ def _tiles(job: JobOverview) -> list[tuple[str, str]]:
     ]
 
 
-def write_page(path: str | Path, job: JobOverview, refresh_s: float | None = None) -> None:
-    """Write `job_page`; an existing file is replaced whole or not at all.
-
-    Raises InputError where it cannot be written.
-    """
-    target, page = Path(path), job_page(job, refresh_s)
-    try:
-        write_whole(target, page)
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"cannot write the page to {target}: {why}") from error
+def write_job_page(path: str | Path, job: JobOverview, refresh_s: float | None = None) -> None:
+    """Write `job_page` whole or not at all; raises InputError where it cannot be written."""
+    write_page(Path(path), job_page(job, refresh_s), "page")
 
 
 def rate_chart(job: JobOverview) -> Markup | None:

@@ -28,6 +28,7 @@ from llmpq.jobs.job import OpenJob
 from llmpq.jobs.job_files import Disk, Sink, file_digest, shards_in
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.result_lines import OutputOptions, result_identity
+from llmpq.jobs.row_database import id_key
 from llmpq.jobs.store import MODEL_HEX, JobIdentity
 from llmpq.jobs.text_files import is_whole_json
 from llmpq.rows.results import Result
@@ -87,7 +88,7 @@ def scan(path: Path, most_line_bytes: int, digest: str | None = None) -> Scan:
             objects += line.lstrip().startswith(b"{")
             custom_id = custom_id_of(line)
             if custom_id is not None:
-                first = seen.setdefault(_key(custom_id), number)
+                first = seen.setdefault(id_key(custom_id), number)
                 if first != number:
                     repeats[number] = first
     except READ_ERRORS as error:
@@ -99,10 +100,6 @@ def scan(path: Path, most_line_bytes: int, digest: str | None = None) -> Scan:
     if not objects:
         return Scan(problem=Problem("invalid_json_line", _NO_LINES, 1))
     return Scan(lines, repeats)
-
-
-def _key(custom_id: str) -> bytes:
-    return blake2b(custom_id.encode(), digest_size=16).digest()
 
 
 def may_pass(error: BaseException) -> bool:
@@ -226,10 +223,7 @@ def finish_batch(store: BatchStore, batch_id: str, job: BatchJob, now_s: int) ->
 
 
 def fail_batch(store: BatchStore, batch_id: str, problem: Problem, now_s: int) -> None:
-    """Note why a batch cannot go on, and give out the answers that it has.
-
-    What lies in its folder is kept aside.
-    """
+    """Note why a batch cannot go on, give out the answers it has, and set its folder aside."""
     folder = store.job_path(batch_id)
     results = partial(results_so_far, batch_id, folder)
     errors = [each.error is not None for each in results()]

@@ -21,7 +21,7 @@ from llmpq.jobs.overview.page import (
     job_page,
     rate_chart,
     rows_chart,
-    write_page,
+    write_job_page,
 )
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.overview.words import facts, job_text, list_text
@@ -170,4 +170,4 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     job = job_of(tmp_path, [])
     for target in (tmp_path / "none" / "page.html", tmp_path, Path("/dev/null/x"), Path("")):
         with pytest.raises(InputError, match="cannot write the page"):
-            write_page(target, job)
+            write_job_page(target, job)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq.jobs.overview.overview import overview_of
-from llmpq.jobs.overview.page import write_page
+from llmpq.jobs.overview.page import write_job_page
 from llmpq.jobs.overview.places import find_job
 from tests.llmpq.fake_jobs import prompts, run_job, write_prompts
 from tests.llmpq.made_journals import BEGAN, died, ended, failed_rows, session, write_journal
@@ -41,7 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     second = session(BEGAN + 4000, resumed=40, resumed_errors=3, command=f"llmpq run {LONG}")
     write_journal(folder / "out.jsonl.job", [*first, *second])
-    write_page(folder / "job.html", overview_of(find_job(folder / "out.jsonl")))
+    write_job_page(folder / "job.html", overview_of(find_job(folder / "out.jsonl")))
     return folder / "job.html"
 
 
