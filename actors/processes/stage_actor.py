@@ -23,13 +23,15 @@ from actors.stage.emulation import EmulatedDevice, EmulatedStage, ScaledTimes
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
-from actors.transport.gloo_links import CONTROL, BoardKeeper, Links, RemoteBoard, Rendezvous
+from actors.transport.gloo_links import CONTROL, Links, Rendezvous
 from actors.transport.message_format import Codec, PlainCodec
 from actors.transport.message_limits import Limits
 from actors.transport.pipelines import (
+    BoardKeeper,
     GlooPipeline,
     RayMessage,
     RayPipeline,
+    RemoteBoard,
     from_ray,
     relay,
     serve,

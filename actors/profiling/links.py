@@ -22,9 +22,9 @@ from actors.processes.device import device_here, stage_environment
 from actors.processes.placement import CRUMB, Placement
 from actors.profiling.on_cluster import bare_errors
 from actors.transport.collectives import DistributedGroup, Meeting
-from actors.transport.gloo_links import CONTROL, BoardKeeper, Links, RemoteBoard, Rendezvous
+from actors.transport.gloo_links import CONTROL, Links, Rendezvous
 from actors.transport.message_format import decode, encode
-from actors.transport.pipelines import RayMessage, from_ray
+from actors.transport.pipelines import BoardKeeper, RayMessage, RemoteBoard, from_ray
 from planner.cluster.device import Place, Way
 from quant.common.errors import DeviceError
 

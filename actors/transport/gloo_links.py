@@ -18,7 +18,6 @@ from datetime import timedelta
 from threading import Lock
 from typing import Any, Protocol
 
-import ray
 import torch
 import torch.distributed
 from torch import Tensor
@@ -87,58 +86,6 @@ class LocalBoard:
     def read(self, keys: Sequence[str]) -> dict[str, bytes]:
         with self._lock:
             return {key: self._values[key] for key in keys if key in self._values}
-
-
-class BoardKeeper:
-    """The part of an actor that keeps the board of the latest rendezvous, for those who know its
-    secret.
-    """
-
-    _kept: tuple[Rendezvous, LocalBoard] | None = None
-
-    @ray.method(concurrency_group=CONTROL)
-    def open_rendezvous(self, rendezvous: Rendezvous) -> None:
-        """Begin with an empty board; the one of an earlier rendezvous is gone."""
-        self._kept = rendezvous, LocalBoard(len(rendezvous.hosts))
-
-    @ray.method(concurrency_group=CONTROL)
-    def board_put(self, secret: bytes, key: str, value: bytes) -> None:
-        self.board(secret).put(key, value)
-
-    @ray.method(concurrency_group=CONTROL)
-    def board_read(self, secret: bytes, keys: Sequence[str]) -> dict[str, bytes]:
-        return self.board(secret).read(keys)
-
-    def board(self, secret: bytes) -> LocalBoard:
-        """The board of the rendezvous with this `secret`; raises `DeviceError` where it is over."""
-        if self._kept is None or not hmac.compare_digest(self._kept[0].secret, secret):
-            raise DeviceError("the rendezvous of the stages is over, another one may have begun")
-        return self._kept[1]
-
-    def close_rendezvous(self) -> None:
-        self._kept = None
-
-
-class RemoteBoard:
-    """The board of `rendezvous` that the actor `keeper` has."""
-
-    def __init__(self, keeper: Any, rendezvous: Rendezvous) -> None:
-        self._keeper, self._rendezvous = keeper, rendezvous
-
-    def put(self, key: str, value: bytes) -> None:
-        self._get(self._keeper.board_put.remote(self._rendezvous.secret, key, value))
-
-    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
-        found: dict[str, bytes] = self._get(
-            self._keeper.board_read.remote(self._rendezvous.secret, list(keys))
-        )
-        return found
-
-    def _get(self, reference: Any) -> Any:
-        try:
-            return ray.get(reference, timeout=self._rendezvous.timeout_s)
-        except ray.exceptions.RayError as error:
-            raise DeviceError(f"the first stage does not answer its neighbours: {error}") from error
 
 
 _Store: Any = getattr(torch.distributed, "Store", object)  # missing in a torch without it

@@ -1,10 +1,12 @@
 """The pipeline of stages as the first one sees it: over links of gloo, or by calls of Ray.
 
-Either way a stage's result travels as one message, which the next stage decodes and computes.
+Either way a stage's result travels as one message, which the next stage decodes and computes. The
+board by which ends of gloo find each other is kept by an actor, under Ray's token and TLS.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,9 +17,9 @@ import torch
 from torch import Tensor
 
 from actors.messages import MicroBatch, Sampled, TokenIds
-from actors.transport.gloo_links import Links
+from actors.transport.gloo_links import CONTROL, Links, LocalBoard, Rendezvous
 from actors.transport.message_format import Codec
-from quant.common.errors import StageLostError
+from quant.common.errors import DeviceError, StageLostError
 
 ANSWER_S = 1800.0
 """A micro-batch that takes longer than half an hour to come back hangs."""
@@ -139,3 +141,55 @@ def relay(stage: ComputingStage, message: Tensor, codec: Codec) -> Tensor:
 def from_ray(message: RayMessage) -> Tensor:
     """`message` as a tensor; copied, as Ray's objects may not be changed."""
     return torch.from_numpy(message.copy())
+
+
+class BoardKeeper:
+    """The part of an actor that keeps the board of the latest rendezvous, for those who know its
+    secret.
+    """
+
+    _kept: tuple[Rendezvous, LocalBoard] | None = None
+
+    @ray.method(concurrency_group=CONTROL)
+    def open_rendezvous(self, rendezvous: Rendezvous) -> None:
+        """Begin with an empty board; the one of an earlier rendezvous is gone."""
+        self._kept = rendezvous, LocalBoard(len(rendezvous.hosts))
+
+    @ray.method(concurrency_group=CONTROL)
+    def board_put(self, secret: bytes, key: str, value: bytes) -> None:
+        self.board(secret).put(key, value)
+
+    @ray.method(concurrency_group=CONTROL)
+    def board_read(self, secret: bytes, keys: Sequence[str]) -> dict[str, bytes]:
+        return self.board(secret).read(keys)
+
+    def board(self, secret: bytes) -> LocalBoard:
+        """The board of the rendezvous with this `secret`; raises `DeviceError` where it is over."""
+        if self._kept is None or not hmac.compare_digest(self._kept[0].secret, secret):
+            raise DeviceError("the rendezvous of the stages is over, another one may have begun")
+        return self._kept[1]
+
+    def close_rendezvous(self) -> None:
+        self._kept = None
+
+
+class RemoteBoard:
+    """The board of `rendezvous` that the actor `keeper` has."""
+
+    def __init__(self, keeper: Any, rendezvous: Rendezvous) -> None:
+        self._keeper, self._rendezvous = keeper, rendezvous
+
+    def put(self, key: str, value: bytes) -> None:
+        self._get(self._keeper.board_put.remote(self._rendezvous.secret, key, value))
+
+    def read(self, keys: Sequence[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = self._get(
+            self._keeper.board_read.remote(self._rendezvous.secret, list(keys))
+        )
+        return found
+
+    def _get(self, reference: Any) -> Any:
+        try:
+            return ray.get(reference, timeout=self._rendezvous.timeout_s)
+        except ray.exceptions.RayError as error:
+            raise DeviceError(f"the first stage does not answer its neighbours: {error}") from error

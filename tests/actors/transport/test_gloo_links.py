@@ -28,8 +28,9 @@ from actors.messages import (
     Sampling,
     TokenRange,
 )
-from actors.transport.gloo_links import FRAME_BYTES, BoardKeeper, Links, LocalBoard, Rendezvous
+from actors.transport.gloo_links import FRAME_BYTES, Links, LocalBoard, Rendezvous
 from actors.transport.message_format import decode, encode, message_bytes
+from actors.transport.pipelines import BoardKeeper
 from quant.common.errors import DeviceError, StageLostError
 from tests.actors.linking import HOST, meet
 
