@@ -36,9 +36,9 @@ DATA = ROOT.parent / "shared" / "data"
 BFLOAT16_CAPABILITY = (8, 0)
 """Compute capability: older GPUs only emulate bf16, whatever torch's `is_bf16_supported` says."""
 
-PROBE_SIZE = 2048
-PROBE_BYTES = 1 << 28
-PROBE_TURNS = 5
+_PROBE_SIZE = 2048
+_PROBE_BYTES = 1 << 28
+_PROBE_TURNS = 5
 EVICTING_BYTES = 1 << 28
 """Five times the 50 MB of an H100, which keeps more than any other GPU so far."""
 
@@ -52,7 +52,7 @@ MARK = "contestant answers "
 SETTLE_S = 0.5
 """Given to timers that are due when a contestant goes on, before its pass begins."""
 END_S = 60.0
-DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def header(names: str | Iterable[str]) -> str:
@@ -62,12 +62,10 @@ def header(names: str | Iterable[str]) -> str:
 
 
 def table_row(cells: Iterable[object]) -> str:
-    """A line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def update_page(page: Path, section: str, lines: Sequence[str]) -> None:
-    """Replace what stands between a section's markers."""
     begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
     text = page.read_text(encoding="utf-8")
     if begin not in text or end not in text:
@@ -92,8 +90,6 @@ Part = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Names
 
 
 def table_part(section: str, lines: Callable[[], Iterable[str]]) -> Part:
-    """A part without options of its own: its lines are printed, or put into a page."""
-
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--update", type=Path, help="page whose section is replaced")
 
@@ -103,7 +99,6 @@ def table_part(section: str, lines: Callable[[], Iterable[str]]) -> Part:
 def run_part(
     name: str, about: str, parts: Mapping[str, Part], arguments: Sequence[str] | None = None
 ) -> None:
-    """Run the part that the command line names."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {name}",
         description=about,
@@ -127,7 +122,6 @@ class Pace:
     """Bytes read and written."""
 
     def mean(self, other: Pace) -> Pace:
-        """Between two moments."""
         return Pace(
             (self.matmul_gflop_per_s + other.matmul_gflop_per_s) / 2,
             (self.copy_gbyte_per_s + other.copy_gbyte_per_s) / 2,
@@ -135,7 +129,6 @@ class Pace:
 
 
 def processor_name() -> str:
-    """The processor by the kernel's name for it, with its cores; the architecture where unknown."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -143,7 +136,7 @@ def processor_name() -> str:
 
 
 def native_dtype() -> str:
-    """The compute type that this CPU has units for: bfloat16 is emulated where it has none."""
+    """bfloat16, where this CPU has units for it and does not emulate it."""
     import torch
 
     from quant.devices import local_processor
@@ -153,18 +146,18 @@ def native_dtype() -> str:
 
 
 def pace_probe() -> Callable[[], Pace]:
-    """A function that takes the machine's pace (medians, a third of a second in all)."""
+    """Make a function that takes the machine's pace: medians, a third of a second in all."""
     import torch
 
-    square = torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=getattr(torch, native_dtype()))
-    source = torch.ones(PROBE_BYTES, dtype=torch.uint8)
+    square = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=getattr(torch, native_dtype()))
+    source = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
 
     def probe() -> Pace:
-        flop = 2 * PROBE_SIZE**3
+        flop = 2 * _PROBE_SIZE**3
         matmul_s = _median_seconds(lambda: square @ square)
         copy_s = _median_seconds(lambda: target.copy_(source))
-        return Pace(flop / matmul_s / 1e9, 2 * PROBE_BYTES / copy_s / 1e9)
+        return Pace(flop / matmul_s / 1e9, 2 * _PROBE_BYTES / copy_s / 1e9)
 
     return probe
 
@@ -172,7 +165,7 @@ def pace_probe() -> Callable[[], Pace]:
 def _median_seconds(work: Callable[[], object]) -> float:
     """The first call brings memory and threads back, and does not count."""
     found = []
-    for _ in range(PROBE_TURNS + 1):
+    for _ in range(_PROBE_TURNS + 1):
         began = time.perf_counter()
         work()
         found.append(time.perf_counter() - began)
@@ -180,7 +173,7 @@ def _median_seconds(work: Callable[[], object]) -> float:
 
 
 def process_tree(root: int) -> list[int]:
-    """`root` and the processes below it, parents first (Linux)."""
+    """Find `root` and the processes below it, parents first."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -206,7 +199,7 @@ def signal_tree(root: int, number: signal.Signals) -> None:
 
 
 def stands_still(pid: int) -> bool:
-    """Whether a process is stopped in all of its threads, or has ended (Linux)."""
+    """Whether a process is stopped in all of its threads, or has ended."""
     try:
         stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
     except OSError:
@@ -224,7 +217,6 @@ class Captured:
 
 def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
     """Seconds of `work` from an idle device on: launches count as far as the device waits for them.
-
     On a GPU the time between two events on the current stream.
     """
     if device.type != "cuda":
@@ -243,10 +235,9 @@ def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def captured(device: torch.device, work: Callable[[], Any]) -> Captured:
-    """`work`, warmed up and recorded as a CUDA graph on a side stream; on a CPU `work` itself.
-
-    `work` reads and writes the same tensors each time. RuntimeError where it waits for the device
-    or copies from pageable host memory, which a graph cannot hold.
+    """Warm `work` up and record it as a CUDA graph on a side stream; on a CPU it is `work` itself,
+    which reads and writes the same tensors each time. RuntimeError where it waits for the device or
+    copies from pageable host memory, which a graph cannot hold.
     """
     if device.type != "cuda":
         return Captured(work, work())
@@ -279,23 +270,19 @@ class ContestantError(Exception):
 
 @dataclass(frozen=True)
 class Pass:
-    """Tokens generated and seconds taken by one pass over prompts."""
-
     tokens: int
     seconds: float
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens a second."""
         return self.tokens / self.seconds
 
 
 def serve(run: Callable[[Prompts], int], what: str = "") -> None:
     """Answer each line of prompts from stdin with the tokens that `run` made of it and its seconds.
-
     `what` says how the work is done. Called by the contestant's program when it is ready.
     """
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     print(f"\n{READY} {what}", flush=True)
     for line in sys.stdin:
         prompts = json.loads(line)
@@ -323,7 +310,6 @@ class Contestant:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        """Start it, wait until it is ready, and stop it."""
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -360,7 +346,6 @@ class Contestant:
 
     @property
     def pid(self) -> int:
-        """The id of its first process."""
         assert self._process is not None
         return self._process.pid
 
@@ -386,7 +371,7 @@ class Contestant:
         return found
 
     def _line_after(self, mark: str) -> str:
-        """The rest of the next line that begins with `mark`, among what libraries print."""
+        # libraries print lines of their own among those with marks
         assert self._process is not None
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -68,7 +68,6 @@ class RraSchedules:
 
     @property
     def ranges(self) -> tuple[range, range]:
-        """The box of points."""
         return range(len(self.newcomers)), range(len(self.steps))
 
     @cached_property
@@ -93,7 +92,6 @@ class RraSchedules:
         return tuple(sorted({*numbers_up_to(longest), *even}, reverse=True))
 
     def label(self, point: ControlPoint) -> str:
-        """The controls of a point as in table 6."""
         return f"B_E={self.newcomers[point[0]]}, N_D={self.steps[point[1]]}{self.layout.label}"
 
     def performance(self, point: ControlPoint) -> Performance:
@@ -101,7 +99,6 @@ class RraSchedules:
         return self.performance_of(self.newcomers[point[0]], self.steps[point[1]])
 
     def performance_of(self, newcomers: int, steps: int) -> Performance:
-        """The performance of these controls."""
         schedule, fits = self.schedule(newcomers, steps)
         timeline = self.timeline(schedule, self.setting.lengths)
         return bounded_performance(timeline, self.setting, self.quantile, fits)
@@ -113,12 +110,11 @@ class RraSchedules:
     def observed(
         self, schedule: RequestSchedule, watch: RequestWatch, seed: int
     ) -> ObservedRequests:
-        """What is seen in a simulation of a schedule's events, at the times before the grid."""
+        """Simulate the events of a schedule, at the times before the grid."""
         generator = np.random.default_rng(seed)
         return simulate_rra(self.pipeline.times, self.setting.lengths, schedule, watch, generator)
 
     def schedule_at(self, point: ControlPoint) -> RequestSchedule:
-        """The schedule of a point."""
         return self.schedule(self.newcomers[point[0]], self.steps[point[1]])[0]
 
     def schedule(self, newcomers: int, steps: int) -> tuple[RequestSchedule, bool]:
@@ -232,7 +228,6 @@ class WaaSchedules:
 
     @property
     def ranges(self) -> tuple[range]:
-        """The box of points."""
         return (range(1, self._most_decoding() + 1),)
 
     def label(self, point: ControlPoint) -> str:
@@ -248,7 +243,6 @@ class WaaSchedules:
         return self.performance_of(self.schedule_at(point))
 
     def performance_of(self, schedule: RequestSchedule) -> Performance:
-        """The performance of a schedule."""
         timeline = self.timeline(schedule, self.setting.lengths)
         fits = waa_has_room(self.divided, self.setting.lengths, schedule)
         return bounded_performance(timeline, self.setting, self.quantile, fits)
@@ -262,7 +256,7 @@ class WaaSchedules:
     def observed(
         self, schedule: RequestSchedule, watch: RequestWatch, seed: int
     ) -> ObservedRequests:
-        """What is seen in a simulation of a schedule's events, at the times before the grid."""
+        """Simulate the events of a schedule, at the times before the grid."""
         both = self.divided
         exact = WaaSides(both.prefill.times, both.decode.times, both.handover, self.setting.lengths)
         return simulate_waa(exact, schedule, watch, np.random.default_rng(seed))
@@ -272,7 +266,6 @@ class WaaSchedules:
         return self.divided.sides(self.setting.lengths)
 
     def schedule_at(self, point: ControlPoint) -> RequestSchedule:
-        """The schedule of a point."""
         (decoding,) = point
         lengths = self.setting.lengths
         groups = shortest_round(self.divided.decode, lengths, decoding)
