@@ -42,15 +42,13 @@ _PROBE_TURNS = 5
 EVICTING_BYTES = 1 << 28
 """Five times the 50 MB of an H100, which keeps more than any other GPU so far."""
 
-_WARM_UPS = 3
-"""Before a capture: libraries make their handles and workspaces at first calls."""
+_WARM_UPS = 3  # before a capture: libraries make their handles and workspaces at first calls
 
 Prompts = list[list[int]]
 
 READY = "contestant is ready"
 MARK = "contestant answers "
-SETTLE_S = 0.5
-"""Given to timers that are due when a contestant goes on, before its pass begins."""
+SETTLE_S = 0.5  # given to timers that are due when a contestant goes on, before its pass begins
 END_S = 60.0
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
