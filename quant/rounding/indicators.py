@@ -25,8 +25,8 @@ falls with rising bitwidth, otherwise noise.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -119,18 +119,28 @@ def _squared_spans(weight: Tensor, group: int, scheme: str) -> float:
     return total
 
 
-class LayerStatistics(Protocol):
+class LayerStatistics(ABC):
     """Gathers while a text passes through a layer; `source` is the first of an input's."""
 
+    @abstractmethod
     def observe(self, source: str, inputs: Tensor) -> None: ...
 
     def omega(
         self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
     ) -> list[float]:
-        """The indicator at each bitwidth."""
+        """Sum the indicator at each bitwidth over the linears of a layer."""
+        total = np.zeros(len(bitwidths))
+        for name, weight in weights.items():
+            total += np.array(self._losses(name, weight, source_of[name], bitwidths))
+        return list(total.tolist())
+
+    @abstractmethod
+    def _losses(
+        self, name: str, weight: Tensor, source: str, bitwidths: Sequence[int]
+    ) -> Sequence[float]: ...
 
 
-class VarianceStatistics:
+class VarianceStatistics(LayerStatistics):
     def __init__(self, form: VarianceForm = VarianceForm()) -> None:
         self._form = form
         self._inputs: dict[str, RunningMoments] = {}
@@ -138,41 +148,33 @@ class VarianceStatistics:
     def observe(self, source: str, inputs: Tensor) -> None:
         self._inputs.setdefault(source, RunningMoments()).add(inputs)
 
-    def omega(
-        self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
+    def _losses(
+        self, name: str, weight: Tensor, source: str, bitwidths: Sequence[int]
     ) -> list[float]:
-        total = np.zeros(len(bitwidths))
-        for name, weight in weights.items():
-            inputs = self._inputs[source_of[name]]
-            noises = weight_noises(self._form, weight, bitwidths)
-            total += np.array(noises) * self._form.gain(inputs.mean, inputs.variance)
-        return list(total.tolist())
+        gain = self._form.gain(self._inputs[source].mean, self._inputs[source].variance)
+        return [noise * gain for noise in weight_noises(self._form, weight, bitwidths)]
 
 
-class HessianStatistics:
+class HessianStatistics(LayerStatistics):
     """X X^T of every input, for the Hessian-based indicator; `[in, in]` float32 each."""
 
     def __init__(self) -> None:
         self._grams: dict[str, Gram] = {}
+        self._curvatures: dict[str, float] = {}
 
     def observe(self, source: str, inputs: Tensor) -> None:
         self._grams.setdefault(source, Gram(inputs.shape[-1], inputs.device)).add(inputs)
 
-    def omega(
-        self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
+    def _losses(
+        self, name: str, weight: Tensor, source: str, bitwidths: Sequence[int]
     ) -> list[float]:
-        curvature = {
-            source: 2 * self._grams[source].top_eigenvalue()
-            for source in dict.fromkeys(source_of[name] for name in weights)
-        }
-        total = np.zeros(len(bitwidths))
-        for name, weight in weights.items():
-            errors = [
-                0.0 if bits == FULL_BITS else squared_rounding_error(weight, bits)
-                for bits in bitwidths
-            ]
-            total += np.array(errors) * curvature[source_of[name]]
-        return list(total.tolist())
+        if source not in self._curvatures:
+            self._curvatures[source] = 2 * self._grams[source].top_eigenvalue()
+        curvature = self._curvatures[source]
+        return [
+            0.0 if bits == FULL_BITS else squared_rounding_error(weight, bits) * curvature
+            for bits in bitwidths
+        ]
 
 
 Indicator = Callable[[], LayerStatistics]
@@ -272,7 +274,7 @@ Stored = Callable[[str, Tensor, int, InputStatistics], Tensor]
 bitwidth, and the statistics of its inputs."""
 
 
-class ErrorStatistics:
+class ErrorStatistics(LayerStatistics):
     """The weighted error of the weights that are really stored, W `[out, in]` as Q_b(W):
 
         E[i, b] = sum_o  sum_jk E[x_k^2] (W_jk - Q_b(W)_jk)^2 / sum_jk E[x_k^2] W_jk^2
@@ -293,24 +295,22 @@ class ErrorStatistics:
     def observe(self, source: str, inputs: Tensor) -> None:
         self._inputs.setdefault(source, RunningStatistics()).add(inputs)
 
-    def omega(
-        self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
+    def _losses(
+        self, name: str, weight: Tensor, source: str, bitwidths: Sequence[int]
     ) -> list[float]:
-        found = {source: running.result() for source, running in self._inputs.items()}
-        total = np.zeros(len(bitwidths))
-        for name, weight in weights.items():
-            inputs = found[source_of[name]]
-            energy = weighted_square(weight, None, inputs)
-            if not energy:  # no input ever: nothing is lost
-                continue
-            for column, bits in enumerate(bitwidths):
-                if bits == FULL_BITS:
-                    continue
-                held = self._stored(name, weight, bits, inputs)
-                total[column] += weighted_square(weight, held, inputs) / energy
-        if not np.isfinite(total).all():
+        inputs = self._inputs[source].result()
+        energy = weighted_square(weight, None, inputs)
+        if not energy:  # no input ever: nothing is lost
+            return [0.0] * len(bitwidths)
+        losses = [
+            0.0
+            if bits == FULL_BITS
+            else weighted_square(weight, self._stored(name, weight, bits, inputs), inputs) / energy
+            for bits in bitwidths
+        ]
+        if not np.isfinite(losses).all():
             raise CheckpointError("weights are NaN or infinite; the checkpoint is damaged")
-        return list(total.tolist())
+        return losses
 
 
 def weighted_square(weight: Tensor, stored: Tensor | None, inputs: InputStatistics) -> float:
