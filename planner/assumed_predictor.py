@@ -118,9 +118,7 @@ class AssumedPredictor:
 
     @classmethod
     def named(cls, name: str | Path, lengths: Lengths) -> AssumedPredictor:
-        """One of `STUDIES` or a folder, for a job of these lengths; SpecError without the
-        predictor's file.
-        """
+        """One of `STUDIES` or a folder, for such a job; SpecError without the predictor's file."""
         longest = lengths.longest_output
         if name == LONGEST:
             return cls(LONGEST, (longest,), ((1,),))

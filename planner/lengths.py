@@ -78,9 +78,7 @@ class Lengths:
         output_limit: int | None = None,
         longest_total: int | None = None,
     ) -> Lengths:
-        """The lengths of `rows` (prompt, output); of more than `MOST_SAMPLED` evenly spaced ones
-        and the longest.
-        """
+        """The lengths of `rows`; of more than `MOST_SAMPLED` evenly spaced ones and the longest."""
         pairs = np.array(list(rows), dtype=np.int64).reshape(-1, 2)
         if len(pairs) > MOST_SAMPLED:
             even = np.linspace(0, len(pairs) - 1, MOST_SAMPLED - 2).astype(np.int64)
@@ -126,16 +124,12 @@ class Lengths:
 
     @cached_property
     def mean_reserved(self) -> float:
-        """Mean of `reserved` over rows in flight at a time, each for as many iterations as its
-        output has tokens.
-        """
+        """Mean of `reserved` over rows in flight: each for as many iterations as output tokens."""
         prompts, outputs = np.array(self.prompt_tokens), np.array(self.output_tokens)
         return float((self.reserved(prompts, outputs) * outputs).sum() / outputs.sum())
 
     def rows(self, count: int) -> tuple[IntArray, IntArray]:
-        """Prompt and output tokens [count] of evenly spaced rows of the sample, or of it over and
-        over.
-        """
+        """Prompt and output tokens [count] of evenly spaced rows, or of the sample repeated."""
         held = len(self.prompt_tokens)
         if count <= held:
             chosen = np.linspace(0, held - 1, count).round().astype(np.int64)
@@ -197,9 +191,7 @@ SUM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Probabilities of `lengths` [n] in tokens, ascending from 1; SpecError unless above 0 and 1 in
-    all.
-    """
+    """Probabilities of `lengths` [n] in tokens, from 1 up; SpecError unless above 0, in all 1."""
 
     lengths: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -228,7 +220,6 @@ class LengthDistribution:
 
     @classmethod
     def of_sample(cls, tokens: Sequence[int] | IntArray) -> LengthDistribution:
-        """The distribution of lengths that were seen."""
         lengths, counts = np.unique(np.asarray(tokens, dtype=np.int64), return_counts=True)
         return cls(tuple(lengths.tolist()), tuple((counts / counts.sum()).tolist()))
 

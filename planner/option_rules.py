@@ -128,9 +128,7 @@ class Rule:
 def refuse_ignored(
     given: Mapping[str, object], rules: Sequence[Rule], spelled: Callable[[str], str] = str
 ) -> None:
-    """Raise SpecError for the first option that would change nothing; None and False count as not
-    given.
-    """
+    """Raise SpecError for the first option that changes nothing; None and False are not given."""
     given = {
         name: value for name, value in given.items() if value is not None and value is not False
     }

@@ -56,9 +56,7 @@ def pairs_of_job(in_flight: int, stages: int, prompt_length: float) -> tuple[Mic
 
 
 def pairs_up_to(global_batch: int, most: int) -> tuple[MicroBatches, ...]:
-    """The pairs with decode sizes of `most` and round ones below, as far apart as in
-    `micro_batch_pairs`.
-    """
+    """The pairs with decode sizes of `most` and round ones below, apart as `micro_batch_pairs`."""
     sizes = _round_sizes(global_batch)
     near = {size for size in sizes if most <= NEIGHBOURHOOD**2 * size and size <= most}
     return _with_prefill_sizes(global_batch, _fewest_rows(global_batch, near | {most}), sizes)
@@ -171,9 +169,7 @@ class Workload:
 
     @property
     def reservable_tokens(self) -> int:
-        """The token slots that requests may reserve: without `HOLES` where they reserve different
-        numbers.
-        """
+        """The token slots that requests may reserve: without `HOLES` where they differ."""
         if self.n_slots is None:
             return self.kv_tokens
         return max(self.total_length, int((1 - HOLES) * self.n_slots))

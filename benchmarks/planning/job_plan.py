@@ -52,7 +52,7 @@ from planner.plan.spec import PlanSpec
 from planner.schedule.passes import JobRows
 from planner.search.baselines import baseline
 from planner.search.find import PricedPlan, find_plan, find_priced_plan
-from planner.search.request import planning_costs
+from planner.search.request import PlanningRequest, costs_of
 from planner.simulation.job_simulation import simulate_job, simulate_job_assignment
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
@@ -143,7 +143,7 @@ class Contest:
         if plan is None:
             return None
         options = PlanOptions(theta=setting.theta)
-        costs, _ = planning_costs(setting.cluster, setting.shape, plan.workload, options)
+        costs, _ = costs_of(PlanningRequest(setting.cluster, setting.shape, plan.workload, options))
         placed = _with_job(planned_assignment(plan, costs), self.job)
         run = simulate_job_assignment(
             placed.costs, placed.devices, placed.sizes, placed.first_layer, placed.bitwidth
@@ -191,7 +191,9 @@ class Contest:
 
     def _costs(self, options: PlanOptions, number: int) -> CostModel:
         setting, workload = self.setting, self.job.in_flight(number)
-        return planning_costs(setting.cluster, setting.shape, workload, options, self.job)[0]
+        return costs_of(
+            PlanningRequest(setting.cluster, setting.shape, workload, options, self.job)
+        )[0]
 
 
 def _in_flight(costs: CostModel, number: int) -> CostModel:

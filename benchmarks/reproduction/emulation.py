@@ -40,7 +40,7 @@ from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.profiles.rows import write_profiles
 from planner.search.find import find_plan
-from planner.search.request import planning_costs
+from planner.search.request import PlanningRequest, costs_of
 from planner.simulation.simulation import Simulated
 from quant.common.errors import DeviceError, InfeasibleError
 
@@ -104,7 +104,7 @@ def planned(case: Case, method: str, setting: Setting) -> Played | None:
         plan = find_plan(cluster, shape, case.model, case.workload, options)
     except InfeasibleError:
         return None
-    costs, _ = planning_costs(cluster, shape, case.workload, options)
+    costs, _ = costs_of(PlanningRequest(cluster, shape, case.workload, options))
     assignment = planned_assignment(plan, costs)
     most = case.workload.new_tokens
     for new_tokens in (most, *(n for n in NEW_TOKENS if n < most)):

@@ -108,9 +108,7 @@ class Accelerator:
         return _by_full_name_or_alias().get(name_key(self.name)) == self
 
     def is_reported_as(self, name: str) -> bool:
-        """Whether a driver may call it `name`; one described without saying so has any unregistered
-        name.
-        """
+        """Whether a driver may call it `name`; described without saying, any unregistered one."""
         known = (self.name, *self.aliases, *self.reported_as)
         if any(_are_equal(name, each) for each in known):
             return True

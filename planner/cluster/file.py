@@ -302,20 +302,17 @@ def _check_prices(entry: ClusterEntry, source: Source) -> None:
 
 
 def _check_limits(node: NodeEntry, here: list[str | int], file: ClusterFile) -> None:
-    stated = node.usable_memory_gib
+    stated, field = node.usable_memory_gib, [*here, "usable_memory_gib"]
     if stated is None:
         return
-    field = [*here, "usable_memory_gib"]
-    names = stated if isinstance(stated, dict) else node.accelerators
-    for name in names:
+    by_type = isinstance(stated, dict)
+    limits = stated if isinstance(stated, dict) else dict.fromkeys(node.accelerators, stated)
+    for name, limit in limits.items():
         accelerator = file.find(name)
-        limit, location = (
-            (stated[name], [*field, name]) if isinstance(stated, dict) else (stated, field)
-        )
         has = accelerator.nominal_memory_bytes / GIB
         if not accelerator.is_cpu and limit > has:
             raise file.source.error(
-                location,
+                [*field, name] if by_type else field,
                 f"{limit:g} GiB, but a {accelerator.name} has {has:g}; give at most what it "
                 "offers, or name the GPU that has more",
             )

@@ -364,9 +364,7 @@ def ungrouped(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 def grouped_cluster(cluster: ClusterSpec, grouping: Sequence[tuple[str, ...]]) -> ClusterSpec:
-    """Return the cluster with one device for each group, without others; SpecError for unknown
-    names.
-    """
+    """Return the cluster with one device a group and no others; SpecError for unknown names."""
     known = {device.name: device for device in ungrouped(cluster.devices)}
     if unknown := [name for group in grouping for name in group if name not in known]:
         raise SpecError(f"cluster {cluster.name} has no device {unknown[0]}")

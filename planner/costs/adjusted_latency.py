@@ -82,9 +82,7 @@ class GroupLatency(DerivedLatency):
 
 
 class EightBitCacheLatency(DerivedLatency):
-    """Times of `measured` in the compute type, their attention scaled as the roofline's with
-    `kv_bits`.
-    """
+    """Times of `measured` in the compute type, attention scaled as the roofline's by `kv_bits`."""
 
     def __init__(self, measured: LatencyModel, kv_bits: int) -> None:
         super().__init__(measured)

@@ -73,10 +73,6 @@ class Collectives:
         """Seconds of a tree, up to the root and down again."""
         return 2 * self._levels * (self.step_s + summed_bytes / self.bytes_per_s)
 
-    def broadcast_s(self, sent_bytes: float) -> float:
-        latency_s, per_byte_s = self.broadcast_terms
-        return latency_s + sent_bytes * per_byte_s
-
     @property
     def broadcast_terms(self) -> tuple[float, float]:
         """Seconds of a broadcast without bytes, and those of a byte."""
@@ -104,9 +100,7 @@ def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:
 
 
 def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:
-    """Seconds of a hop without bytes, and of a byte; the first rank of a group hands on to the
-    others.
-    """
+    """Seconds of a hop without bytes, and of a byte; a group's first rank hands on to others."""
     latency_s, per_byte_s = Collectives.of(receiver).broadcast_terms
     latency_s += cluster.link_latency_s(sender, receiver)
     return latency_s, per_byte_s + 1 / cluster.link_bytes_per_s(sender, receiver)
@@ -134,9 +128,7 @@ class Transfers:
     head_on_first: bool = False
 
     def onward_s(self, sender: Device, receiver: Device, dtype: str) -> tuple[float, float]:
-        """Seconds per prefill and decode micro-batch to the next stage (LLM-PQ eq. 7) in the
-        sender's type.
-        """
+        """Seconds per prefill and decode micro-batch onward (LLM-PQ eq. 7), in the sent type."""
         latency_s, per_byte_s = transfer_terms(self.cluster, sender, receiver)
         prefill, decode = (
             latency_s + hidden_bytes(self.shape, tokens, dtype) * per_byte_s
@@ -154,9 +146,7 @@ class Transfers:
         return prefill, decode
 
     def of_order(self, devices: Sequence[Device], dtypes: Sequence[str]) -> tuple[Vector, Vector]:
-        """Seconds of all hops per prefill and per decode micro-batch, each [N]; the last is the way
-        back.
-        """
+        """Seconds of all hops per prefill and decode micro-batch [N]; the last is the way back."""
         hops = [
             self.onward_s(sender, receiver, dtype)
             for (sender, receiver), dtype in zip(pairwise(devices), dtypes[:-1], strict=True)
@@ -174,9 +164,7 @@ COPY_LAUNCH_S = 10e-6
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies of a stage's keys and values to host memory and back, in `tensors` tensors of the
-    cache.
-    """
+    """Copies of a stage's keys and values to host memory and back, in `tensors` of the cache."""
 
     kv_bytes_per_token: float
     tensors: int
@@ -194,9 +182,7 @@ def cache_tensors(kv_bits: int, layers: int) -> int:
 
 @dataclass(frozen=True)
 class PreemptedStage:
-    """Copies, and `compute_s` [tokens] by which recomputing 1, 2, ... tokens lengthens a
-    micro-batch.
-    """
+    """Copies, and `compute_s` by which recomputing 1, 2, ... tokens lengthens a micro-batch."""
 
     copies: HostCopies
     compute_s: FloatArray
@@ -209,9 +195,7 @@ class PreemptedStage:
 
 
 def park_tokens_from(stages: Sequence[PreemptedStage]) -> int:
-    """The least number of tokens from which on copying is cheaper than computing on the slowest
-    stage; 0 for never.
-    """
+    """The least tokens from which copying beats computing on the slowest stage; 0 for never."""
     copy_s = np.max([stage.copy_s for stage in stages], axis=0)
     compute_s = np.max([stage.compute_s for stage in stages], axis=0)
     dearer = np.flatnonzero(copy_s >= compute_s)

@@ -48,9 +48,7 @@ class LatencyModel(ABC):
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
-        """Seconds of a layer; `length` is that of each prompt, or of each context before the new
-        token.
-        """
+        """Seconds of a layer; `length` is that of each prompt, or context before the new token."""
 
     @abstractmethod
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
@@ -256,9 +254,7 @@ def unlike_prompts_s(prompts: Sequence[int], parts: PartsOf) -> FloatArray:
 
 
 def near_length(tokens: int) -> int:
-    """A length within half a `LENGTH_STEP` of this one, so that latency models are asked for few;
-    short ones exact.
-    """
+    """A length within half a `LENGTH_STEP`, so that models are asked for few; short ones exact."""
     step = max(1, round(tokens * LENGTH_STEP))
     return step * ((2 * tokens + step) // (2 * step))
 

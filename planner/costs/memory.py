@@ -40,9 +40,7 @@ _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory of one stage by part, in bytes; `runtime` is the device's context and the
-    allocator's slack.
-    """
+    """Bytes of a stage by part; `runtime` is the device's context and the allocator's slack."""
 
     weights: int
     kv_cache: int
@@ -161,9 +159,7 @@ def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
 
 
 def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
-    """Peak bytes of activations, of batches without padding, and hidden states under way between
-    stages.
-    """
+    """Peak bytes of activations without padding, and of hidden states between stages."""
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
     peaks = [
@@ -191,9 +187,7 @@ def _decode_keys(work: StageWork) -> int:
 
 
 def _decode_index_bytes(work: StageWork) -> int:
-    """Bytes of the slots that a decode step reads, and of what it adds to scores, for equally long
-    requests.
-    """
+    """Bytes of slots that a step reads, and of what is added to scores, for equal lengths."""
     heads = work.shape.heads if work.shape.alibi else 1
     each = _TOKEN_ID_BYTES + heads * DTYPE_BYTES[work.dtype]
     return work.decode_requests * work.workload.total_length * each
@@ -273,9 +267,7 @@ def _code_bytes(
 
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
-    """Bytes for one prompt: ALiBi's bias and its masked copy, or a window's mask as booleans and
-    numbers.
-    """
+    """Bytes a prompt: ALiBi's bias and its masked copy, or a window's mask in two types."""
     if shape.alibi:
         return 2 * shape.heads * prompt_length**2 * element
     windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window
@@ -283,9 +275,7 @@ def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
 
 
 def _mlp_bytes(work: StageWork) -> int:
-    """Bytes of residual, norm, the MLP's buffers, and the largest restored weights or sums of an
-    int8 product.
-    """
+    """Bytes of residual, norm, buffers, and largest restored weights or an int8 product's sums."""
     shape, tokens, element = work.shape, work.most_tokens, DTYPE_BYTES[work.dtype]
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS
     buffers += shape.activation_buffers

@@ -89,9 +89,7 @@ class CostModel:
         return kv_cache_bytes_per_layer(shape, self.workload, self.kv_bits, dtype)
 
     def policy(self, sizes: MicroBatches) -> PolicyOptions:
-        """The policy; where it mixes the phases, micro-batches have by default as many requests as
-        a decode step.
-        """
+        """The policy; mixed micro-batches have by default as many requests as a decode step."""
         chosen = self.options.scheduling
         if chosen.name not in TOKEN_POLICIES:
             return chosen
@@ -160,9 +158,7 @@ class CostModel:
     def problem_of_parts(
         self, kinds: Sequence[Device], sizes: MicroBatches, stages: int
     ) -> AssignmentProblem:
-        """Make the problem of each of `kinds` as first stage, then of each between the ends, then
-        as last.
-        """
+        """The problem of each of `kinds` as first stage, then of each in between, then as last."""
         places = [(device, j) for j in (0, 1, stages - 1) for device in kinds]
         return self._problem(self._rows_of(sizes, stages), places, np.zeros((2, len(places))))
 
@@ -210,9 +206,7 @@ class CostModel:
 
 
 class _StageRows:
-    """The costs of stages at one pair of sizes, computed once a kind of device: searches try
-    thousands of orders.
-    """
+    """The costs of stages at one pair of sizes, once a kind of device: orders are thousands."""
 
     def __init__(self, costs: CostModel, sizes: MicroBatches, stages: int) -> None:
         self._costs, self.sizes, self._stages = costs, sizes, stages
@@ -250,15 +244,11 @@ class _StageRows:
         return np.array([self._bytes[device.cost_kind] for device in devices])
 
     def free_bytes(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
-        """Bytes left for layers on devices as stages of these numbers [N]; negative where the rest
-        does not fit.
-        """
+        """Bytes left for layers on devices as such stages [N]; negative where others do not fit."""
         return np.array([self._free_bytes(device, j) for device, j in places])
 
     def hops(self, devices: Sequence[Device]) -> FloatArray:
-        """Seconds of the transfer behind each stage per prefill and per decode micro-batch: `[2,
-        N]`.
-        """
+        """Seconds of the transfer behind each stage per prefill and decode micro-batch [2, N]."""
         onward = [self._hop_s(*pair, self._transfers.onward_s) for pair in pairwise(devices)]
         back = self._hop_s(devices[-1], devices[0], self._transfers.back_s)
         return np.array([*onward, back]).T

@@ -75,9 +75,7 @@ def check_assignment(
 
 
 class PassTable:
-    """Seconds of passes, each found once; `bitwidth` [L] has indices into the bitwidths of the
-    options.
-    """
+    """Seconds of passes, each found once; `bitwidth` [L] has indices into the options' bits."""
 
     def __init__(self, costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]) -> None:
         bits, bounds = [costs.options.bits[choice] for choice in bitwidth], stages.first_layer
@@ -95,9 +93,7 @@ class PassTable:
         first_layer: Sequence[int],
         bitwidth: Sequence[int],
     ) -> PassTable:
-        """The table for `devices` in stage order, without those that hold no layer; errors as in
-        `check_assignment`.
-        """
+        """The table for `devices` in stage order that hold layers; errors as `check_assignment`."""
         check_assignment(costs, devices, first_layer, bitwidth)
         return cls(costs, occupied_stages(devices, first_layer), bitwidth)
 
@@ -110,14 +106,13 @@ class PassTable:
         return link_terms(self.costs, self.devices)
 
     def seconds(self, each: Pass) -> PassSeconds:
-        """Seconds of one pass; equal passes are computed once."""
         if isinstance(each, MixedPass):
             return self._mixed(each)
         if each.prompts:
-            return PassSeconds(self._compute(each), self._transfer(each))
+            return PassSeconds(self._compute_of(each), self._transfer(each))
         key = (each.phase, each.requests, each.tokens, each.context_length)
         if key not in self._passes:
-            self._passes[key] = PassSeconds(self._compute(each), self._transfer(each))
+            self._passes[key] = PassSeconds(self._compute_of(each), self._transfer(each))
         return self._passes[key]
 
     def _mixed(self, each: MixedPass) -> PassSeconds:
@@ -138,8 +133,7 @@ class PassTable:
         return PassSeconds(tuple(compute_s.tolist()), transfer, tuple(decode_s.tolist()))
 
     def _prefill_s(self, lengths: Sequence[int]) -> FloatArray:
-        size = len(lengths)
-        return np.array(self._compute(Pass("prefill", 0, 0, size, 1, 0, 0, tuple(lengths))))
+        return self._compute("prefill", len(lengths), 1, lengths)
 
     def _mixed_transfer(self, tokens: int, requests: int) -> tuple[float, ...]:
         """Seconds of the hops, linear in tokens, and of the last one, linear in requests."""
@@ -150,22 +144,28 @@ class PassTable:
 
     def compute_s(self, phase: Phase, requests: int, length: int) -> tuple[float, ...]:
         """Compute seconds of every stage [N]; `length` is that of the prompt or the context."""
-        tokens, context = (length, 0) if phase == "prefill" else (1, length)
-        return self._compute(Pass(phase, 0, 0, requests, tokens, context, 0))
+        return tuple(self._compute(phase, requests, length).tolist())
 
-    def _compute(self, each: Pass) -> tuple[float, ...]:
+    def _compute_of(self, each: Pass) -> tuple[float, ...]:
+        length = each.tokens if each.phase == "prefill" else each.context_length
+        return tuple(self._compute(each.phase, each.requests, length, each.prompts).tolist())
+
+    def _compute(
+        self, phase: Phase, requests: int, length: int, prompts: Sequence[int] = ()
+    ) -> FloatArray:
         latency, first = self.costs.latency, self.devices[0]
         head_stage = self.costs.head_stage(len(self.devices))
         head = self.devices[head_stage]
-        if each.prompts:
-            stage_s = unlike_prompts_s(each.prompts, self.prefill_parts)
+        if prompts:
+            tokens = sum(prompts)
+            stage_s = unlike_prompts_s(prompts, self.prefill_parts)
         else:
-            length = each.tokens if each.phase == "prefill" else each.context_length
-            attention_s, rest_s = self._layers_s(each.phase, each.requests, length)
+            tokens = requests * (length if phase == "prefill" else 1)
+            attention_s, rest_s = self._layers_s(phase, requests, length)
             stage_s = attention_s + rest_s
-        stage_s[0] += latency.embedding_s(first, each.all_tokens, self.costs.dtype(first))
-        stage_s[head_stage] += latency.final_s(head, each.requests, self.costs.dtype(head))
-        return tuple(stage_s.tolist())
+        stage_s[0] += latency.embedding_s(first, tokens, self.costs.dtype(first))
+        stage_s[head_stage] += latency.final_s(head, requests, self.costs.dtype(head))
+        return stage_s
 
     def prefill_parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
         """Seconds of attention and the rest of each stage's layers, both [N], for equal prompts."""
@@ -235,7 +235,7 @@ class PassTable:
             return self.prefill_parts(requests, length)[0]
         key = work, requests, length
         if key not in self._whole:
-            self._whole[key] = np.array(self.compute_s(*key))
+            self._whole[key] = self._compute(*key)
         return self._whole[key]
 
 

@@ -121,9 +121,7 @@ class RooflineLatency(LatencyModel):
         return PROVENANCE
 
     def _attention_s(self, machine: _Machine, pairs: float, tokens: int, kv_tokens: int) -> float:
-        """Seconds of products of `pairs`, or of reading `kv_tokens` if longer, after writing
-        `tokens`.
-        """
+        """Seconds of writing `tokens`, then of `pairs` or, if longer, of reading `kv_tokens`."""
         read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
         products_s = machine.compute_s(4 * pairs * self.shape.query_width) / _ATTENTION_SHARE
         return made_s + max(products_s, read_s)
@@ -140,9 +138,7 @@ class RooflineLatency(LatencyModel):
         return launches_s + linears + element_wise
 
     def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
-        """Seconds of reading keys and values, and of making codes; only a CPU's decoding reads
-        codes directly.
-        """
+        """Seconds of reading keys and values, and of making codes; only a CPU decodes by codes."""
         shape, plain = self.shape, self.shape.kv_width * machine.element_bytes
         if self.kv_bits == FULL_BITS:
             return machine.move_s(2 * kv_tokens * plain), 0.0

@@ -19,7 +19,7 @@ from planner.plan.origin import PlanOrigin
 from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
 from planner.search.qualities import bits_by_quality
-from planner.search.request import planning_costs
+from planner.search.request import PlanningRequest, costs_of
 from planner.simulation.job_simulation import Forecast, forecast_assignment
 from planner.simulation.simulation import Simulated, simulate_assignment
 from planner.workload import MicroBatches
@@ -179,7 +179,7 @@ def rebuilt_costs(plan: PlanSpec) -> CostModel:
     options = replace(origin.options, kv_bits=plan.kv_bits)
     job = None if plan.job is None else plan.job.job
     cluster, shape = origin.cluster_spec(), _shape(plan)
-    costs, _ = planning_costs(cluster, shape, plan.workload, options, job)
+    costs, _ = costs_of(PlanningRequest(cluster, shape, plan.workload, options, job))
     _check_figures(plan, costs)
     return costs
 

@@ -66,10 +66,8 @@ def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_cou
     asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
     with naming_remedies(asked):
         return with_fitting_cache(
-            request.options,
-            lambda options: _find(
-                replace(request, options=options), *costs_of(replace(asked, options=options)), clock
-            ),
+            asked,
+            lambda each: _find(replace(request, options=each.options), *costs_of(each), clock),
         )
 
 

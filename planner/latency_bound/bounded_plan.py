@@ -146,11 +146,8 @@ def find_bounded_plan(
     check_stored(shape, options)
     planned = PlanningRequest.of(cluster, shape, job_of(request), options)
 
-    def find(chosen: PlanOptions) -> PlanSpec:
-        return _found(replace(planned, options=chosen), source, request, clock)
-
     try:
-        found = with_fitting_cache(options, find)
+        found = with_fitting_cache(planned, lambda each: _found(each, source, request, clock))
     except InfeasibleError as error:
         if isinstance(error, BoundNotMetError) or "rra" not in request.kinds:
             raise  # there are no remedies beside those that it names
@@ -224,12 +221,8 @@ def latency_front(
     the request's own bound; errors as `find_bounded_plan`.
     """
     planned = PlanningRequest.of(cluster, shape, job_of(request), bounded_options(options))
-
-    def trace(chosen: PlanOptions) -> tuple[LatencyPoint, ...]:
-        return _front(replace(planned, options=chosen), request, clock)
-
     with naming_remedies(planned) if "rra" in request.kinds else nullcontext():
-        return with_fitting_cache(planned.options, trace)
+        return with_fitting_cache(planned, lambda each: _front(each, request, clock))
 
 
 def _front(

@@ -156,9 +156,7 @@ Entries = tuple[str, Mapping[str, Any]]
 
 
 def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:
-    """Raise SpecError for rotary entries with which heads of `head_dim` elements cannot be
-    computed.
-    """
+    """Raise SpecError for rotary entries with which heads of `head_dim` cannot be computed."""
     key, parameters = entries
     rope_type = _rope_type(config, key, parameters)
     _check_theta(config, entries, keys.theta)

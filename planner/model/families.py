@@ -99,9 +99,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class RotaryKeys:
-    """Entries about rotary positions in older files; `share` of a head is rotated, or
-    `default_share`.
-    """
+    """Entries for rotary positions in older files: `share` of a head, or `default_share`."""
 
     theta: str = "rope_theta"
     share: str = "partial_rotary_factor"

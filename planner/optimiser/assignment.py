@@ -60,9 +60,7 @@ def stages_hold(each: FloatArray, memory: FloatArray, layers: int) -> bool:
 
 
 def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
-    """The most bytes of whole layers within a stage's memory, of all counts of all bitwidths but
-    one.
-    """
+    """The most bytes of whole layers within a stage's memory, of all counts but one bitwidth's."""
     memory = float(problem.memory_bytes[stage])
     sizes = problem.layer_bytes[stage, problem.available[stage]]
     sums = np.zeros(1)
@@ -85,9 +83,7 @@ def require_feasible(problem: AssignmentProblem) -> None:
 
 
 def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
-    """Why nothing fits, with figures and no remedies; `device_names` [N]. Empty for a problem with
-    a solution.
-    """
+    """Why nothing fits, with figures and no remedies; empty for a problem with a solution."""
     if is_feasible(problem):
         return ""
     if problem.layers < min(problem.stages, 2):
@@ -101,9 +97,7 @@ def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) 
 def whole_layers(
     each: FloatArray | np.float64, memory: FloatArray | np.float64, most: int
 ) -> IntArray:
-    """The greatest counts [N] up to `most` whose bytes, multiplied as `evaluate` does, fit `memory`
-    [N].
-    """
+    """The greatest counts [N] up to `most` whose bytes, as `evaluate` multiplies, fit `memory`."""
     with np.errstate(divide="ignore", invalid="ignore"):
         whole = np.floor_divide(memory, each)
         whole += ((whole + 1) * each <= memory) * 1.0 - (whole * each > memory) * 1.0
@@ -316,9 +310,7 @@ def evaluate(
 
 
 def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:
-    """The best assignment with exactly `counts` [N, K]; inside each stage bits go to layers as an
-    assignment problem.
-    """
+    """The best assignment with exactly `counts` [N, K]; a stage's bits are matched to layers."""
     from scipy.optimize import linear_sum_assignment  # slow to import, and not every command plans
 
     first_layer = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
@@ -333,9 +325,7 @@ def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:
 
 
 def smallest_assignment(problem: AssignmentProblem) -> Assignment:
-    """Every layer as small as its device runs it, one by one where the bottleneck is then the
-    least.
-    """
+    """Every layer as small as its device runs it, each where the bottleneck is then the least."""
     smallest = np.where(problem.available, problem.layer_bytes, np.inf).argmin(axis=1)
     stage = np.arange(problem.stages)
     batches = np.array([problem.prefill_micro_batches, problem.decode_rounds])

@@ -169,9 +169,7 @@ class BoxBound:
 
 
 class BoxSearch:
-    """Branch and bound over boxes; only assignments below `limit` seconds are sought, `best` is the
-    best path seen.
-    """
+    """Branch and bound over boxes for assignments below `limit` seconds; `best` so far."""
 
     def __init__(
         self,

@@ -61,9 +61,7 @@ Step: TypeAlias = "pulp.LpVariable | int"
 
 
 def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
-    """The best assignment within the gap, or found in time; InfeasibleError, or SpecError for
-    the solver.
-    """
+    """The best within the gap, or in time; InfeasibleError, or SpecError for the solver."""
     require_solver(options.solver)
     require_feasible(problem)
     start_s, limit_s = options.clock(), options.time_limit_s
@@ -117,9 +115,7 @@ class BoundaryRelaxation:
         )
 
     def windows_within(self, cutoff: float) -> tuple[Window, ...] | None:
-        """Where each of N-1 boundaries lies in assignments of at most `cutoff` seconds; None if
-        none is.
-        """
+        """Where N-1 boundaries lie in assignments of at most `cutoff` seconds; None if none is."""
         last = self._problem.layers - 1
         windows = []
         for boundary in range(1, self._problem.stages):
@@ -136,9 +132,7 @@ class BoundaryRelaxation:
 
 @dataclass(frozen=True)
 class _Programme:
-    """The programme with boundary j in `windows[j]` [N-1], of at most `cutoff_s`; `expected_s` is
-    for scaling.
-    """
+    """The programme with boundary j in `windows[j]` [N-1]; `expected_s` is for scaling."""
 
     problem: AssignmentProblem
     solver: str
@@ -205,9 +199,7 @@ def build_model(
     cutoff_s: float | None,
     memory_share: FloatArray,
 ) -> AssignmentModel:
-    """The programme with boundaries in `windows` [N-1]; `memory_share` [N], about 1, is the part
-    that may be used.
-    """
+    """The programme with boundaries in `windows` [N-1] and `memory_share` [N], about 1, in use."""
     size_s = expected_s if expected_s > 0 else typical_objective_s(problem)
     model = _declare(problem, windows, size_s / OBJECTIVE_UNITS)
     add_one_place_per_layer(model)

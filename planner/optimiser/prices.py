@@ -120,9 +120,7 @@ class PricedProblem:
     def transfer_price(
         self, prices: Prices, prefill_s: FloatArray, decode_s: FloatArray
     ) -> FloatArray:
-        """The price of such transfers as part of the sum of all; a bound may leave out that of the
-        slowest.
-        """
+        """The price of such transfers as part of all; a bound may leave out the slowest's."""
         trips = prices.trip * self.form.round_trips
         return self.form.transfer_each * prefill_s + trips * decode_s
 
@@ -156,18 +154,14 @@ class PricedProblem:
 
 @dataclass(frozen=True, eq=False)
 class PricedStages:
-    """The price of a stage of each kind in seconds: `running` [Q, L+1] adds up layers, `fixed` [Q]
-    is all else.
-    """
+    """Prices in seconds by kind: `running` [Q, L+1] adds up layers, `fixed` [Q] is all else."""
 
     running: FloatArray
     fixed: FloatArray
     able: BoolArray
 
     def onward(self, before: FloatArray, kind: int, is_end: bool) -> FloatArray:
-        """The least price [L+1] with one more stage; the first and the last, `is_end`, hold a layer
-        at least.
-        """
+        """The least price [L+1] with one more stage; the ends, `is_end`, hold a layer at least."""
         running, lowest = self.running[kind], before
         if self.able[kind]:
             lowest = np.minimum.accumulate(before - running)

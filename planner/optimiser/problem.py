@@ -174,9 +174,7 @@ def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> N
 
 @dataclass(frozen=True)
 class LatencyForm:
-    """Coefficients of the form above; `transfer_each` is how often each prefill transfer counts in
-    `constant_s`.
-    """
+    """The form's coefficients; `transfer_each`: how often `constant_s` has a prefill transfer."""
 
     prefill_max: float
     prefill_each: float

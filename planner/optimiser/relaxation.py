@@ -69,9 +69,7 @@ def memory_unit_bytes(layer_bytes: FloatArray, memory_bytes: FloatArray) -> Floa
 
 
 class LinearProgramme:
-    """The programme of one problem. Columns: counts [Q * K], bits of the U distinct layers [U * K],
-    both bottlenecks.
-    """
+    """Columns: counts [Q * K], bits of the U distinct layers [U * K], both bottlenecks."""
 
     def __init__(self, priced: PricedProblem) -> None:
         self._priced = priced
@@ -137,9 +135,7 @@ class LinearProgramme:
         return found[0], found[1]
 
     def slowest_stages(self, cutoff: float) -> tuple[float, float] | None:
-        """The most seconds of the slowest prefill and decode stage within `cutoff` seconds; None
-        where nothing is.
-        """
+        """The most seconds of the slowest prefill and decode stage within `cutoff`, if any is."""
         form, found = self._priced.form, []
         self._limit_objective(cutoff)
         for column, weight in (
@@ -169,9 +165,7 @@ class LinearProgramme:
         self._model.limit_row(self._uppers, most)
 
     def _upper_rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Rows of each kind's bottlenecks and memory, the trip round, a layer on either end;
-        limits; memory units.
-        """
+        """Rows of bottlenecks and memory, the trip round, a layer on either end; limits; units."""
         priced, form = self._priced, self._priced.form
         kinds, choices = priced.prefill_s.shape
         count = priced.kinds.count.astype(np.float64)
@@ -209,9 +203,7 @@ class LinearProgramme:
 
 
 class LinearOutcome(NamedTuple):
-    """The point and its value, and each row's worth; `point` is None where `infeasible` or the
-    solver fails.
-    """
+    """The point, its value, and each row's worth; no point where infeasible or HiGHS fails."""
 
     infeasible: bool
     point: FloatArray | None

@@ -211,9 +211,7 @@ def solve_by(
 def solve_automatically(
     problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables
 ) -> Assignment:
-    """Exact search to within the gap; out of time, the best found after bitwidth transfer, with its
-    bound.
-    """
+    """Exact search to the gap; out of time, the best after bitwidth transfer, with its bound."""
     if options.time_limit_s is None:
         return solve_by_boxes(problem, options, tables)
     kept_s = TRANSFER_SHARE * options.time_limit_s

@@ -20,9 +20,7 @@ class SolverUnavailableError(SpecError):
 
 @dataclass(frozen=True)
 class SolverOutcome:
-    """The end of a solver's run; `bound` in model units, None if it has none. Variables hold the
-    point found.
-    """
+    """The end of a run; `bound` in model units, None if unknown. Variables hold the point."""
 
     status: Literal["optimal", "infeasible", "time_limit"]
     has_point: bool

@@ -32,13 +32,9 @@ class CountLattice:
     one_less: IntArray
 
 
-@dataclass(frozen=True, eq=False)
-class _Runs:
-    """Tables by length [M + 1, A], the last row infinite, of runs from some starts, whose columns
-    may have shorter runs later.
-    """
-
-    tables: list[FloatArray]
+_Runs = list[FloatArray]
+"""Tables by length [M + 1, A], the last row infinite, of runs from some starts, whose columns may
+have shorter runs later."""
 
 
 class SensitivityTables:
@@ -65,19 +61,17 @@ class SensitivityTables:
         size = len(self.counts(length))
         if self._alike:
             self.fill({0: length})
-            return np.broadcast_to(self._runs[0][0].tables[length][:size, 0], (starts.size, size))
+            return np.broadcast_to(self._runs[0][0][length][:size, 0], (starts.size, size))
         self.fill(dict.fromkeys(starts.tolist(), length))
         places = [self._runs[start] for start in starts.tolist()]
         found = np.empty((starts.size, size))
         for runs in {id(runs): runs for runs, _ in places}.values():
             rows = [row for row, place in enumerate(places) if place[0] is runs]
-            found[rows] = runs.tables[length][:size, [places[row][1] for row in rows]].T
+            found[rows] = runs[length][:size, [places[row][1] for row in rows]].T
         return found
 
     def fill(self, longest: Mapping[int, int]) -> None:
-        """Fill runs of up to `longest` layers by start together, which takes hardly longer than one
-        alone.
-        """
+        """Fill runs of up to `longest` layers by start together: hardly slower than one alone."""
         if self._alike:
             longest = {0: max(longest.values(), default=0)}
         missing = {
@@ -105,7 +99,7 @@ class SensitivityTables:
                 with_it = before.take(rows, axis=0) + self._sensitivity[last, choice]
                 np.minimum(grown[:-1], with_it, out=grown[:-1])
             tables.append(grown)
-        return _Runs(tables)
+        return tables
 
     def _lattice(self, length: int) -> CountLattice:
         while len(self._lattices) <= length:
@@ -123,11 +117,6 @@ def _lattice(length: int, choices: int) -> CountLattice:
     return _kept_lattice(length, choices) if small else _new_lattice(length, choices)
 
 
-@lru_cache(maxsize=KEPT_LATTICES)
-def _kept_lattice(length: int, choices: int) -> CountLattice:
-    return _new_lattice(length, choices)
-
-
 def _new_lattice(length: int, choices: int) -> CountLattice:
     counts = _compositions(length, choices)
     one_less = np.full((choices, len(counts)), lattice_size(length - 1, choices))
@@ -136,6 +125,9 @@ def _new_lattice(length: int, choices: int) -> CountLattice:
         fewer = counts[rows] - (np.arange(choices) == choice)
         one_less[choice, rows] = rank_of_counts(fewer, length - 1)
     return CountLattice(counts, one_less)
+
+
+_kept_lattice = lru_cache(maxsize=KEPT_LATTICES)(_new_lattice)
 
 
 def _compositions(total: int, parts: int) -> IntArray:
@@ -261,9 +253,7 @@ class StageLister:
         return StageOptions.of(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _around_runs(self, kind: int, longest: int, stages: PricedStages) -> FloatArray:
-        """The least price of all other stages [L+1, L+1] around a run; infinite where none is below
-        the target.
-        """
+        """The least price of all other stages [L+1, L+1]; infinite if none is below the target."""
         path, boundary = self._path, np.arange(self._priced.problem.layers + 1)
         alike = np.flatnonzero(self._priced.kinds.of_stage == kind)
         inside = (boundary >= self._least[:, np.newaxis]) & (boundary <= self._most[:, np.newaxis])

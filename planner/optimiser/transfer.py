@@ -72,9 +72,7 @@ def solve_adabits(
 
 
 def _quality_first(problem: AssignmentProblem) -> AssignmentProblem:
-    """The problem with a theta, by what a step between bitwidths is worth, at which latency only
-    breaks ties.
-    """
+    """The problem with a theta, by a bitwidth's step, at which latency only breaks ties."""
     losses = problem.sensitivity
     spread = float(losses.max(axis=1).sum() - losses.min(axis=1).sum())
     if spread <= 0:

@@ -44,7 +44,7 @@ class Solution:
     def gap(self) -> float:
         """The most that the plan can be from the optimum of the search, relative to it."""
         objective = self.assignment.objective
-        return (objective - self.lower_bound) / objective if objective > 0 else 0.0
+        return (objective - min(self.lower_bound, objective)) / objective if objective > 0 else 0.0
 
     def costs(self, searched: CostModel) -> CostModel:
         options = searched.options
@@ -137,7 +137,6 @@ def _job_forecast(costs: CostModel, solution: Solution, forecast: Forecast) -> J
 
 def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecord:
     assignment, options = solution.assignment, costs.options
-    bound = min(solution.lower_bound, assignment.objective)
     return SolverRecord(
         objective_kind=options.objective if costs.job is None else "job",
         method=options.method,
@@ -146,7 +145,7 @@ def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecor
         theta=costs.theta,
         objective=assignment.objective,
         sensitivity=quality,
-        gap=(assignment.objective - bound) / assignment.objective,
+        gap=solution.gap,
         seconds=solution.seconds,
         candidates=solution.candidates,
         solved=solution.solved,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import (
     FloatArray,
     HostCopies,
@@ -34,9 +35,7 @@ kept in it: torch rounds each up to a power of two."""
 
 
 class Parking(NamedTuple):
-    """Requests of at least `tokens_from` tokens are parked when preempted (0: none), `most_tokens`
-    in all.
-    """
+    """Preempted requests of at least `tokens_from` tokens are parked (0: none)."""
 
     tokens_from: int
     most_tokens: int
@@ -59,19 +58,22 @@ def host_tokens(plan: PlanSpec) -> int:
     return min(_rooms(plan, host_copies(plan)))
 
 
-def _devices(plan: PlanSpec) -> dict[str, Device]:
+def _cluster(plan: PlanSpec) -> ClusterSpec | None:
     if plan.origin is None:
-        return {}
+        return None
     try:
-        return {device.name: device for device in plan.origin.cluster_spec().devices}
+        return plan.origin.cluster_spec()
     except (SpecError, InfeasibleError):
-        return {}
+        return None
+
+
+def _devices(plan: PlanSpec) -> dict[str, Device]:
+    cluster = _cluster(plan)
+    return {} if cluster is None else {device.name: device for device in cluster.devices}
 
 
 def host_copies(plan: PlanSpec) -> list[HostCopies]:
-    """How each stage's cache goes to its host `[stages]`, at the cluster file's or datasheet's
-    rate.
-    """
+    """How each stage's cache goes to its host [stages], at the file's or datasheet's rate."""
     devices = _devices(plan)
     return [
         HostCopies(
@@ -93,7 +95,7 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
         prompts = plan.micro_batches.prefill * plan.workload.prompt_length
         return tokens * (stage.prefill_s / prompts)
     curve = times.prefill[0]
-    whole_s = np.interp(tokens, curve.lengths, curve.seconds) / curve.requests
+    whole_s = curve.seconds_at(tokens) / curve.requests
     return np.maximum(0.0, whole_s - times.decode[0].seconds[0])
 
 
@@ -140,13 +142,9 @@ def handover_link(
     real, times are off, both are on a node, or the cluster is unknown.
     """
     source, target = pair
-    if not (source.emulated and target.emulated and plan.time_scale) or plan.origin is None:
+    cluster, devices = _cluster(plan), _devices(plan)
+    if cluster is None or not (source.emulated and target.emulated and plan.time_scale):
         return None
-    try:
-        cluster = plan.origin.cluster_spec()
-    except (SpecError, InfeasibleError):
-        return None
-    devices = {device.name: device for device in cluster.devices}
     if source.device not in devices or target.device not in devices:
         return None
     latency_s, byte_s = handover_terms(cluster, devices[source.device], devices[target.device])

@@ -49,9 +49,12 @@ class LengthCurve:
                 "each of ascending lengths"
             )
 
+    def seconds_at(self, lengths: Lengths | FloatArray) -> FloatArray:
+        return np.interp(lengths, self.lengths, self.seconds)
+
     def mean_s(self, lengths: Lengths) -> float:
         """Mean over requests of `lengths`: exact where time is a sum over requests."""
-        return float(np.interp(lengths, self.lengths, self.seconds).mean())
+        return float(self.seconds_at(lengths).mean())
 
 
 Curves = Annotated[tuple[LengthCurve, ...], Field(min_length=1)]
@@ -81,9 +84,7 @@ class ModelledTimes:
         return cls(prefill, decode)
 
     def compute_s(self, is_decode: bool, lengths: Lengths) -> float:
-        """Seconds for `lengths` [requests], linear between two numbers of requests, constant
-        beyond.
-        """
+        """Seconds for `lengths` [requests], linear between numbers of requests, constant beyond."""
         curves = self.decode if is_decode else self.prefill
         requests = len(lengths)
         above = bisect_left(curves, requests, key=lambda curve: curve.requests)

@@ -97,12 +97,6 @@ class JobForecast:
     def cost(self) -> float | None:
         return None if self.price_per_hour is None else self.price_per_hour * self.seconds / 3600
 
-    @property
-    def cost_per_million_tokens(self) -> float | None:
-        if self.price_per_hour is None:
-            return None
-        return self.price_per_hour / 3600 / self.tokens_per_s * 1e6
-
 
 @dataclass(frozen=True, config=STRICT)
 class LatencyForecast:

@@ -321,9 +321,7 @@ _ADAPTER: TypeAdapter[PlanSpec] = TypeAdapter(PlanSpec)
 
 
 def parts_of(plan: PlanSpec) -> tuple[PlanSpec, ...]:
-    """The plans of stages that prefill and that decode, or `plan`; both have the origin of the
-    whole.
-    """
+    """The plans that prefill and that decode, or `plan`; both have the origin of the whole."""
     prefills = plan.prefill_plan
     return (plan,) if prefills is None else (replace(prefills, origin=plan.origin), plan)
 

@@ -31,10 +31,6 @@ class LayerWorkload:
     prompts: tuple[int, ...] = ()
     unlike: bool = False
 
-    @classmethod
-    def of_prompts(cls, prompts: Sequence[int]) -> LayerWorkload:
-        return cls("prefill", len(prompts), max(prompts), tuple(prompts))
-
     @property
     def lengths(self) -> tuple[int, ...]:
         if self.unlike:

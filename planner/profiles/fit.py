@@ -36,9 +36,7 @@ class TimeQuery:
         return self.device.threads or 1
 
     def backend_of(self, row: ProfileRow) -> str:
-        """The kernel backend timed for a micro-batch like `row`, also where a CPU emulates the
-        device.
-        """
+        """The kernel backend timed for a micro-batch like `row`, also where a CPU emulates."""
         dtype = ProfileRow.timed_dtype(self.device, self.dtype)
         rows = row.batch_size if self.phase == "decode" else 0
         processor = self.device.accelerator.processor
@@ -127,9 +125,7 @@ def select_all(
 
 
 def describe_selections(verb: str, found: Sequence[SelectedRows], estimate: str) -> str:
-    """Describe from which rows times are taken (`verb` them), and for others `estimate` and the
-    reason.
-    """
+    """Describe from which rows times are taken (`verb` them); else `estimate` and the reason."""
     rows = [row for used in found for row in used.rows]
     missing = [used for used in found if not used.rows]
     scaled = [used for used in found if used.rows and used.problem]
@@ -155,9 +151,7 @@ def refuse_estimates(
     bits: Sequence[int],
     path: str,
 ) -> None:
-    """Raise SpecError for the first device with its compute type that lacks a time of this very
-    layer.
-    """
+    """Raise SpecError for the first device and compute type without a time of this very layer."""
     for device, dtype in devices:
         lacking = [
             used for used in select_all(profiles, device, dtype, layer, bits) if used.problem
@@ -240,9 +234,7 @@ class FittedLatency(DerivedLatency):
 
 
 class ProfiledLatency(DerivedLatency):
-    """The median measured for this very layer and workload, else the fit, also in attention's
-    share.
-    """
+    """The median measured for this very layer and workload, else the fit, also for attention."""
 
     def __init__(self, fitted: FittedLatency) -> None:
         super().__init__(fitted)
@@ -324,9 +316,7 @@ def relative_errors(
 def held_out_errors(
     rows: Sequence[ProfileRow], fallback: LatencyModel, device: Device, dtype: str
 ) -> tuple[FitError, ...]:
-    """Predict every fourth row, by tokens, from the others; without bitwidths that have too few
-    rows.
-    """
+    """Predict every fourth row, by tokens, from the others; bitwidths of too few rows are out."""
     found: list[FitError] = []
     for bits in sorted({row.bits for row in rows}):
         for phase in PHASES:

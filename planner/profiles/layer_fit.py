@@ -124,9 +124,7 @@ def _in_passes(
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A part of a layer as it is fitted: terms, its seconds in a layer's, the workload by which it
-    is corrected.
-    """
+    """A part of a layer as it is fitted; `workload` is that by which it is corrected."""
 
     features: Callable[[Phase, LayerTerms, int, int, float], Vector]
     seconds_of: Callable[[LayerSeconds], float]
@@ -233,7 +231,6 @@ class PartFit:
         return self.coefficients * terms * self._factor(batch_size, length)
 
     def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> float:
-        """Seconds of one pass through that part of `layer`."""
         terms = self.part.features(self.phase, layer, batch_size, length, self.tokens_at_once)
         return float(self.coefficients @ terms) * self._factor(batch_size, length)
 

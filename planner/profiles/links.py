@@ -119,9 +119,7 @@ def fitted_line(payload_bytes: Sequence[int], seconds: Sequence[float]) -> tuple
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class SumRow:
-    """A measured all-reduce: median `seconds` in which `degree` devices of a node sum 16-bit
-    numbers.
-    """
+    """A measured all-reduce: median `seconds` of `degree` devices of a node, in 16-bit numbers."""
 
     accelerator: AcceleratorName
     degree: Annotated[int, Field(ge=2, le=max(DEGREES))]
@@ -173,9 +171,6 @@ def _bitwidth(bits: int) -> int:
     return bits
 
 
-_Count = Annotated[int, Field(ge=1, le=2**53)]
-
-
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class LoadRow:
     """A measured load of a layer from files in the system's cache: median `seconds`; `threads` is 0
@@ -190,9 +185,9 @@ class LoadRow:
     backend: str
     origin: Origin
     seconds: Annotated[float, Field(gt=0)]
-    checkpoint_bytes: _Count
-    held_bytes: _Count
-    repetitions: _Count
+    checkpoint_bytes: Count
+    held_bytes: Count
+    repetitions: Count
 
 
 def loading_path(profile: str | Path) -> Path:

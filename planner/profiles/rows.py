@@ -49,9 +49,7 @@ class TableLine:
 def read_lines(
     path: Path, check_columns: Callable[[Sequence[str]], None], kind: str = "table"
 ) -> list[TableLine]:
-    """Read the rows of a CSV file; SpecError where it cannot be read, or from `check_columns` of
-    the first line.
-    """
+    """Read a CSV file's rows; SpecError where it is unreadable, or from `check_columns`."""
     try:
         with path.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)

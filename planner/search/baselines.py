@@ -281,9 +281,7 @@ def baseline(
 
 
 def offloading(costs: CostModel, name: str) -> OffloadingEstimate:
-    """FlexGen in the cluster's own order; hosts that state no memory are not limited. Raises
-    InfeasibleError.
-    """
+    """FlexGen in the cluster's order; hosts that state no memory have no limit. InfeasibleError."""
     bits = OFFLOADED[name]
     costs = as_published(with_one_bitwidth(costs, bits))
     devices = costs.cluster.devices

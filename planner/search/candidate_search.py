@@ -35,9 +35,7 @@ LEAST_SOLVE_S = 0.1  # for a candidate that was begun before time was up
 
 
 class SearchTime:
-    """The seconds in which several searches end, of which each gets half of what is left when it
-    begins.
-    """
+    """Seconds in which several searches end; each gets half of what is left when it begins."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
         self._end_s, self._clock = clock() + limit_s, clock
@@ -75,9 +73,7 @@ class CandidateSearch:
         self._solved = 0
 
     def run(self, searched: Sequence[Candidates], gap: float, most: int | None = None) -> None:
-        """Search all together, until none left can beat the best by more than `gap`, or `most` have
-        been solved.
-        """
+        """Search until none left can beat the best by more than `gap`, or `most` are solved."""
         for _ in range(most) if most is not None else itertools.count():
             if not searched or self.is_over:
                 return

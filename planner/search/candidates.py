@@ -30,9 +30,7 @@ ELSEWHERE = 10**6  # no device's index on its node
 
 @dataclass(frozen=True, eq=False)
 class SearchCandidate:
-    """One device order with micro-batch sizes and the head's place; no plan is below `bound`
-    seconds.
-    """
+    """One order with micro-batch sizes and the head's place; no plan is below `bound` seconds."""
 
     workload: Workload
     devices: tuple[Device, ...]
@@ -256,9 +254,7 @@ class SizedOrders:
         self._prices_of_others.keep(prices, kind_of_stage, rows)
 
     def rough_bound(self, ends: tuple[int, int]) -> float | None:
-        """Seconds that no order between such ends is below, by shared prices; None without, and for
-        one stage.
-        """
+        """Seconds that no order of such ends is below; None without prices, and for one stage."""
         own = self.prices.are_known
         prices = self.prices if own else self._prices_of_others
         if not prices.are_known or len(self.devices) == 1:

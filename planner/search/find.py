@@ -11,7 +11,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
-from planner.options import AUTO, PlanOptions, quality_of
+from planner.options import PlanOptions, quality_of
 from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
@@ -66,7 +66,7 @@ def find_priced_plan(
     check_stored(shape, options)
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
-        found = _find(request, source, clock)
+        found = with_fitting_cache(request, lambda each: _find(each, source, clock))
     origin = origin_of(cluster, options, files_of_costs(options))
     importance = None
     if found.plan.needs_importance(shape.stored is not None):
@@ -75,12 +75,7 @@ def find_priced_plan(
 
 
 def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
-    options = request.options
-    if options.kv_bits == AUTO:
-        return with_fitting_cache(
-            options, lambda chosen: _find(replace(request, options=chosen), source, clock)
-        )
-    costs, omega = costs_of(request)
+    options, (costs, omega) = request.options, costs_of(request)
     began, time_left = clock(), SearchTime(options.search_time_limit, clock)
     chosen = _chosen(costs, options, clock)
     solution = with_best_batch_size(chosen.costs, chosen.solution)
@@ -150,17 +145,12 @@ def trace_front(
     """Points from the fastest plan to the one of the best quality; errors as `find_plan`."""
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
-        return _trace(request, most_points, clock)
+        return with_fitting_cache(request, lambda each: _trace(each, most_points, clock))
 
 
 def _trace(
     request: PlanningRequest, most_points: int, clock: Callable[[], float]
 ) -> tuple[FrontPoint, ...]:
-    options = request.options
-    if options.kv_bits == AUTO:
-        return with_fitting_cache(
-            options, lambda chosen: _trace(replace(request, options=chosen), most_points, clock)
-        )
     costs, _ = costs_of(request)
     points = []
     for point in front(theta_solver(costs, clock), most_points):
@@ -180,5 +170,4 @@ def _trace(
 
 
 def front_json(points: Sequence[FrontPoint]) -> str:
-    """The points as a JSON list."""
     return json.dumps([asdict(point) for point in points], indent=1) + "\n"

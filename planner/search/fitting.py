@@ -54,9 +54,7 @@ def smallest_sizes(options: PlanOptions) -> MicroBatches:
 def fitting_sizes(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[MicroBatches]:
-    """The sizes with which an order fits, smaller ones where none near the even share does; empty
-    where none fits.
-    """
+    """Sizes with which an order fits, smaller ones if none near the even share does; or none."""
     near = searched_sizes(costs, len(devices))
     found = [each for each in near if _holds(costs, devices, each, fits)]
     least = smallest_sizes(costs.options)
@@ -119,9 +117,7 @@ def fits_somehow(costs: CostModel) -> bool:
 
 
 def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
-    """All devices, or the largest sets that have a plan if some may be left out; `DoesNotFitError`
-    if none.
-    """
+    """All devices, or the largest sets that have a plan if some may be out; `DoesNotFitError`."""
     if fits_somehow(costs):
         return [costs.cluster.devices]
     if costs.options.keep_all_devices:
@@ -185,9 +181,7 @@ def _sized(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches) -> 
 
 
 def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fits: Fits) -> bool:
-    """Whether memory allows these sizes, the same for a job as for a batch, whose passes are quick
-    to count.
-    """
+    """Whether memory allows these sizes, as of a batch, whose passes are quick to count."""
     if fits is is_feasible:
         return costs.has_room(devices, sizes)
     return fits(_sized(costs.of_batch, devices, sizes).problem)
@@ -256,9 +250,7 @@ def first_sets(costs: CostModel) -> list[tuple[Device, ...]]:
 
 
 def groupings(costs: CostModel) -> list[tuple[Device, ...]]:
-    """The devices in each grouping to try first, larger groups later; SpecError where no node can
-    form one.
-    """
+    """The devices of each grouping to try first, larger groups later; SpecError where none is."""
     degrees = degrees_of(costs)
     pools = equal_devices(costs.cluster)
     if costs.options.tensor_parallel != AUTO:

@@ -64,9 +64,7 @@ class PlanSolver(Protocol):
 def plan_solver(
     costs: CostModel, clock: Callable[[], float] = time.perf_counter, known: Iterable[int] = ()
 ) -> PlanSolver:
-    """A solver for a batch, or a job with its best number in flight, searched from those `known` to
-    be good.
-    """
+    """A solver for a batch, or a job with its best number in flight, searched from `known` ones."""
     if costs.job is not None and costs.options.in_flight == AUTO:
         return JobSearch(costs, costs.job, clock, known).solve
 
@@ -280,9 +278,7 @@ class _Run:
             self.runner.consider(candidate, EXPLORING_GAP)
 
     def _alike(self, best: SearchCandidate, number: int) -> Iterator[SearchCandidate]:
-        """Yield what fits of so many in flight as `best`, with its prefill size, half and twice
-        that.
-        """
+        """What fits of so many in flight as `best`, with its prefill size, half and twice that."""
         costs = self._job.at(self._costs, best.devices, number)
         costs = replace(costs, head_on_first=best.head_on_first)
         options, own = costs.options, best.sizes.prefill

@@ -54,16 +54,13 @@ class PricedOrders:
         return at_start + [(self.between[stages.kind], False) for _ in range(inner)] + at_end
 
     def transfers_s(self, latest: int | None, stages: NextStages) -> float:
-        """The price of the transfers to some stages."""
         within = (stages.count - 1) * float(self.hop_s[stages.kind, stages.kind, 1])
         if latest is None:
             return within
         return within + float(self.hop_s[latest, stages.kind, int(stages.joined)])
 
     def rough_after(self, partial: PartialOrder) -> FloatArray:
-        """A bound on the price [L+1] of the stages after a partial order: layers and transfers
-        where cheapest.
-        """
+        """A bound on the price [L+1] of stages to come: layers and transfers where cheapest."""
         each = np.diff(self.stages.running[self.stages.able], axis=1).min(axis=0)
         layers: FloatArray = np.append(each[::-1].cumsum()[::-1], 0.0)
         rows = list(self._rows_after(partial))
@@ -113,9 +110,7 @@ class OrderQueue:
         return self._heap[0][0] if self._heap else math.inf
 
     def pop(self) -> tuple[float, tuple[int, ...]]:
-        """Take the best order left, as bound and indices; in too large a tree a better one may
-        follow.
-        """
+        """Take the best order left, bound and indices; in too large a tree a better may follow."""
         bound, _, priced = heapq.heappop(self._heap)
         while not priced.partials[0].is_complete:
             following = sorted(
@@ -144,9 +139,7 @@ class OrderQueue:
         )
 
     def _least_after(self, partial: PartialOrder) -> FloatArray:
-        """The least price [L+1] of the stages after a partial order; infinite where nothing can
-        follow.
-        """
+        """The least price [L+1] of the stages to come; infinite where nothing can follow."""
         if partial.look not in self._after:
             if partial.is_complete:
                 return self._return_s(partial.returns_within_node)

@@ -51,9 +51,7 @@ def cost_key(devices: Sequence[Device]) -> Hashable:
 
 @dataclass(frozen=True)
 class NextStages:
-    """The next stages of an order: `count` equal devices of one node; `joined`: that of the stage
-    before.
-    """
+    """The next `count` equal devices of one node; `joined`: that of the stage before."""
 
     kind: int
     count: int
@@ -62,9 +60,7 @@ class NextStages:
 
 @dataclass(frozen=True)
 class PartialOrder:
-    """The first stages, `placed` as (node, kind, count), and the (kind, count) pairs `left` of each
-    node.
-    """
+    """The first stages, `placed` as (node, kind, count), and (kind, count) `left` of each node."""
 
     left: tuple[tuple[tuple[int, int], ...], ...]
     placed: tuple[tuple[int, int, int], ...] = ()
@@ -79,7 +75,6 @@ class PartialOrder:
 
     @property
     def groups_left(self) -> list[tuple[int, int]]:
-        """The (kind, count) pairs left on all nodes."""
         return [group for left in self.left for group in left]
 
     def kinds_left(self) -> Counter[int]:
@@ -107,9 +102,7 @@ class PartialOrder:
 
 @dataclass(frozen=True)
 class OrderState:
-    """Partial orders that can be continued in the same ways; `steps` has the number of the state
-    that each gives.
-    """
+    """Partial orders that continue alike; `steps` has the number of the state each gives."""
 
     look: Hashable
     latest_kind: int | None
@@ -167,9 +160,7 @@ class OrderTree:
         return found
 
     def steps(self, partial: PartialOrder) -> Iterator[tuple[NextStages, PartialOrder]]:
-        """Yield all stages that may come next, those on the latest node first, and the partial
-        order they give.
-        """
+        """Yield all stages that may come next, the latest node's first, and what they give."""
         latest = partial.placed[-1][0] if partial.placed else None
         first = partial.placed[0][0] if partial.placed else None
         seen = set()
@@ -216,9 +207,7 @@ class OrderTree:
         return {stages: tuple(after.values()) for stages, after in found.items()}
 
     def orders(self) -> Iterator[tuple[int, ...]]:
-        """Yield every distinct order as indices of devices; the given one comes first, nodes side
-        by side.
-        """
+        """Yield every distinct order as indices of devices; the given one, nodes joined, first."""
         waiting: list[tuple[PartialOrder, ...]] = [(self.root,)]
         while waiting:  # no recursion: there may be more stages than Python allows calls
             partials = waiting.pop()

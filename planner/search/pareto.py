@@ -105,9 +105,7 @@ def within_bounds(
 
 
 def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[ThetaPoint[PlanT], ...]:
-    """The hull's points from fastest to best quality, widest gaps first, without those that another
-    one beats.
-    """
+    """The hull's points from fastest to best quality, widest gaps first, without beaten ones."""
     fastest, finest = _extremes(solve)
     points = [fastest] if _same(fastest, finest) else [fastest, finest]
     open_spans = [(fastest, finest)] if len(points) == 2 else []
@@ -146,9 +144,7 @@ def _between(
 
 
 def fastest_within(solve: Solve[PlanT], max_omega: float) -> BoundedChoice[PlanT]:
-    """The fastest plan of at most `max_omega`; `BoundNotMetError` with the best sensitivity of any
-    plan.
-    """
+    """The fastest plan of at most `max_omega`; `BoundNotMetError` with the least omega of any."""
 
     def is_inside(point: ThetaPoint[PlanT]) -> bool:
         return point.omega <= max_omega * (1 + PROGRESS)
@@ -190,9 +186,7 @@ def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[Pl
 
 
 def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[ThetaPoint[PlanT]]:
-    """Solve for points around where the prediction crosses the bound, which may lie between two
-    ends above it.
-    """
+    """Solve around where the prediction crosses the bound, maybe between two ends above it."""
 
     def is_inside(point: ThetaPoint[PlanT]) -> bool:
         return point.predicted_s <= max_latency_s
@@ -220,9 +214,7 @@ def _close_in(
     inside: ThetaPoint[PlanT],
     is_inside: Callable[[ThetaPoint[PlanT]], bool],
 ) -> list[ThetaPoint[PlanT]]:
-    """Solve for points ever nearer to where the hull crosses the bound; the last edge's dual bound
-    is the best.
-    """
+    """Solve ever nearer to where the hull crosses the bound; the last edge's bound is the best."""
     tried = [outside, inside]
     if is_inside(outside):
         return tried

@@ -90,9 +90,7 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
 
 
 def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the bitwidths of `balanced` and `high`: those near 16 bit, then each time the next one
-    too.
-    """
+    """Yield the bits of `balanced` and `high`: those near 16, then each time the next too."""
     fewer = sorted((each for each in bits if each < NEAR_FULL_BITS), reverse=True)
     for least in (NEAR_FULL_BITS, *fewer):
         usable = tuple(each for each in bits if each >= least)
@@ -107,9 +105,7 @@ def has_only(bits: Sequence[int], costs: CostModel, solution: Solution) -> bool:
 def _finest(
     costs: CostModel, solve: PointSolver, fast: ThetaPoint[Solution]
 ) -> ThetaPoint[Solution] | None:
-    """The fastest plan with the most bits only, with a theta at which none is better; None where
-    none fits.
-    """
+    """The fastest plan with the most bits, with a theta at which none is better, if any fits."""
     try:
         found = solve(0.0, quick=True)
     except InfeasibleError:
@@ -128,9 +124,7 @@ def _by_quality(
     known: Sequence[ThetaPoint[Solution]],
     finest: ThetaPoint[Solution] | None,
 ) -> Qualities:
-    """The plans of the qualities, of those `known` and more; a job whose bits were unknown needs so
-    many `looks`.
-    """
+    """The plans of the qualities; a job whose bits were unknown needs so many `looks`."""
     if not fast.omega:
         return best_by_rules(fast, [fast])
     *_, balanced = found = [*known, *(solve(theta_of_tenth(fast)) for _ in range(looks))]
@@ -246,9 +240,7 @@ def choice(costs: CostModel, solution: Solution, seconds: float) -> PlanChoice:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The plan that is asked about: costs at its theta, predicted seconds, and the time for
-    answers.
-    """
+    """The plan that is asked about: costs at its theta, predicted seconds, time for answers."""
 
     costs: CostModel
     solution: Solution
@@ -277,9 +269,7 @@ class _Plan:
 
 
 def _curve(plan: _Plan, job: Job) -> Iterator[PlanChoice]:
-    """Yield the best plans for other numbers in flight that fit, on the plan's devices in its
-    order.
-    """
+    """The best plans for other numbers in flight that fit, on the plan's devices in order."""
     own = plan.solution.workload.global_batch
     steps = range(-CURVE_REACH, CURVE_REACH + 1)
     numbers = {min(job.prompts, round(own * CURVE_STEP**step)) for step in steps} - {own, 0}

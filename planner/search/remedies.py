@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from planner.cluster.spec import grown, kinds_of_devices
 from planner.costs.model import CostModel
@@ -100,13 +101,6 @@ def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) ->
     return False
 
 
-def _other_method(request: PlanningRequest) -> Iterator[Remedy]:
-    default = PlanOptions().method
-    changed = request.with_options(method=default)
-    if request.options.method != default and _fits(changed):
-        yield Remedy(f"--method {default}", changed)
-
-
 def _free_sizes(request: PlanningRequest) -> Iterator[Remedy]:
     names = ("prefill_micro_batch", "decode_micro_batch")
     fixed = [name for name in names if getattr(request.options, name) is not None]
@@ -115,29 +109,17 @@ def _free_sizes(request: PlanningRequest) -> Iterator[Remedy]:
         yield Remedy(" and ".join(f"no --{name}" for name in fixed), changed)
 
 
-def _fewer_devices(request: PlanningRequest) -> Iterator[Remedy]:
-    changed = request.with_options(keep_all_devices=False)
-    if request.options.keep_all_devices and _fits(changed):
-        yield Remedy("no --keep_all_devices", changed)
+def _other_value(
+    name: str, value: object, text: str, helps: Callable[[Any], bool]
+) -> Callable[[PlanningRequest], Iterator[Remedy]]:
+    """The remedy of another `value` of the option `name`, where that of the request `helps`."""
 
+    def remedy(request: PlanningRequest) -> Iterator[Remedy]:
+        changed = request.with_options(**{name: value})
+        if helps(getattr(request.options, name)) and _fits(changed):
+            yield Remedy(text, changed)
 
-def _free_groups(request: PlanningRequest) -> Iterator[Remedy]:
-    changed = request.with_options(tensor_parallel=AUTO)
-    if request.options.tensor_parallel not in (1, AUTO) and _fits(changed):
-        yield Remedy(f"groups of any degree, and none (--tensor_parallel {AUTO})", changed)
-
-
-def _no_margin(request: PlanningRequest) -> Iterator[Remedy]:
-    changed = request.with_options(memory_margin=0.0)
-    if request.options.memory_margin and _fits(changed):
-        yield Remedy("nothing kept free (--memory_margin 0)", changed)
-
-
-def _smaller_cache(request: PlanningRequest) -> Iterator[Remedy]:
-    present, fewest = request.options.kv_bits, min(KV_BITWIDTHS)
-    changed = request.with_options(kv_bits=fewest)
-    if isinstance(present, int) and present > fewest and _fits(changed):
-        yield Remedy(f"keys and values in {fewest} bit (--kv_bits {fewest})", changed)
+    return remedy
 
 
 def _smaller_batch(request: PlanningRequest) -> Iterator[Remedy]:
@@ -189,14 +171,25 @@ def _more_devices(request: PlanningRequest) -> Iterator[Remedy]:
         yield best
 
 
+_METHOD, _KV_BITS = PlanOptions.method, min(KV_BITWIDTHS)
 _KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
-    _other_method,
+    _other_value("method", _METHOD, f"--method {_METHOD}", _METHOD.__ne__),
     _free_sizes,
-    _fewer_devices,
-    _free_groups,
-    _smaller_cache,
+    _other_value("keep_all_devices", False, "no --keep_all_devices", bool),
+    _other_value(
+        "tensor_parallel",
+        AUTO,
+        f"groups of any degree, and none (--tensor_parallel {AUTO})",
+        lambda degree: degree not in (1, AUTO),
+    ),
+    _other_value(
+        "kv_bits",
+        _KV_BITS,
+        f"keys and values in {_KV_BITS} bit (--kv_bits {_KV_BITS})",
+        lambda bits: isinstance(bits, int) and bits > _KV_BITS,
+    ),
     _smaller_batch,
     _fewer_bits,
-    _no_margin,
+    _other_value("memory_margin", 0.0, "nothing kept free (--memory_margin 0)", bool),
     _more_devices,
 )

@@ -56,9 +56,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class PlanningRequest:
-    """The inputs of a plan; of a `job`, `workload` has the fewest requests in flight that are
-    allowed.
-    """
+    """The inputs of a plan; of a `job`, `workload` has the fewest in flight that are allowed."""
 
     cluster: ClusterSpec
     shape: ModelShape
@@ -102,9 +100,7 @@ class PlanningRequest:
 
 
 def with_predictor(job: Job, options: PlanOptions) -> Job:
-    """The job with the predictor that options name, unless it has one, whose folder may be gone by
-    now.
-    """
+    """The job with the predictor of options, unless it has one, whose folder may be gone by now."""
     if options.policy != PREDICTING or job.predictor is not None:
         return job
     named = options.predictor or LONGEST
@@ -112,9 +108,7 @@ def with_predictor(job: Job, options: PlanOptions) -> Job:
 
 
 def _least_in_flight(job: Job, options: PlanOptions) -> int:
-    """The fewest in flight: what the user fixed, or its micro-batches; SpecError where these exceed
-    the job.
-    """
+    """The fewest in flight: what the user fixed, or its micro-batches; SpecError above the job."""
     for name in ("prefill_micro_batch", "decode_micro_batch"):
         fixed = getattr(options, name)
         if fixed is not None and fixed > job.prompts:
@@ -139,42 +133,30 @@ def check_stored(shape: ModelShape, options: PlanOptions) -> None:
             )
 
 
-def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Found]) -> _Found:
-    """Call `find` with the most bits of keys and values for which it succeeds, where the options
-    leave these open.
-    """
-    if options.kv_bits != AUTO:
-        return find(options)
+def with_fitting_cache(
+    request: PlanningRequest, find: Callable[[PlanningRequest], _Found]
+) -> _Found:
+    """Call `find`, where `kv_bits` is auto with the most bits for which it succeeds."""
+    if request.options.kv_bits != AUTO:
+        return find(request)
     fewest, *more = KV_BITWIDTHS
     for bits in reversed(more):
         with suppress(InfeasibleError):
-            return find(replace(options, kv_bits=bits))
-    return find(replace(options, kv_bits=fewest))
+            return find(request.with_options(kv_bits=bits))
+    return find(request.with_options(kv_bits=fewest))
 
 
 def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
-    return planning_costs(
-        request.cluster, request.shape, request.workload, request.options, request.job
-    )
-
-
-def planning_costs(
-    cluster: ClusterSpec,
-    shape: ModelShape,
-    workload: Workload,
-    options: PlanOptions,
-    job: Job | None = None,
-) -> tuple[CostModel, Omega]:
-    """The costs that options ask for (of `job`, if any), and the sensitivities; perplexity's bound
-    becomes max_omega.
+    """The costs that options ask for, and the sensitivities; perplexity's bound becomes
+    max_omega.
     """
-    options = with_stored_bits(options, shape)
+    shape, options = request.shape, with_stored_bits(request.options, request.shape)
     omega = omega_of(shape, options)
     if options.max_ppl_delta is not None:
         bound = omega_bound(omega, options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
-    costs = cost_model(cluster, shape, workload, options, omega.matrix)
-    return replace(costs, job=job), omega
+    costs = cost_model(request.cluster, shape, request.workload, options, omega.matrix)
+    return replace(costs, job=request.job), omega
 
 
 def cost_model(
@@ -200,9 +182,7 @@ def cost_model(
 
 
 def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> LatencyModel:
-    """Times from the profiles that options name, else datasheets; SpecError where strict profiles
-    lack one.
-    """
+    """Times from profiles, else datasheets; SpecError where strict profiles lack one."""
     kv_bits = kv_bits_of(options)
     if options.profiles is None:
         return RooflineLatency(shape, kv_bits)

@@ -38,7 +38,7 @@ from planner.plan.builder import Solution, build_plan
 from planner.plan.parts import Prediction
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
-from planner.search.request import planning_costs
+from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.devices import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS
@@ -139,7 +139,7 @@ def fixed_plan(
     """The plan of these bitwidths on one device, in the micro-batches that suit it best."""
     shape, options = model_shape(folder), PlanOptions(theta=0.0, bits=tuple(set(bitwidths)))
     found = find_plan(spec, shape, str(folder), workload, options)
-    return priced(planning_costs(spec, shape, workload, options)[0], found, bitwidths)
+    return priced(costs_of(PlanningRequest(spec, shape, workload, options))[0], found, bitwidths)
 
 
 def predicted(spec: ClusterSpec, plan: PlanSpec, workload: Workload, profile: Path) -> Prediction:
@@ -147,7 +147,7 @@ def predicted(spec: ClusterSpec, plan: PlanSpec, workload: Workload, profile: Pa
     bitwidths = plan.stages[0].bitwidths
     options = PlanOptions(theta=0.0, bits=tuple(set(bitwidths)), profiles=profile)
     shape = model_shape(plan.model.source)
-    costs, _ = planning_costs(spec, shape, workload, options)
+    costs, _ = costs_of(PlanningRequest(spec, shape, workload, options))
     return priced(costs, plan, bitwidths).predicted
 
 

@@ -27,7 +27,7 @@ from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import shape_from_config
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
-from planner.search.request import planning_costs
+from planner.search.request import PlanningRequest, costs_of
 from planner.workload import MicroBatches, Workload
 
 WIDEST = 8.0
@@ -234,7 +234,7 @@ class Model:
     @cached_property
     def costs(self) -> CostModel:
         """Seconds and bytes of its parts, by datasheets."""
-        return planning_costs(self.cluster, self.shape, Workload(1, 1, 1), _OPTIONS)[0]
+        return costs_of(PlanningRequest(self.cluster, self.shape, Workload(1, 1, 1), _OPTIONS))[0]
 
 
 _SMALL, _LARGE = ("S", "T", "C1"), ("G", "C1", "C2")

@@ -87,7 +87,7 @@ def test_decode_steps_of_unlike_requests_attend_to_all_that_each_has() -> None:
 
 def test_prompts_of_unlike_lengths_are_a_workload() -> None:
     """Ranges one after another, and as many tokens as all have."""
-    prompts = LayerWorkload.of_prompts([9, 2, 30])
+    prompts = LayerWorkload("prefill", 3, 30, (9, 2, 30))
     layers = timed(CONFIGS["llama"])
     prepared = layers.prepare(prompts)
     batch = prepared.batch

@@ -26,7 +26,8 @@ from planner.schedule.static import static_schedule
 from planner.scheduling import Phase
 from planner.search.baselines import baselines
 from planner.search.find import find_plan
-from planner.search.request import planning_costs
+from planner.search.request import PlanningRequest
+from planner.search.request import costs_of as costs_of_request
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.edits import content_of
@@ -181,7 +182,7 @@ def test_baselines_make_plans_that_can_be_run(method: str, tmp_path: Path) -> No
     options = replace(QUICK, method=method, group=2)
     cluster = cluster_of(None)
     plan = find_plan(cluster, SHAPE, "opt-30b", WORKLOAD, options)
-    costs, _ = planning_costs(cluster, SHAPE, WORKLOAD, options)
+    costs, _ = costs_of_request(PlanningRequest(cluster, SHAPE, WORKLOAD, options))
     named = {baseline.name: baseline for baseline in baselines(costs)}
     assert plan.predicted.latency_s == pytest.approx(named[method].latency_s)
     assert {bits for stage in plan.stages for bits in stage.bitwidths} == {named[method].bitwidth}

@@ -21,7 +21,7 @@ from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.search.fitting import searched_sizes
 from planner.search.remedies import remedies_of_memory
-from planner.search.request import PlanningRequest, planning_costs
+from planner.search.request import PlanningRequest, costs_of
 from planner.workload import MicroBatches, Workload, pairs_up_to
 from quant.common.errors import DoesNotFitError, InfeasibleError
 from quant.common.units import MIB
@@ -92,7 +92,7 @@ def together(order: Sequence[Device]) -> bool:
 def places(request: PlanningRequest) -> Iterator[Place]:
     """Every order of every set of devices that the options allow, with every place of the head."""
     options, devices = request.options, request.cluster.devices
-    costs, _ = planning_costs(request.cluster, SHAPE, request.workload, options)
+    costs, _ = costs_of(PlanningRequest(request.cluster, SHAPE, request.workload, options))
     searched = options.method == "auto"
     fewest = 1 if searched and not options.keep_all_devices else len(devices)
     heads = {"auto": (False, True), "first": (True,), "last": (False,)}[options.head]

@@ -16,7 +16,7 @@ from planner.plan.spec import PlanSpec
 from planner.search.candidate_search import search
 from planner.search.find import find_plan, find_priced_plan
 from planner.search.fitting import first_sets, groupings, neighbours
-from planner.search.request import planning_costs
+from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
 from tests.paths import SPECS
@@ -28,7 +28,7 @@ OPTIONS = PlanOptions(tensor_parallel="auto", theta=1.0, bits=(4, 8, 16), head="
 
 
 def costs(cluster: ClusterSpec, options: PlanOptions = OPTIONS):
-    return planning_costs(cluster, SHAPE, WORK, options)[0]
+    return costs_of(PlanningRequest(cluster, SHAPE, WORK, options))[0]
 
 
 def test_every_grouping_of_few_devices_is_tried() -> None:
@@ -77,7 +77,7 @@ def test_auto_is_no_worse_than_any_degree_where_time_runs_out() -> None:
     found: dict[object, float] = {}
     for degree in (1, 2, 4, "auto"):
         options = PlanOptions(tensor_parallel=degree, theta=1.0, search_time_limit=0.5)
-        costs, _ = planning_costs(cluster, shape, work, options)
+        costs, _ = costs_of(PlanningRequest(cluster, shape, work, options))
         found[degree] = search(costs, time.process_time).assignment.objective
     assert found.pop("auto") < min(found.values())
 
@@ -112,7 +112,7 @@ def test_groups_that_do_not_fit_say_why_and_that_others_do() -> None:
     shape, work = replace(model_shape("bloom-176b"), layers=64), Workload(1, 128, 16)
     with pytest.raises(DoesNotFitError, match=r"64 layers need .*one rank.*tensor_parallel auto"):
         find_plan(cluster, shape, "m", work, PlanOptions(tensor_parallel=4, theta=1.0))
-    alone = planning_costs(cluster, shape, work, PlanOptions(theta=1.0))[0]
+    alone = costs_of(PlanningRequest(cluster, shape, work, PlanOptions(theta=1.0)))[0]
     assert first_sets(alone) == [cluster.devices]
 
 
