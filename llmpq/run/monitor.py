@@ -16,8 +16,9 @@ import numpy as np
 
 from actors.stage_figures import LayersLoaded, StageStats
 from llmpq.run.meter import INTERVAL_S, RunMeter, RunState
-from planner.plan.simulate import MeasuredStage, write_run_trace
+from planner.plan.simulate import MeasuredStage, run_trace
 from planner.plan.spec import PlanSpec
+from planner.simulation.pictures import write_text
 from quant.common.errors import HeadLostError, InputError
 
 if TYPE_CHECKING:
@@ -168,7 +169,8 @@ def loading_watch(
 
 def save_trace(path: str | Path, plan: PlanSpec, traces: Sequence[StageTrace | None]) -> None:
     """Write the run beside the plan's simulation; raises InputError where that is not possible."""
-    write_run_trace(path, plan, [None if trace is None else measured(trace) for trace in traces])
+    stages = [None if trace is None else measured(trace) for trace in traces]
+    write_text(Path(path), run_trace(plan, stages))
 
 
 def measured(trace: StageTrace) -> MeasuredStage:

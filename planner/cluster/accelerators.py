@@ -109,9 +109,9 @@ class Accelerator:
 
     def is_reported_as(self, name: str) -> bool:
         """Whether a driver may call it `name`; described without saying, any unregistered one."""
-        known = (self.name, *self.aliases, *self.reported_as)
-        if any(_are_equal(name, each) for each in known):
-            return True
+        for each in (self.name, *self.aliases, *self.reported_as):
+            if name_key(name) == name_key(each) or _words(name) == _words(each) != ():
+                return True
         return not self.reported_as and not self.is_registered and _registered(name) is None
 
 
@@ -212,10 +212,6 @@ def _by_words() -> dict[tuple[str, ...], Accelerator]:
         for entry in reversed(registry())
         for name in (*entry.reported_as, *entry.aliases, entry.name)
     }
-
-
-def _are_equal(one: str, other: str) -> bool:
-    return name_key(one) == name_key(other) or _words(one) == _words(other) != ()
 
 
 def _words(name: str) -> tuple[str, ...]:

@@ -188,9 +188,10 @@ class ClusterSpec:
         """Write a cluster file that reads back equal; SpecError where devices of one type differ on
         a node.
         """
+        own = {each.name: entry_of(each).stated() for each in self.own_accelerators}
         values: dict[str, Any] = {
             "name": self.name,
-            **_described_values(self.own_accelerators),
+            **({"accelerators": own} if own else {}),
             "nodes": [
                 _node_values(node, list(devices))
                 for node, devices in groupby(self.devices, key=lambda device: device.node)
@@ -200,12 +201,6 @@ class ClusterSpec:
         if self.emulate is not None:
             values["emulate"] = self.emulate.model_dump(exclude_none=True)
         return yaml.safe_dump(values, sort_keys=False)
-
-
-def _described_values(accelerators: Sequence[Accelerator]) -> dict[str, Any]:
-    if not accelerators:
-        return {}
-    return {"accelerators": {each.name: entry_of(each).stated() for each in accelerators}}
 
 
 def _figures(accelerator: Accelerator) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import ceil, floor
 from typing import Literal
@@ -60,20 +60,6 @@ def occupied_stages(devices: Sequence[Device], first_layer: Sequence[int]) -> Oc
     return OccupiedStages(tuple(devices[j] for j in kept), bounds)
 
 
-def check_assignment(
-    costs: CostModel,
-    devices: Sequence[Device],
-    first_layer: Sequence[int],
-    bitwidth: Sequence[int],
-) -> None:
-    layers = costs.shape.layers
-    if len(first_layer) != len(devices) + 1 or len(bitwidth) != layers or first_layer[-1] != layers:
-        raise SpecError(
-            f"{layers} layers on {len(devices)} devices need {len(devices) + 1} boundaries up to "
-            f"{layers} and {layers} bitwidths, not {list(first_layer)} and {len(bitwidth)}"
-        )
-
-
 class PassTable:
     """Seconds of passes, each found once; `bitwidth` [L] has indices into the options' bits."""
 
@@ -93,8 +79,13 @@ class PassTable:
         first_layer: Sequence[int],
         bitwidth: Sequence[int],
     ) -> PassTable:
-        """The table for `devices` in stage order that hold layers; errors as `check_assignment`."""
-        check_assignment(costs, devices, first_layer, bitwidth)
+        """The table for `devices` in stage order that hold layers; SpecError for no assignment."""
+        layers, ends = costs.shape.layers, len(devices) + 1
+        if len(first_layer) != ends or len(bitwidth) != layers or first_layer[-1] != layers:
+            raise SpecError(
+                f"{layers} layers on {len(devices)} devices need {ends} boundaries up to {layers} "
+                f"and {layers} bitwidths, not {list(first_layer)} and {len(bitwidth)}"
+            )
         return cls(costs, occupied_stages(devices, first_layer), bitwidth)
 
     @property
@@ -158,7 +149,7 @@ class PassTable:
         head = self.devices[head_stage]
         if prompts:
             tokens = sum(prompts)
-            stage_s = unlike_prompts_s(prompts, self.prefill_parts)
+            stage_s = unlike_prompts_s(prompts, partial(self._layers_s, "prefill"))
         else:
             tokens = requests * (length if phase == "prefill" else 1)
             attention_s, rest_s = self._layers_s(phase, requests, length)
@@ -166,10 +157,6 @@ class PassTable:
         stage_s[0] += latency.embedding_s(first, tokens, self.costs.dtype(first))
         stage_s[head_stage] += latency.final_s(head, requests, self.costs.dtype(head))
         return stage_s
-
-    def prefill_parts(self, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of attention and the rest of each stage's layers, both [N], for equal prompts."""
-        return self._layers_s("prefill", requests, length)
 
     def _layers_s(self, phase: Phase, requests: int, length: int) -> tuple[FloatArray, FloatArray]:
         """Seconds of attention and the rest of each stage's layers, both [N], for equal lengths."""
@@ -232,7 +219,7 @@ class PassTable:
 
     def _known_s(self, work: _Work, requests: int, length: int) -> FloatArray:
         if work == "attention":
-            return self.prefill_parts(requests, length)[0]
+            return self._layers_s("prefill", requests, length)[0]
         key = work, requests, length
         if key not in self._whole:
             self._whole[key] = self._compute(*key)

@@ -232,7 +232,8 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError(f"{config.place} names no model_type")
-    if "moe" in model_type or "mixtral" in model_type or _has_experts(config):
+    has_experts = any(config.integer(key, default=0) > 1 for key in _EXPERT_KEYS)
+    if "moe" in model_type or "mixtral" in model_type or has_experts:
         raise SpecError(
             f"{config.place}: {model_type:.40} is a mixture-of-experts model, which llmpq does not "
             "plan yet; choose a dense one"
@@ -261,10 +262,6 @@ def _read_shape(config: ConfigFile, family: Family) -> ModelShape:
     except SpecError as error:
         where = "" if config.place in str(error) else f"{config.place}: "
         raise SpecError(f"{where}{error}") from error
-
-
-def _has_experts(config: ConfigFile) -> bool:
-    return any(config.integer(key, default=0) > 1 for key in _EXPERT_KEYS)
 
 
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from planner.plan.spec import PlanSpec, StagePlan
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import JobRows, Pass, policy_sizes
 from planner.scheduling import Phase
-from planner.simulation.pictures import MICROSECONDS, named_tracks, simulated_events, write_text
+from planner.simulation.pictures import MICROSECONDS, named_tracks, simulated_events
 from planner.simulation.simulation import Simulated, simulate
 from planner.workload import Job
 from quant.common.errors import InputError
@@ -76,10 +76,6 @@ def first_rows(job: Job | None, slots: int) -> JobRows | None:
         return None
     count = min(job.prompts, FILLS_SHOWN * slots)
     return JobRows.of(job, count)
-
-
-def is_approximate(plan: PlanSpec) -> bool:
-    return any(stage.modelled is None for stage in plan.stages)
 
 
 def _seconds(plan: PlanSpec, stage: StagePlan, each: Pass) -> tuple[float, float]:
@@ -174,15 +170,10 @@ def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
         )
 
 
-def write_run_trace(
-    path: str | Path, plan: PlanSpec, stages: Sequence[MeasuredStage | None]
-) -> None:
-    write_text(Path(path), run_trace(plan, stages))
-
-
 def _notes(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> dict[str, object]:
+    approximate = any(stage.modelled is None for stage in plan.stages)
     return {
-        "simulated": APPROXIMATION if is_approximate(plan) else "the plan's modelled times",
+        "simulated": APPROXIMATION if approximate else "the plan's modelled times",
         "stages": [
             "did not answer"
             if stage is None
