@@ -13,8 +13,9 @@ from llmpq.fleet import Fleet
 from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
+from llmpq.workload import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
-from llmpq.workload.long_rows import LEAVE, naming
+from llmpq.workload.long_rows import naming
 from llmpq.workload.request_lengths import Requests, bound_request, bounded_plan, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.planning import FleetRequest, as_job, find_fleet, number_of

@@ -7,6 +7,7 @@ from dataclasses import replace
 from llmpq.cli.common import console, print_notes
 from llmpq.cli.plan_options import PlanCommand
 from llmpq.cluster import Cluster
+from llmpq.workload import DEFAULT_WORKLOAD, SEPARATE
 from llmpq.workload.input_job import (
     InputBatch,
     InputJob,
@@ -14,7 +15,7 @@ from llmpq.workload.input_job import (
     job_of_input,
     job_of_prompts,
 )
-from llmpq.workload.long_rows import DEFAULT_WORKLOAD, SEPARATE, LongRowRule
+from llmpq.workload.long_rows import LongRowRule
 from llmpq.workload.request_lengths import (
     Requests,
     normal_lengths,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llmpq.cli.parser import Parser
 from llmpq.tokenizing.prompting import PromptingOptions, prompting_rule
-from llmpq.workload.long_rows import DEFAULT_WORKLOAD, LONG_ROWS, SEPARATE
+from llmpq.workload import DEFAULT_WORKLOAD, LONG_ROWS, SEPARATE
 from planner.option_rules import Rule, flag, option
 from planner.options import PlanOptions
 from planner.planning_rules import FRONT_RULES, PLAN_RULES

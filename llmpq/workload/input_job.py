@@ -13,11 +13,8 @@ from llmpq.jobs.inputs import JobInput
 from llmpq.keywords import PromptingKeywords
 from llmpq.model_check import checked_shape
 from llmpq.tokenizing.prompting import Prompting, PromptingOptions
+from llmpq.workload import DEFAULT_WORKLOAD, ERROR, LEAVE, SEPARATE
 from llmpq.workload.long_rows import (
-    DEFAULT_WORKLOAD,
-    ERROR,
-    LEAVE,
-    SEPARATE,
     LongRowRule,
     NamedRows,
     RowCut,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -11,16 +11,10 @@ import numpy as np
 
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.row_database import shown_id
+from llmpq.workload import LONG_ROWS, SEPARATE
 from llmpq.workload.measuring import MeasuredRows
 from planner.lengths import BoolArray, IntArray
 from quant.common.errors import InfeasibleError, SpecError
-
-# LLM-PQ section 6.1: the paper's default workload, and the batch that longer files are cut into.
-DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512, "new_tokens": 100}
-
-SEPARATE, ERROR, LEAVE = LONG_ROWS = ("separate", "error", "leave")
-"""What is done about rows that are much longer than the others."""
-
 
 LEAST_BELOW = 0.95
 """Share of rows that are no long ones: what many rows have is no exception."""
