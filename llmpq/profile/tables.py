@@ -111,20 +111,10 @@ def hop_table(rows: Sequence[LinkRow]) -> Table:
         for way in sorted({row.way for row in rows if row.link == link}):
             own = [row for row in rows if (row.link, row.way) == (link, way)]
             for fit in fit_links(own):
-                errors = [
-                    abs(fit.latency_s + row.payload_bytes / fit.bytes_per_s - row.seconds)
-                    / row.seconds
-                    for row in own
-                ]
-                table.add_row(
-                    " and ".join(link[:2]),
-                    "one node" if fit.place == "node" else "two nodes",
-                    way,
-                    f"{fit.latency_s * 1e6:.0f} us",
-                    f"{fit.bytes_per_s / 1e9:.2f} GB/s",
-                    f"{sum(errors) / len(errors):.0%} mean",
-                    f"{max(row.spread for row in own):.0%} at most",
-                )
+                fitted_s = [fit.latency_s + row.payload_bytes / fit.bytes_per_s for row in own]
+                where = "one node" if fit.place == "node" else "two nodes"
+                line = _line(fit.latency_s, fit.bytes_per_s, own, fitted_s)
+                table.add_row(" and ".join(link[:2]), where, way, *line)
     return table
 
 
@@ -137,15 +127,26 @@ def sum_table(rows: Sequence[SumRow]) -> Table:
     )
     for fit in fit_sums(rows):
         own = [row for row in rows if row.group == (fit.accelerator, fit.degree)]
-        errors = [abs(fit.seconds(row.summed_bytes) - row.seconds) / row.seconds for row in own]
-        table.add_row(
-            f"{fit.degree} {fit.accelerator}",
-            f"{fit.latency_s * 1e6:.0f} us",
-            f"{1 / max(fit.s_per_byte, 1e-15) / 1e9:.2f} GB/s",
-            f"{sum(errors) / len(errors):.0%} mean",
-            f"{max(row.spread for row in own):.0%} at most",
-        )
+        fitted_s = [fit.seconds(row.summed_bytes) for row in own]
+        line = _line(fit.latency_s, 1 / max(fit.s_per_byte, 1e-15), own, fitted_s)
+        table.add_row(f"{fit.degree} {fit.accelerator}", *line)
     return table
+
+
+def _line(
+    latency_s: float,
+    bytes_per_s: float,
+    rows: Sequence[LinkRow] | Sequence[SumRow],
+    fitted_s: Sequence[float],
+) -> tuple[str, ...]:
+    """The last four columns of a line that is fitted to `rows`."""
+    errors = [abs(s - row.seconds) / row.seconds for s, row in zip(fitted_s, rows, strict=True)]
+    return (
+        f"{latency_s * 1e6:.0f} us",
+        f"{bytes_per_s / 1e9:.2f} GB/s",
+        f"{sum(errors) / len(errors):.0%} mean",
+        f"{max(row.spread for row in rows):.0%} at most",
+    )
 
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:

@@ -59,10 +59,6 @@ class RequestMaker:
         """Whether only `long_rows` has room for `request`."""
         return not self.workload.has_room(len(request.prompt_ids), request.max_new_tokens)
 
-    def request(self, row: Row) -> Request | BadRow:
-        """The request of `row`, or why it cannot run as planned."""
-        return next(self.requests((row,)))
-
     def requests(self, rows: Iterable[Row | BadRow]) -> Iterator[Request | BadRow]:
         """Requests of rows, in their order; some are tokenized ahead of the one asked for."""
         begun: deque[_Begun] = deque()

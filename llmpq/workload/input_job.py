@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
+PLANNED, CONTEXT = "what is planned for", "the model's context"
+
+
 @dataclass(frozen=True)
 class LongRows:
     """The few rows that are much longer than the others, a job by themselves.
@@ -94,26 +97,10 @@ class InputJob:
                 f"{long.job.in_flight(1).total_length}"
             )
         if self.left_out is not None:
-            notes.append(left_out_note(self.left_out))
+            notes.append(self.left_out.longer_than(PLANNED))
         if self.beyond is not None:
-            notes.append(beyond_note(self.beyond))
+            notes.append(self.beyond.longer_than(CONTEXT))
         return tuple(notes)
-
-
-def left_out_note(rows: NamedRows) -> str:
-    """A sentence on rows that the plan has no room for."""
-    return (
-        f"{rows.are} longer than what is planned for ({rows.shown}); llmpq run gives error rows "
-        "for such"
-    )
-
-
-def beyond_note(rows: NamedRows) -> str:
-    """A sentence on rows that the model has no positions for."""
-    return (
-        f"{rows.are} longer than the model's context ({rows.shown}); llmpq run gives error rows "
-        "for such"
-    )
 
 
 def job_of_input(
@@ -342,12 +329,12 @@ def batch_of_input(
     length = given.get("prompt_length")
     rows = InputMeasure(source, model, new_tokens, length, prompting=prompting).measure()
     fits = fitting(source, rows, most_tokens(checked_shape(model)))
-    notes = [] if fits.all() else [beyond_note(named_rows(source, rows, ~fits))]
+    notes = [] if fits.all() else [named_rows(source, rows, ~fits).longer_than(CONTEXT)]
     within = fits
     if percentile is not None:
         within = fits & (rows.total <= tokens_at(percentile, rows, fits))
     if (fits & ~within).any():
-        notes.append(left_out_note(named_rows(source, rows, fits & ~within)))
+        notes.append(named_rows(source, rows, fits & ~within).longer_than(PLANNED))
     kept = rows.where(within)
     derived = {
         "global_batch": min(len(kept), DEFAULT_WORKLOAD["global_batch"]),

@@ -117,6 +117,10 @@ class NamedRows:
         """The number as the beginning of a sentence."""
         return "1 row is" if self.count == 1 else f"{self.count} rows are"
 
+    def longer_than(self, room: str) -> str:
+        """A sentence on rows that become error rows."""
+        return f"{self.are} longer than {room} ({self.shown}); llmpq run gives error rows for such"
+
 
 def named_rows(source: JobInput, rows: MeasuredRows, chosen: BoolArray) -> NamedRows:
     """The `chosen` ones [rows] of the `rows` of `source`."""

@@ -127,3 +127,28 @@ def test_a_second_failure_is_told_and_one_that_nothing_helps_is_not_repeated(
     with pytest.raises(DeviceError, match="RAY_TMPDIR"), session.ray_session("local"):
         pass
     assert alone[3:] == ["started"]
+
+
+SLEEPING = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def test_what_was_started_ends_with_a_start_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(target: str) -> None:
+        assert target == "local"
+        started.append(subprocess.Popen(SLEEPING))
+        raise SystemExit(15)
+
+    monkeypatch.setattr(session, "_start", start)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = subprocess.Popen(SLEEPING)
+    try:
+        with pytest.raises(SystemExit), session.ray_session():
+            pass
+        assert started[0].wait(120) < 0
+        assert before.poll() is None
+    finally:
+        before.kill()
+        before.wait()

@@ -35,6 +35,10 @@ def maker_of(folder: Path, row_s: float = 30.0) -> RequestMaker:
     return RequestMaker(PLANNED, 2048, Sampling(), load_tokenizer(folder, limits))
 
 
+def request_of(maker: RequestMaker, row: Row) -> Request | BadRow:
+    return next(maker.requests((row,)))
+
+
 @pytest.fixture(scope="module")
 def maker() -> RequestMaker:
     return maker_of(MODEL)
@@ -68,7 +72,7 @@ def test_tokens_are_those_of_transformers(folder: str, maker: RequestMaker, tmp_
         expected = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=True
         )
-        request = made.request(Row("c", messages=tuple(messages)))
+        request = request_of(made, Row("c", messages=tuple(messages)))
         assert isinstance(request, Request)
         assert list(request.prompt_ids) == expected["input_ids"]
 
@@ -102,7 +106,7 @@ def test_what_a_row_does_to_the_template_makes_an_error_row(
 
 
 def test_no_template_is_an_error_row(maker: RequestMaker) -> None:
-    bad = maker.request(chat("a"))
+    bad = request_of(maker, chat("a"))
     assert isinstance(bad, BadRow)
     assert "the model has none; give a prompt instead of messages, or a template" in bad.error
 
@@ -140,13 +144,13 @@ def test_a_prompt_of_a_million_characters_passes_where_it_is_planned(tmp_path: P
     limits = RowLimits(most_tokens=planned.prompt_length)
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "m"), limits)
     made = RequestMaker(planned, 2048, Sampling(), tokenizer)
-    request = made.request(Row("a", text="hello " * 200_000))
+    request = request_of(made, Row("a", text="hello " * 200_000))
     assert isinstance(request, Request)
     assert len(request.prompt_ids) == 200_000
 
 
 def test_messages_that_are_no_json(maker: RequestMaker) -> None:
-    bad = maker.request(Row("a", messages=({"role": "user", "content": "a", "x": {1, 2}},)))
+    bad = request_of(maker, Row("a", messages=({"role": "user", "content": "a", "x": {1, 2}},)))
     assert isinstance(bad, BadRow)
     assert "not JSON serializable" in bad.error
 
@@ -170,21 +174,21 @@ def test_rows_are_taken_as_they_are_needed(maker: RequestMaker) -> None:
 
 def test_stop_strings_without_a_tokenizer() -> None:
     made = RequestMaker(PLANNED, 2048, Sampling(stop=("x",)), None)
-    bad = made.request(Row("a", token_ids=(5, 6)))
+    bad = request_of(made, Row("a", token_ids=(5, 6)))
     assert isinstance(bad, BadRow)
     assert "tokenizer" in bad.error
 
 
 def test_bias_of_tokens_that_the_model_has_not(maker: RequestMaker) -> None:
     row = Row("a", token_ids=(5, 6), sampling={"logit_bias": {"2047": 1.0, "3": 1.0}})
-    assert isinstance(maker.request(row), Request)
-    bad = maker.request(Row("a", token_ids=(5, 6), sampling={"logit_bias": {"2048": 1.0}}))
+    assert isinstance(request_of(maker, row), Request)
+    bad = request_of(maker, Row("a", token_ids=(5, 6), sampling={"logit_bias": {"2048": 1.0}}))
     assert isinstance(bad, BadRow)
     assert "token id 2048, the model's vocabulary ends at 2047" in bad.error
 
 
 def test_text_is_cut_before_the_first_stop_string(maker: RequestMaker) -> None:
-    request = maker.request(Row("a", text="return the list of values"))
+    request = request_of(maker, Row("a", text="return the list of values"))
     assert isinstance(request, Request)
     ids = request.prompt_ids
     stopped = replace(request, sampling=Sampling(stop=("values", "list")))
@@ -210,7 +214,7 @@ def test_texts_follow_those_of_their_prompts(tmp_path: Path) -> None:
 
 
 def test_text_ends_before_a_stop_token_and_not_within_the_least_tokens(maker: RequestMaker) -> None:
-    request = maker.request(Row("a", text="a list, a list"))
+    request = request_of(maker, Row("a", text="a list, a list"))
     assert isinstance(request, Request)
     ids = request.prompt_ids
     least = Sampling(stop=("list",), min_tokens=len(ids) - 1)
@@ -230,7 +234,7 @@ def test_text_ends_before_a_stop_token_and_not_within_the_least_tokens(maker: Re
     ],
 )
 def test_ends_that_cannot_be(maker: RequestMaker, sampling: dict[str, Any], told: str) -> None:
-    bad = maker.request(Row("a", token_ids=(5, 6), sampling=sampling))
+    bad = request_of(maker, Row("a", token_ids=(5, 6), sampling=sampling))
     assert isinstance(bad, BadRow)
     assert told in bad.error
 
