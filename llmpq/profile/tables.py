@@ -136,7 +136,7 @@ def sum_table(rows: Sequence[SumRow]) -> Table:
 def _line(
     latency_s: float,
     bytes_per_s: float,
-    rows: Sequence[LinkRow] | Sequence[SumRow],
+    rows: Sequence[LinkRow | SumRow],
     fitted_s: Sequence[float],
 ) -> tuple[str, ...]:
     """The last four columns of a line that is fitted to `rows`."""
