@@ -15,12 +15,11 @@ from actors.live_group import LiveGroup
 from actors.messages import Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.device import stage_environment
-from actors.processes.handing_over import HANDOVER
 from actors.processes.handle import StageHandle
 from actors.processes.meter import TelemetryOptions
 from actors.processes.observer import Observer
 from actors.processes.placement import place
-from actors.processes.ranks import RankActor
+from actors.processes.ranks import HANDOVER, RankActor
 from actors.processes.reservation import Reservation, ReservedPart
 from actors.processes.stage_actor import ProcessOptions, StageActor
 from actors.recovery.generation import LiveGeneration

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from actors.messages import KvPart
 from actors.processes.answers import get_answers
-from actors.processes.handing_over import Handed
+from actors.processes.ranks import Handed
 from actors.stage.spec import stage_spec, stand_in_spec
 from actors.stage_group import StageGroup
 from planner.model.shape import ModelShape

@@ -11,9 +11,9 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from actors.messages import KvPart, Request
-from actors.processes.handing_over import Handed
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.meter import Spans
+from actors.processes.ranks import Handed
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.transport.gloo_links import Rendezvous

@@ -12,10 +12,9 @@ import torch
 from ray.actor import ActorHandle
 
 from actors.messages import BATCH_KINDS, MicroBatch, Progress, Request, Sampled
-from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
 from actors.processes.meter import MetricsPublisher, Spans, StageMeter, TelemetryOptions
-from actors.processes.ranks import Followers, RankActor, ShardLoader
+from actors.processes.ranks import Followers, KeysValuesKeeper, RankActor, ShardLoader
 from actors.schedule.driver import LatencyRecord, Pipeline
 from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes

@@ -16,8 +16,7 @@ from actors.messages import Progress, Request
 from actors.processes.health import BatchFailure
 from actors.processes.ray_head import check_head
 from actors.recovery.faults import Fault, RequestLedger, RunInterruptedError, StoppedRun, lost_by
-from actors.recovery.liveness import LivenessCheck
-from actors.recovery.pipeline import StagePipeline
+from actors.recovery.pipeline import LivenessCheck, StagePipeline
 from actors.recovery.repair import Repair
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import SpecError, StageLostError

@@ -14,8 +14,7 @@ from ray.exceptions import RayTaskError
 
 from actors.processes.answers import StageAnswers
 from actors.recovery.faults import HangError, Loss, StoppedRun, lost_by
-from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
-from actors.recovery.pipeline import StagePipeline
+from actors.recovery.pipeline import LivenessCheck, OverdueError, StagePipeline, get_all, wait_for
 from actors.recovery.policy import EventReporter, OnEvent, Recovery
 from actors.stage.importance import as_tuple
 from quant.common.errors import DeviceError, DeviceLostError, StageLostError

@@ -8,7 +8,7 @@ import pytest
 
 from actors.processes.health import Heartbeat, RankSigns
 from actors.recovery.faults import HangError, RankLostError, lost_by
-from actors.recovery.liveness import LivenessCheck
+from actors.recovery.pipeline import LivenessCheck
 
 HANG_S = 20.0
 

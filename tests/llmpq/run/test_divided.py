@@ -13,7 +13,7 @@ import ray
 
 from actors.handover.group import DividedGroup
 from actors.messages import Finished, Request, Sampling
-from actors.processes.handing_over import HANDOVER
+from actors.processes.ranks import HANDOVER
 from actors.processes.stage_actor import StageActor
 from actors.recovery.faults import RunInterruptedError
 from actors.recovery.policy import RecoveryEvent
