@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         SpecError,
         StageLostError,
     )
-    from llmpq.fleet import Fleet
-    from llmpq.plan import Plan
+    from llmpq.plan import Fleet, Plan
     from llmpq.rows.results import Result
     from llmpq.run.session import Results, Session
     from llmpq.run.summary import RunSummary
@@ -64,24 +63,9 @@ __all__ = [
     "request_lengths",
 ]
 
-_ERRORS = (
-    "BoundNotMetError",
-    "CheckpointError",
-    "DeviceError",
-    "DeviceLostError",
-    "DoesNotFitError",
-    "FieldError",
-    "HeadLostError",
-    "InfeasibleError",
-    "InputError",
-    "LlmpqError",
-    "PlanMismatchError",
-    "SpecError",
-    "StageLostError",
-)
 _MODULES = {
     "Cluster": "llmpq.cluster",
-    "Fleet": "llmpq.fleet",
+    "Fleet": "llmpq.plan",
     "InputJob": "llmpq.workload.input_job",
     "Job": "planner.workload",
     "LengthDistribution": "planner.lengths",
@@ -95,7 +79,7 @@ _MODULES = {
     "Workload": "planner.workload",
     "job_of_input": "llmpq.workload.input_job",
     "request_lengths": "llmpq.workload.request_lengths",
-    **dict.fromkeys(_ERRORS, "llmpq.errors"),
+    **{name: "llmpq.errors" for name in __all__ if name.endswith("Error")},
 }
 """Where each name is from. It is imported when it is used first, so that `llmpq --help` does not
 wait for the planner."""

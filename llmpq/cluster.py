@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.fleet import Fleet
 from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
-from llmpq.plan import Plan
+from llmpq.plan import Fleet, Plan
 from llmpq.workload import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
 from llmpq.workload.long_rows import naming

@@ -1,36 +1,44 @@
-"""`Plan`, which users hold: made or loaded, explained, run and evaluated."""
+"""`Plan`, which users hold: made or loaded, explained, run and evaluated; and `Fleet`, the plans of
+pipelines that share the rows of a job.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.python_rows import RowsInput, rows_of
+from llmpq.jobs.python_rows import RowsInput, dataset_of, rows_in, rows_of
 from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
 from llmpq.quality.calibration import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
 from llmpq.report.answers import what_is_planned
-from llmpq.report.formatting import per_second, seconds
+from llmpq.report.formatting import per_second, plural, seconds
 from llmpq.report.latency import latencies, rates
-from llmpq.report.notebook import bits_text, plan_html
+from llmpq.report.notebook import bits_text, fleet_html, plan_html
 from llmpq.report.page import write_report
 from llmpq.report.rendering import making
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
+from llmpq.run.checkpoint import check_fleet
+from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
+from llmpq.run.run import Run
 from llmpq.run.session import Results, Session
 from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
 from planner.explanation.planned_assignment import planned_assignment, rebuilt_costs
 from planner.explanation.what_if import WhatIfOptions
+from planner.fleet.fleet_spec import FleetSpec, Runnable, plans_of
 from planner.latency_bound.bounded_plan import KindFronts
 from planner.latency_bound.draw import simulated_cycles
 from planner.option_rules import refuse_unknown
+from planner.plan.file import is_fleet, read
 from planner.plan.parts import Prediction
 from planner.plan.spec import PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.search.find import FrontPoint
@@ -46,7 +54,90 @@ SHOWN_STAGES = 4
 """Stages that are named where a plan is shown in a few lines."""
 
 
-class Plan:
+class Runs:
+    """What a plan and a fleet have in common: `spec`, which is in the file `source`, is run."""
+
+    def __init__(self, spec: Runnable, source: str) -> None:
+        self.spec: Runnable = spec
+        self._source = source
+
+    @lists_options(RunKeywords, RunOptions)
+    def run(
+        self,
+        rows: RowsInput,
+        sampling: SamplingInput = None,
+        *,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RunKeywords],
+    ) -> Results:
+        """Generate for every row; yields results in the order they finish.
+
+        `rows`: strings, lists of token ids, or dictionaries as in a JSONL line, from any iterable,
+        which is read as slots become free; or a table of pandas, polars or Arrow. What is returned
+        can be iterated, with `async for` too; as a context manager it frees the actors however it
+        is left. `sampling` and the other `options` are the fields of
+        `llmpq.run.options.RunOptions`, which have the names of `llmpq run`'s; its `temperature`,
+        `top_p` and so on can be given in place of `sampling`. `on_event` is called with every
+        fault. The results' `sampling` is what holds for rows without their own.
+
+        Before anything is started, raises what `llmpq.errors` lists under `LlmpqError`; while it
+        runs, `StageLostError` and `HeadLostError` of the same module.
+        """
+        chosen = RunOptions.of({"sampling": sampling, **options})
+        return self._results(rows_of(rows), chosen, on_event)
+
+    @lists_options(RunKeywords, RunOptions)
+    def session(
+        self,
+        sampling: SamplingInput = None,
+        *,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RunKeywords],
+    ) -> Session:
+        """Ray, the loaded stages and the tokenizer, kept for any number of runs.
+
+            with plan.session() as session:
+                for result in session.run(["Once upon a time"], temperature=0.7):
+                    print(result.text)
+
+        Takes the options of `run`; `Session.run` takes rows, and other sampling for them. Raises
+        what `run` raises.
+        """
+        chosen = self._calibrated(RunOptions.of({"sampling": sampling, **options}))
+        return Session(self.spec, chosen, self._source, on_event)
+
+    @lists_options(RunKeywords, RunOptions)
+    def run_dataset(
+        self,
+        dataset: Any,
+        sampling: SamplingInput = None,
+        *,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RunKeywords],
+    ) -> Any:
+        """Generate for every row of a `ray.data.Dataset`; returns the results as another one.
+
+        Columns are named as the fields of a JSONL line and of a `Result`; rows without `custom_id`
+        get one that is made from their content. The rows stream through this process, the results
+        lie in Ray's object store, which spills to disk. Needs Ray to be initialised, pandas and
+        pyarrow. Takes the options of `run`, and raises what it raises.
+        """
+        chosen = RunOptions.of({"sampling": sampling, **options})
+        with self._results(rows_in(dataset), chosen, on_event) as results:
+            return dataset_of(results)
+
+    def _results(
+        self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None
+    ) -> Results:
+        shared = RunResources(self.spec, self._calibrated(options), self._source)
+        return Results(Run(shared, on_event=on_event), rows)
+
+    def _calibrated(self, options: RunOptions) -> RunOptions:
+        check_fleet(self.spec, options, self._source)
+        return with_calibrated(plans_of(self.spec)[0], options)
+
+
+class Plan(Runs):
     """What runs where, with how many bits and in which micro-batches; made by `Cluster.plan` or
     `load`. `spec` has everything that is in its file.
     """
@@ -54,9 +145,9 @@ class Plan:
     def __init__(
         self, spec: PlanSpec, costs: CostModel | None = None, source: str = "the plan"
     ) -> None:
-        self.spec = spec
+        super().__init__(spec, source)
+        self.spec: PlanSpec = spec
         self._costs = costs
-        self._source = source
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -183,82 +274,6 @@ class Plan:
     def solver(self) -> SolverRecord:
         return self.spec.solver
 
-    @lists_options(RunKeywords, RunOptions)
-    def run(
-        self,
-        rows: RowsInput,
-        sampling: SamplingInput = None,
-        *,
-        on_event: OnEvent | None = None,
-        **options: Unpack[RunKeywords],
-    ) -> Results:
-        """Generate for every row; yields results in the order they finish.
-
-        `rows`: strings, lists of token ids, or dictionaries as in a JSONL line, from any iterable,
-        which is read as slots become free; or a table of pandas, polars or Arrow. What is returned
-        can be iterated, with `async for` too; as a context manager it frees the actors however it
-        is left. `sampling` and the other `options` are the fields of
-        `llmpq.run.options.RunOptions`, which have the names of `llmpq run`'s; its `temperature`,
-        `top_p` and so on can be given in place of `sampling`. `on_event` is called with every
-        fault. The results' `sampling` is what holds for rows without their own.
-
-        Before anything is started, raises what `llmpq.errors` lists under `LlmpqError`; while it
-        runs, `StageLostError` and `HeadLostError` of the same module.
-        """
-        chosen = RunOptions.of({"sampling": sampling, **options})
-        return self._results(rows_of(rows), chosen, on_event)
-
-    @lists_options(RunKeywords, RunOptions)
-    def session(
-        self,
-        sampling: SamplingInput = None,
-        *,
-        on_event: OnEvent | None = None,
-        **options: Unpack[RunKeywords],
-    ) -> Session:
-        """Ray, the loaded stages and the tokenizer, kept for any number of runs.
-
-            with plan.session() as session:
-                for result in session.run(["Once upon a time"], temperature=0.7):
-                    print(result.text)
-
-        Takes the options of `run`; `Session.run` takes rows, and other sampling for them. Raises
-        what `run` raises.
-        """
-        chosen = with_calibrated(self.spec, RunOptions.of({"sampling": sampling, **options}))
-        return Session(self.spec, chosen, self._source, on_event)
-
-    @lists_options(RunKeywords, RunOptions)
-    def run_dataset(
-        self,
-        dataset: Any,
-        sampling: SamplingInput = None,
-        *,
-        on_event: OnEvent | None = None,
-        **options: Unpack[RunKeywords],
-    ) -> Any:
-        """Generate for every row of a `ray.data.Dataset`; returns the results as another one.
-
-        Columns are named as the fields of a JSONL line and of a `Result`; rows without `custom_id`
-        get one that is made from their content. The rows stream through this process, the results
-        lie in Ray's object store, which spills to disk. Needs Ray to be initialised, pandas and
-        pyarrow. Takes the options of `run`, and raises what it raises.
-        """
-        from llmpq.jobs.python_rows import dataset_of, rows_in
-
-        chosen = RunOptions.of({"sampling": sampling, **options})
-        with self._results(rows_in(dataset), chosen, on_event) as results:
-            return dataset_of(results)
-
-    def _results(
-        self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None
-    ) -> Results:
-        from llmpq.run.engine import RunResources
-        from llmpq.run.run import Run
-
-        chosen = with_calibrated(self.spec, options)
-        return Results(Run(RunResources(self.spec, chosen, self._source), on_event=on_event), rows)
-
     @lists_options(EvaluationKeywords, EvaluationOptions)
     def evaluate(
         self,
@@ -285,3 +300,56 @@ class Plan:
         refuse_unknown(kept, KEPT_OPTIONS, "option of an evaluation")
         options = EvaluationOptions(sequence_length, max_tokens, device, dtype, **kept)
         return evaluate_plan(self.spec, text, model, options)
+
+
+class Fleet(Runs):
+    """Pipelines of unequal make-up that share the rows of one job, each on whichever has a free
+    slot. `spec` has everything that is in its file.
+
+    Runs take the options of a plan's but `trace`, and `replan` "auto", which raise `SpecError`. A
+    pipeline that is lost gives its rows to the others, and is started again in the background;
+    `on_event` is told of it, with kind "replica". `StageLostError` is raised when all are lost.
+    """
+
+    def __init__(self, spec: FleetSpec, source: str = "the fleet") -> None:
+        super().__init__(spec, source)
+        self.spec: FleetSpec = spec
+
+    @classmethod
+    def load(cls, path: str | Path) -> Fleet:
+        """Read a fleet's file; raises `SpecError` naming file and field."""
+        return cls(FleetSpec.from_json(read(path), str(path)), str(path))
+
+    def save(self, path: str | Path) -> None:
+        self.spec.save(path)
+
+    @property
+    def model(self) -> PlannedModel:
+        return self.spec.replicas[0].model
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        where = f"{self._source}: field replicas"
+        return tuple(Plan(plan, source=f"{where}.{i}") for i, plan in enumerate(self.spec.replicas))
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        kinds = ", ".join(f"{len(plans)} of {kind}" for kind, plans in spec.make_ups().items())
+        return (
+            f"<Fleet of {self.model.name} on {spec.cluster}: "
+            f"{plural(len(spec.replicas), 'pipeline')} ({kinds});\n"
+            f" {spec.in_flight} prompts in flight, predicted {seconds(spec.latency_s)}, "
+            f"{per_second(spec.tokens_per_s)} tokens/s>"
+        )
+
+    def _repr_html_(self) -> str:
+        return fleet_html(self.spec)
+
+
+def load_plan(path: str | Path) -> Plan | Fleet:
+    """Read the file of a plan or of a fleet; raises `SpecError` naming file and field."""
+    try:
+        content = json.loads(read(path))
+    except (ValueError, RecursionError):  # said with its place by the reader of plans
+        return Plan.load(path)
+    return Fleet.load(path) if is_fleet(content) else Plan.load(path)

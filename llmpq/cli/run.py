@@ -29,7 +29,6 @@ from llmpq.cli.parser import made
 from llmpq.cli.run_options import RUN, RunCommand, output_options, run_options, run_parser
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.cli.terminal import TaskProgress
-from llmpq.fleet import Fleet, load_plan
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import (
     JobOptions,
@@ -42,7 +41,7 @@ from llmpq.jobs.job import (
 )
 from llmpq.jobs.job_output import JournalPlace
 from llmpq.jobs.row_database import Tally
-from llmpq.plan import Plan
+from llmpq.plan import Fleet, Plan, load_plan
 from llmpq.quality.calibration import prompts_of_input, with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.report.plan_tables import plan_table

@@ -21,8 +21,8 @@ from llmpq.cli.common import (
 from llmpq.cli.parser import made, taken
 from llmpq.cli.run_options import NO_BATCHES, SERVE, ServeCommand, serve_parser
 from llmpq.cli.terminal import TaskProgress
-from llmpq.fleet import load_plan
 from llmpq.jobs.job import stop_signals
+from llmpq.plan import load_plan
 from llmpq.quality.calibration import with_calibrated
 from llmpq.run.checkpoint import model_of_run
 from llmpq.run.display import LogTimes, duration
