@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from llmpq import Cluster, Job, Plan, Workload, llmpq_version
+from llmpq import Cluster, Job, Plan, Workload
 from llmpq.cli import plan as plan_cli
 from llmpq.report.page import report_page
 from llmpq.report.rendering import making
+from llmpq.version import llmpq_version
 from planner.plan.spec import PlanSpec
 from tests.llmpq.report.pages import Page
 from tests.paths import DEMO_MODEL, SPECS
