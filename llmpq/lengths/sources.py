@@ -51,7 +51,9 @@ class PredictionFigures:
 class PredictorProcess:
     """Predicts with the predictor in `folder`, one task after the other in a thread of its own.
 
-    `failure` tells why it has been given up, None while it has not. `reads_ids` and `reads_text`:
+    The job depends on none of it: a process that ends, takes too long or answers nonsense is given
+    up, and every prompt from then on is expected to get the longest answer that it may have.
+    `failure` tells why, None while it has not been given up. `reads_ids` and `reads_text`:
     what prompts must bring; known when `wait` returns.
     """
 

@@ -64,7 +64,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class ServedIds:
-    """The ids that prompts have: digest of their tokenizer, and size of the vocabulary."""
+    """The ids that prompts have: `digest` is that of their tokenizer."""
 
     digest: str
     vocab_size: int

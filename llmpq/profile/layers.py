@@ -102,7 +102,7 @@ class Profile:
         return min(seconds, options.budget_s)
 
     def points(self, device: Device) -> int:
-        """How many points of the design on `device` the file lacks."""
+        """Number of points of the design on `device` that the file lacks."""
         return sum(map(len, self._todo(device, device.compute_dtype(self._options.dtype)).values()))
 
     def measure(self, device: Device, report: ReportParts) -> DeviceProfile:
@@ -179,7 +179,6 @@ class Profile:
 
 
 def workload_of(row: ProfileRow) -> LayerWorkload:
-    """The workload that a row was measured on."""
     length = row.prompt_length if row.phase == "prefill" else row.context_length
     return LayerWorkload(row.phase, row.batch_size, length, unlike=row.unlike)
 

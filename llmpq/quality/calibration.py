@@ -112,6 +112,8 @@ def with_calibrated(
 ) -> RunOptions:
     """`options` with the calibrated checkpoint as their model, where `plan` asks for one.
 
+    The plan's bits are rounded into a folder beside the cache of packed layers, whole or not at
+    all, so that a stage that starts again, or the next run, reads the same codes.
     `prompts` gives what to calibrate on, token ids of the job's prompts for the model in a folder;
     None: random ids. `progress` is told of the layers that are done. Nodes must see the folder
     under this path. Raises `SpecError` without a cache folder, and what quantizing raises.

@@ -30,11 +30,10 @@ METHODS = ("variance", ERROR, "hessian", "random")
 class EvaluationOptions:
     """Options of an evaluation: how a text is cut, and where it is evaluated.
 
-    `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
     `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
-    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU). `importance`: file of
-    `llmpq indicator` that weights are rounded by; None: the plan's, or else as stages measure it,
-    kept in `cache_dir` (None: the user's) for them and for later evaluations.
+    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU). `importance` None: the
+    plan's, or else as stages measure it, kept in `cache_dir` (None: the user's) for them and for
+    later evaluations. Raises `SpecError` and `InputError` for names and ranges.
     """
 
     sequence_length: int | None = option(
@@ -60,12 +59,10 @@ class EvaluationOptions:
 class IndicatorOptions:
     """Options of a measurement of sensitivities.
 
-    `method`: one of `METHODS`; `form` is that of the variance indicator, `rounding` the one whose
-    error is measured, as a plan would have it (`quant.scheme.ROUNDINGS`). `bits`: bitwidths to
-    measure; 16, where nothing is lost, is always among the columns. `sequences` of
-    `sequence_length` tokens (512, or as many as the model has positions) are drawn from the
-    calibration text by `seed`, which seeds the random indicator too. `device`: auto, cpu or cuda;
-    `dtype`: the type to compute in.
+    `form` is that of the variance indicator, `rounding` the one whose error is measured, as a plan
+    would have it (`quant.scheme.ROUNDINGS`). `bits` are sorted; 16, where nothing is lost, is
+    always among them. `sequences` are drawn from the calibration text by `seed`, which seeds the
+    random indicator too. Raises `SpecError` and `InputError` for names and ranges.
     """
 
     method: str = option(
