@@ -143,7 +143,6 @@ class Addresses:
 
     @cached_property
     def equal_lengths(self) -> bool:
-        """Whether all requests have as many tokens."""
         return bool((self.batch.lengths == self.longest).all())
 
     @cached_property

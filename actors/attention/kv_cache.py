@@ -108,7 +108,6 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     @cached_property
@@ -201,7 +200,6 @@ class CacheForm:
 
     @property
     def held_dtype(self) -> torch.dtype:
-        """Type of the numbers in the cache."""
         return self.dtype if self.kv_bits == FULL_BITS else torch.int8
 
 
@@ -213,9 +211,8 @@ class KVCache:
     on as it would have, but for the rounding of sums.
 
     Up to `parked_tokens` tokens of requests that were preempted, or prefilled for other stages, lie
-    in host memory. `factors`
-    `[kv_heads, head_dim]` by layer: what keys are divided by before they become codes; plain
-    numbers have none.
+    in host memory. `factors` `[kv_heads, head_dim]` by layer: what keys are divided by before they
+    become codes; plain numbers have none.
     """
 
     def __init__(
@@ -243,7 +240,6 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(each.nbytes for each in self._all())
 
     def prepare(self, batch: MicroBatch) -> None:
@@ -293,7 +289,6 @@ class KVCache:
             self._own_ends[move.to] = move.to + move.tokens
 
     def addresses(self, batch: MicroBatch) -> Addresses:
-        """Where the tokens of `batch` lie."""
         return Addresses.of(batch, self._device, self._own_ends)
 
     def append(

@@ -35,7 +35,6 @@ class ParkedTokens:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that lie here."""
         return sum(held.tokens for held in tuple(self._held.values()))
 
     def forget(self, keys: Sequence[int]) -> None:
@@ -71,13 +70,10 @@ class ParkedTokens:
         return self.tokens + tokens <= self._most_tokens
 
     def _copies(self, park: Park, parts: Sequence[Tensor]) -> ParkedCopies:
-        return ParkedCopies(park.tokens, tuple(self._copy(part) for part in parts))
-
-    def _copy(self, part: Tensor) -> Tensor:
-        return self.empty(part.shape, part.dtype).copy_(part, non_blocking=True)
+        made = (self.empty(each.shape, each.dtype).copy_(each, non_blocking=True) for each in parts)
+        return ParkedCopies(park.tokens, tuple(made))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory for a copy."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
 
     def found(self, key: int) -> ParkedCopies | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -45,19 +44,12 @@ class AttentionTimer:
         self._began_s = self._seconds = 0.0
 
     def __enter__(self) -> None:
-        """Begin with a layer's attention."""
         if self._on_gpu:
             self._record()
         else:
             self._began_s = time.perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End with it."""
+    def __exit__(self, *_: object) -> None:
         if self._on_gpu:
             self._record()
         else:
@@ -115,7 +107,6 @@ class RaggedContext:
 
     @classmethod
     def of(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
-        """The context of a pass of `batch`."""
         where = cache.addresses(batch)
         if batch.is_decode:
             return cls(cache, where, (Part("decode", slice(None), where),))
@@ -125,8 +116,8 @@ class RaggedContext:
 
     @classmethod
     def of_tokens(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
-        """The context of a pass of `batch`, which has one token a request, each of them a decode
-        step, also those of prompts.
+        """As `of`, where `batch` has one token a request, each of them a decode step, also those of
+        prompts.
         """
         where = cache.addresses(batch)
         return cls(cache, where, (Part("decode", slice(None), where),))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from threading import Lock
-from types import TracebackType
 
 import ray
 
@@ -138,12 +137,7 @@ class DividedGroup(LiveGroup):
                 self._end_stages()  # the others fail then
                 raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._release()
 
     def _release(self) -> None:

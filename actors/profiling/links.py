@@ -38,7 +38,8 @@ def started_together(kind: type, ends: Sequence[Placement], place: Place) -> Ite
     Each is told whether its device is a GPU. They are gone when it ends. Needs an initialised Ray.
     Raises `DeviceError` where the cluster has no such place, or a process dies.
     """
-    bundles = [_bundle(end) for end in ends]
+    # a crumb of a CPU each, as messages do not keep threads busy
+    bundles = [{**end.bundle, "CPU": CRUMB} for end in ends]
     group = placement_group(bundles, "STRICT_PACK" if place == "node" else "STRICT_SPREAD")
     actors: list[Any] = []
     try:
@@ -62,11 +63,6 @@ def median_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
     """The median, and the interquartile range over it."""
     low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
     return float(middle), float((high - low) / middle)
-
-
-def _bundle(end: Placement) -> dict[str, float]:
-    """The resources of a stage there, but a crumb of a CPU: messages do not keep threads busy."""
-    return {**end.bundle, "CPU": CRUMB}
 
 
 def _start(kind: type, end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:
@@ -109,7 +105,6 @@ class End(BoardKeeper):
         self._links: Links
 
     def host(self) -> str:
-        """Address of its node."""
         return str(ray.util.get_node_ip_address())
 
     def connect(self, rendezvous: Rendezvous, index: int, first: Any) -> None:
@@ -174,13 +169,9 @@ class End(BoardKeeper):
                 trip(batch, values)
                 seconds.append((time.perf_counter() - began) / 2)
         return [
-            _median(way, size, seconds[_WARM_UP:])
+            MeasuredHop(way, size, *median_and_spread(seconds[_WARM_UP:]), turns)
             for size, seconds in zip(PAYLOADS_BYTES, hops, strict=True)
         ]
-
-
-def _median(way: Way, size_bytes: int, seconds: Sequence[float]) -> MeasuredHop:
-    return MeasuredHop(way, size_bytes, *median_and_spread(seconds), len(seconds))
 
 
 def _hidden(message: Tensor) -> tuple[MicroBatch, Tensor]:
@@ -199,19 +190,14 @@ def measure_hops(
     """
     if place == "network" and sum(node["Alive"] for node in ray.nodes()) < len(ends):
         raise DeviceError("the Ray cluster has one node only, and the cluster file several")
-    with started_together(End, ends, place) as actors:
-        return _measured(actors, turns, ways)
-
-
-def _measured(actors: Sequence[Any], turns: int, ways: Sequence[Way]) -> tuple[MeasuredHop, ...]:
-    first, second = actors
     found: list[MeasuredHop] = []
-    if "gloo" in ways and _linked(first, second):
-        serving = second.serve.remote((_WARM_UP + turns) * len(PAYLOADS_BYTES))
-        found += get_answer(first.by_gloo.remote(turns))
-        get_answer(serving)
-    if "ray" in ways:
-        found += get_answer(first.by_ray.remote(second, turns))
+    with started_together(End, ends, place) as (first, second):
+        if "gloo" in ways and _linked(first, second):
+            serving = second.serve.remote((_WARM_UP + turns) * len(PAYLOADS_BYTES))
+            found += get_answer(first.by_gloo.remote(turns))
+            get_answer(serving)
+        if "ray" in ways:
+            found += get_answer(first.by_ray.remote(second, turns))
     return tuple(found)
 
 

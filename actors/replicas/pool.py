@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 
 from actors.live_group import JoinedObserver, LiveGroup, Observed
 from actors.recovery.policy import EventReporter, OnEvent, RecoveryEvent, ignore_event
@@ -94,12 +93,7 @@ class ReplicaPool(LiveGroup):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def _some(self, *statuses: str) -> bool:

@@ -56,29 +56,6 @@ class Restarts:
         return min(MOST_PAUSE_S, self.pause_s * 2.0 ** min(attempt - 1, 30))
 
 
-class LoadingTurns:
-    """Lets replicas load at the same time on nodes of their own, and one after another on a node:
-    so its memory and disk have one at a time to serve, and the later ones find packed layers.
-    """
-
-    def __init__(self, changed: Condition) -> None:
-        self._changed = changed
-        self._busy: set[str] = set()
-
-    @contextmanager
-    def on(self, nodes: Collection[str]) -> Iterator[None]:
-        """Have `nodes` alone for the body of the `with` statement."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._busy.isdisjoint(nodes))
-            self._busy.update(nodes)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._busy.difference_update(nodes)
-                self._changed.notify_all()
-
-
 @dataclass(eq=False)
 class PoolBoard:
     """What a pool and the threads of its replicas tell each other; `changed` guards all of it.
@@ -92,9 +69,24 @@ class PoolBoard:
     run: SharedRun | None = None
     error: Exception | None = None
     is_closing: bool = False
+    loading_nodes: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.turns = LoadingTurns(self.changed)
+    @contextmanager
+    def loading_on(self, nodes: Collection[str]) -> Iterator[None]:
+        """Have `nodes` alone for the body of the `with` statement.
+
+        Replicas load at the same time on nodes of their own, and one after another on a node: so
+        its memory and disk have one at a time to serve, and the later ones find packed layers.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.loading_nodes.isdisjoint(nodes))
+            self.loading_nodes.update(nodes)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.loading_nodes.difference_update(nodes)
+                self.changed.notify_all()
 
 
 class Replica:
@@ -164,7 +156,7 @@ class Replica:
         return False
 
     def _load(self) -> None:
-        with self._board.turns.on({stage.node for stage in self.plan.stages}):
+        with self._board.loading_on({stage.node for stage in self.plan.stages}):
             if self._board.is_closing:
                 return
             self.group = self._make()

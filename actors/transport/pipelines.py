@@ -95,7 +95,6 @@ class GlooPipeline:
         return batch
 
     def result(self, handle: MicroBatch) -> Sampled:
-        """The sampled tokens; the first stage samples them where the LM head lives there."""
         return _sampled(self._first, handle, self._codec.decode(self._back.receive()))
 
 

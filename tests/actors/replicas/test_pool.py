@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.messages import Request, Sampling
-from actors.replicas.replica import LoadingTurns, Restarts
+from actors.replicas.replica import Restarts
 from actors.replicas.run import SharedRun
 from quant.common.errors import CheckpointError, DeviceError, DeviceLostError, SpecError
 from quant.common.errors import StageLostError as Lost
@@ -259,7 +259,6 @@ def test_on_one_node_they_load_one_after_another() -> None:
         assert scene.groups.keys() != {0, 1}
         may_load.set()
         scene.until_all_ready()
-    assert isinstance(scene.pool._board.turns, LoadingTurns)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=2, max_size=20))
