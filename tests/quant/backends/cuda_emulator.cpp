@@ -1,7 +1,7 @@
 // Runs the CUDA source on the CPU, behind those functions of the CUDA driver that the backend calls.
 //
-// Compiled with the options of the GPU's compiler and -D SOURCE="cuda_kernels.cu". Each thread of a block
-// is a fiber, and blocks run one after another. A fiber runs until it meets a barrier or a shuffle
+// Compiled with the options of the GPU's compiler and -D SOURCE="cuda_kernels.cu". Each thread of a
+// block is a fiber, and blocks run one after another. A fiber runs until it meets a barrier or a shuffle
 // and goes on when all that have to meet there have come; if some never come, or an address is not
 // aligned to what is loaded from it or outside the memory that `allow` named, the launch returns the
 // driver's error code.

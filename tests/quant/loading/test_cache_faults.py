@@ -101,12 +101,12 @@ def test_an_unchanged_file_is_read(stored: Path) -> None:
     rewrite(stored, lambda tensors, notes: None)
     layer = restore(stored.parent)
     assert layer is not None
-    assert {"norm.weight", "up.bias", "down:nibbles", "places"} <= contents(layer).keys()
+    assert {"norm.weight", "up.bias", "down:packed", "places"} <= contents(layer).keys()
     assert layer.tensors["places"].dtype == torch.int64
 
 
 WRONG: dict[str, Callable[[Contents, Notes], object]] = {
-    "no packed weight": lambda tensors, _: tensors.pop("up:nibbles"),
+    "no packed weight": lambda tensors, _: tensors.pop("up:packed"),
     "no norm": lambda tensors, _: tensors.pop("norm.weight"),
     "no bias": lambda tensors, _: tensors.pop("up.bias"),
     "a tensor too many": lambda tensors, _: tensors.update({"norm.other": torch.ones(3)}),
