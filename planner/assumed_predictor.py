@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from planner.lengths import IntArray, Lengths
+from planner.lengths import FloatArray, IntArray, Lengths
 from quant.common.errors import SpecError
 from quant.common.files import read_json_object
 
@@ -68,8 +67,6 @@ def predictor_file(folder: Path) -> PredictorFile:
         what = f"field {field}: {first['msg']}" if field else first["msg"]
         raise SpecError(f"{path}: {what.replace('Value error, ', '')}; {_REMEDY}") from error
 
-
-FloatArray = npt.NDArray[np.float64]
 
 ORACLE, LONGEST = "oracle", "longest"
 STUDIES = (ORACLE, LONGEST)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from quant.common.errors import SpecError
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 MOST_SAMPLED = 512
@@ -183,8 +184,6 @@ def quantile(values: Sequence[int], share: float) -> int:
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, int(np.ceil(share * len(ordered))) - 1))]
 
-
-FloatArray = npt.NDArray[np.float64]
 
 SUM_TOLERANCE = 1e-6
 

@@ -92,7 +92,7 @@ class Collectives:
 
 TOKEN_ID_BYTES = 4
 
-Vector = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
 
 def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:
@@ -145,7 +145,9 @@ class Transfers:
         prefill, decode = (latency_s + requests * each * per_byte_s for requests in self.requests)
         return prefill, decode
 
-    def of_order(self, devices: Sequence[Device], dtypes: Sequence[str]) -> tuple[Vector, Vector]:
+    def of_order(
+        self, devices: Sequence[Device], dtypes: Sequence[str]
+    ) -> tuple[FloatArray, FloatArray]:
         """Seconds of all hops per prefill and decode micro-batch [N]; the last is the way back."""
         hops = [
             self.onward_s(sender, receiver, dtype)
@@ -155,8 +157,6 @@ class Transfers:
         prefill, decode = np.array(hops).T
         return prefill, decode
 
-
-FloatArray = npt.NDArray[np.float64]
 
 COPY_LAUNCH_S = 10e-6
 """Seconds of a copy beside its bytes: what a kernel or a DMA transfer takes to start on a GPU."""

@@ -82,11 +82,6 @@ class DerivedLatency(LatencyModel):
         self.model = model
         self.shape = model.shape
 
-    def layer_seconds(
-        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
-    ) -> LayerSeconds:
-        return self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
-
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         return self.model.embedding_s(device, tokens, dtype)
 

@@ -123,12 +123,12 @@ class CostModel:
 
     def transfers(self, sizes: MicroBatches, stages: int) -> Transfers:
         passes = self.passes(sizes, stages)
-        if self.job is None or passes is None:
-            both, prompt = (sizes.prefill, sizes.decode), self.workload.prompt_length
-            return Transfers(self.cluster, self.shape, both, prompt, self.head_on_first)
-        mean = passes.prefill_requests, passes.decode_requests
-        prompt_mean = self.job.lengths.mean_prompt
-        return Transfers(self.cluster, self.shape, mean, prompt_mean, self.head_on_first)
+        prompt: float = self.workload.prompt_length
+        both: tuple[float, float] = sizes.prefill, sizes.decode
+        if self.job is not None and passes is not None:
+            both = passes.prefill_requests, passes.decode_requests
+            prompt = self.job.lengths.mean_prompt
+        return Transfers(self.cluster, self.shape, both, prompt, self.head_on_first)
 
     def fixed_memory(
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -18,12 +17,11 @@ from planner.cluster.device import Device
 from planner.costs.latency_model import between, together_s
 from planner.costs.model import CostModel
 from planner.costs.pass_times import link_terms
+from planner.optimiser.problem import FloatArray, IntArray
 from planner.plan.parts import STRICT, Seconds
 from planner.scheduling import Phase
 from planner.workload import MicroBatches, Workload
 
-FloatArray = npt.NDArray[np.float64]
-Lengths = npt.NDArray[np.int64]
 Compute = Callable[[Phase, int, int], Sequence[float]]
 """Seconds of every stage [N] for a phase, a number of requests, and the length of each of them."""
 
@@ -49,10 +47,10 @@ class LengthCurve:
                 "each of ascending lengths"
             )
 
-    def seconds_at(self, lengths: Lengths | FloatArray) -> FloatArray:
+    def seconds_at(self, lengths: IntArray | FloatArray) -> FloatArray:
         return np.interp(lengths, self.lengths, self.seconds)
 
-    def mean_s(self, lengths: Lengths) -> float:
+    def mean_s(self, lengths: IntArray) -> float:
         """Mean over requests of `lengths`: exact where time is a sum over requests."""
         return float(self.seconds_at(lengths).mean())
 
@@ -83,7 +81,7 @@ class ModelledTimes:
         prefill, decode = ((LengthCurve(1, (1,), (each,)),) for each in (prefill_s, decode_s))
         return cls(prefill, decode)
 
-    def compute_s(self, is_decode: bool, lengths: Lengths) -> float:
+    def compute_s(self, is_decode: bool, lengths: IntArray) -> float:
         """Seconds for `lengths` [requests], linear between numbers of requests, constant beyond."""
         curves = self.decode if is_decode else self.prefill
         requests = len(lengths)
@@ -98,7 +96,7 @@ class ModelledTimes:
         sizes = low.requests, high.requests
         return between(requests, *sizes, lambda size: known[size].mean_s(lengths))
 
-    def pass_s(self, starts: Lengths, counts: Lengths) -> float:
+    def pass_s(self, starts: IntArray, counts: IntArray) -> float:
         """Seconds of `counts` tokens after `starts`: the prompt up to its end less that up to its
         start, and the constant.
         """
