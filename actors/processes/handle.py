@@ -110,7 +110,7 @@ class StageHandle:
     def serve(self) -> ObjectRef[None]:
         return self._ask("serve")
 
-    def live(self, run: int, told_every: int = 1, waits: bool = False) -> ObjectRefGenerator:
+    def live(self, run: int, told_every: int, waits: bool) -> ObjectRefGenerator:
         """The stream's items are tuples of `Progress`."""
         stream: ObjectRefGenerator = self.actor.live.options(num_returns="streaming").remote(
             run, told_every, waits
@@ -155,7 +155,7 @@ class StageHandle:
     def leave_run(self) -> ObjectRef[RunReport]:
         return self._ask("leave_run")
 
-    def heartbeat(self, with_tokens: bool = False) -> ObjectRef[Heartbeat]:
+    def heartbeat(self, with_tokens: bool) -> ObjectRef[Heartbeat]:
         return self._ask("heartbeat", with_tokens)
 
     def layers_loaded(self) -> ObjectRef[LayersLoaded]:

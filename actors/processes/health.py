@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 
@@ -89,31 +90,24 @@ class Health:
         self.device: torch.device | None = None
         self._failure: BatchFailure | None = None
         self._done = 0
-        self._batch: MicroBatch | None = None
         self._began_s: float | None = None
 
-    def computing(self, batch: MicroBatch) -> Self:
-        """Return a context around the computation of `batch`, which notes why that fails."""
-        self._batch = batch
-        return self
-
-    def __enter__(self) -> None:
-        self._began_s = time.monotonic()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Note that it has ended; a mistake of the user's is no failure of the micro-batch, nor is
-        another rank that was lost.
+    @contextmanager
+    def computing(self, batch: MicroBatch) -> Iterator[None]:
+        """Note that `batch` is computed, and why that fails; a mistake of the user's is no failure
+        of the micro-batch, nor is another rank that was lost.
         """
-        self._began_s = None
-        if error is None:
+        self._began_s = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, LlmpqError | StageLostError):
+                self._failure = _failure(batch, error, self.device)
+            raise
+        else:
             self._done += 1
-        elif self._batch is not None and not isinstance(error, LlmpqError | StageLostError):
-            self._failure = _failure(self._batch, error, self.device)
+        finally:
+            self._began_s = None
 
     def heartbeat(self, tokens: SlotTokens | None) -> Heartbeat:
         began_s = self._began_s

@@ -293,9 +293,7 @@ class Leader:
             if self._run is not None:
                 self._driver.follow(schedule)
 
-    def live(
-        self, inbox: Inbox, told_every: int = 1, waits: bool = False
-    ) -> Iterator[tuple[Progress, ...]]:
+    def live(self, inbox: Inbox, told_every: int, waits: bool) -> Iterator[tuple[Progress, ...]]:
         self._begin(inbox.run)
         self._failed = True  # until it has come to its end
         longest = self._sizes.slot_tokens
