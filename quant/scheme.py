@@ -1,4 +1,6 @@
-"""Bitwidths, group sizes, shapes of weights, a rank's parts of them, processors; no torch."""
+"""Bitwidths, group sizes, shapes of weights, a rank's parts of them, processors, and the forms of
+GPTQ and of the variance indicator; no torch.
+"""
 
 from __future__ import annotations
 
@@ -137,9 +139,11 @@ MOST_DAMPING = 1.0
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """`symmetric`: the zero is the middle code (Marlin). `act_order`: columns with the largest
-    inputs are rounded first under fixed scales, so that they stay in place; else each group's scale
-    is chosen when it is reached. `damping`: share of the mean diagonal added.
+    """`symmetric`: the zero is the middle code, as some kernels require (Marlin). `act_order`:
+    columns with the largest inputs are rounded first, under scales that are fixed before, so that
+    columns stay in their places and kernels are not affected; else columns are rounded in their
+    order, and each group's scale is chosen when it is reached. `damping`: share of the mean
+    diagonal added to it.
     """
 
     symmetric: bool = False

@@ -193,8 +193,9 @@ def gptq_linear(
     form: LayerForm,
     cut: Cut | None = None,
 ) -> nn.Module | None:
-    """Load the linear `[out, in]`, or what `cut` takes, without bias, with stored bits; None:
-    plain. CheckpointError for columns that cannot be cut.
+    """Load the linear `module`, stored with `shape` `[out, in]`, or the part of it that `cut`
+    takes, without bias, with the bits that it is stored with; None for plain weights.
+    CheckpointError for columns that cannot be cut.
     """
     if _qweight(checkpoint, module) is None:
         return None
@@ -219,7 +220,10 @@ def _columns(weight: StoredWeight, cut: Cut) -> StoredWeight:
 
 
 def check_planned_bits(checkpoint: Checkpoint, columns: Mapping[str, int], bits: int) -> None:
-    """Raise PlanMismatchError where no linear of a layer is stored with `bits`; some may differ."""
+    """Raise PlanMismatchError where no linear of a layer is stored with the `bits` of its plan.
+    `columns`: inputs of each linear by its full name. Those that a checkpoint gives other bits, or
+    leaves out, stand beside others.
+    """
     stored = {module: _bits_of_module(checkpoint, module, n) for module, n in columns.items()}
     if bits in stored.values() or None in stored.values():  # None: reading it tells why
         return
