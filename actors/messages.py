@@ -66,11 +66,6 @@ def check_top_logprobs(wanted: int | None) -> None:
         )
 
 
-Transport = Literal["auto", "ray", "gloo"]
-"""How tensors go between stages; auto: gloo where it connects, else Ray."""
-
-TRANSPORTS: tuple[Transport, ...] = ("auto", "ray", "gloo")
-
 FinishReason = Literal["stop", "length", "error"]
 BatchKind = Literal["prefill", "decode", "mixed"]
 """The work in a micro-batch: prompts or parts of them, decode steps, or both."""

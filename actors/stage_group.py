@@ -11,7 +11,6 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.live_group import LiveGroup
-from actors.messages import Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.device import stage_environment
 from actors.processes.handle import StageHandle
@@ -31,6 +30,7 @@ from actors.stage.emulation import emulated_times
 from actors.stage.importance import what_is_seen
 from actors.stage.spec import StageSpec, check_planned_memory, stage_spec, stand_in_spec
 from actors.stage_figures import StageStats
+from actors.transport import Transport
 from actors.transport.gloo_links import CONTROL
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan

@@ -12,8 +12,8 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
-from actors.messages import Transport
 from actors.recovery.policy import OnDeviceLoss
+from actors.transport import Transport
 from llmpq.rows.sampling import GenerationConfigUse
 from planner.optimiser.names import Objective
 from planner.options import Quality

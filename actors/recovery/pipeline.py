@@ -12,12 +12,13 @@ from typing import NoReturn, TypeVar
 from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
-from actors.messages import SlotTokens, Transport
+from actors.messages import SlotTokens
 from actors.processes.answers import StageAnswers, StageDiedError
 from actors.processes.handle import StageHandle
 from actors.processes.health import Heartbeat, RankSigns
 from actors.recovery.faults import HangError, RankLostError
 from actors.schedule.scheduler import QueueSizes
+from actors.transport import Transport
 from actors.transport.gloo_links import Rendezvous
 from planner.scheduling import RequestSchedule
 from quant.common.errors import DeviceError, LlmpqError, StageLostError

@@ -14,7 +14,7 @@ from planner.model.finding import has_own_head
 from planner.model.shape import MAX_SIZE
 from quant.checkpoint.gguf.folder import model_place, settings_place
 from quant.checkpoint.gguf.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
+from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY, GENERATION_CONFIG_FILE
 from quant.common.errors import CheckpointError
 from quant.common.files import MAX_BYTES, read_json_object
 from quant.common.text import library_reason, printable
@@ -81,7 +81,6 @@ def _named(file: str) -> Iterator[None]:
         ) from error
 
 
-GENERATION_CONFIG_FILE = "generation_config.json"
 _EOS, _EOS_ID = "eos_token", "eos_token_id"
 _TOKENIZER_FILES = (TOKENIZER_CONFIG_FILE, "special_tokens_map.json")
 """Files that name a tokenizer's end token: which of them counts differs between versions of

@@ -1,1 +1,8 @@
 """How hidden states go from stage to stage and tokens back, and what the ranks of a stage share."""
+
+from typing import Literal
+
+Transport = Literal["auto", "ray", "gloo"]
+"""How tensors go between stages; auto: gloo where it connects, else Ray."""
+
+TRANSPORTS: tuple[Transport, ...] = ("auto", "ray", "gloo")

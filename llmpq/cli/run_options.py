@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.messages import Sampling
+from actors.sampling_options import Sampling
 from llmpq.cli.parser import Parser, made, taken
 from llmpq.jobs.result_lines import OutputOptions
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions

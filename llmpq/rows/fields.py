@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from actors.messages import Sampling
+from actors.sampling_options import Sampling
 from llmpq.rows.results import plain_value
 
 PROMPT_FIELDS = ("prompt", "messages")

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from actors.messages import Sampling
-from actors.sampling_options import GREEDY
-from actors.stage.model_config import GENERATION_CONFIG_FILE, read_generation_config
+from actors.sampling_options import GREEDY, Sampling
 from llmpq.rows.fields import DRAWN, SAMPLING_FIELDS, nearest_field, unfollowed
 from llmpq.rows.request_fields import Given
 from llmpq.rows.results import RowError, is_writable, plain_value, whole_number
+from quant.checkpoint.gptq_config import GENERATION_CONFIG_FILE
 from quant.common.errors import CheckpointError, FieldError, SpecError
 
 if TYPE_CHECKING:
@@ -109,6 +108,8 @@ def job_sampling(
     that have none. Raises `SpecError` for values out of range, `CheckpointError` for a config that
     is malformed or has such values.
     """
+    from actors.stage.model_config import read_generation_config  # slow for a help text
+
     if use not in GENERATION_CONFIGS:
         raise SpecError(f"generation_config is {use!r}; it must be model or none")
     config = read_generation_config(folder) if use == "model" else {}

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
+from actors.sampling_options import Sampling
+from actors.transport import TRANSPORTS, Transport
 from llmpq.rows.sampling import (
     GENERATION_CONFIGS,
     GenerationConfigUse,

@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.option_rules import Range, option, refuse_outside
-from planner.plan.spec import StagePlan
 from quant.common.errors import DeviceError, SpecError
 from quant.common.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from planner.plan.spec import StagePlan
 
 KEY_VARIABLE = "LLMPQ_API_KEY"
 LEAST_KEY = 16

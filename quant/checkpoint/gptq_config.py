@@ -13,6 +13,7 @@ from quant.common.errors import SpecError
 from quant.common.files import read_json_object
 
 CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"
 CONFIG_KEY = "quantization_config"
 _OTHER_KEYS = {"compression_config": "compressed-tensors"}

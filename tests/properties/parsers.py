@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from actors.messages import Sampling
-from actors.stage.model_config import GENERATION_CONFIG_FILE, checked_end_tokens
+from actors.stage.model_config import checked_end_tokens
 from llmpq.jobs.result_lines import result_identity
 from llmpq.jobs.store import Manifest
 from llmpq.quality.text_windows import read_documents
@@ -37,7 +37,11 @@ from planner.plan.spec import PlanSpec
 from planner.profiles.rows import read_profiles, write_profiles
 from planner.quality.sensitivity import load_omega
 from planner.workload import Workload
-from quant.checkpoint.gptq_config import CONFIG_FILE, read_gptq_config
+from quant.checkpoint.gptq_config import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    read_gptq_config,
+)
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE
 from quant.common.errors import LlmpqError, SpecError

@@ -17,8 +17,9 @@ from typing import Any, get_args
 
 import ray
 
-from actors.messages import Request, Sampling, Transport
+from actors.messages import Request, Sampling
 from actors.stage_group import GroupOptions, StageGroup
+from actors.transport import Transport
 from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.models import (
     MIXED,
