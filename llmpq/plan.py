@@ -36,10 +36,10 @@ from planner.explanation.planned_assignment import planned_assignment, rebuilt_c
 from planner.explanation.what_if import WhatIfOptions
 from planner.fleet.fleet_spec import FleetSpec, Runnable, plans_of
 from planner.latency_bound.bounded_plan import KindFronts
-from planner.latency_bound.draw import simulated_cycles
 from planner.option_rules import refuse_unknown
 from planner.plan.file import is_fleet, read
 from planner.plan.parts import Prediction
+from planner.plan.simulate import simulated_cycles
 from planner.plan.spec import PlannedModel, PlanSpec, SolverRecord, StagePlan
 from planner.search.find import FrontPoint
 from planner.simulation.pictures import write_chrome_trace, write_gantt

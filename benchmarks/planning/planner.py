@@ -31,7 +31,7 @@ from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.candidate_search import search
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.find import find_plan

@@ -48,7 +48,7 @@ from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.solve import AssignmentProblem, solve
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from quant.backends.table import fallback_rule
 from quant.loading.emulated_kernels import LayerScheme
 from quant.rounding.importance import Importance

@@ -41,7 +41,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
 from planner.profiles.rows import write_profiles
-from planner.quality.sensitivity import OmegaContent, save_omega
+from planner.profiles.sensitivity import OmegaContent, save_omega
 from planner.search.find import find_plan
 from quant.common.errors import InfeasibleError
 from quant.scheme import BITWIDTHS

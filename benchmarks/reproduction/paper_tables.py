@@ -44,7 +44,7 @@ from planner.options import PlanOptions
 from planner.plan.spec import Baseline, PlanSpec
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import read_profiles, write_profiles
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.baselines import baseline, offloading
 from planner.search.find import find_plan
 from planner.workload import Workload

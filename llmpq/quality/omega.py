@@ -26,7 +26,7 @@ from llmpq.quality.subjects import (
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
-from planner.quality.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaContent
+from planner.profiles.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.importance import Importance, save_importance

@@ -33,8 +33,8 @@ from llmpq.report.formatting import (
 )
 from llmpq.report.rendering import write_picture
 from planner.explanation.explain import Explanation
-from planner.latency_bound.draw import simulated_cycles
 from planner.plan.parts import PlanChoice
+from planner.plan.simulate import simulated_cycles
 from planner.plan.spec import PlanSpec
 from planner.search.find import FrontPoint, front_json
 from planner.simulation.pictures import GanttOptions, gantt_svg

@@ -19,7 +19,7 @@ from planner.fleet.pricing import Priced
 from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.quality.sensitivity import planned_importance
+from planner.profiles.sensitivity import planned_importance
 from planner.search.request import files_of_costs
 from quant.common.errors import InfeasibleError
 

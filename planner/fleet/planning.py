@@ -28,7 +28,7 @@ from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.file import PLAN_VERSION
 from planner.planning_rules import BOUNDS
-from planner.quality.sensitivity import Omega
+from planner.profiles.sensitivity import Omega
 from planner.search.fitting import degrees_of, first_sets
 from planner.search.qualities import SLOWER, TIE_BREAK, bits_by_quality
 from planner.search.remedies import naming_remedies

@@ -28,8 +28,8 @@ from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role, StagePlan
-from planner.quality.perplexity_fit import perplexity_forecast
-from planner.quality.sensitivity import planned_importance
+from planner.profiles.perplexity_fit import perplexity_forecast
+from planner.profiles.sensitivity import planned_importance
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, ScheduleKind
 from planner.search.remedies import naming_remedies
 from planner.search.request import (

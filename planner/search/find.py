@@ -15,8 +15,8 @@ from planner.options import PlanOptions, quality_of
 from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
-from planner.quality.perplexity_fit import perplexity_forecast
-from planner.quality.sensitivity import planned_importance
+from planner.profiles.perplexity_fit import perplexity_forecast
+from planner.profiles.sensitivity import planned_importance
 from planner.search.baselines import baseline_solution, baselines
 from planner.search.candidate_search import SearchTime
 from planner.search.in_flight import with_best_batch_size

@@ -21,7 +21,7 @@ from planner.explanation.what_if import WhatIfOptions
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.plan.simulate import FILLS_SHOWN, simulate_plan
-from planner.quality.sensitivity import OmegaContent, default_sensitivity, save_omega
+from planner.profiles.sensitivity import OmegaContent, default_sensitivity, save_omega
 from planner.simulation.simulation import Simulated
 from planner.workload import Job
 from quant.scheme import BITWIDTHS

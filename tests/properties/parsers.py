@@ -35,7 +35,7 @@ from planner.model.finding import model_shape
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.profiles.rows import read_profiles, write_profiles
-from planner.quality.sensitivity import load_omega
+from planner.profiles.sensitivity import load_omega
 from planner.workload import Workload
 from quant.checkpoint.gptq_config import (
     CONFIG_FILE,

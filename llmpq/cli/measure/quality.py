@@ -47,8 +47,8 @@ from llmpq.run.checkpoint import (
     shape_for_plan,
 )
 from planner.plan.spec import PlanSpec
-from planner.quality.perplexity_fit import fit_perplexity
-from planner.quality.sensitivity import FILE_ENTRY, OmegaContent, save_omega
+from planner.profiles.perplexity_fit import fit_perplexity
+from planner.profiles.sensitivity import FILE_ENTRY, OmegaContent, save_omega
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.files import names_a_file, write_whole

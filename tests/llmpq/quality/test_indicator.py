@@ -27,7 +27,7 @@ from llmpq.quality.omega import assignments_to_measure, measure_omega
 from llmpq.quality.options import IndicatorOptions
 from llmpq.quality.text_windows import Windows, token_windows
 from planner.model.finding import model_shape
-from planner.quality.sensitivity import load_omega
+from planner.profiles.sensitivity import load_omega
 from quant.common.errors import CheckpointError, InputError
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics

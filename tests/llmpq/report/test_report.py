@@ -23,7 +23,7 @@ from planner.explanation.explain import Explanation
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
-from planner.quality.sensitivity import (
+from planner.profiles.sensitivity import (
     OmegaContent,
     default_sensitivity,
     save_omega,

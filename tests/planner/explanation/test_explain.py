@@ -22,7 +22,7 @@ from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.plan.builder import build_plan
 from planner.plan.spec import PlanSpec
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.candidate_search import search
 from planner.workload import Workload
 from quant.common.errors import PlanMismatchError

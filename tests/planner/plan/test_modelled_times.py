@@ -21,7 +21,7 @@ from planner.plan.modelled_times import LengthCurve, ModelledTimes, modelled_tim
 from planner.plan.spec import PlanSpec
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import LayerTerms, ProfileRow
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.schedule.static import static_schedule
 from planner.scheduling import Phase
 from planner.search.baselines import baselines

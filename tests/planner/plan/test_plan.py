@@ -20,7 +20,7 @@ from planner.plan.builder import Solution, build_plan
 from planner.plan.file import PLAN_VERSION
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import Baseline, PlanSpec
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.simulation.simulation import Simulated, simulate_assignment
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError

@@ -26,7 +26,7 @@ from planner.profiles.links import (
     read_links,
 )
 from planner.profiles.rows import read_table, write_table
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.find import find_plan
 from planner.search.request import cost_model
 from planner.workload import Workload

@@ -17,7 +17,7 @@ from planner.profiles.links import (
     sums_path,
 )
 from planner.profiles.rows import write_table
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.find import find_plan
 from planner.search.request import cost_model, files_of_costs
 from planner.workload import Workload

@@ -17,7 +17,7 @@ from planner.model.finding import model_shape
 from planner.optimiser.assignment import SolveOptions, evaluate, stage_times
 from planner.optimiser.transfer import solve_adabits
 from planner.options import PlanOptions
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.baselines import baseline, baseline_orders, offloading
 from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment

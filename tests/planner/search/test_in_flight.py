@@ -19,7 +19,7 @@ from planner.model.finding import model_shape
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.baselines import baseline, baseline_solution
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.find import find_plan

@@ -14,7 +14,7 @@ from planner.optimiser.prices import PricedProblem
 from planner.optimiser.relaxation import relax
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search import order_bounds
 from planner.search.candidates import OrdersByEnds, SharedPrices, SizedOrders
 from planner.search.orders import canonical_devices, order_tree

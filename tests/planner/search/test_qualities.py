@@ -17,7 +17,7 @@ from planner.fleet.planning import FleetRequest, find_fleet
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.find import find_plan
 from planner.search.pareto import ThetaPoint
 from planner.search.qualities import (

@@ -22,7 +22,7 @@ from planner.optimiser.solve import pipeedge_assignment, solve, uniform_assignme
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.plan.spec import PlanSpec
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.baselines import baselines
 from planner.search.candidate_search import CandidateSearch
 from planner.search.candidate_search import search as whole_search

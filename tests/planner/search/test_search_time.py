@@ -11,7 +11,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.search.candidate_search import LEAST_SOLVE_S, CandidateSearch, SearchTime
 from planner.search.find import find_plan
 from planner.search.pareto import within_bounds

@@ -13,7 +13,7 @@ from planner.costs.roofline import RooflineLatency
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.schedule.job_passes import job_passes
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import JobRows, OrcaSizes, Pass

@@ -16,7 +16,7 @@ from planner.model.finding import model_shape
 from planner.optimiser.assignment import evaluate
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
-from planner.quality.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import default_sensitivity
 from planner.schedule.passes import JobRows
 from planner.schedule.static import static_schedule
 from planner.simulation.simulation import Simulated, simulate, simulate_assignment

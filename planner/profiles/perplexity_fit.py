@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.plan.parts import PerplexityForecast
-from planner.quality.sensitivity import Omega, WeighedPoint
+from planner.profiles.sensitivity import Omega, WeighedPoint
 from quant.common.errors import SpecError
 
 CONFIDENCE = 0.95

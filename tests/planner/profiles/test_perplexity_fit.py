@@ -12,8 +12,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.quality.perplexity_fit import fit_perplexity
-from planner.quality.sensitivity import (
+from planner.profiles.perplexity_fit import fit_perplexity
+from planner.profiles.sensitivity import (
     MeasuredPoint,
     OmegaContent,
     WeighedPoint,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from planner.model.finding import model_shape
-from planner.quality.sensitivity import (
+from planner.profiles.sensitivity import (
     MeasuredPoint,
     OmegaContent,
     load_omega,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.latency_bound.draw import MOST_TURNS, SHOWN, simulated_cycles
+from planner.plan.simulate import CYCLES_SHOWN, TURNS_SHOWN, simulated_cycles
 from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated
 from quant.common.errors import SpecError
@@ -44,8 +44,10 @@ def test_in_turns_every_stage_does_the_work_of_two_cycles() -> None:
     simulated, _ = simulated_cycles(plan)
     for index, stage in enumerate(plan.stages):
         newcomers_s = 6 * 200 / (2 * 300) * stage.prefill_s
-        assert busy_s(simulated, index, "prefill") == pytest.approx(SHOWN * newcomers_s)
-        assert busy_s(simulated, index, "decode") == pytest.approx(SHOWN * 2 * 4 * stage.decode_s)
+        assert busy_s(simulated, index, "prefill") == pytest.approx(CYCLES_SHOWN * newcomers_s)
+        assert busy_s(simulated, index, "decode") == pytest.approx(
+            CYCLES_SHOWN * 2 * 4 * stage.decode_s
+        )
 
 
 def test_on_one_stage_a_cycle_is_the_sum_of_its_work() -> None:
@@ -53,7 +55,7 @@ def test_on_one_stage_a_cycle_is_the_sum_of_its_work() -> None:
     stage = replace(plan.stages[0], prefill_comm_s=0.0, decode_comm_s=0.0)
     simulated, _ = simulated_cycles(replace(plan, stages=(stage,)))
     work_s = 2 * stage.prefill_s + 2 * 4 * stage.decode_s
-    assert simulated.latency_s == pytest.approx(SHOWN * work_s)
+    assert simulated.latency_s == pytest.approx(CYCLES_SHOWN * work_s)
     assert simulated.busy_share == pytest.approx((1.0,))
 
 
@@ -63,11 +65,11 @@ def test_apart_turns_come_at_the_rate_of_the_forecast() -> None:
     assert plan.prefill_plan is not None
     simulated, _ = simulated_cycles(plan)
     turn_s = 4 / plan.latency.requests_per_s
-    assert simulated.latency_s == pytest.approx(MOST_TURNS * turn_s)
+    assert simulated.latency_s == pytest.approx(TURNS_SHOWN * turn_s)
     begun = [start for start, _ in spans(simulated, 0)][::2]  # two micro-batches a turn
     assert np.diff(begun) == pytest.approx(turn_s)
     newcomers_s = 4 * 200 / (2 * 300) * plan.prefill_plan.stages[0].prefill_s
-    assert busy_s(simulated, 0, "prefill") == pytest.approx(MOST_TURNS * newcomers_s)
+    assert busy_s(simulated, 0, "prefill") == pytest.approx(TURNS_SHOWN * newcomers_s)
     assert busy_s(simulated, 0, "decode") == 0
     slowest = max(stage.decode_s for stage in plan.stages)
     steps = [s for s in spans(simulated, 1)]

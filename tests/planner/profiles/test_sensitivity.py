@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.model.finding import model_shape
-from planner.quality.sensitivity import OmegaContent, default_sensitivity, load_omega, save_omega
+from planner.profiles.sensitivity import OmegaContent, default_sensitivity, load_omega, save_omega
 from quant.common.errors import SpecError
 
 SHAPE = model_shape("opt-125m")

@@ -1,1 +1,0 @@
-"""The loss of quality by bitwidth: sensitivities, omega files, and perplexity."""
