@@ -104,7 +104,7 @@ def latency_forecast(
         tokens_per_s=rate * request.lengths.outputs.mean,
         latency_s=scheduled.latency_s,
         mean_latency_s=scheduled.observed.mean_latency_s,
-        admission_wait_s=scheduled.timeline.admission_wait_s,
+        admission_wait_s=scheduled.admission_wait_s,
         evaluations=evaluations,
     )
 

@@ -26,7 +26,7 @@ from planner.latency_bound.branch_and_bound import (
 from planner.latency_bound.rra import RraPlanner
 from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.simulate import ObservedRequests
-from planner.latency_bound.timeline import Performance, Timeline
+from planner.latency_bound.timeline import Performance
 from planner.latency_bound.waa import WaaPlanner
 from planner.options import Quality, quality_of
 from planner.scheduling import RequestSchedule, ScheduleKind
@@ -65,13 +65,14 @@ LEAST_LATE = 40
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A schedule where layers lie, its `timeline`, what was `observed` by events, with `latency_s`
-    at the bounded quantile, and `seconds` of the whole job in its steady state.
+    """A schedule where layers lie, the wait for a turn by its timeline, what was `observed` by
+    events, with `latency_s` at the bounded quantile, and `seconds` of the whole job in its steady
+    state.
     """
 
     placed: ScheduleSpace
     schedule: RequestSchedule
-    timeline: Timeline
+    admission_wait_s: float
     observed: ObservedRequests
     latency_s: float
     seconds: float
@@ -193,7 +194,7 @@ def scheduled(
     return Scheduled(
         placed,
         schedule,
-        placed.timeline(schedule, quantile),
+        placed.timeline(schedule, quantile).admission_wait_s,
         observed,
         observed.latency_s(quantile),
         prompts / observed.requests_per_s,

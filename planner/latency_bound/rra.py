@@ -16,7 +16,7 @@ from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers, m
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (
     BoundRequest,
-    Completions,
+    completions,
     cycle_of,
     estimated_rra,
     most_in_group,
@@ -90,7 +90,7 @@ class RraPlanner:
     def _sharing(self, share: float, usable_bits: tuple[int, ...] | None = None) -> RequestSchedule:
         lengths, stages = self.request.lengths, len(self.costs.cluster.devices)
         steps = max(1, ceil((lengths.outputs.mean - 1) / 2))
-        phases = max(1.0, Completions(lengths.outputs, steps).phases)
+        phases = max(1.0, completions(lengths.outputs, steps).phases)
         most = self._most(usable_bits or self.costs.usable_bits)
         newcomers = max(1, int(share * most / (1 + SCHEDULE_TOLERANCE) / phases))
         return rra_schedule(lengths, newcomers, steps, min(stages, newcomers), 1)

@@ -14,7 +14,7 @@ from math import floor
 
 import numpy as np
 
-from planner.latency_bound.schedules import Completions
+from planner.latency_bound.schedules import completions
 from planner.latency_bound.timeline import even_shares
 from planner.lengths import FloatArray, IntArray, LengthDistribution, RequestLengths
 from planner.schedule.turns import Turns, evened
@@ -193,7 +193,7 @@ class Phases:
     @classmethod
     def of(cls, schedule: RequestSchedule, lengths: RequestLengths) -> Phases:
         steps, waits = schedule.decode_steps, int(Turns.of(schedule).is_near((1,)))
-        short, long = (_completions(lengths.outputs, count) for count in (steps, steps + 1))
+        short, long = (completions(lengths.outputs, count) for count in (steps, steps + 1))
         more = 0.0  # share of phases with a step more
         for _ in range(_ROUNDS_TO_SETTLE):
             ended = (1 - more) / short.phases + more / long.phases
@@ -223,8 +223,3 @@ class Phases:
     def _reached_upwards(self) -> list[float]:
         found: list[float] = self.reached[::-1].tolist()
         return found
-
-
-@lru_cache(maxsize=1024)
-def _completions(outputs: LengthDistribution, decode_steps: int) -> Completions:
-    return Completions(outputs, decode_steps)

@@ -310,9 +310,6 @@ def rra_timeline(
     latency_s = mixed_quantile(mean_s[chosen], deviations_s, chances, quantile)
     return Timeline(
         Performance(groups * phases.sizes.mean_newcomers / cycle.cycle_s, latency_s),
-        float(np.dot(mean_s[chosen], chances)),
-        cycle.cycle_s,
-        groups * phases.sizes.mean,
         cycle.cycle_s,
         mean_s,
     )

@@ -49,17 +49,12 @@ def rra_schedule(
     return RequestSchedule(
         "rra",
         prefill_requests,
-        max(1, round(prefill_requests * mean_phases(lengths.outputs, decode_steps))),
+        max(1, round(prefill_requests * completions(lengths.outputs, decode_steps).phases)),
         decode_steps,
         groups,
         prefill_micro_batch,
         lengths.prompts.mean,
     )
-
-
-@lru_cache(maxsize=4096)
-def mean_phases(outputs: LengthDistribution, decode_steps: int) -> float:
-    return Completions(outputs, decode_steps).phases
 
 
 def waa_schedule(
@@ -109,11 +104,6 @@ def prefill_sizes(newcomers: int, mean_prompt: float) -> tuple[int, ...]:
     return tuple(sorted({-(-newcomers // -(-newcomers // size)) for size in sizes}))
 
 
-def phases_of(steps: int, decode_steps: int) -> int:
-    """The phases of `decode_steps` steps for which a request of so many steps stays."""
-    return max(1, -(-steps // decode_steps))
-
-
 @dataclass(frozen=True)
 class Completions:
     """Requests with these `outputs` under phases of `decode_steps` steps (N_D): how many make which
@@ -125,18 +115,17 @@ class Completions:
 
     @cached_property
     def phases(self) -> float:
-        """Mean number of phases for which a request stays, E[ceil(S / N_D)]."""
-        return float(np.dot(self._stays, self.outputs.probabilities))
-
-    def decode_requests(self, prefill_requests: float) -> float:
-        """B_D: how many there are after a turn.
+        """Mean number of phases for which a request stays, E[ceil(S / N_D)]. So B_E newcomers of a
+        turn make B_D = B_E E[ceil(S / N_D)] requests after it.
 
         It is B_E / sum P_D(U) where P_D(U|S) is weighed by the lengths of those in flight, among
         which long ones are more frequent as they stay longer (Little's law). The paper leaves open
         of which requests; by the lengths of those that come there would never be more, and fewer
         wherever some stay for more phases than others.
         """
-        return prefill_requests * self.phases
+        steps = np.array(self.outputs.lengths, dtype=np.float64) - 1
+        stays = np.maximum(1.0, np.ceil(steps / self.decode_steps))
+        return float(np.dot(stays, self.outputs.probabilities))
 
     @cached_property
     def decoding(self) -> FloatArray:
@@ -154,11 +143,6 @@ class Completions:
         return np.asarray(means)
 
     @cached_property
-    def _stays(self) -> FloatArray:
-        steps = np.array(self.outputs.lengths, dtype=np.float64) - 1
-        return np.maximum(1.0, np.ceil(steps / self.decode_steps))
-
-    @cached_property
     def _reached(self) -> FloatArray:
         """The chance [steps] that a request makes its decode step 1, 2, …; one entry at least."""
         steps = max(1, self.outputs.longest - 1)
@@ -168,10 +152,15 @@ class Completions:
 
     def _by_phase(self, by_step: FloatArray) -> FloatArray:
         """Values of steps 1, 2, … laid out as [phases, decode_steps]."""
-        phases = phases_of(len(by_step), self.decode_steps)
+        phases = max(1, -(-len(by_step) // self.decode_steps))
         padded = np.zeros(phases * self.decode_steps)
         padded[: len(by_step)] = by_step
         return padded.reshape(phases, self.decode_steps)
+
+
+@lru_cache(maxsize=4096)
+def completions(outputs: LengthDistribution, decode_steps: int) -> Completions:
+    return Completions(outputs, decode_steps)
 
 
 def waa_decode_requests(outputs: LengthDistribution, prefill_requests: float) -> float:
@@ -338,10 +327,10 @@ def _timed_steps(
     """Steps that are timed [n], the requests that make them for each that comes, and tokens
     generated before.
     """
-    completions = Completions(outputs, decode_steps)
+    found = completions(outputs, decode_steps)
     places = np.linspace(0, decode_steps - 1, min(decode_steps, TIMED_STEPS))
     timed = np.unique(places.round().astype(np.int64))
-    decoding, before = completions.decoding[timed], completions.answer_tokens[timed]
+    decoding, before = found.decoding[timed], found.answer_tokens[timed]
     return timed.astype(np.float64), decoding, before
 
 

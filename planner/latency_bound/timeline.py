@@ -229,16 +229,12 @@ DOES_NOT_FIT = Performance(0.0, math.inf)
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """A schedule in its steady state. A turn begins every `cycle_s` in each group;
-    `decode_requests` (B_D) decode at the beginning of a phase, `admission_wait_s` is the longest
-    wait for a turn where fewer come than are served. `latency_s` [longest output + 1]: mean by the
+    """A schedule in its steady state. `admission_wait_s`: from turn to turn of a group, the longest
+    wait where fewer requests come than are served. `latency_s` [longest output + 1]: mean by the
     tokens of an answer.
     """
 
     performance: Performance
-    mean_latency_s: float
-    cycle_s: float
-    decode_requests: float
     admission_wait_s: float
     latency_s: FloatArray
 

@@ -16,7 +16,6 @@ from itertools import cycle
 
 import numpy as np
 
-from planner.latency_bound.schedules import waa_decode_requests
 from planner.latency_bound.timeline import (
     PassTimes,
     Performance,
@@ -297,12 +296,4 @@ def waa_timeline(sides: WaaSides, schedule: RequestSchedule, quantile: float) ->
         np.outer(chances, parts.shares).ravel(),
         quantile,
     )
-    mean_s = parts.mean_s + decoded_s
-    return Timeline(
-        Performance(rate, latency_s),
-        float(np.dot(mean_s[chosen], chances)),
-        requests / rate,
-        waa_decode_requests(outputs, requests),
-        requests / rate,
-        mean_s,
-    )
+    return Timeline(Performance(rate, latency_s), requests / rate, parts.mean_s + decoded_s)

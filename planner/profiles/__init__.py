@@ -1,1 +1,1 @@
-"""Measured times of layers, links and loading, and latency models fitted to them."""
+"""What was measured: times of layers, links and loading, models fitted to them, sensitivities."""

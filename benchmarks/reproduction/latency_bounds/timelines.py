@@ -153,7 +153,7 @@ def random_rra(rng: np.random.Generator) -> RraCase:
     while True:
         lengths = random_lengths(rng)
         newcomers, steps = _log_uniform(rng, 1, 128), _log_uniform(rng, 1, 300)
-        in_flight = round(Completions(lengths.outputs, steps).decode_requests(newcomers))
+        in_flight = round(newcomers * Completions(lengths.outputs, steps).phases)
         if in_flight <= MOST_IN_FLIGHT:
             break
     schedule = RequestSchedule(
