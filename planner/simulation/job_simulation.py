@@ -22,7 +22,6 @@ from planner.schedule.orca import MixedPass, OrcaSchedule
 from planner.schedule.passes import JobRows, Pass, Sizes, TurnSizes
 from planner.schedule.s3 import most_waiting
 from planner.schedule.static import JobSchedule
-from planner.scheduling import Phase
 from planner.simulation.simulation import (
     PipelineClock,
     Simulated,
@@ -55,9 +54,6 @@ class SimulatedJob:
     @property
     def tokens_per_s(self) -> float:
         return self.generated_tokens / self.seconds
-
-    def busy_s(self, phase: Phase) -> FloatArray:
-        return self.prefill_busy_s if phase == "prefill" else self.decode_busy_s
 
     @property
     def busy_share(self) -> tuple[float, ...]:
