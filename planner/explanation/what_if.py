@@ -13,8 +13,7 @@ from typing import Literal
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.explanation.planned_assignment import PlannedAssignment
-from planner.optimiser.assignment import Assignment, evaluate
-from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.assignment import evaluate
 from planner.optimiser.relaxation import lower_bound
 from planner.optimiser.solve import solve
 from planner.search.fitting import fitting_problems
@@ -173,8 +172,16 @@ def _search(
         if bound >= target * (1 - costs.options.relative_gap):
             break
         left_s = min(options.solve_s, max(deadline - options.clock(), SHORTEST_SOLVE_S))
-        found = _solve(costs, problem, target, left_s)
-        if found is None:
+        try:
+            found = solve(
+                problem,
+                method=METHOD,
+                solver=costs.options.solver,
+                time_limit_s=left_s,
+                relative_gap=costs.options.relative_gap,
+                upper_bound=target,
+            )
+        except InfeasibleError:
             continue
         proven = proven and found.status in ("optimal", "cutoff")
         if math.isfinite(found.objective) and found.objective < target:
@@ -186,22 +193,6 @@ def _search(
                 bitwidth=found.bitwidth,
             )
     return best, proven
-
-
-def _solve(
-    costs: CostModel, problem: AssignmentProblem, target: float, limit_s: float
-) -> Assignment | None:
-    try:
-        return solve(
-            problem,
-            method=METHOD,
-            solver=costs.options.solver,
-            time_limit_s=limit_s,
-            relative_gap=costs.options.relative_gap,
-            upper_bound=target,
-        )
-    except InfeasibleError:
-        return None
 
 
 def _stages_of(found: PlannedAssignment) -> list[int]:

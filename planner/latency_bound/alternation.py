@@ -32,6 +32,19 @@ from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime
 from quant.common.errors import InfeasibleError
 
+NEAR = (0.5, 0.8, 1.25, 2.0)
+"""Newcomers of RRA, or requests that decode of WAA, relative to the best schedule's, for which
+layers are placed again."""
+
+BEYOND = 1.5
+"""By which each control may exceed the best point by estimates."""
+
+SETTLING = 3
+"""Times the requests that decode that begin before any are watched."""
+
+MOST_GROUPS = 2
+"""Groups for each stage: with more, throughput hardly grows."""
+
 
 @dataclass(frozen=True)
 class PlacingGoal:

@@ -10,7 +10,15 @@ from math import ceil, floor
 import numpy as np
 
 from planner.costs.model import CostModel
-from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
+from planner.latency_bound.alternation import (
+    BEYOND,
+    MOST_GROUPS,
+    NEAR,
+    SETTLING,
+    PlacingGoal,
+    ScheduleSpace,
+    scaled_count,
+)
 from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers, most_requests
 from planner.latency_bound.rra_timeline import rra_timeline
@@ -32,18 +40,6 @@ from planner.workload import Job, MicroBatches
 SHARES, FEW, MANY = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 64), 1 / 8, 3 / 4
 """Shares of the requests that memory has room for, with which placements are begun, and
 those of placements of one bitwidth, on the best devices and on all."""
-
-NEAR = (0.5, 0.8, 1.25, 2.0)
-"""Newcomers, relative to the best schedule's, for which layers are placed again."""
-
-BEYOND = 1.5
-"""By which each control may exceed the best point by estimates."""
-
-SETTLING = 3
-"""Times the requests in flight that begin before those which are observed."""
-
-MOST_GROUPS = 2
-"""Groups for each stage: with more, throughput hardly grows."""
 
 FEW_SETS = 3
 """Sets of devices of which the room is looked at before the first search."""

@@ -11,7 +11,15 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
-from planner.latency_bound.alternation import PlacingGoal, ScheduleSpace, scaled_count
+from planner.latency_bound.alternation import (
+    BEYOND,
+    MOST_GROUPS,
+    NEAR,
+    SETTLING,
+    PlacingGoal,
+    ScheduleSpace,
+    scaled_count,
+)
 from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.placed_layers import (
     PhaseDivision,
@@ -41,20 +49,8 @@ from planner.search.candidate_search import search
 from planner.workload import MAX_REQUESTS, Job, MicroBatches, Workload
 from quant.common.errors import InfeasibleError
 
-SETTLING = 3
-"""Times as many requests as decode that begin before any are watched."""
-
 SHARES = (0.5, 1 / 8)
 """Shares of the requests that stages which decode have room for, to begin with."""
-
-NEAR = (0.5, 0.8, 1.25, 2.0)
-"""Requests that decode, relative to the best schedule's, for which layers are placed again."""
-
-BEYOND = 1.5
-"""By which the control may exceed the best point by estimates."""
-
-MOST_GROUPS = 2
-"""Groups for each stage that are looked at."""
 
 SLACK = (0.25, 4.0)
 """Least and greatest factor by which a side that waits for the other one counts quality more."""

@@ -1,4 +1,6 @@
-"""The search for schedules beside all schedules on all placements, and with hardly any time."""
+"""The search for schedules beside all schedules on all placements, and with hardly any time; and
+the fronts of all kinds.
+"""
 
 from __future__ import annotations
 
