@@ -12,7 +12,6 @@ from typing import TypeVar
 from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
-from actors.processes.answers import StageAnswers
 from actors.recovery.faults import HangError, Loss, StoppedRun, lost_by
 from actors.recovery.pipeline import LivenessCheck, OverdueError, StagePipeline, get_all, wait_for
 from actors.recovery.policy import EventReporter, OnEvent, Recovery
@@ -39,10 +38,7 @@ class Repair:
         self.pipeline = pipeline
         self.recovery = recovery
         self.events = EventReporter(on_event)
-
-    @property
-    def _answers(self) -> StageAnswers:
-        return self.pipeline.answers
+        self._answers = pipeline.answers
 
     def measure_importance(self, limit_s: float) -> tuple[LayerImportance, ...]:
         """Measure the importance of all layers by the stages, none of which is loaded yet.

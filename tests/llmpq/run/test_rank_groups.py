@@ -141,7 +141,7 @@ def test_a_rank_that_is_short_of_memory_keeps_its_weights(
     assert {event.kind for event in run.events} == {"memory"}
 
 
-@pytest.mark.rare  # `test_liveness.py` has pretend stages whose ranks hang
+@pytest.mark.rare  # `test_pipeline.py` has pretend stages whose ranks hang
 def test_a_rank_that_hangs_is_its_stages_loss(tiny: tuple[Path, Any], cluster: Path) -> None:
     run = Run()
     options = GroupOptions(recovery=Recovery(hang_s=5.0), on_event=run.events.append)
