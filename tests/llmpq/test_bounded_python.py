@@ -15,7 +15,7 @@ from tests.paths import DEMO_MODEL, ROOT
 LENGTHS = RequestLengths(
     LengthDistribution.truncated_normal(30, 10, 64), LengthDistribution.of_sample([6, 9, 9, 13])
 )
-QUICK: dict[str, Any] = {"schedule": "rra", "search_time_limit": 60.0}
+QUICK: dict[str, Any] = {"schedule": "rra", "quantile": 0.9, "search_time_limit": 60.0}
 
 
 @pytest.fixture(scope="module")
