@@ -25,14 +25,20 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # A shell that starts tests in the background has them ignore SIGINT, and so all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MEMORY, MEMORY_BYTES = Path("/dev/shm"), 4 << 30  # tests were seen to write 0.3 GB
 OWN_FOLDER: str | None = None
 """What this process made for temporary files, its own and those of all processes that it starts."""
-if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK):
-    if shutil.disk_usage(MEMORY).free > MEMORY_BYTES:  # a disk takes 3 ms for each file that is safe
-        OWN_FOLDER = tempfile.mkdtemp(prefix="llmpq-", dir=MEMORY)
-        os.environ["TMPDIR"] = OWN_FOLDER
-        tempfile.tempdir = None  # it may have been asked for already
+
+
+def _has_room(folder: Path) -> bool:
+    """Whether `folder` has ten times the 0.4 GB that tests were seen to write."""
+    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 4 << 30
+
+
+# A disk takes 3 ms for each file that is made safe, memory nothing.
+if "TMPDIR" not in os.environ and _has_room(MEMORY := Path("/dev/shm")):
+    OWN_FOLDER = tempfile.mkdtemp(prefix="llmpq-", dir=MEMORY)
+    os.environ["TMPDIR"] = OWN_FOLDER
+    tempfile.tempdir = None  # it may have been asked for already
 
 USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
 """What this process and those it starts take for the user's cache folder."""
