@@ -74,7 +74,7 @@ def ray_head() -> Iterator[Head]:
     """A head of two CPUs. Its temporary folder is its own, by Ray's variable for it: the jobs of a
     head join the Ray that was started last with the same one.
     """
-    folder = Path(tempfile.mkdtemp(prefix="llmpq-ray-"))  # short: Ray's sockets lie in it
+    folder = Path(tempfile.mkdtemp(prefix="llmpq-ray-", dir="/tmp"))  # short: of sockets
     token = folder / "auth_token"
     token.write_text(TOKEN)
     token.chmod(0o600)

@@ -152,7 +152,7 @@ def environment(tmp_path: Path, process_environment: dict[str, str]) -> dict[str
 @pytest.fixture
 def ray_folder() -> Iterator[Path]:
     """Of a short name: Ray keeps sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="r-") as name:
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as name:
         yield Path(name)
 
 
