@@ -38,6 +38,7 @@ class RraScheduler(Scheduler):
         self._stages = stages
         n_slots = sizes.n_slots or sizes.kv_tokens
         self._slots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
+        self.requests = self._slots.requests
         self._policy = RraPolicy(schedule, sizes.decode_micro_batch, sizes.prefill_micro_batch)
         self._slots_of: dict[TurnGroup, list[int]] = {}
         self._joining: list[int] = []  # slots of newcomers, in the turn that begins
@@ -65,10 +66,6 @@ class RraScheduler(Scheduler):
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def in_slots(self) -> int:
-        return len(self._slots.requests)
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return self._slots.tokens()
@@ -102,8 +99,8 @@ class RraScheduler(Scheduler):
         slots = []
         for _ in range(count):
             request = self._waiting.popleft()
-            slot = self._slots.take(request, self._arrivals)
-            self._moves += self._slots.reserve(slot, most_tokens(request))
+            slot, moves = self._slots.take(request, self._arrivals, most_tokens(request))
+            self._moves += moves
             self._arrivals += 1
             slots.append(slot)
         self._joining += slots
@@ -120,9 +117,9 @@ class RraScheduler(Scheduler):
     def _let_go(self, group: TurnGroup) -> None:
         """Forget the requests that have left their slots."""
         slots = self._slots_of.get(group, [])
-        left = [slot for slot in slots if slot in self._slots.requests]
+        left = [slot for slot in slots if slot in self.requests]
         self._slots_of[group] = left
-        parts = [[slot for slot in part if slot in self._slots.requests] for part in group.parts]
+        parts = [[slot for slot in part if slot in self.requests] for part in group.parts]
         group.parts = deque(part for part in parts if part)
         self._policy.leave(group, len(slots) - len(left))
 
@@ -135,11 +132,8 @@ def _checked(sizes: QueueSizes) -> RequestSchedule:
     if schedule is None or schedule.divides:
         kind = "none" if schedule is None else schedule.kind
         raise SpecError(f"the schedule is {kind}; stages that prefill and decode in turns need rra")
-    for name in ("kv_tokens", "slots", "prefill_micro_batch", "decode_micro_batch"):
-        value = getattr(sizes, name)
-        if value < 1:
-            raise SpecError(f"{name} is {value}; the policy {sizes.policy} needs at least 1")
-    check_reservable(sizes)
+    names = ("kv_tokens", "slots", "prefill_micro_batch", "decode_micro_batch")
+    check_reservable(sizes, dict.fromkeys(names, 1))
     return schedule
 
 

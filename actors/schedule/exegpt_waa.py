@@ -53,7 +53,7 @@ class PrefillScheduler(Scheduler):
         self._stages = stages
         self._waiting: deque[Request] = deque()
         self._free = deque(range(sizes.slots))
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
         self._cancelled: set[int] = set()
         self.follow(sizes.followed_schedule)
 
@@ -68,7 +68,7 @@ class PrefillScheduler(Scheduler):
 
     def cancel(self, custom_id: str) -> None:
         self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
-        self._cancelled |= {s for s, r in self._requests.items() if r.custom_id == custom_id}
+        self._cancelled |= {s for s, r in self.requests.items() if r.custom_id == custom_id}
 
     @property
     def most_under_way(self) -> int:
@@ -78,14 +78,10 @@ class PrefillScheduler(Scheduler):
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def in_slots(self) -> int:
-        return len(self._requests)
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return {
             slot: (request.custom_id, np.array(request.generated, dtype=np.int64))
-            for slot, request in self._requests.items()
+            for slot, request in self.requests.items()
             if slot not in self._cancelled
         }
 
@@ -100,7 +96,7 @@ class PrefillScheduler(Scheduler):
         if not requests:
             return None
         slots = [self._free.popleft() for _ in requests]
-        self._requests |= dict(zip(slots, requests, strict=True))
+        self.requests |= dict(zip(slots, requests, strict=True))
         texts = [np.array(r.prompt_ids + r.generated, dtype=np.int64) for r in requests]
         counts = np.array([len(text) for text in texts], dtype=np.int64)
         begins = counts.cumsum() - counts
@@ -130,7 +126,7 @@ class PrefillScheduler(Scheduler):
             batch.slots.tolist(), sampled.token_ids.tolist(), sampled.finish_reasons, strict=True
         )
         for slot, token, reason in rows:
-            request = self._requests.pop(slot)
+            request = self.requests.pop(slot)
             self._free.append(slot)
             if slot in self._cancelled:
                 self._cancelled.discard(slot)
@@ -184,6 +180,7 @@ class DecodeScheduler(Scheduler):
         self._sizes = sizes
         n_slots = sizes.n_slots or sizes.kv_tokens
         self._slots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
+        self.requests = self._slots.requests
         self._groups: list[_Group] = []
         self._resting = deque[_Group]()  # without a step under way
         self._under_way: deque[_Group | None] = deque()  # of each step; None: a prefill
@@ -233,10 +230,6 @@ class DecodeScheduler(Scheduler):
     def waiting(self) -> int:
         return len(self._arrived) + len(self._bare)
 
-    @property
-    def in_slots(self) -> int:
-        return len(self._slots.requests)
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return self._slots.tokens()
 
@@ -283,7 +276,7 @@ class DecodeScheduler(Scheduler):
             slots.append(slot)
             moves += more
         for slot in slots:  # after all reservations: what is restored later does not move
-            request = self._slots.requests[slot]
+            request = self.requests[slot]
             self._slots.written[slot] = len(request.prompt_ids) + len(request.generated) - 1
         return slots, moves
 
@@ -299,7 +292,7 @@ class DecodeScheduler(Scheduler):
         return joining(len(group.slots), requests, len(groups), self._most_in_group)
 
     def _restore(self, slot: int) -> Park:
-        key = self._slots.requests[slot].host_key
+        key = self.requests[slot].host_key
         assert key is not None, "only those join that have one"
         begin = int(self._slots.ranges.begins[slot])
         return Park(key.number, begin, int(self._slots.written[slot]) - 1)
@@ -323,10 +316,10 @@ class DecodeScheduler(Scheduler):
         return self.in_slots < self._most and most_tokens(request) <= self._slots.available
 
     def _take(self, request: Request, group: _Group) -> tuple[int, tuple[Move, ...]]:
-        slot = self._slots.take(request, self._joined)
+        slot, moves = self._slots.take(request, self._joined, most_tokens(request))
         self._joined += 1
         group.slots.append(slot)
-        return slot, self._slots.reserve(slot, most_tokens(request))
+        return slot, moves
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         finished = self._slots.complete(batch, sampled)
@@ -339,7 +332,7 @@ class DecodeScheduler(Scheduler):
     def _let_go(self) -> None:
         """Forget the requests that have left their slots."""
         for group in self._groups:
-            group.slots = [slot for slot in group.slots if slot in self._slots.requests]
+            group.slots = [slot for slot in group.slots if slot in self.requests]
 
 
 def _has_arrived(request: Request) -> bool:

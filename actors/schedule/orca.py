@@ -44,6 +44,7 @@ class OrcaScheduler(Scheduler):
         )
         slots, n_slots = self._policy.slots, self._policy.sizes.n_slots
         self._slots = RequestSlots(slots, sizes.kv_tokens, n_slots, self._policy.chunk)
+        self.requests = self._slots.requests
         self._waiting: dict[int, Request] = {}  # by the number of the arrival
         self._arrivals = 0
 
@@ -76,10 +77,6 @@ class OrcaScheduler(Scheduler):
     def most_under_way(self) -> int:
         return self._policy.most_under_way
 
-    @property
-    def in_slots(self) -> int:
-        return len(self._slots.requests)
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return self._slots.tokens()
 
@@ -97,8 +94,9 @@ class OrcaScheduler(Scheduler):
         in_all = int(tokens[-1]) if len(ready) else 0
         new: list[int] = []
         for each in self._policy.admitted(len(ready), in_all, held.available):
-            slot = held.take(self._waiting.pop(each.request), each.request)
-            moves += held.reserve(slot, each.size)
+            request = self._waiting.pop(each.request)
+            slot, more = held.take(request, each.request, each.size)
+            moves += more
             new.append(slot)
         self._admitted(new)
         kept = ready[: self._policy.selected(tokens)]
@@ -148,18 +146,8 @@ def orca_sizes(plan: PlanSpec, options: PolicyOptions, policy: PolicyName = "orc
 
 def _check(sizes: QueueSizes, stages: int) -> None:
     """Raise SpecError where `sizes` cannot be those of `stages` stages."""
-    for name, least in (
-        ("kv_tokens", 1),
-        ("max_batch_size", 1),
-        ("max_batch_tokens", 0),
-        ("prefill_chunk_tokens", 0),
-        ("park_tokens_from", 0),
-        ("parked_tokens", 0),
-    ):
-        value = getattr(sizes, name)
-        if value < least:
-            raise SpecError(f"{name} is {value}; the policy {sizes.policy} needs at least {least}")
-    check_reservable(sizes)
+    optional = ("max_batch_tokens", "prefill_chunk_tokens", "park_tokens_from", "parked_tokens")
+    check_reservable(sizes, {"kv_tokens": 1, "max_batch_size": 1} | dict.fromkeys(optional, 0))
     needed = stages * sizes.max_batch_size
     if sizes.slots < needed:
         raise SpecError(

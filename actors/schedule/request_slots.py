@@ -79,8 +79,10 @@ class RequestSlots:
         ready: TokenIds = np.flatnonzero(self.ready)
         return ready[self.arrivals[ready].argsort()]
 
-    def take(self, request: Request, arrival: int) -> int:
-        """Give a request a slot, which has no range yet; returns the slot."""
+    def take(self, request: Request, arrival: int, size: int) -> tuple[int, tuple[Move, ...]]:
+        """Give a request a slot with a range of `size` token slots; returns the slot, and the moves
+        that make room for it.
+        """
         slot = self._free.popleft()
         text = np.array(request.prompt_ids + request.generated, dtype=np.int64)
         self.requests[slot] = request
@@ -90,11 +92,7 @@ class RequestSlots:
         self._prefill[slot], self.written[slot] = len(text), 0
         self._given[slot] = len(request.generated)
         self._tokens[slot, : len(request.generated)] = request.generated
-        return slot
-
-    def reserve(self, slot: int, size: int) -> tuple[Move, ...]:
-        """Give `slot` a range of so many token slots; returns the moves that make room for it."""
-        return self.ranges.reserve(slot, size, self.written)
+        return slot, self.ranges.reserve(slot, size, self.written)
 
     def counts(self, slots: TokenIds) -> TokenIds:
         """The tokens of each slot's next iteration: one, or a part of what is prefilled."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
@@ -85,8 +85,14 @@ class QueueSizes:
         return min(rows, max(self.max_batch_tokens, longest)) if self.max_batch_tokens else rows
 
 
-def check_reservable(sizes: QueueSizes) -> None:
-    """Raise SpecError where requests could not reserve `n_slots` token slots."""
+def check_reservable(sizes: QueueSizes, least: Mapping[str, int]) -> None:
+    """Raise SpecError for sizes below the `least` by name, and where requests could not reserve
+    `n_slots` token slots.
+    """
+    for name, wanted in least.items():
+        value = getattr(sizes, name)
+        if value < wanted:
+            raise SpecError(f"{name} is {value}; the policy {sizes.policy} needs at least {wanted}")
     if not 0 <= sizes.n_slots <= sizes.kv_tokens:
         raise SpecError(
             f"n_slots is {sizes.n_slots}; requests may reserve up to {sizes.kv_tokens} token slots "
@@ -141,10 +147,13 @@ class Scheduler(ABC):
     def waiting(self) -> int:
         """Number of requests without a KV slot."""
 
+    requests: dict[int, Request]
+    """Those that have a KV slot, by slot."""
+
     @property
-    @abstractmethod
     def in_slots(self) -> int:
         """Number of requests that have a KV slot."""
+        return len(self.requests)
 
     @abstractmethod
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:

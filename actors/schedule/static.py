@@ -33,7 +33,7 @@ class StaticScheduler(Scheduler):
         self._policy = StaticPolicy(slots, planned, stages)
         self._slot_tokens = sizes.slot_tokens
         self._waiting: deque[Request] = deque()
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
         self._cancelled: set[int] = set()  # slots of requests that leave with their next token
         self._tokens = np.zeros((slots, 1), dtype=np.int64)
         self._given = np.zeros(slots, dtype=np.int64)  # tokens of each slot's request so far
@@ -49,7 +49,7 @@ class StaticScheduler(Scheduler):
 
     def cancel(self, custom_id: str) -> None:
         self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
-        self._cancelled |= {s for s, r in self._requests.items() if r.custom_id == custom_id}
+        self._cancelled |= {s for s, r in self.requests.items() if r.custom_id == custom_id}
 
     @property
     def most_under_way(self) -> int:
@@ -59,14 +59,10 @@ class StaticScheduler(Scheduler):
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def in_slots(self) -> int:
-        return len(self._requests)
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
-            for slot, request in self._requests.items()
+            for slot, request in self.requests.items()
             if slot not in self._cancelled
         }
 
@@ -84,7 +80,7 @@ class StaticScheduler(Scheduler):
 
     def _prefill(self, slots: list[int]) -> tuple[MicroBatch, TokenIds]:
         requests = [self._waiting.popleft() for _ in slots]
-        self._requests |= zip(slots, requests, strict=True)
+        self.requests |= zip(slots, requests, strict=True)
         admitted = tuple(
             Admission.of(slot, request, TokenRange(slot * self._slot_tokens, self._slot_tokens))
             for slot, request in zip(slots, requests, strict=True)
@@ -137,4 +133,4 @@ class StaticScheduler(Scheduler):
         self._cancelled.discard(slot)
         self._decodes[slot] = False
         self._policy.leave(slot)
-        return self._requests.pop(slot)
+        return self.requests.pop(slot)
