@@ -13,14 +13,12 @@ import ray
 import torch
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from torch import Tensor
 
-from actors.messages import KvPart, MicroBatch, Sampled
+from actors.messages import KvPart
 from actors.processes.device import local_device
 from actors.processes.health import BatchFailure, Health, RankSigns, RunReport
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.importance import measure_stage
-from actors.stage.ranks import Order
 from actors.stage.ranks import follow as follow_orders
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
@@ -197,25 +195,11 @@ class RankActor(KeysValuesKeeper):
         The others notice the end of it, and `leave_run` tells why.
         """
         try:
-            follow_orders(self, self._group)
+            follow_orders(self._loaded(), self._group, self._health.computing)
         except StageLostError:  # the others have left
             pass
         finally:
             self._leave()
-
-    def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
-        with self._health.computing(batch):
-            return self._loaded().step(batch, inputs)
-
-    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        with self._health.computing(batch):
-            return self._loaded().finish(batch, last_hidden)
-
-    def forget_parked(self) -> None:
-        self._loaded().forget_parked()
-
-    def empty_inputs(self, batch: MicroBatch, order: Order) -> Tensor:
-        return self._loaded().empty_inputs(batch, order)
 
     def leave_run(self) -> RunReport:
         """Leave a broken run, once `follow` is over; the shard stays loaded."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
@@ -154,9 +156,14 @@ def receive(group: RankGroup) -> tuple[Order, MicroBatch | None]:
     return order, decoded[0]
 
 
-def follow(stage: Follower, group: RankGroup) -> NoReturn:
-    """Do what rank 0 orders; the work of every other rank, which ends by an error: those of the
-    stage, and `StageLostError` where another rank has left or is lost.
+def follow(
+    stage: Follower,
+    group: RankGroup,
+    computing: Callable[[MicroBatch], AbstractContextManager[object]] = nullcontext,
+) -> NoReturn:
+    """Do what rank 0 orders, micro-batches in the context of `computing`; the work of every other
+    rank, which ends by an error: those of the stage, and `StageLostError` where another rank has
+    left or is lost.
     """
     while True:
         order, batch = receive(group)
@@ -165,10 +172,11 @@ def follow(stage: Follower, group: RankGroup) -> NoReturn:
             continue
         assert batch is not None, "these orders bring one"
         inputs = stage.empty_inputs(batch, order)
-        if order == Order.STEP:
-            stage.step(batch, inputs)
-        else:
-            stage.finish(batch, inputs)
+        with computing(batch):
+            if order == Order.STEP:
+                stage.step(batch, inputs)
+            else:
+                stage.finish(batch, inputs)
 
 
 def _rows(batch: MicroBatch, order: Order) -> int:
