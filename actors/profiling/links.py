@@ -21,6 +21,7 @@ from actors.processes.answers import get_answer, get_answers
 from actors.processes.device import device_here, stage_environment
 from actors.processes.placement import CRUMB, Placement
 from actors.profiling.on_cluster import bare_errors
+from actors.profiling.task import median_and_spread
 from actors.transport.collectives import DistributedGroup, Meeting
 from actors.transport.gloo_links import CONTROL, Links, Rendezvous
 from actors.transport.message_format import decode, encode
@@ -57,12 +58,6 @@ def started_together(kind: type, ends: Sequence[Placement], place: Place) -> Ite
         for actor in actors:
             ray.kill(actor)
         remove_placement_group(group)
-
-
-def median_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
-    """The median, and the interquartile range over it."""
-    low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
-    return float(middle), float((high - low) / middle)
 
 
 def _start(kind: type, end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:

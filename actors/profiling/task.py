@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from actors.attention.ragged import AttentionTimer
@@ -154,6 +155,12 @@ class ProfileState:
     under_way: int = 0
 
 
+def median_and_spread(values: Sequence[float] | npt.NDArray[np.float64]) -> tuple[float, float]:
+    """The median, and the interquartile range over it."""
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return float(middle), float((high - low) / middle)
+
+
 @dataclass
 class _Passes:
     """Seconds of each pass of one workload, and of the reference work around the pass;
@@ -176,19 +183,17 @@ class _Passes:
 
     def measured(self, usual_reference_s: float) -> MeasuredLayer:
         raw = np.array(self.seconds)
-        low, median, high = np.quantile(
-            raw / np.array(self.reference_s) * usual_reference_s, (0.25, 0.5, 0.75)
-        )
+        median, spread = median_and_spread(raw / np.array(self.reference_s) * usual_reference_s)
         share = float(np.median(self.attention_shares or [0.0]))
         return MeasuredLayer(
             self.bits,
             self.workload,
-            float(median),
+            median,
             float(np.median(raw)),
-            float((high - low) / median),
+            spread,
             len(raw),
             self.backend,
-            share * float(median) if 0 < share < 1 else None,
+            share * median if 0 < share < 1 else None,
         )
 
 
@@ -310,7 +315,6 @@ class _Profiler:
             for passes in self._passes
             for seconds in passes.reference_s
         ]
-        low, median, high = np.quantile(relative or [1.0], (0.25, 0.5, 0.75))
         planned = sum(len(workloads) for workloads in self._task.todo.values())
         return ProfileState(
             measured=tuple(
@@ -319,7 +323,7 @@ class _Profiler:
             left=planned - len(self._passes) - self._too_large,
             too_large=self._too_large,
             usual_reference_s=usual,
-            speed_spread=float((high - low) / median),
+            speed_spread=median_and_spread(relative or [1.0])[1],
             torch_version=torch.__version__,
         )
 

@@ -46,9 +46,7 @@ def main() -> None:
 
 
 def _row(hop: MeasuredHop) -> LinkRow:
-    return LinkRow(
-        "CPU", "CPU", "node", hop.way, hop.payload_bytes, hop.seconds, hop.spread, hop.repetitions
-    )
+    return LinkRow("CPU", "CPU", "node", **vars(hop))
 
 
 if __name__ == "__main__":

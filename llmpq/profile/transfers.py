@@ -71,13 +71,7 @@ def profile_loading(
                 model=shape.name,
                 dtype=dtype,
                 threads=threads,
-                bits=load.bits,
-                backend=load.backend,
-                origin=load.origin,
-                seconds=load.seconds,
-                checkpoint_bytes=load.checkpoint_bytes,
-                held_bytes=load.held_bytes,
-                repetitions=load.repetitions,
+                **vars(load),
             )
             for load in time_loading_on_cluster(task, device)
         )
@@ -128,11 +122,7 @@ def profile_links(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[
                 sender=one.accelerator.name,
                 receiver=other.accelerator.name,
                 place=place_of_hop,
-                way=hop.way,
-                payload_bytes=hop.payload_bytes,
-                seconds=hop.seconds,
-                spread=hop.spread,
-                repetitions=hop.repetitions,
+                **vars(hop),
             )
             for hop in hops
         )
@@ -174,9 +164,6 @@ def profile_sums(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[S
         except DeviceError as error:
             report(f"not measured: {error}")
             continue
-        rows += tuple(
-            SumRow(*kind, each.summed_bytes, each.seconds, each.spread, each.repetitions)
-            for each in sums
-        )
+        rows += tuple(SumRow(*kind, **vars(each)) for each in sums)
         write_table(path, SumRow, rows)
     return tuple(row for row in rows if row.group in wanted)
