@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from types import TracebackType
 from typing import Protocol, Self
 
 from actors.messages import Finished, Progress, Request
@@ -158,17 +157,24 @@ class LiveGroup(ABC):
         """The plans of the pipelines that take requests now, once they are loaded."""
         return (self.plan,)
 
-    @abstractmethod
     def __enter__(self) -> Self:
         """Place and load all stages; on any error nothing stays behind."""
+        try:
+            self._start()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
 
     @abstractmethod
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _start(self) -> None:
+        """Place and load all stages."""
+
+    @abstractmethod
+    def _release(self) -> None:
         """Free actors and placement groups."""
 
     def follow(self, plan: PlanSpec) -> None:

@@ -125,7 +125,6 @@ class StageGroup(LiveGroup):
             options.timeouts.meeting_s,
             options.recovery.hang_s,
         )
-        self._slots = self._pipeline.sizes.slots
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
 
     @property
@@ -148,17 +147,6 @@ class StageGroup(LiveGroup):
         in `follow`.
         """
         self._pipeline.follow(schedule)
-
-    def __enter__(self) -> StageGroup:
-        try:
-            self._start()
-        except BaseException:
-            self._release()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
 
     def _start(self) -> None:
         check_planned_memory(self._plan)
@@ -214,7 +202,7 @@ class StageGroup(LiveGroup):
     def _spec(self, stage: StagePlan) -> StageSpec:
         spec = replace(
             stage_spec(self._plan, stage),
-            slots=self._slots,
+            slots=self._pipeline.sizes.slots,
             parked_tokens=self._pipeline.sizes.parked_tokens,
             deterministic=self._options.deterministic,
         )

@@ -17,7 +17,7 @@ from actors.live_group import JoinedObserver, LiveGroup
 from actors.processes.handle import StageHandle
 from actors.processes.placement import place
 from actors.processes.reservation import Reservation, ReservedPart
-from actors.recovery.policy import EventReporter, RecoveryEvent
+from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
@@ -113,18 +113,13 @@ class DividedGroup(LiveGroup):
         self.prefill.follow_schedule(schedule)
         self.decode.follow(plan)
 
-    def __enter__(self) -> DividedGroup:
-        try:
-            placements = place(all_stages(self._plan), ray.cluster_resources())
-            self._reservation = Reservation(placements, self._options.timeouts.placement_s)
-            self._load()
-        except BaseException:
-            self._release()
-            raise
+    def _start(self) -> None:
+        placements = place(all_stages(self._plan), ray.cluster_resources())
+        self._reservation = Reservation(placements, self._options.timeouts.placement_s)
+        self._load()
         prefill, decode = self._parts
         routes = find_routes(decode, prefill, model_shape(self._checkpoint))
         self._transfer = Transfer(self.prefill, self.decode, routes)
-        return self
 
     def _load(self) -> None:
         """Load both kinds of stages at once; raises what the first to fail raises."""
@@ -136,9 +131,6 @@ class DividedGroup(LiveGroup):
             except BaseException:
                 self._end_stages()  # the others fail then
                 raise
-
-    def __exit__(self, *_: object) -> None:
-        self._release()
 
     def _release(self) -> None:
         if self._live is not None:
@@ -196,7 +188,7 @@ class DividedGroup(LiveGroup):
             f"keys and values of {requests} requests were lost on their way, or found no room; "
             "the stages that decode compute their prompts again"
         )
-        EventReporter(self._tell).tell("handover", None, 0.0, text)
+        self._tell(RecoveryEvent("handover", None, 0.0, text))
 
     def _tell(self, event: RecoveryEvent) -> None:
         with self._telling:

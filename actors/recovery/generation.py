@@ -17,6 +17,7 @@ from actors.processes.health import BatchFailure
 from actors.processes.ray_head import check_head
 from actors.recovery.faults import Fault, RequestLedger, RunInterruptedError, StoppedRun, lost_by
 from actors.recovery.pipeline import LivenessCheck, StagePipeline
+from actors.recovery.policy import RecoveryEvent
 from actors.recovery.repair import Repair
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import SpecError, StageLostError
@@ -253,7 +254,7 @@ class LiveGeneration:
         return tuple(more)
 
     def _recover(self, error: Exception) -> Iterator[tuple[Progress, ...]]:
-        events, began_s = self._repair.events, self._answers.now_s()
+        tell, began_s = self._repair.on_event, self._answers.now_s()
         with self._lock:
             self._takes_more = False
         stopped = self._repair.stop_run(lost_by(error))
@@ -266,14 +267,15 @@ class LiveGeneration:
             for each in given_up:
                 del self._tokens[each.custom_id]
         for each in given_up:
-            events.tell("given up", fault.stage, 0.0, f"{each.custom_id!r:.80}: {each.error}")
+            why = f"{each.custom_id!r:.80}: {each.error}"
+            tell(RecoveryEvent("given up", fault.stage, 0.0, why))
         if given_up:
             yield tuple(Progress(each.custom_id, (), "error", each.error) for each in given_up)
         self._repair.restore(stopped)
         lost_s = self._answers.now_s() - began_s
         replayed = len(self._ledger.unfinished if in_flight is None else in_flight)
         text = f"{fault.text}; going on after {lost_s:.1f} s, {replayed} requests are replayed"
-        events.tell(fault.kind, fault.stage, lost_s, text)
+        tell(RecoveryEvent(fault.kind, fault.stage, lost_s, text))
 
 
 def _requests_in(stopped: StoppedRun, run: int) -> dict[int, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from quant.common.errors import SpecError
@@ -59,15 +59,15 @@ class Recovery:
 
 @dataclass(frozen=True)
 class RecoveryEvent:
-    """A fault or what was done about it, at `time_s` of `time.time`, which cost `lost_s` seconds;
-    `stage` None: no stage in particular.
+    """A fault or what was done about it, at `time_s` of `time.time` (now), which cost `lost_s`
+    seconds; `stage` None: no stage in particular.
     """
 
-    time_s: float
     kind: EventKind
     stage: int | None
     lost_s: float
     text: str
+    time_s: float = field(default_factory=time.time)
 
 
 OnEvent = Callable[[RecoveryEvent], None]
@@ -75,13 +75,3 @@ OnEvent = Callable[[RecoveryEvent], None]
 
 def ignore_event(event: RecoveryEvent) -> None:
     """Do nothing, for a run whose events nobody wants."""
-
-
-class EventReporter:
-    """Tells `on_event` what happens now."""
-
-    def __init__(self, on_event: OnEvent) -> None:
-        self._on_event = on_event
-
-    def tell(self, kind: EventKind, stage: int | None, lost_s: float, text: str) -> None:
-        self._on_event(RecoveryEvent(time.time(), kind, stage, lost_s, text))

@@ -14,8 +14,7 @@ from ray.exceptions import RayTaskError
 
 from actors.recovery.faults import HangError, Loss, StoppedRun, lost_by
 from actors.recovery.pipeline import LivenessCheck, OverdueError, StagePipeline, get_all, wait_for
-from actors.recovery.policy import EventReporter, OnEvent, Recovery
-from actors.stage.importance import as_tuple
+from actors.recovery.policy import OnEvent, Recovery, RecoveryEvent
 from quant.common.errors import DeviceError, DeviceLostError, StageLostError
 from quant.rounding.importance import LayerImportance
 
@@ -37,7 +36,7 @@ class Repair:
     def __init__(self, pipeline: StagePipeline, recovery: Recovery, on_event: OnEvent) -> None:
         self.pipeline = pipeline
         self.recovery = recovery
-        self.events = EventReporter(on_event)
+        self.on_event = on_event
         self._answers = pipeline.answers
 
     def measure_importance(self, limit_s: float) -> tuple[LayerImportance, ...]:
@@ -54,7 +53,8 @@ class Repair:
                 if not left or not self.recovery.retries:
                     raise
                 text = f"while importance was measured: {error}; all stages start again"
-                self.events.tell("died", min(lost_by(error), default=None), 0.0, text)
+                first = min(lost_by(error), default=None)
+                self.on_event(RecoveryEvent("died", first, 0.0, text))
                 for stage in self.pipeline.stages:
                     stage.start()
         raise AssertionError("the last attempt returns or raises")
@@ -67,7 +67,8 @@ class Repair:
         hang_s = self.recovery.hang_s
         check = LivenessCheck(stages, self._answers, hang_s, may_start=True)
         try:
-            return as_tuple(get_all(self._answers, asked, limit_s, check))
+            found = get_all(self._answers, asked, limit_s, check)
+            return tuple(layer for stage in sorted(found) for layer in found[stage])
         except OverdueError:
             raise DeviceError(f"importance was not measured within {limit_s:g} s") from None
 
@@ -92,8 +93,8 @@ class Repair:
         stages = self.pipeline.stages
         names = ", ".join(f"{stages[i].name} {loss.text}" for i, loss in stopped.lost.items())
         text = f"while the plan was loaded: {names or 'a link broke'}; started again, "
-        first = min(stopped.lost, default=None)
-        self.events.tell("died", first, lost_s, f"{text}{lost_s:.1f} s in all")
+        text += f"{lost_s:.1f} s in all"
+        self.on_event(RecoveryEvent("died", min(stopped.lost, default=None), lost_s, text))
 
     def _load(self, limit_s: float) -> StoppedRun:
         """Load all stages; those whose processes have come up must give signs of life."""
@@ -130,7 +131,7 @@ class Repair:
         lost = set(stopped.lost)
         for left in reversed(range(self.recovery.restarts + 1)):
             try:
-                StageRestart(self.pipeline, lost, self.recovery, self.events).run()
+                StageRestart(self.pipeline, lost, self.recovery, self.on_event).run()
                 lost.clear()  # those that were started but not loaded must be started once more
                 self._link()
             except DeviceLostError:
@@ -226,12 +227,12 @@ class StageRestart:
         pipeline: StagePipeline,
         lost: Collection[int],
         recovery: Recovery,
-        events: EventReporter,
+        on_event: OnEvent,
     ) -> None:
         self._pipeline = pipeline
         self._lost = sorted(lost)
         self._recovery = recovery
-        self._events = events
+        self._on_event = on_event
         self._began_s = self._reported_s = pipeline.answers.now_s()
 
     def run(self) -> None:
@@ -286,7 +287,7 @@ class StageRestart:
         for stage in missing:
             name = self._pipeline.stages[stage].name
             text = f"{name} has waited {now_s - self._began_s:.0f} s for its device"
-            self._events.tell("waiting", stage, 0.0, text)
+            self._on_event(RecoveryEvent("waiting", stage, 0.0, text))
 
     def _load(self) -> None:
         """Load shards that were loaded before: what fails now is the device."""

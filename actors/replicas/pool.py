@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from actors.live_group import JoinedObserver, LiveGroup, Observed
-from actors.recovery.policy import EventReporter, OnEvent, RecoveryEvent, ignore_event
+from actors.recovery.policy import OnEvent, RecoveryEvent, ignore_event
 from actors.replicas.replica import PoolBoard, Replica, Restarts
 from actors.replicas.run import SharedRun
 from planner.plan.spec import PlanSpec
@@ -50,7 +50,7 @@ class ReplicaPool(LiveGroup):
         self._plan = plan
         self._on_event = on_event
         self._telling = threading.Lock()
-        self._board = PoolBoard(EventReporter(self._tell), restarts)
+        self._board = PoolBoard(self._tell, restarts)
         self.replicas: tuple[Replica, ...] = ()
         first = 0
         for index, each in enumerate(plans):
@@ -75,26 +75,18 @@ class ReplicaPool(LiveGroup):
             for each in self.replicas
         ]
 
-    def __enter__(self) -> ReplicaPool:
+    def _start(self) -> None:
         """Begin to load all replicas, and wait for the first that is ready.
 
         Where none gets ready, raises what the first one could not be loaded for.
         """
-        try:
-            for replica in self.replicas:
-                replica.start()
-            with self._board.changed:
-                self._board.changed.wait_for(self._is_settled)
-                self._check_error()
-                if not self._some("ready"):
-                    raise self.replicas[0].error or StageLostError("no replica could be loaded")
-        except BaseException:
-            self._close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
+        for replica in self.replicas:
+            replica.start()
+        with self._board.changed:
+            self._board.changed.wait_for(self._is_settled)
+            self._check_error()
+            if not self._some("ready"):
+                raise self.replicas[0].error or StageLostError("no replica could be loaded")
 
     def _some(self, *statuses: str) -> bool:
         return any(replica.status in statuses for replica in self.replicas)
@@ -150,7 +142,7 @@ class ReplicaPool(LiveGroup):
                 lambda: not any(replica.is_generating for replica in self.replicas)
             )
 
-    def _close(self) -> None:
+    def _release(self) -> None:
         """End all replicas; one that loads is ended with its stages."""
         with self._board.changed:
             self._board.is_closing = True

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from actors.live_group import LiveGroup
 from actors.processes.ray_head import check_head
 from actors.recovery.faults import RunInterruptedError
-from actors.recovery.policy import EventReporter, OnDeviceLoss, Recovery
+from actors.recovery.policy import OnDeviceLoss, OnEvent, Recovery, RecoveryEvent
 from actors.replicas.run import SharedRun
 from planner.fleet.fleet_spec import make_up_text
 from planner.plan.spec import PlanSpec
@@ -63,7 +63,7 @@ class PoolBoard:
     `run` is the present one. `error` ends it, whatever the other replicas do.
     """
 
-    events: EventReporter
+    on_event: OnEvent
     restarts: Restarts
     changed: Condition = field(default_factory=Condition)
     run: SharedRun | None = None
@@ -232,4 +232,4 @@ class Replica:
         return f"{text}; it is started again in {pause_s:.0f} s"
 
     def _tell(self, text: str) -> None:
-        self._board.events.tell("replica", None, 0.0, text)
+        self._board.on_event(RecoveryEvent("replica", None, 0.0, text))

@@ -7,7 +7,7 @@ stage takes the hidden states that the stage before has computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -128,7 +128,3 @@ def _fast_dtype(dtype: torch.dtype, processor: Processor) -> torch.dtype:
         return dtype
     has_units = dtype == torch.bfloat16 and "avx512_bf16" in processor.instruction_sets
     return dtype if has_units else torch.float32
-
-
-def as_tuple(parts: Mapping[int, list[LayerImportance]]) -> tuple[LayerImportance, ...]:
-    return tuple(layer for stage in sorted(parts) for layer in parts[stage])

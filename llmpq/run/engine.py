@@ -131,7 +131,7 @@ class CheckedModel:
 
     def tell(self, kind: EventKind, lost_s: float, text: str) -> None:
         """Tell the listener of an event that is no stage's."""
-        self._heard(RecoveryEvent(time.time(), kind, None, lost_s, text))
+        self._heard(RecoveryEvent(kind, None, lost_s, text))
 
     def _heard(self, event: RecoveryEvent) -> None:
         self.listener(event)

@@ -69,7 +69,7 @@ def test_what_a_run_tells(plan: Plan, tmp_path: Path) -> None:
         recorder.count(Result(f"q{number}", "", (), "stop", error))
         recorder.see(state(1.0 + number, 100 * number))
     for _ in range(MOST_EVENTS + 7):
-        recorder.tell(RecoveryEvent(clock.now, "died", 1, 3.0, "stage 1 died"))
+        recorder.tell(RecoveryEvent("died", 1, 3.0, "stage 1 died", clock.now))
     recorder.change_plan(replace(plan.spec, cluster="smaller"))
     recorder.end("done", "")
     recorder.end("failed", "this comes too late")
