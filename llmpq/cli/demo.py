@@ -13,8 +13,6 @@ from typing import Any
 
 from rich.text import Text
 
-from llmpq.cli import plan as plan_cli
-from llmpq.cli import run as run_cli
 from llmpq.cli.common import console, run_command
 from llmpq.cli.parser import Parser, made
 from planner.option_rules import argument
@@ -63,6 +61,9 @@ def demo_parser(prog: str | None = PROG) -> Parser:
 
 
 def _demo(options: DemoCommand) -> int:
+    from llmpq.cli import plan as plan_cli  # slow to load
+    from llmpq.cli import run as run_cli
+
     demo_gguf()  # before a folder is made
     folder = Path(options.folder)
     _copy_files(folder)

@@ -9,16 +9,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import EXIT_DONE, console, run_command
 from llmpq.cli.parser import Parser, finite_number, made, whole_number
-from llmpq.jobs.overview.overview import JobOverview, overview_of
-from llmpq.jobs.overview.places import DEPTH, JobPlace, find_job, jobs_in
-from llmpq.jobs.overview.words import job_text, list_text, ray_text
 from planner.option_rules import REQUIRED, argument, flag, option
 from quant.common.errors import InputError
 
+if TYPE_CHECKING:
+    from llmpq.jobs.overview.overview import JobOverview
+    from llmpq.jobs.overview.places import JobPlace
+
+DEPTH = 4  # folders below those that are named
 COLUMNS = 80
 """Columns of what is told of a job at most; lists take what the terminal has."""
 
@@ -112,6 +114,9 @@ def jobs_parser(prog: str | None = PROG) -> Parser:
 
 
 def _show(options: ShowCommand) -> int:
+    from llmpq.jobs.overview.overview import overview_of  # slow to load, as are those below
+    from llmpq.jobs.overview.places import find_job
+
     place = find_job(options.output)
     html = None if options.html is None else Path(options.html)
     _check_page(html, place)
@@ -144,6 +149,8 @@ def _print(job: JobOverview, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(job_figures(job), indent=1) + "\n")
         return
+    from llmpq.jobs.overview.words import job_text
+
     printed = console()
     printed.print(job_text(job), width=min(COLUMNS, printed.width), crop=False)
 
@@ -151,6 +158,10 @@ def _print(job: JobOverview, as_json: bool) -> None:
 def _list(options: ListCommand) -> int:
     if options.ray is not None:
         return _list_ray(options.ray, options.json)
+    from llmpq.jobs.overview.overview import overview_of
+    from llmpq.jobs.overview.places import jobs_in
+    from llmpq.jobs.overview.words import list_text
+
     found: dict[Path, JobOverview] = {}
     folders = options.folders or ["."]
     depth = DEPTH if options.depth is None else options.depth
@@ -177,6 +188,7 @@ def _list(options: ListCommand) -> int:
 
 
 def _list_ray(address: str, as_json: bool) -> int:
+    from llmpq.jobs.overview.words import ray_text
     from llmpq.remote.ray_jobs import RayJobs
 
     jobs = RayJobs(address, "--ray").known()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from llmpq.lengths.finished_rows import LearntRow
 from llmpq.lengths.predictor import (
     BUCKETS,
     Agreement,
@@ -23,6 +22,9 @@ from llmpq.lengths.predictor import (
 )
 from planner.option_rules import option
 from quant.common.errors import SpecError
+
+if TYPE_CHECKING:
+    from llmpq.lengths.finished_rows import LearntRow
 
 Kind = Literal["boosting", "classifier"]
 KINDS: tuple[Kind, ...] = ("boosting", "classifier")

@@ -15,9 +15,6 @@ from llmpq.jobs.sessions import Journal
 from llmpq.jobs.store import JOURNAL, LOCK, MANIFEST, Manifest
 from quant.common.errors import InputError
 
-DEPTH = 4
-"""Folders below the one that is named in which jobs are looked for."""
-
 MOST_FOLDERS = 20_000
 """Folders that are looked into at most, so that a whole disk ends in seconds."""
 
@@ -106,7 +103,7 @@ def _has_records(place: JobPlace) -> bool:
     return not place.in_folder and place.lock.is_file()
 
 
-def jobs_in(folder: str | Path, depth: int = DEPTH) -> Iterator[JobPlace]:
+def jobs_in(folder: str | Path, depth: int) -> Iterator[JobPlace]:
     """The jobs in `folder` and in those at most `depth` below it, in the order of their names.
 
     Hidden folders and links are left out. Raises `InputError` where `folder` is none.

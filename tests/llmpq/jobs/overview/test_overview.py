@@ -294,7 +294,7 @@ def test_a_batch_of_the_server_is_listed_by_its_records(tmp_path: Path) -> None:
     source = write_prompts(tmp_path / "batch.jsonl", *prompts(3))
     (tmp_path / "batches").mkdir()
     batch = BatchJob("batch_1", source, tmp_path / "batches" / "batch_1", QuickDisk())
-    (place,) = jobs_in(tmp_path)
+    (place,) = jobs_in(tmp_path, 4)
     assert (overview_of(place).state, overview_of(place).done) == ("running", 0)
     batch.write(next(iter(batch.todo())), LineAnswer("{}", None))
     batch.close()
@@ -307,12 +307,12 @@ def test_jobs_below_a_folder(tmp_path: Path, source: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         run_job(source, f"{tmp_path}/{name}", OutputOptions(shard_s=None))
     (tmp_path / "other.job").mkdir()
-    found = [place.output.relative_to(tmp_path).as_posix() for place in jobs_in(tmp_path)]
+    found = [place.output.relative_to(tmp_path).as_posix() for place in jobs_in(tmp_path, 4)]
     assert sorted(found) == ["a.jsonl", "deep/c", "deep/er/b.csv"]
     assert [place.output.name for place in jobs_in(tmp_path, 0)] == ["a.jsonl"]
     assert len(list(jobs_in(tmp_path, 9))) == 4
     with pytest.raises(InputError, match="is no folder"):
-        list(jobs_in(source))
+        list(jobs_in(source, 4))
 
 
 @pytest.mark.parametrize(
