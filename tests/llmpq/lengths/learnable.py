@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from llmpq.lengths.boosting import ID_FEATURES, Boosting, Trees
+from llmpq.lengths.finished_rows import LearntRow
 from llmpq.lengths.folder import save_predictor
 from llmpq.lengths.predictor import BucketModel, Prompt, expected_tokens
-from llmpq.lengths.training import LearntRow
 
 BUCKETS = (10, 20, 40)
 TOPICS = ("birds", "python", "rome", "rice", "mars")

@@ -11,9 +11,10 @@ import pytest
 
 from llmpq.cli.measure.forecasts import lengths_main
 from llmpq.lengths.boosting import feature_count
+from llmpq.lengths.finished_rows import LearntRow
 from llmpq.lengths.folder import tokenizer_digest
 from llmpq.lengths.predictor import Prompt, buckets_of, confusion_of, likeliest
-from llmpq.lengths.training import HELD_OUT, LearntRow, ServedIds, TrainingOptions, judge, train
+from llmpq.lengths.training import HELD_OUT, ServedIds, TrainingOptions, judge, train
 from planner.assumed_predictor import predictor_file
 from quant.common.errors import LlmpqError, SpecError
 from tests.llmpq.lengths.learnable import (
