@@ -67,7 +67,7 @@ def test_watching_ends_with_the_job(
         waited.append(seconds)
         assert 'http-equiv="refresh" content="3"' in page.read_text()
 
-    monkeypatch.setattr(jobs, "overview_of", look)
+    monkeypatch.setattr("llmpq.jobs.overview.overview.overview_of", look)
     monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
     output = str(folder / "done.jsonl")
     assert jobs.main(["show", output, "--html", str(page), "--watch", "3"]) == 0
