@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import (
@@ -18,10 +20,6 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.parser import Parser, made
 from planner.cluster.accelerators import Accelerator, assumption, find_accelerator, registry
-from planner.cluster.described import entry_of
-from planner.model.families import supported_model_types
-from planner.model.finding import builtin_names, model_shape, names_of_builtin
-from planner.model.shape import ModelShape
 from planner.option_rules import argument, flag, option
 from quant.backends.table import backend_name, rule_for
 from quant.common.units import GIB, KIB
@@ -30,6 +28,7 @@ from quant.scheme import BITWIDTHS, FULL_BITS, Processor
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from planner.model.shape import ModelShape
 
 DEVICES = "llmpq devices"
 
@@ -45,7 +44,6 @@ _DEVICES_EXAMPLES = (
 )
 
 _DEVICE_HEADS = ("accelerator", "GiB", "GB/s", "fp16", "int8", "capability", "kernels")
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 _DEVICE_NOTES = (
     "Figures are those of data sheets, so times that follow from them are marked `estimated` in "
@@ -70,7 +68,7 @@ class DevicesCommand:
 def devices_main(arguments: Sequence[str] | None = None, prog: str = DEVICES) -> int:
     """Entry point; returns the exit code."""
     options = made(DevicesCommand, devices_parser(prog).parse(arguments))
-    return run_command(prog, lambda: _show_devices(options))
+    return run_command(prog, partial(_show_devices, options))
 
 
 def devices_parser(prog: str | None = DEVICES) -> Parser:
@@ -81,7 +79,10 @@ def devices_parser(prog: str | None = DEVICES) -> Parser:
 
 
 def _show_devices(options: DevicesCommand) -> int:
-    own = _described(options.cluster)
+    from llmpq.detect import local_node
+    from planner.cluster.spec import ClusterSpec
+
+    own = () if options.cluster is None else ClusterSpec.from_yaml(options.cluster).described
     name = options.name
     if name is not None:
         note = assumption(name, own)
@@ -93,7 +94,7 @@ def _show_devices(options: DevicesCommand) -> int:
         else:
             print_table(facts_table(_device_facts(chosen)))
         return EXIT_DONE
-    here = _counts_here() if options.here else {}
+    here: dict[str, int] = local_node("here")["accelerators"] if options.here else {}
     kinds = tuple(map(find_accelerator, here)) or (*own, *registry())
     if options.json:
         count = {name: {"count": here[name]} for name in here}
@@ -104,21 +105,6 @@ def _show_devices(options: DevicesCommand) -> int:
     return EXIT_DONE
 
 
-def _described(path: str | None) -> tuple[Accelerator, ...]:
-    """The accelerators that a cluster file describes."""
-    from planner.cluster.spec import ClusterSpec
-
-    return () if path is None else ClusterSpec.from_yaml(path).described
-
-
-def _counts_here() -> dict[str, int]:
-    """The counts of this machine's devices by type; its processor where no driver reports a GPU."""
-    from llmpq.detect import local_node
-
-    counts: dict[str, int] = local_node("here")["accelerators"]
-    return counts
-
-
 def kernels_of(accelerator: Accelerator) -> dict[int, str]:
     """The kernel that multiplies with weights of each bitwidth, in the type it computes in."""
     processor, dtype = accelerator.processor, accelerator.default_dtype
@@ -126,6 +112,8 @@ def kernels_of(accelerator: Accelerator) -> dict[int, str]:
 
 
 def _device_json(accelerator: Accelerator) -> dict[str, Any]:
+    from planner.cluster.described import entry_of
+
     return {
         "name": accelerator.name,
         "aliases": list(accelerator.aliases),
@@ -149,7 +137,7 @@ def _rates(accelerator: Accelerator) -> dict[str, Any]:
 def _device_table(kinds: Sequence[Accelerator], *found: str) -> RenderableType:
     """A row for each accelerator, and below the kernels that the letters stand for."""
     sets = list(dict.fromkeys(tuple(kernels_of(each).items()) for each in kinds))
-    letters = dict(zip(sets, _LETTERS, strict=False))
+    letters = dict(zip(sets, ascii_uppercase, strict=False))
     table = plain_table(_DEVICE_HEADS, left=("accelerator", "kernels"), gap=2)
     for each in kinds:
         table.add_row(*_device_cells(each), letters[tuple(kernels_of(each).items())])
@@ -261,11 +249,10 @@ class ModelsCommand:
     json: bool = flag("as JSON, sizes in bytes")
 
 
-def models_main(arguments: Iterable[str] | None = None, prog: str = MODELS) -> int:
+def models_main(arguments: Sequence[str] | None = None, prog: str = MODELS) -> int:
     """Entry point; returns the exit code."""
-    given = None if arguments is None else list(arguments)
-    options = made(ModelsCommand, models_parser(prog).parse(given))
-    return run_command(prog, lambda: _show_models(options))
+    options = made(ModelsCommand, models_parser(prog).parse(arguments))
+    return run_command(prog, partial(_show_models, options))
 
 
 def models_parser(prog: str | None = MODELS) -> Parser:
@@ -276,6 +263,8 @@ def models_parser(prog: str | None = MODELS) -> Parser:
 
 
 def _show_models(options: ModelsCommand) -> int:
+    from planner.model.finding import builtin_names, model_shape
+
     name = options.model
     if name is not None:
         shape = model_shape(name)
@@ -304,6 +293,8 @@ def weight_bytes(shape: ModelShape, bits: int) -> int:
 
 
 def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:
+    from planner.model.finding import names_of_builtin
+
     return {
         "name": name,
         "names": list(names_of_builtin(name)),
@@ -331,6 +322,8 @@ def _kv_bytes(shape: ModelShape) -> int:
 
 
 def _model_table(shapes: Iterable[ModelShape]) -> RenderableType:
+    from planner.model.families import supported_model_types
+
     table = plain_table(_MODEL_HEADS, left=("model", "family"), gap=1)
     for shape in shapes:
         table.add_row(*_model_cells(shape))
@@ -344,18 +337,10 @@ def _model_cells(shape: ModelShape) -> tuple[str, ...]:
         shape.model_type,
         str(shape.layers),
         str(shape.hidden_size),
-        _billions(shape),
-        *(_gib(weight_bytes(shape, bits)) for bits in reversed(BITWIDTHS)),
+        _short(shape.total_parameters / 1e9),
+        *(_short(weight_bytes(shape, bits) / GIB) for bits in reversed(BITWIDTHS)),
         f"{shape.max_positions / KIB:g}K",
     )
-
-
-def _billions(shape: ModelShape) -> str:
-    return _short(shape.total_parameters / 1e9)
-
-
-def _gib(amount: int) -> str:
-    return _short(amount / GIB)
 
 
 def _short(amount: float) -> str:
@@ -365,14 +350,15 @@ def _short(amount: float) -> str:
 
 
 def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
+    from planner.model.finding import names_of_builtin
+
     yield "model", shape.name
     names = [each for each in names_of_builtin(name) if each.lower() != name.lower()]
     yield "same shape as", ", ".join(names)
     yield "family", shape.model_type
     yield "layers", f"{shape.layers} of {shape.layer_parameters / 1e6:.4g} million parameters"
-    yield "parameters", f"{_billions(shape)} billion"
-    widths = f"{shape.hidden_size} hidden, {shape.intermediate_size} in the MLP"
-    yield "widths", widths
+    yield "parameters", f"{_short(shape.total_parameters / 1e9)} billion"
+    yield "widths", f"{shape.hidden_size} hidden, {shape.intermediate_size} in the MLP"
     heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys and values"
     yield "attention", heads
     window = shape.sliding_window
@@ -384,5 +370,5 @@ def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
     yield "stored as", "" if stored is None else f"{stored.bits} bit (GPTQ)"
     for bits in reversed(BITWIDTHS):
         full = " (as published)" if bits == FULL_BITS and stored is None else ""
-        yield f"{bits} bit", f"{_gib(weight_bytes(shape, bits))} GiB of weights{full}"
+        yield f"{bits} bit", f"{_short(weight_bytes(shape, bits) / GIB)} GiB of weights{full}"
     yield "KV cache", f"{_kv_bytes(shape) / KIB:.4g} KiB a token in 16 bit"
