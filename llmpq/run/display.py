@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,7 +20,7 @@ from llmpq.report.layout import Fitting, Notes, broken_name, new_table
 from llmpq.rows.results import Result
 from llmpq.run.meter import RunState
 from llmpq.run.monitor import LoadingState
-from llmpq.run.summary import RunSummary, measured_s, slow_stages, work_of
+from llmpq.run.summary import RunSummary, mean_s, slow_stages, work_of
 from planner.plan.simulate import planned_s
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import Phase
@@ -69,12 +68,7 @@ class RunProgress:
             self._print(f"loading stages for {self._total} prompts")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
         else:
@@ -332,12 +326,8 @@ def _measured_and_planned(
     """Times of a micro-batch: the mean of full ones, or of all (~) where none was full, and the
     planned time, left out where the run does not follow it.
     """
-    work, planned = work_of(stats, phase), planned_s(plan, stage, phase)
-    full_s = measured_s(work)
-    if full_s is not None:
-        text = _seconds(full_s)
-    else:
-        text = f"~{_seconds(work.seconds / work.micro_batches)}" if work.micro_batches else ""
+    (measured_s, is_full), planned = mean_s(work_of(stats, phase)), planned_s(plan, stage, phase)
+    text = "" if measured_s is None else f"{'' if is_full else '~'}{_seconds(measured_s)}"
     return text, _seconds(planned) if planned else ""
 
 

@@ -13,13 +13,7 @@ import numpy.typing as npt
 from actors.messages import Request
 from actors.stage_figures import NO_LATENCIES, LatencyCounts, StageStats
 from llmpq.run.meter import RunState
-from llmpq.run.summary import (
-    Evidence,
-    SlowStage,
-    planned_latency,
-    settled_tokens_per_s,
-    slow_stages,
-)
+from llmpq.run.summary import SlowStage, planned_latency, settled_tokens_per_s, slow_stages
 from planner.lengths import MOST_SAMPLED, MOST_UNSEEN, LengthDistribution, Lengths, RequestLengths
 from planner.plan.spec import PlanSpec
 from planner.workload import Workload
@@ -132,7 +126,7 @@ class DriftWatch:
             ),
             *self._latency(),
         )
-        slow = slow_stages(self._plan, self._stages, Evidence(excess=self._drift))
+        slow = slow_stages(self._plan, self._stages, self._drift)
         if not deviations and not slow:
             return None
         return Drift(deviations, slow, rate, outputs)
@@ -279,10 +273,10 @@ class LengthRecord:
     `ended` counts the rows that ended. A row in error says nothing of lengths.
     """
 
-    def __init__(self, most: int = MOST_KEPT) -> None:
+    def __init__(self) -> None:
         self.ended = 0
-        self._prompts: deque[int] = deque(maxlen=most)
-        self._pairs: deque[tuple[int, int]] = deque(maxlen=most)
+        self._prompts: deque[int] = deque(maxlen=MOST_KEPT)
+        self._pairs: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
 
     def begin(self, request: Request) -> None:
         """Note a row that is handed to the stages."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, TypeVar
 
 from actors.stage_figures import (
     NO_LATENCIES,
@@ -45,6 +45,12 @@ class RunState:
     time_left: TimeLeft | None
     stages: tuple[StageStats, ...] = ()
     latencies: LatencyCounts = NO_LATENCIES
+
+
+NOTHING_DONE = StageStats(0.0, 0, 0, 0, 0, 0)
+"""The figures of a stage before it has begun."""
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -99,37 +105,24 @@ class RunMeter:
     def add(self, stages: Sequence[StageStats]) -> None:
         """Count what the stages report just now."""
         at_s, last = self._clock(), self._samples[-1]
-        before = self._stages or (None,) * len(stages)
-        tokens = sum(
-            int(_increase(generated(now[-1]), generated(old[-1] if old else None)))
-            for now, old in self._pipelines(stages)
-        )
-        busy_s = last.busy_s or (0.0,) * len(stages)
-        self._samples.append(
-            _Sample(
-                at_s,
-                last.tokens + tokens,
-                tuple(
-                    so_far + _increase(now.busy_s, old.busy_s if old is not None else 0.0)
-                    for so_far, now, old in zip(busy_s, stages, before, strict=True)
-                ),
+        before = self._stages or (NOTHING_DONE,) * len(stages)
+        tokens = last.tokens
+        for now, old in zip_longest(
+            pipelines_of(stages), pipelines_of(self._stages), fillvalue=(NOTHING_DONE,)
+        ):
+            tokens += _increase(now[-1].sampled_tokens, old[-1].sampled_tokens)
+            self._read += _increase(now[0].prefill.requests, old[0].prefill.requests)
+            self._latencies = self._latencies.plus(_new_latencies(now[0], old[0]))
+        busy_s = tuple(
+            so_far + _increase(now.busy_s, old.busy_s)
+            for so_far, now, old in zip(
+                last.busy_s or (0.0,) * len(stages), stages, before, strict=True
             )
         )
-        self._read += sum(
-            int(_increase(now[0].prefill.requests, old[0].prefill.requests if old else 0))
-            for now, old in self._pipelines(stages)
-        )
-        for now, old in self._pipelines(stages):
-            self._latencies = self._latencies.plus(_new_latencies(now[0], old[0] if old else None))
+        self._samples.append(_Sample(at_s, tokens, busy_s))
         self._stages = tuple(stages)
         while len(self._samples) > 2 and self._samples[1].at_s <= at_s - WINDOW_S:
             self._samples.popleft()
-
-    def _pipelines(
-        self, stages: Sequence[StageStats]
-    ) -> Iterator[tuple[Sequence[StageStats], Sequence[StageStats] | None]]:
-        """The stages of each pipeline, now and as they were reported before."""
-        return zip_longest(pipelines_of(stages), pipelines_of(self._stages))
 
     def state(self) -> RunState:
         last = self._samples[-1]
@@ -180,20 +173,14 @@ class RunMeter:
         return time_left(counts, self._stages, share, measured_s)
 
 
-def generated(stage: StageStats | None) -> int:
-    return 0 if stage is None else stage.sampled_tokens
-
-
-def _new_latencies(now: StageStats, before: StageStats | None) -> LatencyCounts:
+def _new_latencies(now: StageStats, before: StageStats) -> LatencyCounts:
     """Those that a first stage has counted since; all where its process was restarted."""
     counts = NO_LATENCIES if now.queue is None else now.queue.latencies
-    earlier = NO_LATENCIES
-    if before is not None and before.queue is not None:
-        earlier = before.queue.latencies
+    earlier = NO_LATENCIES if before.queue is None else before.queue.latencies
     return counts.since(earlier) if counts.requests >= earlier.requests else counts
 
 
-def _increase(now: float, before: float) -> float:
+def _increase(now: Number, before: Number) -> Number:
     """The increase of a count that begins at 0 again where its process was restarted."""
     return now - before if now >= before else now
 

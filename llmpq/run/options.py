@@ -250,17 +250,15 @@ class RunOptions(PromptingOptions):
             _ = policy.followed_schedule
         return policy
 
-    def reschedules(self, plan: PlanSpec) -> bool:
-        """Whether a run of `plan` follows a schedule, and looks for another where it drifts."""
-        follows = self.scheduling(plan).name == BOUNDED
-        return follows and self.replan != "never"
+    def follows_schedule(self, plan: PlanSpec) -> bool:
+        return self.scheduling(plan).name == BOUNDED
 
     def takes_random_order(self, plan: PlanSpec) -> bool:
         """Whether a run of `plan` takes its rows in random order: under a schedule for lengths of
         prompts and answers that are correlated.
         """
-        follows = self.scheduling(plan).name == BOUNDED
-        return follows and plan.latency is not None and plan.latency.lengths.are_correlated
+        is_correlated = plan.latency is not None and plan.latency.lengths.are_correlated
+        return is_correlated and self.follows_schedule(plan)
 
     @property
     def trace_path(self) -> Path | None:

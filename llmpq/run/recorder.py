@@ -37,7 +37,7 @@ from llmpq.jobs.result_lines import ErrorCounts, ErrorKind
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
 from llmpq.run.run import Run
-from llmpq.run.summary import measured_s, planned_latency, planned_tokens_per_s, work_of
+from llmpq.run.summary import mean_s, planned_latency, planned_tokens_per_s
 from llmpq.version import llmpq_version
 from planner.plan.simulate import planned_s, time_scale
 from planner.plan.spec import PlanSpec, StagePlan, undivided
@@ -255,25 +255,9 @@ def _start(session: SessionOf, plan: PlanSpec, now: float) -> SessionStart:
 
 def _stage_work(stats: StageStats, busy_share: float) -> StageRecord:
     """What a stage has done; a stage that was started again counts from 0, but not its share."""
-    seconds: list[tuple[float | None, bool]] = []
-    phases: tuple[Phase, Phase] = ("prefill", "decode")
-    for phase in phases:
-        work = work_of(stats, phase)
-        full_s = measured_s(work)
-        if full_s is None and work.micro_batches:
-            seconds.append((work.seconds / work.micro_batches, False))
-        else:
-            seconds.append((full_s, full_s is not None))
-    (prefill_s, prefill_full), (decode_s, decode_full) = seconds
-    return StageRecord(
-        stats.busy_s,
-        min(1.0, busy_share),
-        prefill_s,
-        prefill_full,
-        decode_s,
-        decode_full,
-        stats.micro_batches,
-    )
+    prefill, decode = mean_s(stats.prefill), mean_s(stats.decode)
+    share = min(1.0, busy_share)
+    return StageRecord(stats.busy_s, share, *prefill, *decode, stats.micro_batches)
 
 
 def _cut(text: str, most: int = _TEXT) -> str:

@@ -31,7 +31,6 @@ from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_latency, pla
 from llmpq.run.switching import DriftControl, Measured, Planning, RowsToGo, Switch
 from planner.lengths import RequestLengths
 from planner.plan.spec import PlanSpec, undivided
-from planner.scheduling import BOUNDED
 from quant.common.errors import DeviceLostError
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ class Run:
         return switch
 
     def _summary(self) -> RunSummary:
-        loaded_s = self._loaded_s
+        loaded_s, planned = self._loaded_s, planned_latency(self.plan)
         longest = max(self._parts, key=lambda part: part.tokens, default=None)
         return RunSummary(
             prompts=self.rows.ended,
@@ -230,12 +229,8 @@ class Run:
             plan=None if longest is None else longest.plan,
             stages_s=None if longest is None else longest.seconds,
             planned_tokens_per_s=planned_rate(self._parts),
-            latency=self._latency(),
+            latency=None if planned is None else LatencyFigures.of([self.latencies], planned),
         )
-
-    def _latency(self) -> LatencyFigures | None:
-        planned = planned_latency(self.plan)
-        return None if planned is None else LatencyFigures.of([self.latencies], planned)
 
     @property
     def latencies(self) -> LatencyCounts:
@@ -249,17 +244,18 @@ class Run:
             return reschedule_measured(plan, lengths, self._shared.model_folder)
 
         options = self._options
+        follows = options.follows_schedule(self.plan)
         planning = Planning(
             options.drift,
             partial(self._shared.tell, "drift", 0.0),
             again if options.replan == "auto" else None,
-            reschedule=other if options.reschedules(self.plan) else None,
+            reschedule=other if follows and options.replan != "never" else None,
         )
         return DriftControl(self.rows.record, planning)
 
     def _has_schedule(self, group: LiveGroup) -> bool:
         """Whether `group` follows the schedule of its plan, and may follow another."""
-        return self._options.scheduling(self.plan).name == BOUNDED and group.can_follow
+        return self._options.follows_schedule(self.plan) and group.can_follow
 
     def _follow(self, group: LiveGroup, switch: Switch) -> None:
         group.follow(switch.plan)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from actors.messages import Sampling
@@ -136,24 +135,14 @@ class Session:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._close(is_done=kind is None)
 
     async def __aenter__(self) -> Session:
         return await asyncio.to_thread(self.__enter__)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, error, trace)
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        await asyncio.to_thread(self.__exit__, kind)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "open"
@@ -272,23 +261,13 @@ class Results(Iterator[Result], AsyncIterator[Result]):
     async def __aenter__(self) -> Results:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def __enter__(self) -> Results:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -160,19 +160,14 @@ def planned_latency(plan: PlanSpec) -> PlannedLatency | None:
     )
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """The evidence by which a stage counts as slow: it takes the share `excess` longer than
-    planned, over at least so many full micro-batches that take at least `busy_s` seconds together.
+EXCESS = 0.2
+"""The share by which a stage that counts as slow takes longer than planned, at least."""
 
-    A micro-batch that is less than `least_s` slower is so by what models leave out: a hop, and
-    some Python.
-    """
+LEAST_MICRO_BATCHES, LEAST_BUSY_S = 20, 5.0
+"""Full micro-batches that show it, and the seconds that they take together, at least."""
 
-    excess: float = 0.2
-    micro_batches: int = 20
-    busy_s: float = 5.0
-    least_s: float = 1e-3
+LEAST_EXCESS_S = 1e-3
+"""A micro-batch that is less slower is so by what models leave out: a hop, and some Python."""
 
 
 @dataclass(frozen=True)
@@ -204,16 +199,15 @@ class SlowStage:
 
 
 def slow_stages(
-    plan: PlanSpec, stats: Sequence[StageStats], evidence: Evidence | None = None
+    plan: PlanSpec, stats: Sequence[StageStats], excess: float = EXCESS
 ) -> tuple[SlowStage, ...]:
     """The slow stages for which there is enough evidence, in stage order; prefill before decode.
 
     Emulated devices without a time scale follow no plan and are never slow. Only full micro-batches
     count: a plan does not say what smaller ones should take.
     """
-    evidence = evidence or Evidence()
     found = [
-        _slow(plan, stage, phase, work_of(figures, phase), evidence)
+        _slow(plan, stage, figures, phase, excess)
         for stage, figures in zip(plan.stages, stats, strict=False)
         for phase in PHASES
     ]
@@ -224,20 +218,25 @@ def work_of(stats: StageStats, phase: Phase) -> PhaseWork:
     return stats.prefill if phase == "prefill" else stats.decode
 
 
-def measured_s(work: PhaseWork) -> float | None:
-    """Mean seconds of a planned micro-batch, by those that were full; None where none was."""
-    return work.full_s / work.full_sizes if work.full_sizes else None
+def mean_s(work: PhaseWork) -> tuple[float | None, bool]:
+    """Mean seconds of a planned micro-batch, by those that were full, or else of all micro-batches;
+    None without any. Whether it is by full ones.
+    """
+    if work.full_sizes:
+        return work.full_s / work.full_sizes, True
+    return (work.seconds / work.micro_batches if work.micro_batches else None), False
 
 
 def _slow(
-    plan: PlanSpec, stage: StagePlan, phase: Phase, work: PhaseWork, evidence: Evidence
+    plan: PlanSpec, stage: StagePlan, figures: StageStats, phase: Phase, excess: float
 ) -> SlowStage | None:
-    planned, measured = planned_s(plan, stage, phase), measured_s(work)
-    if not planned or measured is None:
+    work, planned = work_of(figures, phase), planned_s(plan, stage, phase)
+    measured, is_full = mean_s(work)
+    if not planned or measured is None or not is_full:
         return None
-    if work.full_micro_batches < evidence.micro_batches or work.full_s < evidence.busy_s:
+    if work.full_micro_batches < LEAST_MICRO_BATCHES or work.full_s < LEAST_BUSY_S:
         return None
-    if measured <= planned * (1 + evidence.excess) or measured - planned < evidence.least_s:
+    if measured <= planned * (1 + excess) or measured - planned < LEAST_EXCESS_S:
         return None
     is_estimate = stage.provenance.removeprefix(stage.accelerator).strip().startswith("estimated")
     return SlowStage(

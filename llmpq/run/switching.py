@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from llmpq.run.drift import Drift, DriftWatch, LengthRecord, OutputLengths
+from llmpq.run.drift import Drift, DriftWatch, LengthRecord
 from llmpq.run.meter import RunState
 from planner.cluster.device import Slowdown
 from planner.lengths import Lengths, RequestLengths
@@ -126,8 +126,7 @@ class DriftControl:
             return self._other_schedule(self._plan, self._watch, drift)
         if self._search is not None:
             return self._take(self._search, drift, so_far)
-        if drift is not None and drift.is_explained and self._may_plan(now_s):
-            self._planned_s, self._plans = now_s, self._plans + 1
+        if drift is not None and drift.is_explained:
             self._begin_search(self._plan, drift, so_far)
         return None
 
@@ -135,8 +134,7 @@ class DriftControl:
         self, plan: PlanSpec, watch: DriftWatch, drift: Drift | None
     ) -> Switch | None:
         """The schedule that a search has led to; begins one where lengths drift."""
-        now_s, reschedule = self._planning.clock(), self._planning.reschedule
-        search = self._search
+        now_s, reschedule, search = self._looked_s, self._planning.reschedule, self._search
         if search is not None:
             if not search.is_done:
                 return None
@@ -168,13 +166,12 @@ class DriftControl:
             return "" if self._planning.reschedule is None else "schedule"
         return "" if self._planning.plan_again is None else "plan"
 
-    def _may_plan(self, now_s: float) -> bool:
-        may = self._planning.plan_again is not None and self._plans < MOST_PLANS
-        return may and now_s - self._planned_s >= EVERY_S
-
     def _begin_search(self, plan: PlanSpec, drift: Drift, progress: RowsToGo) -> None:
-        plan_again = self._planning.plan_again
-        assert plan_again is not None
+        """Plan again, where that is asked for and has not been done too often or just now."""
+        plan_again, now_s = self._planning.plan_again, self._looked_s
+        if plan_again is None or self._plans == MOST_PLANS or now_s - self._planned_s < EVERY_S:
+            return
+        self._planned_s, self._plans = now_s, self._plans + 1
         lengths = None if drift.outputs is None else drift.outputs.lengths(plan.workload)
         left = max(1, self._rows_left(progress) + progress.in_flight)
         measured = Measured(left, lengths, slowdowns_of(plan, drift))
@@ -201,18 +198,17 @@ class DriftControl:
         if is_same(self._plan, search.found):
             self._planning.say("planned again from what was measured: the same plan, which goes on")
             return None
-        slots = self._plan.workload.global_batch
+        slots, prompt = self._plan.workload.global_batch, self._record.mean_prompt
+        lengths = RunLengths(prompt, outputs.mean, outputs.longest, outputs.mean_so_far)
         outlook = Outlook(
             self._rows_left(progress),
             max(0, progress.in_flight - slots),
-            RunLengths.of(self._record.mean_prompt, outputs),
+            lengths,
             rate,
             self._start_s,
             search.measured.slowdowns,
         )
-        return self._decide(best_switch(self._plan, search.found, outlook))
-
-    def _decide(self, switch: Switch) -> Switch | None:
+        switch = best_switch(self._plan, search.found, outlook)
         if not switch.is_worth_it:
             self._planning.say(
                 f"another plan would save {max(0.0, switch.saved_s):.0f} s, and the switch costs "
@@ -274,10 +270,6 @@ class RunLengths:
     longest: float
     so_far: float
 
-    @classmethod
-    def of(cls, mean_prompt: float, outputs: OutputLengths) -> RunLengths:
-        return cls(mean_prompt, outputs.mean, outputs.longest, outputs.mean_so_far)
-
 
 @dataclass(frozen=True)
 class Outlook:
@@ -320,7 +312,8 @@ def best_switch(old: PlanSpec, new: PlanSpec, outlook: Outlook) -> Switch:
     the formula leaves out slows both. Few rows take as long as a turn of all slots.
     """
     lengths, slots = outlook.lengths, old.workload.global_batch
-    old_s, new_s = seconds_per_row(old, lengths, outlook.slowdowns), seconds_per_row(new, lengths)
+    old_s = seconds_per_row(old, lengths, outlook.slowdowns)
+    new_s = seconds_per_row(new, lengths, {})
     by_formula = lengths.output / outlook.tokens_per_s / old_s
 
     def saved_s(rows: float) -> float:
@@ -331,7 +324,7 @@ def best_switch(old: PlanSpec, new: PlanSpec, outlook: Outlook) -> Switch:
     idle_s = (lengths.longest - lengths.so_far) * token_s
     left = outlook.rows_left
     drain = Switch(new, "drain", saved_s(left) if left else 0.0, outlook.start_s + idle_s)
-    again_s = slots * _prefill_s_per_row(new, lengths.prompt + lengths.so_far)
+    again_s = slots * _prefill_s_per_row(new, lengths.prompt + lengths.so_far, {})
     left_in_slots = slots * (1 - lengths.so_far / lengths.output)
     rows = left + outlook.waiting + left_in_slots
     replay = Switch(new, "replay", saved_s(rows), outlook.start_s + again_s)
@@ -339,7 +332,7 @@ def best_switch(old: PlanSpec, new: PlanSpec, outlook: Outlook) -> Switch:
 
 
 def seconds_per_row(
-    plan: PlanSpec, lengths: RunLengths, slowdowns: Mapping[str, Slowdown] | None = None
+    plan: PlanSpec, lengths: RunLengths, slowdowns: Mapping[str, Slowdown]
 ) -> float:
     """Seconds of a row with all slots in use: its prefill, and its share of decode rounds, by the
     slowest stage or by the way round all of them.
@@ -347,8 +340,7 @@ def seconds_per_row(
     slots, sizes = plan.workload.global_batch, plan.micro_batches
     groups = -(-slots // sizes.decode)
     decode_s = [
-        _decode_s(plan, stage, lengths) * _factor(slowdowns or {}, stage).decode
-        for stage in plan.stages
+        _decode_s(plan, stage, lengths) * _factor(slowdowns, stage).decode for stage in plan.stages
     ]
     hops_s = sum(stage.decode_comm_s for stage in plan.stages)
     round_s = max(groups * max(decode_s), sum(decode_s) + hops_s)
@@ -357,13 +349,10 @@ def seconds_per_row(
     return _prefill_s_per_row(plan, lengths.prompt, slowdowns) + decode_row_s
 
 
-def _prefill_s_per_row(
-    plan: PlanSpec, tokens: float, slowdowns: Mapping[str, Slowdown] | None = None
-) -> float:
+def _prefill_s_per_row(plan: PlanSpec, tokens: float, slowdowns: Mapping[str, Slowdown]) -> float:
     """Seconds of the slowest stage for a prompt of so many tokens in a planned micro-batch."""
     slowest_s = max(
-        _prefill_s(plan, stage, tokens) * _factor(slowdowns or {}, stage).prefill
-        for stage in plan.stages
+        _prefill_s(plan, stage, tokens) * _factor(slowdowns, stage).prefill for stage in plan.stages
     )
     return slowest_s * time_scale(plan)
 
