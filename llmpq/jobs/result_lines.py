@@ -29,9 +29,9 @@ from llmpq.rows.answers import (
     Head,
     Json,
     TextPiece,
-    Usage,
     answer_line,
     line_response,
+    usage_content,
     written_line,
 )
 from llmpq.rows.results import FINGERPRINT, PREFIX, REASONING, RESULT_FIELDS, Result
@@ -133,12 +133,12 @@ def _body(result: Result, head: Head, is_chat: bool, reasoning: str | None) -> J
     new_tokens = len(result.token_ids)
     text, reason = result.text or "", result.finish_reason
     piece = TextPiece(0, text, new_tokens, finish_reason=reason, reasoning=reasoning)
-    choice = dict(form.whole([piece]))
+    choice = dict(form.whole(piece))
     if result.text is None:  # the model has no tokenizer
         choice["token_ids"] = list(result.token_ids)
     content = head.content(form.whole_kind, [choice])
-    usage = Usage(result.prompt_tokens or 0, new_tokens)
-    return {**content, "id": f"{form.prefix}-{head.id}", "usage": usage.content}
+    usage = usage_content(result.prompt_tokens or 0, new_tokens)
+    return {**content, "id": f"{form.prefix}-{head.id}", "usage": usage}
 
 
 def is_openai_line(row: Mapping[str, Any]) -> bool:

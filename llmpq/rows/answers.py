@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.rows.results import REASONING
 from quant.common.text import INCOMPLETE
@@ -24,7 +24,7 @@ class TokenText:
 
     text: str
     offset: int
-    logprob: float | None
+    logprob: float
     top: tuple[tuple[str, float], ...]
 
 
@@ -45,14 +45,22 @@ class TextPiece:
     reasoning: str | None = None
 
 
-@dataclass(frozen=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
+def joined(parts: Sequence[TextPiece]) -> TextPiece:
+    """The whole answer, whose last part says why it ends."""
+    return replace(
+        parts[-1],
+        text="".join(piece.text for piece in parts),
+        new_tokens=sum(piece.new_tokens for piece in parts),
+        tokens=tuple(token for piece in parts for token in piece.tokens),
+    )
 
-    @property
-    def content(self) -> Json:
-        return {**vars(self), "total_tokens": self.prompt_tokens + self.completion_tokens}
+
+def usage_content(prompt_tokens: int, new_tokens: int) -> Json:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,8 @@ class CompletionForm:
     def __init__(self, has_logprobs: bool) -> None:
         self._has_logprobs = has_logprobs
 
-    def whole(self, parts: Sequence[TextPiece]) -> Json:
-        text = "".join(piece.text for piece in parts)
-        tokens = [token for piece in parts for token in piece.tokens]
-        return self._choice(parts[-1].index, text, tokens, parts[-1].finish_reason)
+    def whole(self, answer: TextPiece) -> Json:
+        return self._choice(answer.index, answer.text, answer.tokens, answer.finish_reason)
 
     def opening(self, index: int) -> None:
         return None  # no chunk
@@ -128,15 +134,13 @@ class ChatForm:
     def __init__(self, has_logprobs: bool) -> None:
         self._has_logprobs = has_logprobs
 
-    def whole(self, parts: Sequence[TextPiece]) -> Json:
-        text = "".join(piece.text for piece in parts)
-        tokens = [token for piece in parts for token in piece.tokens]
-        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+    def whole(self, answer: TextPiece) -> Json:
+        message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
         return {
-            "index": parts[-1].index,
-            "message": message | _reasoning(parts[-1]),
-            "logprobs": self._logprobs(tokens),
-            "finish_reason": parts[-1].finish_reason,
+            "index": answer.index,
+            "message": message | _reasoning(answer),
+            "logprobs": self._logprobs(answer.tokens),
+            "finish_reason": answer.finish_reason,
         }
 
     def opening(self, index: int) -> Json:
@@ -172,14 +176,14 @@ def _reasoning(piece: TextPiece) -> dict[str, object]:
     return {} if piece.reasoning is None else {REASONING: piece.reasoning}
 
 
-def _with_bytes(text: str, logprob: float | None) -> dict[str, object]:
+def _with_bytes(text: str, logprob: float) -> dict[str, object]:
     """A token; its bytes are not known where they are no whole characters."""
     known = None if INCOMPLETE in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": known}
 
 
 Form = CompletionForm | ChatForm
-"""Choices of one kind of answer: `whole` makes one of all its pieces; of a stream `opening` makes
+"""Choices of one kind of answer: `whole` makes one of all its text; of a stream `opening` makes
 the first chunk, before any text, `part` one with text, and `closing` the last, with the reason.
 """
 

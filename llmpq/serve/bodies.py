@@ -17,6 +17,7 @@ from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from llmpq.rows.answers import ChatForm, CompletionForm, Form
 from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
 from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
 from llmpq.rows.results import whole_number
@@ -128,6 +129,11 @@ class Body(BaseModel):
         """
 
     @property
+    @abstractmethod
+    def form(self) -> Form:
+        """What puts the answers into OpenAI's form."""
+
+    @property
     def sampling(self) -> dict[str, Any]:
         """Those fields of `Sampling` that are given, but the limit of an answer."""
         return self._given(*SAMPLING_FIELDS, DRAWN)
@@ -152,6 +158,10 @@ class CompletionBody(Body):
     @property
     def alternatives(self) -> tuple[str, int | None]:
         return "logprobs", self.logprobs
+
+    @property
+    def form(self) -> Form:
+        return CompletionForm(self.logprobs is not None)
 
 
 class ChatBody(Body):
@@ -178,6 +188,10 @@ class ChatBody(Body):
         if not self.logprobs:
             return "logprobs", None
         return "top_logprobs" if self.top_logprobs else "logprobs", self.top_logprobs or 0
+
+    @property
+    def form(self) -> Form:
+        return ChatForm(bool(self.logprobs))
 
 
 BodyT = TypeVar("BodyT", bound=Body)

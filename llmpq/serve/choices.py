@@ -139,15 +139,14 @@ class _Choice:
 
     async def _token_text(self, event: TokenEvent, begin: int, before: Sequence[int]) -> TokenText:
         decode = self._engine.decode
-        ids = (event.token_id, *(each.token_id for each in event.top))
+        found = event.logprobs
+        assert found is not None, "they were asked for"
+        ids = (event.token_id, *(token_id for token_id, _ in found.top))
         text, *texts = await asyncio.gather(*(decode([each], before) for each in ids))
-        own = None if event.logprob is None else _finite(event.logprob)
-        logprobs = (_finite(each.logprob) for each in event.top)
-        return TokenText(text, begin, own, tuple(zip(texts, logprobs, strict=True)))
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+        own, *others = (
+            max(each, LEAST_LOGPROB) for each in (found.logprob, *(each for _, each in found.top))
+        )
+        return TokenText(text, begin, own, tuple(zip(texts, others, strict=True)))
 
 
 async def _pieces(

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from actors.messages import TokenLogprobs
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 from llmpq.tokenizing.reasoning import Markers
@@ -66,25 +67,15 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
-    """Natural logarithm of the probability of a token."""
-
-    token_id: int
-    logprob: float
-
-
-@dataclass(frozen=True)
 class TokenEvent:
     """A new token, in the order of the answer; the last one has a `finish_reason`.
 
-    `stop`: the token is an end token, or completes a stop string. `logprob` is that of the token,
-    `top` those of the most probable tokens, best first.
+    `stop`: the token is an end token, or completes a stop string.
     """
 
     token_id: int
     finish_reason: FinishReason | None = None
-    logprob: float | None = None
-    top: tuple[TokenLogprob, ...] = ()
+    logprobs: TokenLogprobs | None = None
 
 
 class PromptError(Exception):

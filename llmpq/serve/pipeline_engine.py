@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from actors.messages import MOST_TOP_LOGPROBS, Progress, Request, TokenLogprobs
+from actors.messages import MOST_TOP_LOGPROBS, Progress, Request
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.sources import wait_loaded
 from llmpq.rows.row import Row
@@ -27,7 +27,6 @@ from llmpq.serve.engine import (
     GenerationRequest,
     QueueState,
     TokenEvent,
-    TokenLogprob,
 )
 from llmpq.serve.model_tokenizer import ModelTokenizer
 from llmpq.tokenizing.tokenizer_process import RowLimits
@@ -259,11 +258,5 @@ def _events(progress: Progress | None) -> Sequence[TokenEvent]:
     if reason == "error":
         raise GenerationError(progress.error or "the model's output was not finite")
     ends = (*(None for _ in progress.token_ids[1:]), reason)
-    if not progress.logprobs:
-        return [TokenEvent(*each) for each in zip(progress.token_ids, ends, strict=True)]
-    told = zip(progress.token_ids, ends, progress.logprobs, strict=True)
-    return [TokenEvent(token, end, *_logprobs(found)) for token, end, found in told]
-
-
-def _logprobs(found: TokenLogprobs) -> tuple[float, tuple[TokenLogprob, ...]]:
-    return found.logprob, tuple(TokenLogprob(*each) for each in found.top)
+    logprobs = progress.logprobs or [None] * len(progress.token_ids)
+    return [TokenEvent(*each) for each in zip(progress.token_ids, ends, logprobs, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
@@ -40,14 +40,12 @@ class Asked:
     markers: Markers | None = None
     prompt_end: str = ""
 
-    def whole(self, parts: Sequence[TextPiece]) -> Sequence[TextPiece]:
-        """The `parts` of an answer; one, with the reasoning apart, where there may be any."""
+    def whole(self, answer: TextPiece) -> TextPiece:
+        """A whole `answer` with its reasoning apart, where there may be any."""
         if self.markers is None:
-            return parts
-        text = "".join(piece.text for piece in parts)
-        reasoning, content = divided(text, self.markers, self.prompt_end)
-        tokens = tuple(token for piece in parts for token in piece.tokens)
-        return [replace(parts[-1], text=content, reasoning=reasoning, tokens=tokens)]
+            return answer
+        reasoning, content = divided(answer.text, self.markers, self.prompt_end)
+        return replace(answer, text=content, reasoning=reasoning)
 
     def divide(self, piece: TextPiece, streams: dict[int, ReasoningStream]) -> TextPiece:
         """The next `piece` of an answer with its reasoning apart; `streams` are kept by index."""

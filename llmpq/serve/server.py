@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from llmpq.rows.answers import ChatForm, CompletionForm, model_content, models_content
+from llmpq.rows.answers import model_content, models_content
 from llmpq.serve.access import ApiError, Boundary, Gate, check_host, check_key
 from llmpq.serve.batches.batches import Batches, batch_routes
 from llmpq.serve.bodies import chat_body, completion_body
@@ -93,12 +93,12 @@ def _openai(service: Service) -> APIRouter:
     @router.post("/completions")
     async def completions(request: Request) -> Response:
         body = completion_body(await service.body(request))
-        return await service.answer(request, body, CompletionForm(body.logprobs is not None))
+        return await service.answer(request, body)
 
     @router.post("/chat/completions")
     async def chat(request: Request) -> Response:
         body = chat_body(await service.body(request))
-        return await service.answer(request, body, ChatForm(bool(body.logprobs)))
+        return await service.answer(request, body)
 
     return router
 

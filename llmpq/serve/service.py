@@ -15,7 +15,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from llmpq.rows.answers import Form, Head, Json, TextPiece, Usage
+from llmpq.rows.answers import Head, Json, TextPiece, joined, usage_content
 from llmpq.serve.access import CLIENT_GONE, ApiError, Gate
 from llmpq.serve.bodies import ChatBody, CompletionBody, parse_json, read_body
 from llmpq.serve.choices import pieces
@@ -136,21 +136,19 @@ class Service:
         request.state.arrived_s = self.metrics.clock()
         return parse_json(body)
 
-    async def answer(
-        self, request: Request, body: CompletionBody | ChatBody, form: Form
-    ) -> Response:
+    async def answer(self, request: Request, body: CompletionBody | ChatBody) -> Response:
         self.check_model(body.model)
-        job = _Job(self, body, form, self.engine, request.state.arrived_s)
+        job = _Job(self, body, self.engine, request.state.arrived_s)
         if body.stream:
             return EventStream(job.events(), self.options.stall_s)
         answer = await _unless_gone(request.receive, job.whole())
         return Response(status_code=CLIENT_GONE) if answer is None else answer
 
-    async def content(self, body: CompletionBody | ChatBody, form: Form, engine: Engine) -> Json:
+    async def content(self, body: CompletionBody | ChatBody, engine: Engine) -> Json:
         """The content of a whole answer by `engine`, which decides alone when it may run."""
         self.check_model(body.model)
         self.gate.check_number(generations_of(body))
-        return await _Job(self, body, form, engine).content()
+        return await _Job(self, body, engine).content()
 
 
 class _Job:
@@ -163,13 +161,13 @@ class _Job:
         self,
         service: Service,
         body: CompletionBody | ChatBody,
-        form: Form,
         engine: Engine,
         arrived_s: float | None = None,
     ) -> None:
         self._service, self._engine, self._arrived_s = service, engine, arrived_s
-        self._body, self._form = body, form
-        self._head = Head(f"{form.prefix}-{uuid4().hex}", int(service.clock()), body.model)
+        self._body, self._form = body, body.form
+        name = f"{self._form.prefix}-{uuid4().hex}"
+        self._head = Head(name, int(service.clock()), body.model)
 
     async def whole(self) -> Response:
         with self._service.gate.admitted(generations_of(self._body)):
@@ -182,11 +180,11 @@ class _Job:
         async with aclosing(self._pieces(wanted)) as made:
             async for piece in made:
                 parts.setdefault(piece.index, []).append(piece)
-        choices = [self._form.whole(wanted.whole(parts[index])) for index in sorted(parts)]
-        new_tokens = sum(piece.new_tokens for each in parts.values() for piece in each)
-        usage = Usage(wanted.prompt_tokens, new_tokens)
+        answers = [joined(parts[index]) for index in sorted(parts)]
+        choices = [self._form.whole(wanted.whole(answer)) for answer in answers]
+        new_tokens = sum(answer.new_tokens for answer in answers)
         content = self._head.content(self._form.whole_kind, choices)
-        return content | {"usage": usage.content}
+        return content | {"usage": usage_content(wanted.prompt_tokens, new_tokens)}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; an `ApiError` is raised before the first of them, else one itself."""
@@ -223,8 +221,8 @@ class _Job:
                 if piece.finish_reason is not None:
                     yield self._chunk(form.closing(piece))
         if self._body.wants_usage:
-            usage = Usage(wanted.prompt_tokens, new_tokens)
-            yield self._head.content(form.chunk_kind, ()) | {"usage": usage.content}
+            usage = usage_content(wanted.prompt_tokens, new_tokens)
+            yield self._head.content(form.chunk_kind, ()) | {"usage": usage}
 
     def _chunk(self, choice: Json) -> dict[str, object]:
         content = self._head.content(self._form.chunk_kind, (choice,))

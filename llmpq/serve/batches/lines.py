@@ -12,16 +12,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmpq.rows.answers import (
-    BAD_LINE,
-    ChatForm,
-    CompletionForm,
-    Form,
-    Json,
-    answer_line,
-    line_response,
-    written_line,
-)
+from llmpq.rows.answers import BAD_LINE, Json, answer_line, line_response, written_line
 from llmpq.rows.row import MAX_ID_CHARACTERS, Row
 from llmpq.serve.access import ApiError, Gate, bad_request, log_fault
 from llmpq.serve.access import failed as failure
@@ -200,21 +191,13 @@ def envelope(line: bytes, endpoint: Endpoint) -> Mapping[str, object]:
     return found.body
 
 
-def request_of(
-    content: Mapping[str, object], endpoint: Endpoint
-) -> tuple[CompletionBody | ChatBody, Form]:
+def request_of(content: Mapping[str, object], endpoint: Endpoint) -> CompletionBody | ChatBody:
     """The request of a body, checked as by HTTP; raises `ApiError` where it cannot be served."""
-    body: CompletionBody | ChatBody
-    form: Form
-    if endpoint == "/v1/completions":
-        body = completion_body(content)
-        form = CompletionForm(body.logprobs is not None)
-    else:
-        body = chat_body(content)
-        form = ChatForm(bool(body.logprobs))
+    is_chat = endpoint == "/v1/chat/completions"
+    body = chat_body(content) if is_chat else completion_body(content)
     if body.stream:
         raise bad_request("stream is true; a batch gives whole answers: leave it out", "stream")
-    return body, form
+    return body
 
 
 def answered(custom_id: str | None, content: Json) -> LineAnswer:
@@ -265,9 +248,8 @@ class Answering:
         while True:
             await self._engine.room()
             try:
-                body, form = request_of(content, self._endpoint)
-                found = await self._service.content(body, form, self._engine)
-                return answered(custom_id, found)
+                body = request_of(content, self._endpoint)
+                return answered(custom_id, await self._service.content(body, self._engine))
             except ApiError as error:
                 if not self._is_passing(error):
                     return refused(custom_id, error)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from actors.messages import TokenLogprobs
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 from llmpq.serve.engine import (
@@ -16,7 +17,6 @@ from llmpq.serve.engine import (
     PromptTooLongError,
     QueueState,
     TokenEvent,
-    TokenLogprob,
 )
 from llmpq.tokenizing.reasoning import Markers
 
@@ -101,5 +101,5 @@ class PretendEngine:
         if top_logprobs is None:
             return TokenEvent(token_id, reason)
         ids = ((token_id + step) % END for step in range(top_logprobs))
-        top = tuple(TokenLogprob(each, self.logprob - step) for step, each in enumerate(ids))
-        return TokenEvent(token_id, reason, self.logprob, top)
+        top = tuple((each, self.logprob - step) for step, each in enumerate(ids))
+        return TokenEvent(token_id, reason, TokenLogprobs(self.logprob, top))

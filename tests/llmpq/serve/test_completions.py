@@ -253,7 +253,7 @@ def test_the_chosen_token_is_told_beside_the_most_probable_ones() -> None:
     """As OpenAI does; of tokens with one text the best counts."""
     token = TokenText("c", 0, -3.0, (("a", -0.5), ("\ufffd", -1.0), ("\ufffd", -2.0)))
     same = TokenText("\ufffd", 1, -2.0, token.top)
-    choice = CompletionForm(True).whole([TextPiece(0, "c\ufffd", 2, (token, same), "length")])
+    choice = CompletionForm(True).whole(TextPiece(0, "c\ufffd", 2, (token, same), "length"))
     assert choice["logprobs"] == {
         "text_offset": [0, 1],
         "token_logprobs": [-3.0, -2.0],

@@ -24,7 +24,6 @@ from llmpq.serve.engine import (
     GenerationRequest,
     PromptTooLongError,
     TokenEvent,
-    TokenLogprob,
 )
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.pipeline_engine import PipelineEngine
@@ -121,11 +120,12 @@ def assert_logprobs(events: list[TokenEvent], prompt: tuple[int, ...]) -> None:
     wanted = logprobs_of(prompt, [event.token_id for event in events])
     for event, row in zip(events, wanted, strict=True):
         best = row.topk(3)
-        assert event.logprob is not None
-        assert event.logprob == pytest.approx(best.values[0].item(), abs=1e-4)
-        assert event.top[0] == TokenLogprob(event.token_id, event.logprob)
-        assert [each.token_id for each in event.top] == best.indices.tolist()
-        assert [each.logprob for each in event.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert event.logprobs is not None
+        logprob, top = event.logprobs.logprob, event.logprobs.top
+        assert logprob == pytest.approx(best.values[0].item(), abs=1e-4)
+        assert top[0] == (event.token_id, logprob)
+        assert [each for each, _ in top] == best.indices.tolist()
+        assert [each for _, each in top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 async def assert_completions_have_them(engine: PipelineEngine) -> None:
@@ -169,7 +169,7 @@ def test_many_answers_at_once_are_those_of_generate(
             assert events[-1].finish_reason in ("stop", "length")
             if number % 2:
                 assert_logprobs(events, prompt)
-            assert {e.logprob is None for e in events} == {number % 2 == 0}
+            assert {e.logprobs is None for e in events} == {number % 2 == 0}
             _, tokenizer = model_and_tokenizer()
             whole = tokenizer.decode(tokens, skip_special_tokens=True)
             assert await engine.decode(tokens) == whole
