@@ -118,13 +118,11 @@ class JobLog:
         async with asyncio.timeout(QUIET_S) as limit:
             async for text in client.tail_job_logs(job_id):
                 limit.reschedule(asyncio.get_running_loop().time() + QUIET_S)
-                self._take(text, seen)
+                self.take(text, seen)
                 seen += len(text)
 
-    def catch_up(self, whole: str) -> None:
-        self._take(whole, 0)
-
-    def _take(self, text: str, begin: int) -> None:
+    def take(self, text: str, begin: int = 0) -> None:
+        """Write what is new of a `text` that stands at the character `begin`."""
         new = text[max(0, self._written - begin) :]
         if new:
             self._written = begin + len(text)
@@ -223,7 +221,7 @@ class RayJobs:
             if end is not None:
                 if not is_whole:
                     with self._explained_errors(job_id):
-                        log.catch_up(self._client.get_job_logs(job_id))
+                        log.take(self._client.get_job_logs(job_id))
                 return end
             time.sleep(RETRY_S)
 

@@ -9,7 +9,6 @@ import os
 import secrets
 import stat
 import warnings
-from collections.abc import Mapping
 from os import environ
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ PROBE_S = 10.0
 _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
-def token_file(variables: Mapping[str, str] = environ) -> Path | None:
+def token_file() -> Path | None:
     """The file in which Ray looks for the token; None where `RAY_AUTH_TOKEN` holds it."""
-    if variables.get(_TOKEN):
+    if environ.get(_TOKEN):
         return None
-    return Path(variables.get(_PATH) or Path.home() / ".ray" / "auth_token")
+    return Path(environ.get(_PATH) or Path.home() / ".ray" / "auth_token")
 
 
 def make_token() -> None:
@@ -139,7 +138,7 @@ def refused_token(cluster: str) -> DeviceError:
     It says where the token came from, never the token itself.
     """
     path = token_file()
-    if environ.get(_MODE, "token").lower() != "token":
+    if not _uses_tokens():
         sent = f"{_MODE}={environ[_MODE]} keeps one from being sent; unset that, and"
     elif path is None:
         sent = f"the one in {_TOKEN} is not its own;"

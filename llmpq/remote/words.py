@@ -35,7 +35,7 @@ def is_verbose() -> bool:
 class Words:
     """What was written so far."""
 
-    def __init__(self, file: BinaryIO | None = None) -> None:
+    def __init__(self, file: BinaryIO | None) -> None:
         self._file = file
         self._text = ""
 

@@ -8,10 +8,11 @@ import hmac
 import logging
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from fastapi.responses import JSONResponse
@@ -29,6 +30,20 @@ SERVER_ERROR = "server_error"
 PARAM_CHARACTERS = 200
 CLIENT_GONE = 499
 """Status of a request whose client has gone; it is seen in logs only (nginx's number)."""
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def tasks(*work: Coroutine[Any, Any, T]) -> AsyncGenerator[list[asyncio.Task[T]], None]:
+    """Tasks of `work`, which are cancelled at the end of the body, and waited for."""
+    begun = [asyncio.create_task(each) for each in work]
+    try:
+        yield begun
+    finally:
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
 
 
 @dataclass(eq=False)

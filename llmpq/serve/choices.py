@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from actors.sampling_options import stop_begin
 from llmpq.rows.answers import TextPiece, TokenText
-from llmpq.serve.access import ApiError, failed, log_fault, queue_full, unavailable
+from llmpq.serve.access import ApiError, failed, log_fault, queue_full, tasks, unavailable
 from llmpq.serve.engine import (
     Engine,
     EngineBusyError,
@@ -173,7 +173,7 @@ async def pieces(
     requests: Sequence[GenerationRequest],
     given_up: asyncio.Event,
     retry_after_s: int,
-    timer: Callable[[], AnswerTimer] = AnswerTimer,
+    timer: Callable[[], AnswerTimer],
 ) -> AsyncGenerator[TextPiece, None]:
     """The pieces of all `requests` as they come; closing it ends every generation.
 
@@ -195,8 +195,7 @@ async def pieces(
         await queue.put(unavailable("the server ended before the answer did"))
 
     feeds = [feed(request, index) for index, request in enumerate(requests)]
-    tasks = [asyncio.create_task(each) for each in (*feeds, watch())]
-    try:
+    async with tasks(*feeds, watch()):
         left = len(requests)
         while left:
             item = await queue.get()
@@ -204,10 +203,6 @@ async def pieces(
                 raise item
             left -= item.finish_reason is not None
             yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _told(error: Exception, name: str, retry_after_s: int) -> ApiError:

@@ -26,9 +26,9 @@ class AnswerTimer:
 
     def __init__(
         self,
-        report: Callable[[AnswerTimer], None] = lambda timer: None,
-        clock: Callable[[], float] = time.monotonic,
-        arrived_s: float | None = None,
+        report: Callable[[AnswerTimer], None],
+        clock: Callable[[], float],
+        arrived_s: float | None,
     ) -> None:
         self._report = report
         self._clock = clock
@@ -58,64 +58,23 @@ class AnswerTimer:
 _PREFIX = "llmpq_serve_"
 _MODEL = "model"
 
-
-class Instruments:
-    """Makes instruments of one server; `model`, where it is given, has them be Ray's as well, under
-    a tag with that name, for which Ray must be initialised.
-    """
-
-    def __init__(self, model: str | None = None) -> None:
-        self._registry = CollectorRegistry()
-        self._model = model
-
-    def counter(self, name: str, text: str, *labels: str) -> Instrument:
-        own = Counter(_PREFIX + name, text, labels, registry=self._registry)
-        return Instrument(own, self._of_ray("Counter", name, text, tag_keys=labels))
-
-    def gauge(self, name: str, text: str) -> Instrument:
-        own = Gauge(_PREFIX + name, text, ("state",), registry=self._registry)
-        return Instrument(own, self._of_ray("Gauge", name, text, tag_keys=("state",)))
-
-    def histogram(self, name: str, text: str, boundaries: Sequence[float]) -> Instrument:
-        own = Histogram(_PREFIX + name, text, buckets=boundaries, registry=self._registry)
-        of_ray = self._of_ray("Histogram", name, text, boundaries=list(boundaries), tag_keys=())
-        return Instrument(own, of_ray)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def _of_ray(self, kind: str, name: str, text: str, **options: Any) -> Any:
-        if self._model is None:
-            return None
-        from ray.util import metrics
-
-        options["tag_keys"] += (_MODEL,)
-        made = getattr(metrics, kind)(_PREFIX + name, text, **options)
-        return made.set_default_tags({_MODEL: self._model})
+_WRITE: dict[type, str] = {Counter: "inc", Gauge: "set", Histogram: "observe"}
 
 
 class Instrument:
-    """An instrument of Prometheus, and beside it Ray's, where there is one: a counter has `add`, a
-    gauge `set`, a histogram `observe`.
+    """An instrument of Prometheus, and beside it Ray's, where there is one: values are added to a
+    counter, are a gauge's present ones, and are observed by a histogram.
     """
 
     def __init__(self, own: Any, of_ray: Any) -> None:
         self._own, self._of_ray = own, of_ray
+        self._write = _WRITE[type(own)]
 
-    def add(self, amount: int, **labels: str) -> None:
-        self._own.labels(**labels).inc(amount)
-        if self._of_ray is not None and amount:  # Ray's refuse 0
-            self._of_ray.inc(amount, labels)
-
-    def set(self, value: int, **labels: str) -> None:
-        self._own.labels(**labels).set(value)
-        if self._of_ray is not None:
-            self._of_ray.set(value, labels)
-
-    def observe(self, value: float) -> None:
-        self._own.observe(value)
-        if self._of_ray is not None:
-            self._of_ray.observe(value)
+    def note(self, value: float, **labels: str) -> None:
+        own = self._own.labels(**labels) if labels else self._own
+        getattr(own, self._write)(value)
+        if self._of_ray is not None and (value or self._write != "inc"):  # Ray's refuse 0
+            getattr(self._of_ray, self._write)(value, labels)
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -132,35 +91,53 @@ WHOLE = ("stop", "length")
 class ServeMetrics:
     """All metrics of one server. Called in one event loop.
 
-    `model`: where it is given, they are Ray's metrics too, under this tag.
+    `model`: where it is given, they are Ray's metrics too, under this tag, for which Ray must be
+    initialised.
     """
 
     def __init__(
         self, model: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.clock = clock
-        self._made = made = Instruments(model)
-        self._first_token = made.histogram(
+        self._registry = CollectorRegistry()
+        self._model = model
+        self._first_token = self._histogram(
             "first_token_seconds",
             "From the arrival of a request's body to the first token of an answer",
             FIRST_TOKEN_S,
         )
-        self._token = made.histogram(
+        self._token = self._histogram(
             "output_token_seconds", "Mean time of an answer's tokens after the first", TOKEN_S
         )
-        self._answer = made.histogram(
+        self._answer = self._histogram(
             "answer_seconds",
             "From the arrival of a request's body to the last token of an answer",
             ANSWER_S,
         )
-        self._requests = made.counter(
-            "requests", "HTTP requests by address and status", "address", "status"
+        self._requests = self._made(
+            Counter, "requests", "HTTP requests by address and status", "address", "status"
         )
-        self._answers = made.counter("answers", "Answers that ended, by how", "outcome")
-        self._tokens = made.counter("tokens", "Tokens of prompts and of answers", "of")
-        self._under_way = made.gauge("answers_under_way", "Answers by state")
-        self._kv_tokens = made.gauge("kv_tokens", "Token slots of the KV cache")
-        self._new_tokens = 0
+        self._answers = self._made(Counter, "answers", "Answers that ended, by how", "outcome")
+        self._tokens = self._made(Counter, "tokens", "Tokens of prompts and of answers", "of")
+        self._under_way = self._made(Gauge, "answers_under_way", "Answers by state", "state")
+        self._kv_tokens = self._made(Gauge, "kv_tokens", "Token slots of the KV cache", "state")
+
+    def _made(self, kind: type[Counter | Gauge], name: str, text: str, *labels: str) -> Instrument:
+        own = kind(_PREFIX + name, text, labels, registry=self._registry)
+        return Instrument(own, self._of_ray(kind, name, text, labels))
+
+    def _histogram(self, name: str, text: str, boundaries: Sequence[float]) -> Instrument:
+        own = Histogram(_PREFIX + name, text, buckets=boundaries, registry=self._registry)
+        return Instrument(own, self._of_ray(Histogram, name, text, (), list(boundaries)))
+
+    def _of_ray(self, kind: type, name: str, text: str, labels: tuple[str, ...], *more: Any) -> Any:
+        if self._model is None:
+            return None
+        from ray.util import metrics
+
+        of_ray = getattr(metrics, kind.__name__)
+        made = of_ray(_PREFIX + name, text, *more, tag_keys=(*labels, _MODEL))
+        return made.set_default_tags({_MODEL: self._model})
 
     def timer(self, arrived_s: float | None) -> AnswerTimer:
         """A timer of one answer to a request whose body arrived at `arrived_s` of the clock; None
@@ -169,34 +146,34 @@ class ServeMetrics:
         return AnswerTimer(self._note_answer, self.clock, arrived_s)
 
     def count_request(self, address: str, status: str) -> None:
-        self._requests.add(1, address=address, status=status)
+        self._requests.note(1, address=address, status=status)
 
     def count_prompts(self, tokens: int) -> None:
-        self._tokens.add(tokens, of="prompts")
+        self._tokens.note(tokens, of="prompts")
 
     def text(self, queue: QueueState) -> bytes:
         """All of them in Prometheus' text format, with the present load."""
         self.observe(queue)
-        return self._made.text()
+        return generate_latest(self._registry)
 
     def observe(self, queue: QueueState) -> None:
-        self._under_way.set(queue.waiting, state="waiting")
-        self._under_way.set(queue.running, state="running")
-        self._kv_tokens.set(queue.kv_tokens_used, state="used")
-        self._kv_tokens.set(queue.kv_tokens, state="all")
+        self._under_way.note(queue.waiting, state="waiting")
+        self._under_way.note(queue.running, state="running")
+        self._kv_tokens.note(queue.kv_tokens_used, state="used")
+        self._kv_tokens.note(queue.kv_tokens, state="all")
 
     def _note_answer(self, timer: AnswerTimer) -> None:
-        self._answers.add(1, outcome=timer.outcome)
-        self._tokens.add(timer.tokens, of="answers")
+        self._answers.note(1, outcome=timer.outcome)
+        self._tokens.note(timer.tokens, of="answers")
         if timer.first_s is None:
             return
         is_whole = timer.outcome in WHOLE
         if timer.arrived_s is not None:
-            self._first_token.observe(timer.first_s - timer.arrived_s)
+            self._first_token.note(timer.first_s - timer.arrived_s)
             if is_whole:
-                self._answer.observe(timer.last_s - timer.arrived_s)
+                self._answer.note(timer.last_s - timer.arrived_s)
         if is_whole and timer.tokens > 1:
-            self._token.observe((timer.last_s - timer.first_s) / (timer.tokens - 1))
+            self._token.note((timer.last_s - timer.first_s) / (timer.tokens - 1))
 
 
 _OTHER = "other"

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from llmpq.rows.answers import model_content, models_content
 from llmpq.serve.access import ApiError, Boundary, Gate, check_host, check_key
-from llmpq.serve.batches.batches import Batches, batch_routes
+from llmpq.serve.batches.batches import Batches
 from llmpq.serve.bodies import chat_body, completion_body
 from llmpq.serve.metrics import CONTENT_TYPE, Counting
 from llmpq.serve.service import Service
@@ -49,8 +49,7 @@ def application(service: Service, batches: Batches | None = None) -> FastAPI:
     app.include_router(_probes(service))
     app.include_router(_openai(service), prefix="/v1", dependencies=[Depends(admit)])
     if batches is not None:
-        routes = batch_routes(batches, service)
-        app.include_router(routes, prefix="/v1", dependencies=[Depends(admit)])
+        app.include_router(batches.routes(), prefix="/v1", dependencies=[Depends(admit)])
 
     @app.get("/metrics", dependencies=[Depends(admit)])  # they tell what others ask for, no text
     async def metrics() -> Response:

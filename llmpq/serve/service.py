@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from llmpq.rows.answers import Head, Json, TextPiece, joined, usage_content
-from llmpq.serve.access import CLIENT_GONE, ApiError, Gate
+from llmpq.serve.access import CLIENT_GONE, ApiError, Gate, tasks
 from llmpq.serve.bodies import ChatBody, CompletionBody, parse_json, read_body
 from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
@@ -87,15 +87,9 @@ def _body(content: bytes, more: bool) -> dict[str, Any]:
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """What `work` returns or raises; None where the client goes before, which cancels it."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_gone(receive))
-    try:
+    async with tasks(work, _gone(receive)) as (working, watching):
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:

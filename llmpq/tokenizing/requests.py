@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from actors.messages import Request, Sampling
 from actors.sampling_options import stop_begin
+from llmpq.rows.results import RowError
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import merge_sampling
 from llmpq.tokenizing.prompting import Prompting
@@ -34,12 +35,11 @@ _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.j
 
 
 class _Begun(NamedTuple):
-    """A row whose token ids are on their way, or already a request or error row, `made`."""
+    """A row whose token ids are on their way."""
 
-    row: Row | BadRow
+    custom_id: str
     sampling: Sampling
     task: int
-    made: Request | BadRow | None
 
 
 @dataclass(frozen=True)
@@ -61,106 +61,102 @@ class RequestMaker:
 
     def requests(self, rows: Iterable[Row | BadRow]) -> Iterator[Request | BadRow]:
         """Requests of rows, in their order; some are tokenized ahead of the one asked for."""
-        begun: deque[_Begun] = deque()
+        begun: deque[_Begun | Request | BadRow] = deque()
         for row in rows:
             begun.append(self._begin(row))
-            while begun and (begun[0].made or self._is_far_ahead(len(begun))):
+            while begun and (not isinstance(begun[0], _Begun) or self._is_far_ahead(len(begun))):
                 yield self._end(begun.popleft())
-        while begun:
-            yield self._end(begun.popleft())
+        yield from map(self._end, begun)
 
     def _is_far_ahead(self, rows: int) -> bool:
         behind = self.tokenizer.behind_bytes if self.tokenizer else 0
         return behind > AHEAD_BYTES or rows >= AHEAD_ROWS
 
-    def _begin(self, row: Row | BadRow) -> _Begun:
+    def _begin(self, row: Row | BadRow) -> _Begun | Request | BadRow:
         if isinstance(row, BadRow):
-            return _Begun(row, self.sampling, 0, row)
+            return row
         sampling = merge_sampling(self.sampling, row.sampling)
-        problem = self._problem_of_sampling(sampling)
-        if problem is None and row.token_ids is None:
-            task, problem = self._tokenizing(row)
-            if problem is None:
-                return _Begun(row, sampling, task, None)
-        bad = None if problem is None else BadRow(row.custom_id, problem)
-        made = bad or self._made(row, sampling, row.token_ids or ())
-        return _Begun(row, sampling, 0, made)
+        try:
+            self._check_sampling(sampling)
+            if row.token_ids is None:
+                return _Begun(row.custom_id, sampling, self._submitted(row))
+            return self._made(row.custom_id, sampling, row.token_ids)
+        except RowError as error:
+            return BadRow(row.custom_id, str(error))
 
-    def _problem_of_sampling(self, sampling: Sampling) -> str | None:
+    def _check_sampling(self, sampling: Sampling) -> None:
         room = max(each.new_tokens for each in self._workloads)
         wanted = sampling.max_new_tokens or self.workload.new_tokens
         if wanted > room:
-            return f"max_new_tokens is {wanted}, the plan has room for {room}"
+            raise RowError(f"max_new_tokens is {wanted}, the plan has room for {room}")
         if sampling.min_tokens > wanted:
-            return (
+            raise RowError(
                 f"min_tokens is {sampling.min_tokens}, but at most {wanted} tokens may be generated"
                 "; lower it, or give a larger max_new_tokens"
             )
         if sampling.stop and self.tokenizer is None:
-            return "stop strings need a tokenizer, which the model has not"
+            raise RowError("stop strings need a tokenizer, which the model has not")
         beyond = beyond_vocabulary(sampling, self.vocab_size)
-        return None if beyond is None else str(beyond)
+        if beyond is not None:
+            raise RowError(str(beyond))
 
-    def _tokenizing(self, row: Row) -> tuple[int, str | None]:
-        """Number of the task that tokenizes `row`, or why that is not tried."""
+    def _submitted(self, row: Row) -> int:
+        """Number of the task that tokenizes `row`."""
         if self.tokenizer is None:
-            return 0, "the model folder has no tokenizer; give the prompt as a list of token ids"
+            raise RowError(
+                "the model folder has no tokenizer; give the prompt as a list of token ids"
+            )
         most = self.tokenizer.most_characters
         if row.text is not None and most is not None and len(row.text) > most:
-            return 0, self._too_long(len(row.text), most)
+            raise self._too_long(len(row.text), most)
         try:
-            return self.tokenizer.submit(row.tokenizing), None
+            return self.tokenizer.submit(row.tokenizing)
         except (ValueError, TypeError, RecursionError) as error:  # messages that are no JSON
-            return 0, f"the prompt cannot be tokenized: {error}"
+            raise RowError(f"the prompt cannot be tokenized: {error}") from error
 
-    def _end(self, begun: _Begun) -> Request | BadRow:
-        if begun.made is not None:
-            return begun.made
-        row = begun.row
-        assert isinstance(row, Row)
+    def _end(self, begun: _Begun | Request | BadRow) -> Request | BadRow:
+        if not isinstance(begun, _Begun):
+            return begun
         assert self.tokenizer is not None
         answer = self.tokenizer.answer(begun.task)
-        if answer.error is not None:
-            cause = f"{answer.of}: {answer.error}"
-            return BadRow(row.custom_id, f"the prompt cannot be tokenized: {cause}")
-        if answer.characters is not None:
-            most = self.tokenizer.most_characters or 0
-            return BadRow(row.custom_id, self._too_long(answer.characters, most))
-        if answer.tokens is not None:
-            return BadRow(row.custom_id, self._too_many(answer.tokens))
-        return self._made(row, begun.sampling, answer.ids or ())
+        try:
+            if answer.error is not None:
+                raise RowError(f"the prompt cannot be tokenized: {answer.of}: {answer.error}")
+            if answer.characters is not None:
+                raise self._too_long(answer.characters, self.tokenizer.most_characters or 0)
+            if answer.tokens is not None:
+                raise self._too_many(answer.tokens)
+            return self._made(begun.custom_id, begun.sampling, answer.ids or ())
+        except RowError as error:
+            return BadRow(begun.custom_id, str(error))
 
-    def _made(self, row: Row, sampling: Sampling, prompt_ids: tuple[int, ...]) -> Request | BadRow:
+    def _made(self, custom_id: str, sampling: Sampling, prompt_ids: tuple[int, ...]) -> Request:
         wanted = sampling.max_new_tokens or self.workload.new_tokens
-        problem = self._problem(prompt_ids, wanted)
-        if problem is not None:
-            return BadRow(row.custom_id, problem)
-        return Request(row.custom_id, prompt_ids, wanted, sampling)
-
-    def _problem(self, prompt_ids: tuple[int, ...], new_tokens: int) -> str | None:
         if not prompt_ids:
-            return "the prompt has no tokens"
+            raise RowError("the prompt has no tokens")
         if len(prompt_ids) > self._longest_prompt:
-            return self._too_many(len(prompt_ids))
-        if not any(each.has_room(len(prompt_ids), new_tokens) for each in self._workloads):
+            raise self._too_many(len(prompt_ids))
+        if not any(each.has_room(len(prompt_ids), wanted) for each in self._workloads):
             rooms = " or ".join(map(_room, self._workloads))
-            return (
-                f"the prompt has {len(prompt_ids)} tokens and max_new_tokens is {new_tokens}, the "
+            raise RowError(
+                f"the prompt has {len(prompt_ids)} tokens and max_new_tokens is {wanted}, the "
                 f"plan has room for {rooms}; plan for this input (--input) or with larger lengths "
                 "(--s, --n)"
             )
         if max(prompt_ids) >= self.vocab_size:
-            return f"token id {max(prompt_ids)} is beyond the vocabulary of {self.vocab_size}"
-        return None
+            raise RowError(
+                f"token id {max(prompt_ids)} is beyond the vocabulary of {self.vocab_size}"
+            )
+        return Request(custom_id, prompt_ids, wanted, sampling)
 
-    def _too_many(self, tokens: int) -> str:
-        return (
+    def _too_many(self, tokens: int) -> RowError:
+        return RowError(
             f"the prompt has {tokens} tokens, the plan has room for {self._longest_prompt}; "
             "plan with a larger prompt length (--s)"
         )
 
-    def _too_long(self, characters: int, most: int) -> str:
-        return (
+    def _too_long(self, characters: int, most: int) -> RowError:
+        return RowError(
             f"the prompt has {characters} characters, the plan has room for "
             f"{self._longest_prompt} tokens, which are at most {most} characters; plan with "
             "a larger prompt length (--s)"
@@ -236,7 +232,7 @@ def requests_of_any_length(
 
 
 def start_tokenizer(
-    folder: Path, limits: RowLimits = DOCUMENTS, prompting: Prompting | None = None
+    folder: Path, limits: RowLimits, prompting: Prompting | None
 ) -> TokenizerProcess | None:
     """The tokenizer of the model in `folder`, still loading; None where there is none.
 

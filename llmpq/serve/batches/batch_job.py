@@ -25,7 +25,7 @@ from llmpq.jobs.file_format import (
 )
 from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import OpenJob
-from llmpq.jobs.job_files import Disk, Sink, file_digest, shards_in
+from llmpq.jobs.job_files import Disk, file_digest, shards_in
 from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.result_lines import OutputOptions, result_identity
 from llmpq.jobs.row_database import id_key
@@ -59,7 +59,7 @@ _LOG = logging.getLogger(__name__)
 Results = Callable[[], Iterator[LineAnswer]]
 
 
-def scan(path: Path, most_line_bytes: int, digest: str | None = None) -> Scan:
+def scan(path: Path, most_line_bytes: int, digest: str | None) -> Scan:
     """Read the input of a batch; longer lines are not looked into.
 
     `digest`: of what was sent. Raises OSError where the disk fails to give what is there.
@@ -266,10 +266,6 @@ def _write(
         of_kind = (each for each in results() if (each.error is None) is is_output)
         return (each.text.encode() + b"\n" for each in of_kind)
 
-    def fill(sink: Sink) -> None:
-        for line in wanted():
-            sink.write(line)
-
     if not any(True for _ in wanted()):
         return file_id if store.files.get(file_id) else None
     file = StoredFile(
@@ -281,5 +277,5 @@ def _write(
         purpose="batch_output",
         expires_at=None if batch.output_s is None else now_s + batch.output_s,
     )
-    store.write_output(file_id, file, fill)
+    store.write_output(file, wanted())
     return file_id

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmpq.rows.answers import Json
 from llmpq.serve.access import ApiError, bad_request, check_origin, not_found, queue_full
 from llmpq.serve.batches.records import WINDOW_S, Batch, Endpoint, StoredFile
 from llmpq.serve.batches.runner import Runner
@@ -78,7 +76,27 @@ class Batches:
         """Stop; what is done is kept, and the rest goes on at the next start."""
         await self._runner.close()
 
-    async def upload(self, request: Request) -> Json:
+    def routes(self) -> APIRouter:
+        router = APIRouter(dependencies=[Depends(self._refuse_pages)])
+        for method, path, answer in (
+            ("POST", "/files", self.upload),
+            ("GET", "/files", self.files),
+            ("GET", "/files/{file_id}", self.file),
+            ("DELETE", "/files/{file_id}", self.delete_file),
+            ("GET", "/files/{file_id}/content", self.content),
+            ("POST", "/batches", self.create),
+            ("GET", "/batches", self.batches),
+            ("GET", "/batches/{batch_id}", self.batch),
+            ("POST", "/batches/{batch_id}/cancel", self.cancel),
+        ):
+            router.add_api_route(path, answer, methods=[method])
+        return router
+
+    async def _refuse_pages(self, origin: Annotated[str | None, Header()] = None) -> None:
+        if self._service.options.api_key is None:
+            check_origin(origin)
+
+    async def upload(self, request: Request) -> Response:
         self._service.gate.check_open()
         try:
             with self._store.arriving() as arrival:
@@ -86,9 +104,12 @@ class Batches:
                 kept = await self._runner.keep(partial(arrival.keep, described))
         except OSError as error:
             raise disk_error(error) from error
-        return kept.content
+        return JSONResponse(kept.content)
 
-    def file(self, file_id: str) -> StoredFile:
+    async def file(self, file_id: str) -> Response:
+        return JSONResponse(self._file(file_id).content)
+
+    def _file(self, file_id: str) -> StoredFile:
         found = self._store.files.get(file_id)
         is_expired = (
             found is not None
@@ -99,22 +120,23 @@ class Batches:
             raise not_found("file", file_id)
         return found
 
-    def files(self, page: FilePage) -> Json:
+    async def files(self, request: Request) -> Response:
+        page = checked(FilePage, dict(request.query_params))
         found = [each for each in self._store.files if page.purpose in (None, each.purpose)]
         if page.order == "desc":
             found.reverse()
-        return _listed(_page(found, page.after, page.limit), lambda file: file.content)
+        return _listed(found, page, lambda file: file.content)
 
-    def content_path(self, file_id: str) -> Path:
-        path = self._store.path(self.file(file_id).id)
+    async def content(self, file_id: str) -> Response:
+        path = self._store.path(self._file(file_id).id)
         if not path.is_file():  # somebody else has removed it
             raise not_found("content of a file", file_id)
-        return path
+        return FileResponse(path, media_type="application/jsonl")
 
-    async def delete_file(self, file_id: str) -> Json:
+    async def delete_file(self, file_id: str) -> Response:
 
         def delete() -> None:
-            self.file(file_id)
+            self._file(file_id)
             users = self._store.users(file_id)
             if users:
                 raise ApiError(
@@ -126,9 +148,12 @@ class Batches:
             self._store.remove_file(file_id)
 
         await self._kept(delete)
-        return {"id": file_id, "object": "file", "deleted": True}
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
-    async def create(self, body: BatchBody) -> Json:
+    async def create(self, request: Request) -> Response:
+        content = await self._service.body(request)
+        given = {name: value for name, value in content.items() if value is not None}
+        body = checked(BatchBody, given, ExpiresAfter)
 
         def make() -> Batch:
             file = self._store.files.get(body.input_file_id)
@@ -157,19 +182,19 @@ class Batches:
             self._store.batches.put(batch)
             return batch
 
-        self.file(body.input_file_id)
+        self._file(body.input_file_id)
         batch = await self._kept(make)
         self._runner.follow(batch.id)
-        return batch.content
+        return JSONResponse(batch.content)
 
-    def batch(self, batch_id: str) -> Json:
-        return self._content(self._found(batch_id))
+    async def batch(self, batch_id: str) -> Response:
+        return JSONResponse(self._content(self._found(batch_id)))
 
-    def batches(self, page: BatchPage) -> Json:
-        found = list(self._store.batches)[::-1]
-        return _listed(_page(found, page.after, page.limit), self._content)
+    async def batches(self, request: Request) -> Response:
+        page = checked(BatchPage, dict(request.query_params))
+        return _listed(list(self._store.batches)[::-1], page, self._content)
 
-    async def cancel(self, batch_id: str) -> Json:
+    async def cancel(self, batch_id: str) -> Response:
         def turn() -> Batch:
             batch = self._found(batch_id)
             if batch.status == "cancelling":
@@ -186,7 +211,7 @@ class Batches:
 
         batch = await self._kept(turn)
         self._runner.end(batch_id)
-        return self._content(batch)
+        return JSONResponse(self._content(batch))
 
     def _found(self, batch_id: str) -> Batch:
         found = self._store.batches.get(batch_id)
@@ -207,76 +232,25 @@ class Batches:
             raise disk_error(error) from error
 
 
-def _page(
-    records: Sequence[RecordT], after: str | None, limit: int
-) -> tuple[Sequence[RecordT], bool]:
-    """The records behind the one called `after`, and whether there are more."""
+def _listed(
+    records: Sequence[RecordT],
+    page: BatchPage,
+    content: Callable[[RecordT], Mapping[str, object]],
+) -> Response:
+    """The records behind the one that the `page` comes after, and whether there are more."""
     begin = 0
-    if after is not None:
-        places = (place for place, each in enumerate(records) if each.id == after)
+    if page.after is not None:
+        places = (place for place, each in enumerate(records) if each.id == page.after)
         begin = next(places, -1) + 1
         if not begin:
-            raise not_found("entry", after)
-    return records[begin : begin + limit], len(records) > begin + limit
-
-
-def _listed(
-    page: tuple[Sequence[RecordT], bool], content: Callable[[RecordT], Mapping[str, object]]
-) -> Json:
-    records, has_more = page
-    return {
-        "object": "list",
-        "data": [content(each) for each in records],
-        "first_id": records[0].id if records else None,
-        "last_id": records[-1].id if records else None,
-        "has_more": has_more,
-    }
-
-
-def batch_routes(batches: Batches, service: Service) -> APIRouter:
-
-    async def not_from_page(origin: Annotated[str | None, Header()] = None) -> None:
-        if service.options.api_key is None:
-            check_origin(origin)
-
-    router = APIRouter(dependencies=[Depends(not_from_page)])
-
-    @router.post("/files")
-    async def upload(request: Request) -> Response:
-        return JSONResponse(await batches.upload(request))
-
-    @router.get("/files")
-    async def files(request: Request) -> Response:
-        return JSONResponse(batches.files(checked(FilePage, dict(request.query_params))))
-
-    @router.get("/files/{file_id}")
-    async def file(file_id: str) -> Response:
-        return JSONResponse(batches.file(file_id).content)
-
-    @router.delete("/files/{file_id}")
-    async def delete_file(file_id: str) -> Response:
-        return JSONResponse(await batches.delete_file(file_id))
-
-    @router.get("/files/{file_id}/content")
-    async def content(file_id: str) -> Response:
-        return FileResponse(batches.content_path(file_id), media_type="application/jsonl")
-
-    @router.post("/batches")
-    async def create(request: Request) -> Response:
-        content = await service.body(request)
-        given = {name: value for name, value in content.items() if value is not None}
-        return JSONResponse(await batches.create(checked(BatchBody, given, ExpiresAfter)))
-
-    @router.get("/batches")
-    async def listed(request: Request) -> Response:
-        return JSONResponse(batches.batches(checked(BatchPage, dict(request.query_params))))
-
-    @router.get("/batches/{batch_id}")
-    async def batch(batch_id: str) -> Response:
-        return JSONResponse(batches.batch(batch_id))
-
-    @router.post("/batches/{batch_id}/cancel")
-    async def cancel(batch_id: str) -> Response:
-        return JSONResponse(await batches.cancel(batch_id))
-
-    return router
+            raise not_found("entry", page.after)
+    shown = records[begin : begin + page.limit]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [content(each) for each in shown],
+            "first_id": shown[0].id if shown else None,
+            "last_id": shown[-1].id if shown else None,
+            "has_more": len(records) > begin + page.limit,
+        }
+    )

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from llmpq.serve.access import log_fault
+from llmpq.serve.access import log_fault, tasks
 from llmpq.serve.batches.batch_job import BatchJob, fail_batch, finish_batch, may_pass, scan
 from llmpq.serve.batches.lines import CANCELLED, EXPIRED, Answering, BehindOnline, Scan
 from llmpq.serve.batches.records import Batch, LineCounts, Problem
@@ -186,18 +186,16 @@ class Runner:
     @asynccontextmanager
     async def _run_in_turn(self, batch_id: str) -> AsyncGenerator[None, None]:
         """Wait for the batches that came before, unless this one ends early: that is soon done."""
-        waiting = asyncio.create_task(self._turn.acquire())
-        ending = asyncio.create_task(self._ends[batch_id].wait())
         if self._store.batch(batch_id).status == "cancelling":
             self.end(batch_id)
+        waiting = None
         try:
-            await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
-            yield
+            async with tasks(self._turn.acquire(), self._ends[batch_id].wait()) as begun:
+                waiting, _ = begun
+                await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+                yield
         finally:
-            for task in (waiting, ending):
-                task.cancel()
-            await asyncio.gather(waiting, ending, return_exceptions=True)
-            if waiting.done() and not waiting.cancelled():
+            if waiting is not None and waiting.done() and not waiting.cancelled():
                 self._turn.release()
 
     def _open(self, batch: Batch) -> BatchJob:
@@ -217,16 +215,11 @@ class Runner:
         """Answer all lines: by the engine until the batch ends early, then by saying so."""
         end = self._ends[batch_id]
         if not end.is_set():
-            running = asyncio.create_task(self._run_lines(batch_id, job, answering))
-            ending = asyncio.create_task(end.wait())
-            try:
+            lines = self._run_lines(batch_id, job, answering)
+            async with tasks(lines, end.wait()) as (running, ending):
                 await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     running.result()
-            finally:
-                running.cancel()
-                ending.cancel()
-                await asyncio.gather(running, ending, return_exceptions=True)
         if end.is_set():
             is_cancelled = self._store.batch(batch_id).status == "cancelling"
             await self._in_job(partial(_end_rest, job, answering, is_cancelled))

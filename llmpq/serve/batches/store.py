@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -145,11 +145,16 @@ class BatchStore:
         finally:
             arrival.close()
 
-    def write_output(self, file_id: str, file: StoredFile, fill: Callable[[Sink], object]) -> None:
+    def write_output(self, file: StoredFile, lines: Iterable[bytes]) -> None:
         """Write a file that a batch has made; one of that id that is there already is replaced."""
-        path = self.path(file_id)
+
+        def fill(sink: Sink) -> None:
+            for line in lines:
+                sink.write(line)
+
+        path = self.path(file.id)
         commit_file(self.disk, path, path.with_suffix(PART), fill)
-        self.files.put(replace(file, id=file_id, bytes=path.stat().st_size))
+        self.files.put(replace(file, bytes=path.stat().st_size))
 
     def remove_file(self, file_id: str) -> None:
         self.files.remove(file_id)
@@ -158,11 +163,7 @@ class BatchStore:
 
     def users(self, file_id: str) -> list[str]:
         """Ids of the batches that still need a file."""
-        return [
-            each.id
-            for each in self.batches
-            if each.input_file_id == file_id and not each.is_finished
-        ]
+        return [each.id for each in self.unfinished() if each.input_file_id == file_id]
 
     def batch(self, batch_id: str) -> Batch:
         found = self.batches.get(batch_id)

@@ -116,7 +116,7 @@ def test_failures_and_clients_that_go_are_told_apart() -> None:
     assert found["first_token_seconds_count{}"] == 1
     assert found["answer_seconds_count{}"] == 0
     seen: list[AnswerTimer] = []
-    with AnswerTimer(seen.append) as timer:
+    with AnswerTimer(seen.append, Clock(), None) as timer:
         timer.note_token()
     assert [(each.outcome, each.tokens) for each in seen] == [("cancelled", 1)]
 
