@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from llmpq import Plan
-from llmpq.report.plan_charts import write_curve
+from llmpq.report.plan_charts import curve_of, curve_svg
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 80
@@ -74,7 +74,9 @@ def plan_pictures(folder: Path) -> None:
         plan = f"{aside}/plan.json"
         text = shown("llmpq.cli.plan", [*_PLAN.split(), "-o", plan])
         text = _REDRAWN.split(text)[-1].replace(plan, "plan.json")  # without the bar of the search
-        write_curve(folder / "in_flight.svg", Plan.load(plan).spec)
+        curve = curve_of(Plan.load(plan).spec)
+        assert curve is not None, "the plan of a job has one"
+        (folder / "in_flight.svg").write_text(curve_svg(curve, alone=True))
     save(folder / "planning.svg", f"llmpq plan {_PLAN} -o plan.json", text)
     shown("llmpq.cli.plan", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
 

@@ -29,14 +29,7 @@ from llmpq.jobs.parquet import MOST_COLUMNS
 from llmpq.jobs.result_files import ResultFiles, ShardWriter
 from llmpq.jobs.result_lines import OutputForm, OutputOptions, check_writable
 from llmpq.jobs.row_database import InputChanges, RowDatabase
-from llmpq.jobs.store import (
-    LOCK,
-    CompletionRecord,
-    InputRecord,
-    JobIdentity,
-    JobStore,
-    Manifest,
-)
+from llmpq.jobs.store import LOCK, CompletionRecord, InputRecord, JobIdentity, JobStore, Manifest
 from llmpq.rows.results import Result
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError

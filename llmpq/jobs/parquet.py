@@ -118,8 +118,7 @@ def read_results(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[
             missing = set(columns or ()) - set(file.schema_arrow.names)
             if missing:
                 raise InputError(f"{path} has no column {sorted(missing)[0]!r}")
-            names = None if columns is None else list(columns)
-            for batch in file.iter_batches(_rows_at_once(file.metadata), columns=names):
+            for batch in file.iter_batches(_rows_at_once(file.metadata), columns=columns):
                 yield from with_json_values(batch.to_pylist(), batch.schema)
     except (pa.ArrowException, *_NOT_PYTHON) as error:
         raise InputError(f"{path} cannot be read as Parquet: {error}") from error
@@ -182,10 +181,6 @@ class ColumnKinds:
     def add(self, other: ColumnKinds) -> None:
         for name, kind in other._kinds.items():
             self._kinds[name] = joined(self._kinds.get(name, EMPTY), kind)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._kinds)
 
     @property
     def kinds(self) -> Mapping[str, ColumnKind]:

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.file_format import (
-    READ_ERRORS,
-    FileFormat,
-    compressed,
-    output_format,
-    reason,
-)
+from llmpq.jobs.file_format import READ_ERRORS, FileFormat, compressed, output_format, reason
 from llmpq.jobs.job_files import DAMAGED_SUFFIX, Disk, Shard, Sink, commit_file, write_shard
 from llmpq.jobs.parquet import ColumnKinds, write_results
 from llmpq.jobs.result_lines import (
@@ -107,7 +101,7 @@ class ResultFiles:
             if named.rows == "parquet":
                 write_results(sink, self._rows(), own)
             elif named.rows == "csv":
-                _fill(sink, named, csv_lines(self._rows(), own.names))
+                _fill(sink, named, csv_lines(self._rows(), tuple(own.kinds)))
             else:
                 _fill(sink, named, self._lines())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -294,21 +294,21 @@ class ErrorCounts:
 
 
 def read_errors(
-    file: Path | None, shards: Iterable[Shard], clock: Callable[[], float] = time.monotonic
+    file: Path | None, shards: Iterable[Shard]
 ) -> tuple[int, tuple[ErrorKind, ...], bool]:
     """Rows of results as far as they can be read in `BUDGET_S`, the kinds of errors among them, and
     whether those are all rows.
 
     `file`: the finished file, where it counts. Of two results of a row the later one counts.
     """
-    deadline = clock() + BUDGET_S
+    deadline_s = time.monotonic() + BUDGET_S
     failed: dict[bytes, tuple[str, str]] = {}
     rows = 0
     try:
         for line in _lines(file, shards):
             rows += 1
             _note(line, failed)
-            if rows % 256 == 0 and clock() > deadline:
+            if rows % 256 == 0 and time.monotonic() > deadline_s:
                 return rows, _kinds(failed), False
     except (*READ_ERRORS, InputError):
         return rows, _kinds(failed), False
@@ -317,8 +317,7 @@ def read_errors(
 
 def _lines(file: Path | None, shards: Iterable[Shard]) -> Iterator[object]:
     if file is not None:
-        columns = ("custom_id", "error", "fingerprint")
-        yield from finished_rows(file, output_format(file), columns)
+        yield from finished_rows(file, output_format(file), _KEYS)
     for shard in shards:
         yield from shard.lines()
 

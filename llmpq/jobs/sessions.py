@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from actors.stage_figures import NO_LATENCIES, LatencyCounts
 from llmpq.jobs.journal import (
@@ -347,21 +348,10 @@ def _rates(counts: Sequence[tuple[float, int]], bucket_s: float) -> tuple[RatePo
     if last <= first:
         return ()
     number = max(1, round((last - first) / bucket_s))
-    ends = [first + (last - first) * each / number for each in range(number + 1)]
-    tokens = [_count_at(counts, at_s) for at_s in ends]
-    width = (last - first) / number
-    return tuple(
-        RatePoint((ends[each] + ends[each + 1]) / 2, (tokens[each + 1] - tokens[each]) / width)
-        for each in range(number)
-    )
-
-
-def _count_at(counts: Sequence[tuple[float, int]], at_s: float) -> float:
-    place = bisect_right(counts, at_s, key=lambda each: each[0])
-    if place >= len(counts):
-        return counts[-1][1]
-    (before_s, before), (after_s, after) = counts[place - 1], counts[place]
-    return before + (after - before) * (at_s - before_s) / (after_s - before_s)
+    ends = np.linspace(first, last, number + 1)
+    middles = (ends[:-1] + ends[1:]) / 2
+    rates = np.diff(np.interp(ends, *zip(*counts, strict=True))) * number / (last - first)
+    return tuple(map(RatePoint, middles.tolist(), rates.tolist()))
 
 
 def _thinned(rows: Sequence[RowPoint]) -> tuple[RowPoint, ...]:

@@ -25,7 +25,6 @@ from llmpq.jobs.job_files import (
     FileRecord,
     FolderRecord,
     Shard,
-    Sink,
     commit_file,
     file_digest,
     shards_in,
@@ -290,13 +289,9 @@ class JobStore:
         self._keep(manifest.generation, manifest.input_digest)
 
     def _write_rows(self, digest: str, rows: Iterable[bytes]) -> None:
-        def fill(sink: Sink) -> None:
-            for block in rows:
-                sink.write(block)
-
-        path = self.path / f"{_ROWS}{digest}"
+        path, aside = self.path / f"{_ROWS}{digest}", self.path / _ROWS_ASIDE
         if not path.exists():
-            commit_file(self.disk, path, self.path / _ROWS_ASIDE, fill)
+            commit_file(self.disk, path, aside, lambda sink: sink.writelines(rows))
 
     def rows_begun_with(self, digest: str) -> Iterator[bytes]:
         """Records of the rows of that digest, many at once; `InputError` for a damaged list."""

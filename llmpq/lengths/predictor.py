@@ -82,13 +82,8 @@ def agreement(
 def calibration_error(right: npt.NDArray[np.bool_], confidence: FloatArray) -> float:
     """Mean over predictions [rows] of |share of right ones - mean confidence| of their bin."""
     bins = np.minimum((confidence * _CALIBRATION_BINS).astype(np.int64), _CALIBRATION_BINS - 1)
-    error = 0.0
-    for number in range(_CALIBRATION_BINS):
-        chosen = bins == number
-        if chosen.any():
-            gap = abs(float(right[chosen].mean()) - float(confidence[chosen].mean()))
-            error += gap * float(chosen.mean())
-    return error
+    gaps = np.bincount(bins, right - confidence)  # of a bin's means, times its number of rows
+    return float(np.abs(gaps).sum() / len(right))
 
 
 Encoded = npt.NDArray[Any]
@@ -107,13 +102,6 @@ class Prompt:
     limit: int
     token_ids: tuple[int, ...] = ()
     text: str = ""
-
-
-class LengthPredictor(Protocol):
-    """Expects answers of some length."""
-
-    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
-        """New tokens that are expected of each prompt [prompts], 1 to its limit."""
 
 
 Rest = Callable[[], None]
@@ -188,9 +176,9 @@ class Known:
     tokens: Mapping[str, int] = field(default_factory=dict)
 
     def expect(self, prompts: Sequence[Prompt]) -> list[int]:
-        expected = (self.tokens.get(each.custom_id, each.limit) for each in prompts)
+        """New tokens that are expected of each prompt [prompts], 1 to its limit."""
         return [
-            max(1, min(tokens, each.limit)) for tokens, each in zip(expected, prompts, strict=True)
+            max(1, min(self.tokens.get(each.custom_id, each.limit), each.limit)) for each in prompts
         ]
 
 

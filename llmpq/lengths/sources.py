@@ -14,7 +14,7 @@ from llmpq.jobs.file_format import READ_ERRORS, input_format, numbered_lines, re
 from llmpq.lengths import predictor_child
 from llmpq.lengths.folder import check_target, check_tokenizer, tokenizer_digest
 from llmpq.lengths.learner import LearningLimits
-from llmpq.lengths.predictor import Known, LengthPredictor, Prompt
+from llmpq.lengths.predictor import Confused, Known, Prompt
 from llmpq.tokenizing.child_process import ChildEndedError, JsonChild
 from llmpq.workload.measured_lengths import whole_tokens
 from planner.assumed_predictor import predictor_file
@@ -248,7 +248,7 @@ class Direct:
     failure = None
     reads_text = False
 
-    def __init__(self, predictor: LengthPredictor) -> None:
+    def __init__(self, predictor: Known | Confused) -> None:
         self._predictor = predictor
 
     def submit(self, prompts: Sequence[Prompt]) -> Future[list[int]]:
@@ -295,28 +295,26 @@ def open_source(
     texts which a model without a tokenizer does not have; `InputError` where what it learns could
     not be written to `save_to`.
     """
-    if named is None or str(named) == LONGEST:
-        return Direct(Known())
-    if not learns(named):
-        return Direct(Known(read_trace(str(named).removeprefix(TRACE))))
-    check_source(named, model, vocab_size, save_to)
-    return PredictorProcess(_folder(named))
+    found = check_source(named, model, vocab_size, save_to)
+    return PredictorProcess(found) if isinstance(found, Path) else found
 
 
 def check_source(
     named: str | Path | None, model: Path, vocab_size: int, save_to: str | Path | None = None
-) -> None:
-    """Raise what `open_source` raises, without starting anything."""
+) -> Direct | Path:
+    """The source, or the folder of a predictor, none of which is started; raises as
+    `open_source`.
+    """
     if named is None or str(named) == LONGEST:
-        return
+        return Direct(Known())
     if not learns(named):
-        read_trace(str(named).removeprefix(TRACE))
-        return
+        return Direct(Known(read_trace(str(named).removeprefix(TRACE))))
     folder = _folder(named)
     file = predictor_file(folder)
     check_tokenizer(file, folder, tokenizer_digest(model, vocab_size), str(model))
     if save_to is not None:
         check_target(Path(save_to).expanduser(), replace=True)
+    return folder
 
 
 def wait_loaded(source: LengthSource, has_tokenizer: bool) -> None:

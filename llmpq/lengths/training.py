@@ -140,9 +140,8 @@ def _parted(rows: Sequence[LearntRow], seed: int) -> tuple[list[LearntRow], list
     """The rows to learn from, and those held out."""
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     held = max(1, round(HELD_OUT * len(rows)))
-    held_out = set(order[:held])
-    seen = [each for place, each in enumerate(rows) if place not in held_out]
-    return seen, [rows[place] for place in sorted(held_out)]
+    seen, unseen = sorted(order[held:]), sorted(order[:held])
+    return [rows[place] for place in seen], [rows[place] for place in unseen]
 
 
 def _trained(

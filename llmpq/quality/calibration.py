@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,33 +29,21 @@ MOST_ROWS = 4096
 """Rows that are tokenized, evenly spaced: at 16 tokens each they fill 128 sequences of 512."""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """The sequences that an indicator sees, `token_ids` `[sequences, length]`."""
+def drawn_windows(windows: Windows, sequences: int, seed: int) -> TokenIds:
+    """At most `sequences` whole windows of a text, drawn by `seed` and kept in its order,
+    `[sequences, length]`.
+    """
+    length = windows.token_ids.shape[1]
+    whole = np.flatnonzero(windows.counts == length)
+    drawn = np.random.default_rng(seed).permutation(whole)[:sequences]
+    return windows.token_ids[np.sort(drawn)]
 
-    token_ids: TokenIds
 
-    @classmethod
-    def sample(cls, windows: Windows, sequences: int, seed: int) -> Calibration:
-        """Draw at most `sequences` whole windows of a text by `seed`, kept in its order.
-
-        Raises `InputError` for less than one sequence and for a negative seed.
-        """
-        if sequences < 1:
-            raise InputError(f"sequences is {sequences}; give at least 1")
-        if seed < 0:
-            raise InputError(f"seed is {seed}; give at least 0")
-        length = windows.token_ids.shape[1]
-        whole = np.flatnonzero(windows.counts == length)
-        drawn = np.random.default_rng(seed).permutation(whole)[:sequences]
-        return cls(windows.token_ids[np.sort(drawn)])
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the token ids and of how they are cut."""
-        shape = ",".join(map(str, self.token_ids.shape)).encode()
-        content = self.token_ids.astype("<i8").tobytes()
-        return hashlib.sha256(shape + b":" + content).hexdigest()[:16]
+def token_digest(token_ids: TokenIds) -> str:
+    """Digest of the token ids and of how they are cut."""
+    shape = ",".join(map(str, token_ids.shape)).encode()
+    content = token_ids.astype("<i8").tobytes()
+    return hashlib.sha256(shape + b":" + content).hexdigest()[:16]
 
 
 def calibration_documents(
@@ -151,7 +139,6 @@ def _quantize(
     from actors.stage.importance import random_token_ids
     from actors.stage.layer_stream import compute_on
     from actors.stage.model_config import read_config
-    from llmpq.quality.calibration import Calibration
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
     from llmpq.quality.subjects import compute_dtype, device_of
     from planner.model.finding import model_shape
@@ -160,7 +147,7 @@ def _quantize(
     length = min(_LENGTH, model_shape(str(folder)).max_positions)
     if documents:
         windows = token_windows(documents, None, length)
-        token_ids = torch.from_numpy(Calibration.sample(windows, _SEQUENCES, _SEED).token_ids)
+        token_ids = torch.from_numpy(drawn_windows(windows, _SEQUENCES, _SEED))
     else:
         token_ids = random_token_ids(read_config(folder), _SEQUENCES, length)
     device = device_of("auto")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -11,19 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from actors.stage.layer_stream import compute_on
-from llmpq.quality.calibration import Calibration
+from llmpq.quality.calibration import drawn_windows, token_digest
 from llmpq.quality.indicator import LayerAlone, measure_indicators, stored_here
 from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions, refuse_without_error
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.subjects import (
-    bits_subject,
-    compute_dtype,
-    device_of,
-    weighed,
-    windows_of,
-)
-from llmpq.quality.text_windows import Document
+from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, weighed, windows_of
+from llmpq.quality.text_windows import Document, TokenIds
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
 from planner.profiles.sensitivity import FINGERPRINT_ENTRY, MeasuredPoint, OmegaContent
@@ -86,7 +80,6 @@ def measure_omega(
     calibration: Sequence[Document],
     options: IndicatorOptions,
     progress: ReportProgress | None = None,
-    clock: Callable[[], float] = time.perf_counter,
     importance_file: Path | None = None,
 ) -> OmegaContent:
     """Sensitivities of the model in `folder`, with where they come from.
@@ -94,14 +87,14 @@ def measure_omega(
     The importance that the pass sees is written to `importance_file`. Raises `SpecError`,
     `InputError` and `CheckpointError` for options, text and weights that cannot be used.
     """
-    began, shape = clock(), model_shape(str(folder))
+    began, shape = time.perf_counter(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
     refuse_without_error(options, shape, folder)
     if options.needs_text:
         device = device_of(options.device)  # refused before the text is tokenized
         compute = compute_on(device, compute_dtype(options.dtype, device))
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
-        sample = Calibration.sample(windows, options.sequences, options.seed)
+        sample = drawn_windows(windows, options.sequences, options.seed)
         matrix, measured, importance = _measured(folder, sample, options, compute, progress)
         provenance |= measured
         if importance_file is not None:
@@ -109,33 +102,36 @@ def measure_omega(
             provenance[FINGERPRINT_ENTRY] = importance.fingerprint
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
-    provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": llmpq_version()}
+    provenance |= {
+        "seed": options.seed,
+        "seconds": time.perf_counter() - began,
+        "llmpq": llmpq_version(),
+    }
     return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance)
 
 
 def _measured(
     folder: Path,
-    sample: Calibration,
+    sample: TokenIds,
     options: IndicatorOptions,
     compute: Compute,
     progress: ReportProgress | None,
 ) -> tuple[Matrix, dict[str, str | int | float], Importance]:
     """The indicator on a text, its provenance, and the importance of all layers."""
     indicators = {options.method: _indicator(options, compute)}
-    found, layers = measure_indicators(
-        folder, sample.token_ids, indicators, options.bits, compute, progress
-    )
-    seen = f"{sample.token_ids.size} tokens, digest {sample.fingerprint}"
+    found, layers = measure_indicators(folder, sample, indicators, options.bits, compute, progress)
+    fingerprint = token_digest(sample)
+    seen = f"{sample.size} tokens, digest {fingerprint}"
     importance = Importance(tuple(layers), seen, model_shape(str(folder)).fingerprint())
     matrix = found[options.method]
     if options.method == ERROR:
         like = LayerScheme(dtype=compute.dtype, rounding=options.rounding)
-        alone = LayerAlone(folder, sample.token_ids, options.bits, like, importance)
+        alone = LayerAlone(folder, sample, options.bits, like, importance)
         matrix = in_nats(matrix, alone.divergence(compute.device, progress))
-    sequences, length = sample.token_ids.shape
+    sequences, length = sample.shape
     provenance = _form(options) | {
-        "calibration_tokens": sequences * length,
-        "calibration": sample.fingerprint,
+        "calibration_tokens": sample.size,
+        "calibration": fingerprint,
         "sequences": sequences,
         "sequence_length": length,
         "device": compute.device.type,

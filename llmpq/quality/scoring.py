@@ -155,12 +155,11 @@ def _form(subject: Subject, index: int) -> _Form:
 
 def _reference(subjects: Sequence[Subject]) -> int:
     """The first subject with all layers at 16 bit; the first one where there is none."""
-    full = [
-        number
-        for number, subject in enumerate(subjects)
-        if all(scheme.bits == scheme.kv_bits == FULL_BITS for scheme in subject.layers)
-    ]
-    return min(full, default=0)
+    is_full = (
+        all(scheme.bits == scheme.kv_bits == FULL_BITS for scheme in subject.layers)
+        for subject in subjects
+    )
+    return next((number for number, full in enumerate(is_full) if full), 0)
 
 
 @dataclass

@@ -117,14 +117,11 @@ def token_windows(
 
 
 def _cut(stream: Sequence[int], length: int) -> Windows:
-    full, rest = divmod(len(stream), length)
-    windows = full + (rest > 1)
+    used = len(stream) - (len(stream) % length == 1)  # nothing precedes a last single token
+    windows = -(-used // length)
     token_ids = np.full(windows * length, _PADDING, dtype=np.int64)
-    used = full * length + (rest if rest > 1 else 0)
     token_ids[:used] = stream[:used]
-    counts = np.full(windows, length, dtype=np.int64)
-    if rest > 1:
-        counts[-1] = rest
+    counts = np.minimum(used - length * np.arange(windows), length)
     return Windows(token_ids.reshape(windows, length), counts)
 
 

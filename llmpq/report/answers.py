@@ -20,7 +20,7 @@ from llmpq.report.formatting import (
 from llmpq.report.latency import latency_answers, what_is_bounded
 from llmpq.report.reasons import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
-from planner.plan.parts import JobForecast, PlanChoice
+from planner.plan.parts import JobForecast, MoreDevices, PlanChoice
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
 
@@ -115,18 +115,24 @@ def _how_long(plan: PlanSpec, job: JobForecast) -> str:
 
 def _qualities(plan: PlanSpec) -> str:
     """The plans of the qualities; those that share one stand together."""
-    plans: dict[PlanChoice, list[str]] = {}
-    for each in plan.beside.qualities:
-        taken = " (taken)" if each.quality == plan.beside.quality else ""
-        plans.setdefault(each.plan, []).append(f"{each.quality}{taken}")
     parts: list[str] = []
-    for choice, names in plans.items():
+    for choice, qualities in _by_plan(plan).items():
+        taken = plan.beside.quality
+        names = [f"{each} (taken)" if each == taken else each for each in qualities]
         tokens, sensitivity = ("", "") if parts else (" tokens/s", "sensitivity ")
         parts.append(
             f"{listed(names)} {per_second(choice.tokens_per_s)}{tokens}, "
             f"{sensitivity}{number(choice.sensitivity)}"
         )
     return f"quality: {'; '.join(parts)}" if parts else ""
+
+
+def _by_plan(plan: PlanSpec) -> dict[PlanChoice, list[str]]:
+    """The qualities that each plan is of."""
+    plans: dict[PlanChoice, list[str]] = {}
+    for each in plan.beside.qualities:
+        plans.setdefault(each.plan, []).append(each.quality)
+    return plans
 
 
 def _full_precision(plan: PlanSpec) -> str:
@@ -156,20 +162,26 @@ def most_bits(plan: PlanSpec) -> int:
 
 def _more_devices(plan: PlanSpec) -> str:
     """The gain of each kind of device that brings enough; its node where several have the kind."""
-    nodes = Counter(each.accelerator for each in plan.beside.more_devices)
-    least = plan.predicted.tokens_per_s * (1 + LEAST_GAIN)
-    found = [each for each in plan.beside.more_devices if each.plan.tokens_per_s >= least]
+    found = _gaining_devices(plan)
     if plan.beside.more_devices and not found:
         return f"one more device of any kind: less than {LEAST_GAIN * 100:g} % more tokens/s"
     gains: list[str] = []
-    for each in found:
-        where = f" on {each.node}" if nodes[each.accelerator] > 1 else ""
+    for each, kind in found:
         many = "one" if each.count == 1 else count(each.count)
         faster = times(each.plan.tokens_per_s / plan.predicted.tokens_per_s)
-        gains.append(
-            f"{many} more {each.accelerator}{where}: {faster}{'' if gains else ' the tokens/s'}"
-        )
+        gains.append(f"{many} more {kind}: {faster}{'' if gains else ' the tokens/s'}")
     return "; ".join(gains)
+
+
+def _gaining_devices(plan: PlanSpec) -> list[tuple[MoreDevices, str]]:
+    """Devices that bring enough, and their kinds in words."""
+    nodes = Counter(each.accelerator for each in plan.beside.more_devices)
+    least = plan.predicted.tokens_per_s * (1 + LEAST_GAIN)
+    return [
+        (each, each.accelerator + (f" on {each.node}" if nodes[each.accelerator] > 1 else ""))
+        for each in plan.beside.more_devices
+        if each.plan.tokens_per_s >= least
+    ]
 
 
 def _cost(plan: PlanSpec, job: JobForecast) -> str:
@@ -286,9 +298,7 @@ def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
     """Yield names, figures and the way to each plan."""
     present, beside = plan_choice(plan), plan.beside
     taken = next((each.plan for each in beside.qualities if each.quality == beside.quality), None)
-    groups: dict[PlanChoice, list[str]] = {}
-    for each in beside.qualities:
-        groups.setdefault(each.plan, []).append(each.quality)
+    groups = _by_plan(plan)
     own = groups.pop(taken, []) if taken is not None else []
     yield f"this plan{f' ({listed(own)})' if own else ''}", present, "taken"
     for choice, names in groups.items():
@@ -299,10 +309,6 @@ def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
         yield f"all layers at {bits} bit", full, f"--bits {bits}"
     if beaten(plan) and beside.beaten_by is not None:
         yield "fewer in flight", beside.beaten_by, "--input or --prompts in place of --global_bz"
-    kinds = Counter(each.accelerator for each in beside.more_devices)
-    for more in beside.more_devices:
-        if more.plan.tokens_per_s < present.tokens_per_s * (1 + LEAST_GAIN):
-            continue
-        where = f" on {more.node}" if kinds[more.accelerator] > 1 else ""
-        name = f"{more.count} more {more.accelerator}{where}"
-        yield name, more.plan, "one more device" if more.count == 1 else "more devices"
+    for more, kind in _gaining_devices(plan):
+        how = "one more device" if more.count == 1 else "more devices"
+        yield f"{more.count} more {kind}", more.plan, how

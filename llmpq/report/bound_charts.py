@@ -8,21 +8,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from llmpq.report.charts import (
-    ACCENT,
-    INK,
-    Axis,
-    columns,
-    label,
-    polyline,
-    rows,
-    spot,
-    svg,
-    text,
-)
-from llmpq.report.formatting import (
-    seconds,
-)
+from llmpq.report.charts import ACCENT, INK, Axis, columns, label, polyline, rows, spot, svg, text
+from llmpq.report.formatting import seconds
 from llmpq.report.latency import kind_name, requests_per_second
 from llmpq.report.plan_charts import LABEL_HEIGHT, save_front
 from planner.latency_bound.bounded_plan import KindFronts, LatencyPoint, reason_of

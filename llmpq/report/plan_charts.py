@@ -10,27 +10,8 @@ from pathlib import Path
 from markupsafe import Markup
 
 from llmpq.report.answers import plan_choice
-from llmpq.report.charts import (
-    ACCENT,
-    CARD,
-    Axis,
-    columns,
-    label,
-    polyline,
-    rows,
-    spot,
-    svg,
-    text,
-)
-from llmpq.report.formatting import (
-    count,
-    duration,
-    listed,
-    number,
-    per_second,
-    plural,
-    shortened,
-)
+from llmpq.report.charts import ACCENT, CARD, Axis, columns, label, polyline, rows, spot, svg, text
+from llmpq.report.formatting import count, duration, listed, number, per_second, shortened
 from llmpq.report.rendering import write_picture
 from planner.explanation.explain import Explanation
 from planner.plan.parts import PlanChoice
@@ -165,24 +146,6 @@ def _apart(named: Iterable[tuple[str, float, float]], width: int) -> list[tuple[
         choices = [spot_y + step for step in (-14, 24, -30, 40, -46, 56)]
         placed.append((words, x, next((y for y in choices if is_free(words, x, y)), choices[0])))
     return placed
-
-
-def write_curve(path: str | Path, plan: PlanSpec) -> None:
-    """Write the curve of the plan's job as an SVG picture, whole or not at all.
-
-    Raises SpecError where the plan has no curve, and where it cannot be written.
-    """
-    target = Path(path)
-    curve = curve_of(plan)
-    if curve is None:
-        what = "is of one batch" if plan.job is None else "was made for one number in flight"
-        raise SpecError(
-            f"{target}: the plan {what} and has no curve; plan a job of "
-            f"{plural(2, 'prompt')} or more with --in_flight auto"
-        )
-    if target.suffix != ".svg":
-        raise SpecError(f"{target}: the curve is written as .svg")
-    write_picture(target, curve_svg(curve, alone=True))
 
 
 @dataclass(frozen=True)

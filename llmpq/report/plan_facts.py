@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from llmpq.report.answers import (
-    job_answers,
-    job_remarks,
-    what_is_planned,
-)
+from llmpq.report.answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.formatting import (
     count,
     duration,

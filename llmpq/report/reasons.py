@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.report.formatting import (
-    change,
-    layer_span,
-    listed,
-    number,
-    plural,
-    seconds,
-    size,
-)
+from llmpq.report.formatting import change, layer_span, listed, number, plural, seconds, size
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
 from planner.explanation.what_if import Question, WhatIfAnswer
 from planner.plan.spec import PlanSpec, StagePlan
 
 LEAST_S = 1e-9  # below this a difference is rounding
 LEAST_GAIN = 0.01  # share of the seconds or tokens from which on a change is worth a word
-RESOURCES = {
-    "memory": "memory",
-    "prefill": "prefill time",
-    "decode": "decode time",
-}
+RESOURCES = {"memory": "memory", "prefill": "prefill time", "decode": "decode time"}
 
 
 def binding(limits: StageLimits) -> str:
@@ -90,8 +78,7 @@ def difference(answer: WhatIfAnswer) -> str:
 
 def layer_sentence(reason: LayerReason, device: str, gap_s: float) -> str:
     """The reasons for the bits of a layer: each other bitwidth with what speaks against it."""
-    span = layer_span(reason.layers)
-    return f"{span[:1].upper()}{span[1:]}: {_placed(reason, device, gap_s)}"
+    return f"{layer_span(reason.layers).capitalize()}: {_placed(reason, device, gap_s)}"
 
 
 def layer_sentences(
@@ -105,8 +92,7 @@ def layer_sentences(
             runs[-1] = range(runs[-1][0].start, reason.layers.stop), text
         else:
             runs.append((reason.layers, text))
-    spans = [(layer_span(layers), text) for layers, text in runs]
-    return [f"{span[:1].upper()}{span[1:]}: {text}" for span, text in spans]
+    return [f"{layer_span(layers).capitalize()}: {text}" for layers, text in runs]
 
 
 def _placed(reason: LayerReason, device: str, gap_s: float) -> str:
@@ -256,13 +242,12 @@ def reason_groups(reasons: Sequence[LayerReason], gap_s: float) -> list[ReasonGr
     ]
 
 
-def _groups(found: Sequence[LayerReason]) -> Iterator[list[LayerReason]]:
+def _groups(found: Sequence[LayerReason]) -> list[list[LayerReason]]:
     """Layers of the same stage and bitwidth, in order of stages, most bits first."""
     groups: dict[tuple[int, int], list[LayerReason]] = {}
     for reason in found:
         groups.setdefault((reason.stage, -reason.bits), []).append(reason)
-    for key in sorted(groups):
-        yield groups[key]
+    return [groups[key] for key in sorted(groups)]
 
 
 def _other(group: list[LayerReason], index: int, gap_s: float) -> OtherBits:

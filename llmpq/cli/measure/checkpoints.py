@@ -19,7 +19,7 @@ from llmpq.cli.measure.weight_options import (
 from llmpq.cli.parser import made
 from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
-from llmpq.quality.calibration import Calibration, calibration_documents
+from llmpq.quality.calibration import calibration_documents, drawn_windows
 from llmpq.quality.options import check_compute, check_draw, check_lengths
 from llmpq.quality.text_windows import token_windows
 from llmpq.report.formatting import plain, size
@@ -69,24 +69,22 @@ def _quantize(options: QuantizeCommand) -> int:
     if length is None:
         length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
     windows = token_windows(documents, load_tokenizer(folder), length)
-    calibration = Calibration.sample(windows, options.sequences, options.seed)
+    sample = drawn_windows(windows, options.sequences, options.seed)
     device = device_of(options.device)
     compute = compute_on(device, compute_dtype(options.dtype, device))
     began = time.perf_counter()
     with TaskProgress("calibrating") as progress:
         effort = Effort(model_shape(str(folder)), operations_per_s(compute))
-        progress.say_expected(effort.gptq_s(calibration.token_ids.size, bitwidths))
+        progress.say_expected(effort.gptq_s(sample.size, bitwidths))
         progress.report(0, len(bitwidths))
-        token_ids = torch.from_numpy(calibration.token_ids)
-        wanted = Quantization(bitwidths, token_ids, compute, settings)
+        wanted = Quantization(bitwidths, torch.from_numpy(sample), compute, settings)
         made_bytes = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began
-    tokens = calibration.token_ids.size
     again = command_line("llmpq", "plan", "--model", target)
     console().print(
         f"wrote {plain(size(made_bytes))} to {target}: {len(bitwidths)} layers of "
-        f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on {tokens} tokens in "
-        f"{seconds:.0f} s; plan it: {again} --cluster cluster.yaml",
+        f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on "
+        f"{sample.size} tokens in {seconds:.0f} s; plan it: {again} --cluster cluster.yaml",
         highlight=False,
         soft_wrap=True,
     )

@@ -109,7 +109,7 @@ def jobs_in(folder: str | Path, depth: int) -> Iterator[JobPlace]:
     Hidden folders and links are left out. Raises `InputError` where `folder` is none.
     """
     top = Path(folder)
-    if not _is_folder(top):
+    if not os.path.isdir(top):  # false of too long a name, for which pathlib raises
         raise InputError(f"{top} is no folder; `llmpq jobs show` takes the output of one job")
     left = MOST_FOLDERS
     for path, below, files in os.walk(top):
@@ -131,13 +131,6 @@ def _is_output(files: Sequence[str]) -> bool:
     return JOURNAL in files or (MANIFEST in files and (has_shards or LOCK in files))
 
 
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):  # too long a name, no access
-        return False
-
-
 def _worth_a_look(names: list[str], records_only: bool) -> Iterator[str]:
     """Folders to look into: at the deepest only those that lie beside an output."""
     for name in names:
@@ -154,13 +147,12 @@ def is_running(place: JobPlace, journal: Journal, now: float) -> bool:
     """
     if not place.lock.exists():
         return False
-    last = journal.sessions[-1] if journal.sessions else None
-    is_open = last is not None and last.end is None
+    last = next((each.start for each in journal.sessions[-1:] if each.end is None), None)
     has_beat = journal.beat_at is not None and now - journal.beat_at < BEAT_WITHIN_S
-    if is_open and last is not None and last.start.host != platform.node():
+    if last is not None and last.host != platform.node():
         return has_beat
-    held = is_locked(place.lock, last.start.pid if is_open and last is not None else None)
-    return is_open and has_beat if held is None else held
+    held = is_locked(place.lock, None if last is None else last.pid)
+    return last is not None and has_beat if held is None else held
 
 
 def is_locked(path: Path, holder: int | None = None) -> bool | None:

@@ -21,14 +21,14 @@ from actors.stage.layer_stream import compute_on
 from llmpq import Cluster, Workload
 from llmpq.cli import plan as plan_cli
 from llmpq.cli.measure.quality import indicator_main
-from llmpq.quality.calibration import Calibration
+from llmpq.quality.calibration import drawn_windows, token_digest
 from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.omega import assignments_to_measure, measure_omega
 from llmpq.quality.options import IndicatorOptions
 from llmpq.quality.text_windows import Windows, token_windows
 from planner.model.finding import model_shape
 from planner.profiles.sensitivity import load_omega
-from quant.common.errors import CheckpointError, InputError
+from quant.common.errors import CheckpointError
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import InputStatistics
 from quant.rounding.indicators import (
@@ -133,16 +133,13 @@ def test_damaged_weights_name_their_layer(tmp_path: Path) -> None:
 
 def test_calibration_draws_whole_windows() -> None:
     windows = token_windows([list(range(95))], None, 10)  # the last has 5 tokens and padding
-    sample = Calibration.sample(windows, 4, seed=1)
-    assert sample.token_ids.shape == (4, 10)
-    assert (np.diff(sample.token_ids[:, 0]) > 0).all()
-    assert not (sample.token_ids == 0)[:, 1:].any()
-    other = Calibration.sample(windows, 4, seed=2)
-    assert other.fingerprint != sample.fingerprint
-    assert Calibration.sample(windows, 4, seed=1).fingerprint == sample.fingerprint
-    assert len(Calibration.sample(windows, 99, seed=1).token_ids) == 9
-    with pytest.raises(InputError, match="at least 1"):
-        Calibration.sample(windows, 0, seed=1)
+    sample = drawn_windows(windows, 4, seed=1)
+    assert sample.shape == (4, 10)
+    assert (np.diff(sample[:, 0]) > 0).all()
+    assert not (sample == 0)[:, 1:].any()
+    assert token_digest(drawn_windows(windows, 4, seed=2)) != token_digest(sample)
+    assert token_digest(drawn_windows(windows, 4, seed=1)) == token_digest(sample)
+    assert len(drawn_windows(windows, 99, seed=1)) == 9
     assert isinstance(windows, Windows)
 
 
@@ -191,10 +188,10 @@ def test_command_writes_what_the_planner_takes(
                "--sequences", 5, "--method", "variance") == 0  # fmt: skip
     content = json.loads(omega.read_text())
     windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
-    sample = Calibration.sample(windows, 5, seed=0)
+    sample = drawn_windows(windows, 5, seed=0)
     form = VarianceForm("stochastic")
     expected, _ = measure_indicators(
-        model, sample.token_ids, {"x": partial(VarianceStatistics, form)}, BITS, IN_FLOAT32
+        model, sample, {"x": partial(VarianceStatistics, form)}, BITS, IN_FLOAT32
     )
     assert content["bits"] == list(BITS)
     assert np.array(content["matrix"]) == pytest.approx(expected["x"])
@@ -202,7 +199,7 @@ def test_command_writes_what_the_planner_takes(
     assert (told["method"], told["rounding"], told["calibration_tokens"]) == (
         "variance", "stochastic", 80,
     )  # fmt: skip
-    assert told["calibration"] == sample.fingerprint
+    assert told["calibration"] == token_digest(sample)
     assert content["points"][0]["bitwidths"] == [16] * LAYERS
     assert len(content["points"]) >= 8
     assert "perplexity, 384 tokens" not in (printed := capsys.readouterr().out)
@@ -230,7 +227,7 @@ def test_error_is_what_layers_alone_diverge(tmp_path: Path) -> None:
                "--sequence-length", 16, "--sequences", 5) == 0  # fmt: skip
     content = json.loads(omega.read_text())
     windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
-    token_ids = Calibration.sample(windows, 5, seed=0).token_ids
+    token_ids = drawn_windows(windows, 5, seed=0)
     seen: dict[nn.Module, Tensor] = {}
     handles = [
         linear.register_forward_pre_hook(

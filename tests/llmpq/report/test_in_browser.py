@@ -15,7 +15,7 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import plan as plan_cli
 from llmpq.report.page import write_report
-from llmpq.report.plan_charts import write_curve, write_front
+from llmpq.report.plan_charts import curve_of, curve_svg, write_front
 from planner.explanation.what_if import WhatIfOptions
 from planner.search.find import FrontPoint
 from tests.llmpq.jobs_of_prompts import job_plan
@@ -115,7 +115,9 @@ def test_pictures_by_themselves_have_a_ground_and_can_be_read(
         FrontPoint(theta, 2.0 + theta, 1.0, 90.0, 8, 1.0 / (1 + theta), 6.0) for theta in range(4)
     ]
     write_front(tmp_path / "front.svg", points)
-    write_curve(tmp_path / "curve.svg", job_plan())
+    curve = curve_of(job_plan())
+    assert curve is not None
+    (tmp_path / "curve.svg").write_text(curve_svg(curve, alone=True))
     two_types().trace(tmp_path / "trace.svg")
     grounds = set()
     for name in ("front", "curve", "trace"):
