@@ -350,7 +350,8 @@ def _rates(counts: Sequence[tuple[float, int]], bucket_s: float) -> tuple[RatePo
     number = max(1, round((last - first) / bucket_s))
     ends = np.linspace(first, last, number + 1)
     middles = (ends[:-1] + ends[1:]) / 2
-    rates = np.diff(np.interp(ends, *zip(*counts, strict=True))) * number / (last - first)
+    at_s, tokens = zip(*counts, strict=True)
+    rates = np.diff(np.interp(ends, at_s, tokens)) * number / (last - first)
     return tuple(map(RatePoint, middles.tolist(), rates.tolist()))
 
 

@@ -36,7 +36,8 @@ def drawn_windows(windows: Windows, sequences: int, seed: int) -> TokenIds:
     length = windows.token_ids.shape[1]
     whole = np.flatnonzero(windows.counts == length)
     drawn = np.random.default_rng(seed).permutation(whole)[:sequences]
-    return windows.token_ids[np.sort(drawn)]
+    found: TokenIds = windows.token_ids[np.sort(drawn)]
+    return found
 
 
 def token_digest(token_ids: TokenIds) -> str:

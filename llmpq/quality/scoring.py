@@ -61,19 +61,12 @@ def evaluate(
 ) -> list[Perplexity]:
     """Perplexity of every subject, in their order, and its divergence from the reference.
 
-    Raises `CheckpointError` for unusable weights, `SpecError` for subjects of another number of
-    layers, ids beyond the vocabulary, windows beyond the model's positions, and logits that are
-    not finite.
+    Raises `CheckpointError` for unusable weights, `SpecError` for ids beyond the vocabulary,
+    windows beyond the model's positions, and logits that are not finite.
     """
     dtypes = {dtype for subject in subjects for dtype in _dtypes(subject)}
     storage = dtypes.pop() if len(dtypes) == 1 else torch.float32  # holds each of them exactly
     stream = LayerStream(checkpoint, compute_on(device, storage))
-    for subject in subjects:
-        if len(subject.layers) != stream.layers:
-            raise SpecError(
-                f"{subject.name}: {len(subject.layers)} bitwidths where the model has "
-                f"{stream.layers} layers; give one number for all, or one for each layer"
-            )
     token_ids = torch.from_numpy(windows.token_ids)
     represented: dict[tuple[int, LayerScheme], frozenset[str]] = {}
     branches = _embedded(stream, token_ids, subjects)

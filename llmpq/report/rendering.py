@@ -6,14 +6,16 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from inspect import isfunction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from llmpq.report import formatting, latency
+from llmpq.report import formatting
+from llmpq.report.latency import bound, kind_name
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError, SpecError
 from quant.common.files import write_whole
@@ -24,29 +26,10 @@ if TYPE_CHECKING:
     from planner.options import PlanOptions
     from planner.plan.spec import PlanSpec
 
-FILTERS = (
-    formatting.change,
-    formatting.count,
-    formatting.duration,
-    formatting.gap,
-    formatting.layer_numbers,
-    formatting.lasted,
-    formatting.listed,
-    formatting.mean_bits,
-    formatting.moment,
-    formatting.number,
-    formatting.percent,
-    formatting.per_second,
-    formatting.plural,
-    formatting.seconds,
-    formatting.share_change,
-    formatting.size,
-    formatting.size_change,
-    formatting.times,
-    latency.bound,
-    latency.kind_name,
-    math.isinf,
-)
+FILTERS: dict[str, Callable[..., Any]] = {
+    **{name: each for name, each in vars(formatting).items() if isfunction(each)},
+    **{"bound": bound, "kind_name": kind_name, "isinf": math.isinf},
+}
 """Functions that the templates call on values, under their own names."""
 
 
@@ -78,8 +61,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["unbroken"] = unbroken
-    environment.filters |= {function.__name__: function for function in FILTERS}
+    environment.filters |= FILTERS | {"unbroken": unbroken}
     return environment
 
 
