@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
-from quant.backends.table import KernelRule, layer_rule
+from quant.backends.table import KernelRule, rule_for
 from quant.common.errors import DeviceError
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize_part
 from quant.rounding.importance import InputStatistics
@@ -30,7 +30,7 @@ class LayerForm:
     rounding: str = ROUNDINGS[0]
 
     def rule_of(self, shape: LinearShape) -> KernelRule:
-        return layer_rule(self.processor, self.bits, shape, dtype_name(self.dtype), self.backend)
+        return rule_for(self.processor, self.bits, shape, dtype_name(self.dtype), self.backend)
 
 
 class QuantizedLinear(nn.Module):

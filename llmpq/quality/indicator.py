@@ -19,7 +19,7 @@ from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import TokenIds, Windows
 from planner.model.finding import model_shape
 from quant.backends.kernel_classes import BACKENDS
-from quant.backends.table import layer_rule
+from quant.backends.table import rule_for
 from quant.common.errors import CheckpointError
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme
@@ -133,7 +133,7 @@ def stored_here(rounding: str, compute: Compute) -> Stored:
 
     def stored(name: str, weight: Tensor, bits: int, inputs: InputStatistics) -> Tensor:
         shape = LinearShape(weight.shape[1], weight.shape[0])
-        rule = layer_rule(compute.processor, bits, shape, dtype_name(compute.dtype))
+        rule = rule_for(compute.processor, bits, shape, dtype_name(compute.dtype))
         return BACKENDS[rule.name].represent(weight, Rounding.of_tensor(rounding, name, inputs))
 
     return stored

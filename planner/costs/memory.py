@@ -12,7 +12,7 @@ from functools import cache
 from planner.cluster.device import Device
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
-from quant.backends.table import layer_rule
+from quant.backends.table import rule_for
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
 
@@ -116,13 +116,9 @@ def _packed_bytes(
     shape: ModelShape, bits: int, processor: Processor, dtype: str, backend: str | None
 ) -> int:
     return sum(
-        layer_rule(
-            processor,
-            linear.stored_bits or bits,
-            linear,
-            dtype,
-            None if linear.stored_bits else backend,
-        ).nbytes(linear, dtype)
+        rule_for(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
+        if linear.stored_bits is None
+        else rule_for(processor, linear.stored_bits, linear, dtype).nbytes(linear, dtype)
         for linear in shape.layer_linears()
     )
 

@@ -98,6 +98,13 @@ class CostModel:
     def in_flight(self, job: Job, requests: int) -> Workload:
         return job.in_flight(requests, self.options.policy)
 
+    def with_in_flight(self, job: Job, requests: int) -> CostModel:
+        return replace(self, workload=self.in_flight(job, requests))
+
+    def on(self, devices: tuple[Device, ...]) -> CostModel:
+        """The costs where the cluster has these devices only."""
+        return replace(self, cluster=replace(self.cluster, devices=devices))
+
     def limit_bytes(self, device: Device) -> int:
         return device.memory_bytes - margin_bytes(device, self.options.memory_margin)
 
@@ -154,6 +161,10 @@ class CostModel:
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
         rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))
         return self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
+
+    def grouped_problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
+        """The problem whose layers are decided in the groups that options ask for."""
+        return grouped(self.problem(devices, sizes), self.options.group)
 
     def problem_of_parts(
         self, kinds: Sequence[Device], sizes: MicroBatches, stages: int

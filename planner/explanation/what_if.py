@@ -16,7 +16,7 @@ from planner.explanation.planned_assignment import PlannedAssignment
 from planner.optimiser.assignment import evaluate
 from planner.optimiser.relaxation import lower_bound
 from planner.optimiser.solve import solve
-from planner.search.fitting import fitting_problems
+from planner.search.fitting import SizedProblem, fitting_sizes
 from planner.workload import MicroBatches
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
@@ -163,10 +163,9 @@ def _search(
     solved.
     """
     best, proven, costs = present, True, present.costs
-    problems = [
-        (lower_bound(each.problem), each.sizes, each.problem)
-        for each in fitting_problems(costs, present.devices)
-    ]
+    devices = present.devices
+    sized = [SizedProblem.of(costs, devices, each) for each in fitting_sizes(costs, devices)]
+    problems = [(lower_bound(each.problem), each.sizes, each.problem) for each in sized]
     for bound, sizes, problem in sorted(problems, key=lambda entry: entry[0]):
         target = evaluate(best.problem, best.first_layer, best.bitwidth)
         if bound >= target * (1 - costs.options.relative_gap):

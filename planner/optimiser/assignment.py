@@ -25,12 +25,9 @@ def smallest_layer_bytes(problem: AssignmentProblem) -> FloatArray:
     return np.asarray(usable.min(axis=1))
 
 
-def layer_capacity(problem: AssignmentProblem, layer_scale: float = 1.0) -> IntArray:
-    """The layers, times `layer_scale` bytes, that fit on each stage at its smallest bitwidth [N];
-    -1 where nothing does.
-    """
-    each = smallest_layer_bytes(problem) * layer_scale
-    return _capacity(each, problem.memory_bytes, problem.layers)
+def layer_capacity(problem: AssignmentProblem) -> IntArray:
+    """The layers that fit on each stage at its smallest bitwidth [N]; -1 where nothing does."""
+    return _capacity(smallest_layer_bytes(problem), problem.memory_bytes, problem.layers)
 
 
 def _capacity(each: FloatArray, memory: FloatArray, layers: int) -> IntArray:

@@ -38,8 +38,8 @@ from planner.search.fitting import (
     SizedProblem,
     end_choices,
     equal_problems,
-    fitting_problems,
-    problems_near_share,
+    fitting_sizes,
+    sizes_near_share,
     smaller_equal_problems,
     smallest_sizes,
 )
@@ -157,10 +157,12 @@ def _least(
 
 
 def _of_each_order(
-    problems: Callable[[CostModel, Sequence[Device], Fits], list[SizedProblem]],
+    sizes_of: Callable[[CostModel, Sequence[Device], Fits], list[MicroBatches]],
 ) -> Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedProblem]]:
     return lambda costs, orders, fits: (
-        each for devices in orders for each in problems(costs, devices, fits)
+        SizedProblem.of(costs, devices, sizes)
+        for devices in orders
+        for sizes in sizes_of(costs, devices, fits)
     )
 
 
@@ -174,7 +176,7 @@ def _fits_evenly(problem: AssignmentProblem) -> bool:
 
 POLICIES = {
     "uniform": BaselinePolicy(
-        (_of_each_order(problems_near_share), _of_each_order(fitting_problems)),
+        (_of_each_order(sizes_near_share), _of_each_order(fitting_sizes)),
         _fits_evenly,
         lambda problem, _: uniform_assignment(problem),
         (lambda found: found.times.latency_s,),
@@ -219,9 +221,8 @@ def _at_best_number(costs: CostModel, job: Job) -> BaselineChoice:
     least, tried = costs.workload.global_batch, dict[int, tuple[float, BaselineChoice]]()
 
     def fits(number: int) -> bool:
-        here = replace(costs, workload=costs.in_flight(job, number))
         try:
-            found = choose(here, costs.options.method)
+            found = choose(costs.with_in_flight(job, number), costs.options.method)
         except DoesNotFitError:
             if number == least:
                 raise

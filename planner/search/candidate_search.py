@@ -225,6 +225,6 @@ def untried_sets(
 
 def _candidates(costs: CostModel, devices: tuple[Device, ...]) -> list[Candidates]:
     try:
-        return [Candidates(replace(costs, cluster=replace(costs.cluster, devices=devices)))]
+        return [Candidates(costs.on(devices))]
     except DoesNotFitError:
         return []

@@ -70,7 +70,7 @@ class Candidates:
             if ends.bound < math.inf:
                 self._push(ends)
             costs, sizes = ends.sized.costs, ends.sized.sizes
-            problem = grouped(costs.problem(devices, sizes), costs.options.group)
+            problem = costs.grouped_problem(devices, sizes)
             return SearchCandidate(
                 costs.workload, devices, sizes, problem, bound, costs.head_on_first
             )
@@ -122,9 +122,8 @@ class OrdersByEnds:
 
     @cached_property
     def problem(self) -> AssignmentProblem:
-        sized = self.sized
-        problem = sized.costs.problem([sized.devices[i] for i in self.tree.example], sized.sizes)
-        return grouped(problem, sized.costs.options.group)
+        devices = [self.sized.devices[index] for index in self.tree.example]
+        return self.sized.costs.grouped_problem(devices, self.sized.sizes)
 
     def refine(self) -> None:
         """Raise the bound by prices found for these sizes since, else by those best for these ends;

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from planner.cluster.device import Device
 from planner.cluster.spec import equal_devices, group_of, ungrouped
-from planner.costs.model import CostModel, grouped
+from planner.costs.model import CostModel
 from planner.model.tensor_parallel import possible_degrees, refusal
 from planner.optimiser.assignment import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
@@ -33,6 +33,10 @@ class SizedProblem(NamedTuple):
     devices: tuple[Device, ...]
     sizes: MicroBatches
     problem: AssignmentProblem
+
+    @classmethod
+    def of(cls, costs: CostModel, devices: Sequence[Device], sizes: MicroBatches) -> SizedProblem:
+        return cls(tuple(devices), sizes, costs.grouped_problem(devices, sizes))
 
 
 def searched_sizes(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
@@ -51,12 +55,17 @@ def smallest_sizes(options: PlanOptions) -> MicroBatches:
     return MicroBatches(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
 
 
+def sizes_near_share(costs: CostModel, devices: Sequence[Device], fits: Fits) -> list[MicroBatches]:
+    """Sizes near the even share of the batch with which an order fits."""
+    near = searched_sizes(costs, len(devices))
+    return [each for each in near if _holds(costs, devices, each, fits)]
+
+
 def fitting_sizes(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[MicroBatches]:
     """Sizes with which an order fits, smaller ones if none near the even share does; or none."""
-    near = searched_sizes(costs, len(devices))
-    found = [each for each in near if _holds(costs, devices, each, fits)]
+    found = sizes_near_share(costs, devices, fits)
     least = smallest_sizes(costs.options)
     if found or not _holds(costs, devices, least, fits):
         return found
@@ -71,20 +80,6 @@ def fitting_sizes(
     return [each for each in smaller if _holds(costs, devices, each, fits)]
 
 
-def fitting_problems(
-    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
-) -> list[SizedProblem]:
-    return [_sized(costs, devices, each) for each in fitting_sizes(costs, devices, fits)]
-
-
-def problems_near_share(
-    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
-) -> list[SizedProblem]:
-    """The problems of an order that fit, with sizes near the even share of the batch."""
-    near = searched_sizes(costs, len(devices))
-    return [_sized(costs, devices, each) for each in near if _holds(costs, devices, each, fits)]
-
-
 def equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits, parts: int = 1
 ) -> list[SizedProblem]:
@@ -95,7 +90,7 @@ def equal_problems(
     for order in orders:
         share = -(-costs.workload.global_batch // (len(order) * parts))
         prefill, decode = options.prefill_micro_batch, options.decode_micro_batch
-        found.append(_sized(costs, order, MicroBatches(prefill or share, decode or share)))
+        found.append(SizedProblem.of(costs, order, MicroBatches(prefill or share, decode or share)))
     return [each for each in found if fits(each.problem)]
 
 
@@ -125,7 +120,7 @@ def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
     useful = _useful(costs)
     sets = [useful]
     while sets:
-        found = [each for each in sets if fits_somehow(_with_devices(costs, each))]
+        found = [each for each in sets if fits_somehow(costs.on(each))]
         if found:
             return found
         fewer = distinct_sets(
@@ -134,12 +129,12 @@ def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
             for dropped in (devices if len(devices) > 1 else ())
         )
         sets = [devices for devices in fewer if _fits_in_any_order(costs, devices)]
-    raise misfit(_with_devices(costs, useful))
+    raise misfit(costs.on(useful))
 
 
 def misfit(costs: CostModel) -> DoesNotFitError:
     """The error that says why all devices have no plan, with figures and without remedies."""
-    smallest = (_sized(*each) for each in _smallest(costs))
+    smallest = (SizedProblem.of(*each) for each in _smallest(costs))
     closest = max(smallest, key=lambda each: each.problem.memory_bytes.sum())
     why = explain_infeasible(closest.problem, [device.label for device in closest.devices])
     sizes, devices = closest.sizes, costs.cluster.devices
@@ -175,16 +170,11 @@ def _with_fixed(pairs: Sequence[MicroBatches], options: PlanOptions) -> list[Mic
     return sorted(fixed, key=lambda pair: (pair.decode, pair.prefill))
 
 
-def _sized(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches) -> SizedProblem:
-    problem = grouped(costs.problem(devices, sizes), costs.options.group)
-    return SizedProblem(tuple(devices), sizes, problem)
-
-
 def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fits: Fits) -> bool:
     """Whether memory allows these sizes, as of a batch, whose passes are quick to count."""
     if fits is is_feasible:
         return costs.has_room(devices, sizes)
-    return fits(_sized(costs.of_batch, devices, sizes).problem)
+    return fits(costs.of_batch.grouped_problem(devices, sizes))
 
 
 def _smallest(costs: CostModel) -> Iterator[tuple[CostModel, tuple[Device, ...], MicroBatches]]:
@@ -195,16 +185,12 @@ def _smallest(costs: CostModel) -> Iterator[tuple[CostModel, tuple[Device, ...],
             yield placed, devices, sizes
 
 
-def _with_devices(costs: CostModel, devices: tuple[Device, ...]) -> CostModel:
-    return replace(costs, cluster=replace(costs.cluster, devices=devices))
-
-
 def _useful(costs: CostModel) -> tuple[Device, ...]:
     held = {}
     for kind, device in {each.cost_kind: each for each in costs.cluster.devices}.items():
         three = [replace(device, index=device.index + step) for step in range(3)]
-        sized = _sized(costs.of_batch, three, smallest_sizes(costs.options))
-        held[kind] = int(layer_capacity(sized.problem)[1])  # of the middle one
+        problem = costs.of_batch.grouped_problem(three, smallest_sizes(costs.options))
+        held[kind] = int(layer_capacity(problem)[1])  # of the middle one
     useful = tuple(d for d in costs.cluster.devices if held[d.cost_kind] > 0)
     return useful or costs.cluster.devices
 
@@ -212,7 +198,7 @@ def _useful(costs: CostModel) -> tuple[Device, ...]:
 def _fits_in_any_order(costs: CostModel, devices: tuple[Device, ...]) -> bool:
     anyhow = replace(costs, options=replace(costs.options, all_orders=True))
     alone = ((device,) for device in {device.cost_kind: device for device in devices}.values())
-    return any(fits_somehow(_with_devices(anyhow, each)) for each in (devices, *alone))
+    return any(fits_somehow(anyhow.on(each)) for each in (devices, *alone))
 
 
 MOST_GROUPINGS = 48
@@ -238,9 +224,8 @@ def first_sets(costs: CostModel) -> list[tuple[Device, ...]]:
         return fitting_sets(costs)
     found: list[tuple[Device, ...]] = []
     for devices in groupings(costs):
-        grouped = replace(costs, cluster=replace(costs.cluster, devices=devices))
         try:
-            found += fitting_sets(grouped)
+            found += fitting_sets(costs.on(devices))
         except DoesNotFitError:
             if costs.options.tensor_parallel != AUTO:
                 raise

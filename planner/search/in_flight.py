@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.model import CostModel, grouped
+from planner.costs.model import CostModel
 from planner.optimiser.assignment import is_feasible, stage_times
 from planner.optimiser.relaxation import lower_bound
 from planner.options import AUTO, JOB_GAP
@@ -82,7 +82,7 @@ def plan_solver(
 def _near(costs: CostModel, found: Solution, clock: Callable[[], float]) -> Solution:
     """The best plan of a batch with the order, the sizes and the head of one that was `found`."""
     costs, runner = found.costs(costs), CandidateSearch(costs.options, clock)
-    problem = grouped(costs.problem(found.devices, found.sizes), costs.options.group)
+    problem = costs.grouped_problem(found.devices, found.sizes)
     same = found.workload, found.devices, found.sizes
     runner.consider(SearchCandidate(*same, problem, 0.0, found.head_on_first), 0.0)
     return runner.solutions([])[0]
@@ -130,7 +130,7 @@ class JobSearch:
     def solve(self, theta: float, *, quick: bool = False, limit_s: float | None = None) -> Solution:
         """The best plan at `theta`, of all devices or fewer; the others as in `PlanSolver`."""
         costs = _limited(replace(self._costs, theta=theta), limit_s)
-        one = replace(costs, workload=costs.in_flight(self._job, self.least))
+        one = costs.with_in_flight(self._job, self.least)
         run, seen = _Run(self, costs, _QUICK if quick else _WHOLE), set[Hashable]()
         sets = self._sets[-1:] if quick else []
         sets = sets or [*first_sets(one), *self._other_sets()]
@@ -184,8 +184,7 @@ class JobSearch:
         return [part for part in parts if part and len(part) < len(devices)]
 
     def at(self, costs: CostModel, devices: tuple[Device, ...], number: int) -> CostModel:
-        cluster = replace(costs.cluster, devices=devices)
-        return replace(costs, cluster=cluster, workload=costs.in_flight(self._job, number))
+        return costs.on(devices).with_in_flight(self._job, number)
 
     def most(self, devices: tuple[Device, ...]) -> int:
         """The most requests that memory allows on these devices, and the job has; 0 for none."""
@@ -286,7 +285,7 @@ class _Run:
         near = {own} if options.prefill_micro_batch else {own // 2, own, 2 * own}
         for prefill in sorted(near & set(range(1, number + 1))):
             sizes = MicroBatches(prefill, decode)
-            problem = grouped(costs.problem(best.devices, sizes), options.group)
+            problem = costs.grouped_problem(best.devices, sizes)
             if is_feasible(problem):
                 bound = lower_bound(problem)
                 same = best.devices, sizes, problem, bound, best.head_on_first
@@ -343,8 +342,7 @@ def _fitting_batches(costs: CostModel, solution: Solution) -> Iterator[Solution]
     sizes = {solution.sizes.decode, *(max(1, round(share * each)) for each in BATCH_SHARES)}
     for size in sorted(sizes):
         sized = replace(solution, max_batch_size=size)
-        problem = sized.costs(costs).problem(solution.devices, solution.sizes)
-        problem = grouped(problem, costs.options.group)
+        problem = sized.costs(costs).grouped_problem(solution.devices, solution.sizes)
         stages = stage_times(problem, found.first_layer, found.bitwidth)
         if size == solution.sizes.decode or (stages.bytes <= problem.memory_bytes).all():
             yield sized

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.cluster.device import Device
 from planner.cluster.spec import grown, kinds_of_devices
-from planner.costs.model import CostModel, expanded, grouped
+from planner.costs.model import CostModel, expanded
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import typical_objective_s
 from planner.optimiser.solve import solve
@@ -187,7 +187,7 @@ def seconds_per_sensitivity(costs: CostModel) -> float:
         return 0.0
     if costs.job is not None:
         number = min(costs.job.prompts, TYPICAL_IN_FLIGHT)
-        costs = replace(costs, workload=costs.in_flight(costs.job, number))
+        costs = costs.with_in_flight(costs.job, number)
     devices = costs.cluster.devices
     sizes = searched_sizes(costs, len(devices))[-1]
     return typical_objective_s(replace(costs, theta=0.0).problem(devices, sizes)) / worst
@@ -280,18 +280,17 @@ def _curve(plan: _Plan, job: Job) -> Iterator[PlanChoice]:
 
 
 def _at_number(plan: _Plan, job: Job, number: int) -> Solution | None:
-    solution, options = plan.solution, plan.costs.options
-    workload = plan.costs.in_flight(job, number)
-    costs = replace(solution.costs(plan.costs), workload=workload)
+    solution = plan.solution
+    costs = solution.costs(plan.costs).with_in_flight(job, number)
     decode = -(-number // len(solution.devices))
     sizes = MicroBatches(min(solution.sizes.prefill, decode), decode)
-    problem = grouped(costs.problem(solution.devices, sizes), options.group)
+    problem = costs.grouped_problem(solution.devices, sizes)
     try:
         limit_s = min(CURVE_SOLVE_S, plan.time_left.next_s())
         found = solve(problem, time_limit_s=limit_s, relative_gap=ANSWER_GAP)
     except InfeasibleError:
         return None
-    return replace(solution, workload=workload, sizes=sizes, assignment=found)
+    return replace(solution, workload=costs.workload, sizes=sizes, assignment=found)
 
 
 def _more_devices(plan: _Plan, clock: Callable[[], float]) -> Iterator[MoreDevices]:

@@ -83,8 +83,7 @@ def _fits(request: PlanningRequest) -> bool:
 def _plans(request: PlanningRequest) -> bool:
     def plan(costs: CostModel) -> bool:
         if costs.options.max_omega is None and costs.options.max_latency_s is None:
-            sets = (replace(costs.cluster, devices=devices) for devices in first_sets(costs))
-            return any(Candidates(replace(costs, cluster=cluster)).count for cluster in sets)
+            return any(Candidates(costs.on(devices)).count for devices in first_sets(costs))
         return bool(within_bounds(costs))
 
     return _succeeds(request, plan)

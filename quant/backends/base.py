@@ -12,15 +12,16 @@ from torch.nn import functional
 
 from quant.common.errors import CheckpointError
 from quant.devices import moved_blocks
-from quant.rounding.canonical import CanonicalWeight, dequantize, quantize, row_blocks
+from quant.rounding.canonical import (
+    CanonicalWeight,
+    dequantize,
+    quantize,
+    ranges,
+    row_blocks,
+    rows_at_once,
+)
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
-
-_CPU_DECODED_WEIGHTS = 1 << 19
-"""Weights decoded at once on a CPU: 2 MB of float32. 512 KB takes 1.3 times as long."""
-
-_GPU_DECODED_WEIGHTS = 1 << 24
-"""Weights decoded at once on a GPU: 64 MB of float32 keep it busy."""
 
 _MANY_TOKENS = 8
 _PRODUCT_ROWS = 256
@@ -138,19 +139,18 @@ def linear_by_blocks(
     row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply `x` `[..., in]` with a weight of `rows` rows that `decode_rows` gives `[block, in]`,
-    at most `decoded_rows(x)` at once, in the same memory if it likes. Sums are multiplied by
+    at most `rows_at_once` of them, in the same memory if it likes. Sums are multiplied by
     `row_scale` `[rows]`.
     """
     compute = _compute_type(x)
     tokens = x.reshape(-1, x.shape[-1]).to(compute)
-    step = decoded_rows(x)
+    step = rows_at_once(x.shape[-1], x.device)
     few = compute == torch.float32 and len(tokens) < _MANY_TOKENS
     together = step if few else step * -(-_PRODUCT_ROWS // step)
     weight = tokens.new_empty(min(together, rows), x.shape[-1])
     out = x.new_empty(len(tokens), rows)
-    for first in range(0, rows, together):
-        block = slice(first, min(first + together, rows))
-        own = _filled(weight[: block.stop - first], step, first, decode_rows)
+    for block in ranges(rows, together):
+        own = _filled(weight[: block.stop - block.start], step, block.start, decode_rows)
         sums = functional.linear(tokens, own)
         out[:, block] = sums if row_scale is None else sums * row_scale[block]
     return out.view(*x.shape[:-1], rows)
@@ -159,28 +159,21 @@ def linear_by_blocks(
 def _filled(
     weight: torch.Tensor, step: int, first: int, decode_rows: Callable[[slice], torch.Tensor]
 ) -> torch.Tensor:
-    rows = len(weight)
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
-        decoded = decode_rows(slice(first + start, first + stop))
+    for part in ranges(len(weight), step):
+        decoded = decode_rows(slice(first + part.start, first + part.stop))
         if decoded.shape == weight.shape and decoded.dtype == weight.dtype:
             return decoded
-        weight[start:stop] = decoded
+        weight[part] = decoded
     return weight
-
-
-def decoded_rows(x: torch.Tensor) -> int:
-    weights = _CPU_DECODED_WEIGHTS if x.device.type == "cpu" else _GPU_DECODED_WEIGHTS
-    return max(1, weights // max(1, x.shape[-1]))
 
 
 class DecodeMemory:
     """Memory that `linear_by_blocks` decodes to again, as fresh pages take longer: `codes` uint8
-    and `values` float32 `[decoded_rows(x), in]`.
+    and `values` float32 `[rows_at_once, in]`.
     """
 
     def __init__(self, x: torch.Tensor, rows: int) -> None:
-        shape = (min(decoded_rows(x), rows), x.shape[-1])
+        shape = (min(rows_at_once(x.shape[-1], x.device), rows), x.shape[-1])
         self.codes = torch.empty(shape, dtype=torch.uint8, device=x.device)
         self.values = torch.empty(shape, device=x.device)
 

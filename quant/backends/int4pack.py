@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
-from quant.rounding.canonical import CanonicalWeight, row_blocks
+from quant.rounding.canonical import CanonicalWeight, ranges, row_blocks
 
 BLOCK_ROWS = 64
 """Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
@@ -94,14 +94,9 @@ def multiply_many(
 
 def stretches(rows: int, step: int) -> Iterator[slice]:
     whole = rows - rows % BLOCK_ROWS
-    yield from _ranges(whole, step)
+    yield from ranges(whole, step)
     if whole < rows:
         yield slice(whole, rows)
-
-
-def _ranges(size: int, step: int) -> Iterator[slice]:
-    for first in range(0, size, step):
-        yield slice(first, min(first + step, size))
 
 
 def whole_blocks(rows: int) -> int:
@@ -130,9 +125,9 @@ class _Decoder:
         scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
         zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
         pairs = blob.view(-1, self.columns, _HALF_ROWS)  # a byte: rows r and r + 32 of a block
-        for block in _ranges(len(weight), self.blocks * BLOCK_ROWS):
+        for block in ranges(len(weight), self.blocks * BLOCK_ROWS):
             own = pairs[block.start // BLOCK_ROWS : block.stop // BLOCK_ROWS]
-            for segment in _ranges(self.columns, self.segment):
+            for segment in ranges(self.columns, self.segment):
                 groups = slice(segment.start // self.group, segment.stop // self.group)
                 values = self._codes(own[:, segment]).view(block.stop - block.start, -1, self.group)
                 values.mul_(scale[block, groups]).add_(zero[block, groups])

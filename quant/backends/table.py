@@ -280,40 +280,24 @@ def rule_for(
     backend: str | None = None,
     decode_rows: int = 0,
 ) -> KernelRule:
-    """Return the rule of `backend`, or of the first that takes this weight and is not outdone in
-    decode steps of `decode_rows` (0: not known); SpecError where there is none.
+    """Return the rule of the first backend that takes this weight and is not outdone in decode
+    steps of `decode_rows` (0: not known), or that of `backend`, and where it does not take the
+    shape that which takes every shape; SpecError where there is none.
     """
     rules = _rules_of(bits, dtype)
-    if backend is None:
-        return next(
-            rule
-            for rule in rules
-            if rule.supports(processor, shape, dtype)
-            and not (rule.is_outdone and rule.is_outdone(processor, shape, dtype, decode_rows))
-        )
-    named = _named(rules, bits, backend)
-    if not named.supports(processor, shape, dtype):
-        raise SpecError(
-            f"backend {backend} cannot hold a {bits}-bit weight of {shape.out_features} x "
-            f"{shape.in_features} in {dtype} on {_describe(processor)}; {rules[-1].name} can"
-        )
-    return named
+    if backend is not None:
+        named = _named(rules, bits, backend)
+        return named if named.supports(processor, shape, dtype) else fallback_rule(bits)
+    return next(
+        rule
+        for rule in rules
+        if rule.supports(processor, shape, dtype)
+        and not (rule.is_outdone and rule.is_outdone(processor, shape, dtype, decode_rows))
+    )
 
 
 def fallback_rule(bits: int) -> KernelRule:
     return next(rule for rule in reversed(KERNEL_RULES) if rule.bits == bits)
-
-
-def layer_rule(
-    processor: Processor, bits: int, shape: LinearShape, dtype: str, backend: str | None = None
-) -> KernelRule:
-    """As `rule_for`, but where the named backend does not take the shape, that which takes every
-    shape.
-    """
-    if backend is None:
-        return rule_for(processor, bits, shape, dtype)
-    named = _named(_rules_of(bits, dtype), bits, backend)
-    return named if named.supports(processor, shape, dtype) else fallback_rule(bits)
 
 
 def backend_name(
@@ -338,11 +322,3 @@ def _named(rules: list[KernelRule], bits: int, backend: str) -> KernelRule:
             return rule
     names = ", ".join(rule.name for rule in rules)
     raise SpecError(f"no backend {backend!r} for {bits} bits; choose one of {names}")
-
-
-def _describe(processor: Processor) -> str:
-    if processor.rocm_architecture is not None:
-        return f"an AMD GPU ({processor.rocm_architecture})"
-    if processor.compute_capability is None:
-        return f"a CPU with {', '.join(sorted(processor.instruction_sets)) or 'no AVX-512'}"
-    return "a GPU of compute capability {}.{}".format(*processor.compute_capability)

@@ -8,6 +8,7 @@ size is not known before, is put in front at the end.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -62,9 +63,7 @@ def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
     if place.dtype not in _DTYPES or any(size < 0 for size in place.shape):
         raise DamagedFileError(f"a tensor claims type {place.dtype} and shape {place.shape}")
     dtype = _DTYPES[place.dtype]
-    elements = 1
-    for size in place.shape:  # computed before torch allocates what the header claims
-        elements *= size
+    elements = math.prod(place.shape)  # before torch allocates what the header claims
     if elements * dtype.itemsize != place.stop - place.start:
         raise DamagedFileError(
             f"{list(place.shape)} x {place.dtype} is not {place.stop - place.start} bytes"

@@ -64,11 +64,12 @@ def layer_key(
     """The key of what `module`, on the meta device, becomes in `form`. The source code of this
     package stands for what it does to a weight, so that no version number has to be kept.
     """
-    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     depends_on = {
         "checkpoint": fingerprint,
         "layer": name_prefix,
-        "tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors},
+        "tensors": {
+            name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in all_tensors(module)
+        },
         "bits": form.bits,
         "backends": _backends(module, form, cuts),
         "cuts": {name: astuple(cut) for name, cut in cuts.items()},
@@ -100,7 +101,7 @@ def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) ->
         for name, linear in linears.items():  # one at a time, as oneDNN's are copied
             for part, tensor in linear.packed.state().items():
                 yield f"{name}{_PART}{part}", tensor
-        yield from _unpacked(module)
+        yield from all_tensors(module)
 
     names = {name: backend.__name__ for name, backend in backends.items()}
     nbytes += _NOTES_BYTES * len(linears)
@@ -150,7 +151,7 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
     linears = {n: _read_linear(meta, n, rule, cached, form) for n, (meta, rule) in places.items()}
     tensors = {n: cached.read(n).to(form.device) for n in cached.names if _PART not in n}
     packed = {f"{name}.weight" for name in linears}
-    expected = {name: tensor for name, tensor in _unpacked(module) if name not in packed}
+    expected = {name: tensor for name, tensor in all_tensors(module) if name not in packed}
     if tensors.keys() != expected.keys():
         raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
     for name, tensor in expected.items():
@@ -210,7 +211,7 @@ def _backends(module: nn.Module, form: LayerForm, cuts: Mapping[str, Cut]) -> di
     return chosen
 
 
-def _unpacked(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
 

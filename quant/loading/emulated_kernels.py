@@ -15,9 +15,10 @@ from torch.nn import functional
 from quant.backends.bnb import rounded_activations
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.rotation import RotatedCodes
-from quant.backends.table import KernelRule, layer_rule
+from quant.backends.table import KernelRule, rule_for
 from quant.checkpoint.reader import Checkpoint
 from quant.linear import LayerForm, dtype_name
+from quant.loading.cached_layer import put_submodule
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
 from quant.rounding.importance import LayerImportance
 from quant.rounding.ways import DEFAULT, Rounding
@@ -105,9 +106,7 @@ def load_layer_as_planned(
             inputs = None if importance is None else importance.inputs.get(name)
             rounding = Rounding.of_tensor(scheme.rounding, full_name, inputs)
             product = represented_product(rule.name, stored, compute.dtype, rounding)
-            parent, _, attribute = name.rpartition(".")
-            filled = RepresentedLinear(product, linear.bias)
-            setattr(module.get_submodule(parent), attribute, filled)
+            put_submodule(module, name, RepresentedLinear(product, linear.bias))
             represented.add(rule.name)
     form = LayerForm(
         scheme.bits,
@@ -125,8 +124,8 @@ def _foreign_rule(linear: nn.Linear, scheme: LayerScheme, compute: Compute) -> K
     assert scheme.planned_for is not None, "the scheme is of this machine"
     shape = LinearShape(linear.in_features, linear.out_features)
     bits, dtype = scheme.bits, dtype_name(compute.dtype)
-    planned = layer_rule(scheme.planned_for, bits, shape, scheme.planned_dtype, scheme.backend)
-    here = layer_rule(compute.processor, bits, shape, dtype, scheme.backend)
+    planned = rule_for(scheme.planned_for, bits, shape, scheme.planned_dtype, scheme.backend)
+    here = rule_for(compute.processor, bits, shape, dtype, scheme.backend)
     return None if here is planned else planned
 
 

@@ -28,9 +28,9 @@ from quant.linear import (
     quantize_linear,
     quantize_linear_part,
 )
-from quant.loading.cache_folder import CachedTensors, CacheKey, ShardCache, file_range
+from quant.loading.cache_folder import CacheKey, ShardCache, file_range
 from quant.loading.cached_layer import (
-    CachedLayer,
+    all_tensors,
     fill_from,
     layer_key,
     new_entry,
@@ -124,7 +124,9 @@ def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
 
 def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache) -> None:
     key = _key(load, checkpoint)
-    if _restore_layer(load, cache, key):
+    restored = cache.restore(key, lambda cached: read_layer(load.module, cached, load.form))
+    if restored is not None:
+        fill_from(load.module, restored)
         return
     _fill_layer(load, checkpoint)
     entry = new_entry(load.module, key, load.form, module_nbytes(load.module))
@@ -148,7 +150,7 @@ def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
     """Refuse a stored bias, norm or adapter that `load.module` lacks, as the planner does: a node
     may have other weights. A bias of zeros changes nothing.
     """
-    taken = {name for name, _ in _all_tensors(load.module)}
+    taken = {name for name, _ in all_tensors(load.module)}
     modules = {name for name, _ in load.module.named_modules()}
     place = f"{load.name_prefix.partition('.')[2]}."
     for stored in checkpoint.names_below(load.name_prefix):
@@ -254,16 +256,6 @@ def _whole(load: LayerLoad, name: str, linear: nn.Linear) -> tuple[int, int]:
     return rows, columns
 
 
-def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
-    def build(cached: CachedTensors) -> CachedLayer:
-        return read_layer(load.module, cached, load.form)
-
-    parts = cache.restore(key, build)
-    if parts is not None:
-        fill_from(load.module, parts)
-    return parts is not None
-
-
 def _ranges_of_layer(
     load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
 ) -> list[FileRange]:
@@ -272,7 +264,7 @@ def _ranges_of_layer(
         if path.is_file():
             return [file_range(path)]
     weights = [f"{name}.weight" for name, _ in _linears(load.module)]
-    names = [*weights, *(name for name, _ in _all_tensors(load.module))]
+    names = [*weights, *(name for name, _ in all_tensors(load.module))]
     ranges = _ranges([f"{load.name_prefix}.{name}" for name in names], checkpoint)
     others = map(checkpoint.range_of, checkpoint.names_below(load.name_prefix))
     return list(dict.fromkeys([*ranges, *others]))
@@ -311,10 +303,10 @@ def load_tensors(
 
 def module_nbytes(module: nn.Module) -> int:
     packed = [child.packed for child in module.modules() if isinstance(child, QuantizedLinear)]
-    tensors = itertools.chain(module.parameters(), module.buffers())
+    tensors = (tensor for _, tensor in all_tensors(module) if not tensor.is_meta)
     storages = {
         storage.data_ptr(): storage.nbytes()
-        for storage in (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
+        for storage in (tensor.untyped_storage() for tensor in tensors)
     }
     quantized = sum({id(weight): weight.nbytes for weight in packed}.values())
     prepacked = [m.packed_bytes for m in module.modules() if isinstance(m, PrepackedLinear)]
@@ -344,10 +336,6 @@ def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear)
-
-
-def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

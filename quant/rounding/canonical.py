@@ -29,7 +29,7 @@ _LOWEST_BITS = 0x01010101
 
 _BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Weights worked on at once: 2 MB of float32 stays in a CPU core's cache (16 MB took 1.6 times as
-long on an AVX-512 core), 64 MB keeps a GPU busy."""
+long on an AVX-512 core, decoding 512 KB at once 1.3 times), 64 MB keeps a GPU busy."""
 
 
 @dataclass(frozen=True)
@@ -189,15 +189,16 @@ def decode(
 
 
 def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
-    step = (
-        max(
-            1,
-            _BLOCK_WEIGHTS.get(device.type, _BLOCK_WEIGHTS["cuda"]) // max(1, columns) // multiple,
-        )
-        * multiple
-    )
-    for first in range(0, rows, step):
-        yield slice(first, min(first + step, rows))
+    yield from ranges(rows, max(1, rows_at_once(columns, device) // multiple) * multiple)
+
+
+def rows_at_once(columns: int, device: torch.device) -> int:
+    return max(1, _BLOCK_WEIGHTS.get(device.type, _BLOCK_WEIGHTS["cuda"]) // max(1, columns))
+
+
+def ranges(size: int, step: int) -> Iterator[slice]:
+    for first in range(0, size, step):
+        yield slice(first, min(first + step, size))
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from planner.model.finding import model_shape
-from quant.backends.table import layer_rule, rule_for
+from quant.backends.table import rule_for
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError, PlanMismatchError
@@ -355,7 +355,7 @@ def test_modules_of_other_bits_and_those_left_out_are_taken_as_they_are(
     assert shape.stored is not None
     assert not shape.stored.mixed
     planned = [
-        layer_rule(PLAIN_CPU, each.stored_bits or 4, each, "float32").nbytes(each, "float32")
+        rule_for(PLAIN_CPU, each.stored_bits or 4, each, "float32").nbytes(each, "float32")
         for each in shape.layer_linears()
     ]
     assert sum(planned) + 4 * shape.layer_other_parameters == module_nbytes(layer)
