@@ -87,54 +87,37 @@ def quantize_linear(
     form: LayerForm,
     name: str = "",
     inputs: InputStatistics | None = None,
+    cut: Cut | None = None,
 ) -> nn.Module:
     """Make a linear of `weight` `[out, in]`; 16 bit gives an `nn.Linear`. `weight` and `bias` are
     never kept: they may be views of a file. Stochastic rounding draws from a seed of `name`;
-    backends with codes of their own, such as nf4, round to the nearest. SpecError for an impossible
-    form, CheckpointError for values that are not finite, DeviceError for bytes beyond the rule or a
+    backends with codes of their own, such as nf4, round to the nearest. Of what `cut` takes it has
+    the codes of the whole weight, but for backends of own codes with scales of whole rows
+    (LLM.int8(), oneDNN); `inputs` are the whole's. SpecError for an impossible form,
+    CheckpointError for values that are not finite, DeviceError for bytes beyond the rule or a
     missing package.
     """
     dtype, device = form.dtype, form.device
     own_bias = None if bias is None else copy_of(bias, dtype, device)
     shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
+    shape = shape if cut is None else part_shape(shape, cut)
+    own_weight = weight if cut is None else weight[cut.index]
     rule = form.rule_of(shape)
     if form.bits == FULL_BITS:
-        return _plain_linear(weight, own_bias, dtype, device)
-    kernel = usable_backend(rule.name, form.bits, dtype, device)
-    rounding = Rounding.of_tensor(form.rounding, name, inputs)
-    packed = kernel.from_weight(weight, dtype, device, rounding)
-    _check_bytes(packed, rule, shape, dtype)
-    return QuantizedLinear(packed, shape, own_bias, dtype, rule)
-
-
-def quantize_linear_part(
-    weight: torch.Tensor,
-    cut: Cut,
-    form: LayerForm,
-    name: str = "",
-    inputs: InputStatistics | None = None,
-) -> nn.Module:
-    """Make a linear of what `cut` takes, with the codes of the whole weight, but for backends of
-    own codes with scales of whole rows (LLM.int8(), oneDNN); `inputs` are the whole's.
-    """
-    dtype, device = form.dtype, form.device
-    shape = part_shape(LinearShape(weight.shape[1], weight.shape[0]), cut)
-    rule = form.rule_of(shape)
-    if form.bits == FULL_BITS:
-        return _plain_linear(weight[cut.index], None, dtype, device)
+        return _plain_linear(own_weight, own_bias, dtype, device)
     kernel = usable_backend(rule.name, form.bits, dtype, device)
     rounding = Rounding.of_tensor(form.rounding, name, inputs)
     packed: PackedWeight
-    if issubclass(kernel, CanonicalPacked) and not kernel.rounds_again:
+    if cut is not None and issubclass(kernel, CanonicalPacked) and not kernel.rounds_again:
         canonical = quantize_part(weight, form.bits, cut, device, rounding)
         packed = kernel.from_canonical(canonical)
     else:
-        if inputs is not None and cut.dimension == COLUMNS:
-            own = inputs.of_inputs(slice(cut.begin, cut.end))
-            rounding = replace(rounding, inputs=own)
-        packed = kernel.from_weight(weight[cut.index], dtype, device, rounding)
+        if cut is not None and inputs is not None and cut.dimension == COLUMNS:
+            own_inputs = inputs.of_inputs(slice(cut.begin, cut.end))
+            rounding = replace(rounding, inputs=own_inputs)
+        packed = kernel.from_weight(own_weight, dtype, device, rounding)
     _check_bytes(packed, rule, shape, dtype)
-    return QuantizedLinear(packed, shape, None, dtype, rule)
+    return QuantizedLinear(packed, shape, own_bias, dtype, rule)
 
 
 def linear_of_codes(

@@ -40,21 +40,16 @@ def torch_threads() -> Iterator[None]:
         yield
 
 
-def compiled_loop(function: Any, parallel: bool) -> Any:
-    return _compiled(function, parallel, _FAST_SUMS)
-
-
-def exact_loop(function: Any, parallel: bool) -> Any:
-    """Compile every operation as written, so that torch's own operations give the same bits."""
-    return _compiled(function, parallel, set())
-
-
-def _compiled(function: Any, parallel: bool, fast: set[str]) -> Any:
+def compiled_loop(function: Any, parallel: bool, exact: bool = False) -> Any:
+    """Compile a loop; `exact`: every operation as written, so that torch's own operations give the
+    same bits.
+    """
     import numba
 
     settings: Any = numba.config
     settings.THREADING_LAYER = "workqueue"  # idle threads sleep
-    return numba.njit(parallel=parallel, fastmath=fast or False, nogil=True)(function)
+    fast = False if exact else _FAST_SUMS
+    return numba.njit(parallel=parallel, fastmath=fast, nogil=True)(function)
 
 
 @cache

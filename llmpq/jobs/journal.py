@@ -393,4 +393,4 @@ def thin_out(path: Path) -> None:
             if isinstance(entry, WorkDone) or (isinstance(entry, ProgressPoint) and points % 2):
                 continue
             kept.append(line)
-    write_whole(path, b"".join(kept).decode())
+    write_whole(path, b"".join(kept))

@@ -34,7 +34,7 @@ from quant.checkpoint.stored_tensors import (
     TensorPlace,
     is_offline,
     read_header,
-    spellings,
+    stored_name,
     stored_tensors,
     unread_file,
     unread_weights,
@@ -91,10 +91,8 @@ def _linear_names(shape: ModelShape) -> tuple[str, ...]:
 def _parts(
     module: str, base: str, tensors: Mapping[str, StoredTensor]
 ) -> tuple[StoredTensor | None, StoredTensor | None]:
-    words, scales = (
-        next((tensors[n] for n in spellings(f"{module}.{part}", base) if n in tensors), None)
-        for part in ("qweight", "scales")
-    )
+    found = (stored_name(tensors, f"{module}.{part}", base) for part in ("qweight", "scales"))
+    words, scales = (None if name is None else tensors[name] for name in found)
     return words, scales
 
 
@@ -134,8 +132,7 @@ def has_own_head(folder: Path, model_type: str) -> bool:
     names = FAMILIES[model_type].architecture
     stored = stored_tensors(folder)
     head = next((n for n in (f"{name}.weight" for name in names.head_names) if n in stored), None)
-    spelt = spellings(f"{names.embedding_path}.weight", names.base)
-    embedding = next((name for name in spelt if name in stored), None)
+    embedding = stored_name(stored, f"{names.embedding_path}.weight", names.base)
     if head is None or embedding is None:
         return False
     parts = [(name, stored[name]) for name in (embedding, head)]

@@ -21,6 +21,7 @@ from quant.checkpoint.stored_tensors import (
     is_norm,
     patterns,
     spellings,
+    stored_name,
     stored_tensors,
     unread_weights,
 )
@@ -150,11 +151,11 @@ class _Weights:
         return f"set {entry} to true in config.json, or {proper}" if entry else proper
 
     def _find(self, name: str) -> tuple[str, StoredTensor] | None:
-        for spelling in spellings(name, self.names.base):
-            if spelling in self.stored:
-                self.known.add(spelling)
-                return spelling, self.stored[spelling]
-        return None
+        found = stored_name(self.stored, name, self.names.base)
+        if found is None:
+            return None
+        self.known.add(found)
+        return found, self.stored[found]
 
     def check(self, name: str, size: tuple[int, ...]) -> None:
         found = self._find(name)

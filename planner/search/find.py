@@ -140,20 +140,17 @@ def trace_front(
     workload: Workload | Job,
     options: PlanOptions,
     most_points: int = 12,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[FrontPoint, ...]:
     """Points from the fastest plan to the one of the best quality; errors as `find_plan`."""
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
-        return with_fitting_cache(request, lambda each: _trace(each, most_points, clock))
+        return with_fitting_cache(request, lambda each: _trace(each, most_points))
 
 
-def _trace(
-    request: PlanningRequest, most_points: int, clock: Callable[[], float]
-) -> tuple[FrontPoint, ...]:
+def _trace(request: PlanningRequest, most_points: int) -> tuple[FrontPoint, ...]:
     costs, _ = costs_of(request)
     points = []
-    for point in front(theta_solver(costs, clock), most_points):
+    for point in front(theta_solver(costs), most_points):
         bits = [costs.options.bits[choice] for choice in point.plan.assignment.bitwidth]
         points.append(
             FrontPoint(

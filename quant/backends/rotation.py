@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.numba_loops import exact_loop, has_numba, torch_threads, widening
+from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
@@ -88,7 +88,7 @@ def _rotating_rows() -> Any:
         for row in range(len(rows)):
             mix(rows[row], apart)
 
-    return exact_loop(rotate_rows, parallel=False)
+    return compiled_loop(rotate_rows, parallel=False, exact=True)
 
 
 def input_factor(weight: Tensor, inputs: InputStatistics | None) -> Tensor:
@@ -197,7 +197,7 @@ def _rounding(dtype: torch.dtype, parallel: bool) -> Any:
             for i in range(width):
                 own[i] = np.uint8(np.int32(values[i] * steps + middle))
 
-    return exact_loop(round_tokens, parallel)
+    return compiled_loop(round_tokens, parallel, exact=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -21,28 +20,13 @@ from quant.checkpoint.gguf.tensors import GgufTensors
 from quant.checkpoint.gptq_config import GptqConfig, read_gptq_config
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
-from quant.checkpoint.stored_tensors import shard_path, spellings, unreadable
+from quant.checkpoint.stored_tensors import shard_path, spellings, stored_name, unreadable
 from quant.checkpoint.tensor_files import SafetensorsFiles
 from quant.common.errors import CheckpointError
 from quant.common.files import FileIdentity
 
 _SETTINGS_FILES = ("config.json", "quantize_config.json")
 """Files that say how the stored tensors have to be read."""
-
-
-class TensorFiles(Protocol):
-    """`file_of` has the file of each tensor, below the model's folder or absolute."""
-
-    @property
-    def file_of(self) -> Mapping[str, str]: ...
-
-    def check(self) -> None: ...
-
-    def read(self, name: str) -> torch.Tensor: ...
-
-    def shape_of(self, name: str) -> tuple[int, ...]: ...
-
-    def range_of(self, name: str) -> FileRange: ...
 
 
 class Checkpoint:
@@ -56,7 +40,7 @@ class Checkpoint:
         self._identities: dict[str, FileIdentity] = {}
         self._ahead: ReadAhead | None = None
         self._files = self._tensor_files()
-        self._file_of = self._files.file_of
+        self._file_of = self._files.file_of  # below the folder, or absolute
 
     def names(self) -> list[str]:
         return sorted(self._file_of)
@@ -127,17 +111,17 @@ class Checkpoint:
         """Find a stored name: `prefix.name`, `name`, or `name` without `prefix`, as checkpoints are
         saved with or without the base model's prefix (OPT's lack `model.`, BLOOM's `transformer.`).
         """
-        candidates = spellings(name, prefix)
-        for candidate in candidates:
-            if candidate in self._file_of:
-                return candidate
+        found = stored_name(self._file_of, name, prefix)
+        if found is not None:
+            return found
+        tried = dict.fromkeys(spellings(name, prefix))
         raise CheckpointError(
-            f"{self.place} has no tensor {name} (tried {', '.join(dict.fromkeys(candidates))}) "
+            f"{self.place} has no tensor {name} (tried {', '.join(tried)}) "
             f"among its {len(self._file_of)}; it is incomplete or of another model"
         )
 
     def has(self, name: str, prefix: str = "") -> bool:
-        return any(candidate in self._file_of for candidate in spellings(name, prefix))
+        return stored_name(self._file_of, name, prefix) is not None
 
     @cached_property
     def gptq(self) -> GptqConfig | None:
@@ -150,7 +134,7 @@ class Checkpoint:
                 "it is incomplete or of another model"
             )
 
-    def _tensor_files(self) -> TensorFiles:
+    def _tensor_files(self) -> SafetensorsFiles | GgufTensors:
         index = gguf_index(self.folder)
         if index is None:
             return SafetensorsFiles(self.folder, before_open=self._identity)

@@ -151,6 +151,11 @@ def spellings(name: str, prefix: str) -> list[str]:
     return [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]
 
 
+def stored_name(names: Container[str], name: str, prefix: str) -> str | None:
+    """The first of the `spellings` of a tensor that is among `names`."""
+    return next((each for each in spellings(name, prefix) if each in names), None)
+
+
 def shard_path(folder: Path, file: str) -> Path:
     path = folder / file
     if not os.path.isfile(path):  # not Path.is_file, which raises where a name is too long

@@ -23,7 +23,7 @@ def names_a_file(path: Path) -> bool:
         return False
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write to a new temporary file of a random name, and rename it when complete; OSError, or
     ValueError for an impossible path, leaves nothing behind.
     """
@@ -32,8 +32,8 @@ def write_whole(path: Path, text: str) -> None:
     aside = path.with_name(f".llmpq-{secrets.token_hex(8)}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        with os.fdopen(os.open(aside, flags, 0o666), "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(os.open(aside, flags, 0o666), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(aside, path)
     except (OSError, ValueError):
         with suppress(OSError, ValueError):

@@ -26,7 +26,6 @@ from quant.linear import (
     QuantizedLinear,
     linear_of_codes,
     quantize_linear,
-    quantize_linear_part,
 )
 from quant.loading.cache_folder import CacheKey, ShardCache, file_range
 from quant.loading.cached_layer import (
@@ -183,9 +182,7 @@ def _stored_linear(
     weight = _read(checkpoint, f"{full_name}.weight", linear.weight, cut)
     inputs = None if load.importance is None else load.importance.inputs.get(name)
     with _named(f"{full_name}.weight", checkpoint):
-        if cut is not None:
-            return quantize_linear_part(weight, cut, form, full_name, inputs)
-        return quantize_linear(weight, None, form, full_name, inputs)
+        return quantize_linear(weight, None, form, full_name, inputs, cut)
 
 
 def gptq_linear(

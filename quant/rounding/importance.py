@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from quant.common.errors import CheckpointError, InputError
+from quant.common.files import write_whole
 from quant.rounding.importance_header import (
     FINGERPRINT,
     FINGERPRINT_HEX,
@@ -186,13 +186,9 @@ def save_importance(path: Path, importance: Importance) -> None:
         FINGERPRINT: importance.fingerprint,
         SHARED: json.dumps(shared),
     }
-    aside = path.with_name(f".llmpq-{secrets.token_hex(8)}.part")
     try:
-        aside.write_bytes(save(tensors, notes))
-        os.replace(aside, path)
+        write_whole(path, save(tensors, notes))
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        with suppress(OSError, ValueError):
-            aside.unlink()
         raise InputError(
             f"cannot write {path} ({error}); name a file in a folder that can be written"
         ) from error
@@ -284,7 +280,7 @@ class ImportanceStore:
             path = self._path(seen)
             try:
                 if path.is_file():
-                    self.known = _of_shape(load_importance(path), self._shape, path)
+                    self.known = self._checked(load_importance(path), path)
                     with suppress(OSError):  # a folder that may only be read
                         os.utime(path)
             except (CheckpointError, OSError) as error:
@@ -302,6 +298,13 @@ class ImportanceStore:
                 )
         return self.known
 
+    def _checked(self, found: Importance, path: Path) -> Importance:
+        if self._shape and found.shape != self._shape:
+            raise CheckpointError(
+                f"{path} belongs to a model of shape {found.shape}, not {self._shape}"
+            )
+        return found
+
     def _path(self, seen: str) -> Path:
         assert self._folder is not None, "nothing is kept without a folder"
         what = hashlib.sha256(f"{self._model} {seen}".encode()).hexdigest()[:32]
@@ -318,9 +321,3 @@ def keep_file(folder: Path, path: Path, importance: Importance) -> None:
         files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns)
         for old in files[:-_KEPT_FILES]:
             old.unlink(missing_ok=True)
-
-
-def _of_shape(found: Importance, shape: str, path: Path) -> Importance:
-    if shape and found.shape != shape:
-        raise CheckpointError(f"{path} belongs to a model of shape {found.shape}, not {shape}")
-    return found

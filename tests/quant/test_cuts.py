@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
+from quant.linear import LayerForm, QuantizedLinear, quantize_linear
 from quant.rounding.canonical import CanonicalWeight, dequantize, part_of, quantize, quantize_part
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
@@ -117,7 +117,7 @@ def test_products_of_parts_are_those_of_the_whole(
     whole = quantize_linear(weight, None, form, "a", inputs)(x).double()
 
     def part(cut: Cut) -> torch.Tensor:
-        linear = quantize_linear_part(weight, cut, form, "a", inputs)
+        linear = quantize_linear(weight, None, form, "a", inputs, cut)
         own = x if cut.dimension == ROWS else x[:, cut.begin : cut.end]
         assert isinstance(linear, QuantizedLinear) or bits == 16
         return linear(own).double()
