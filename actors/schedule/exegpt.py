@@ -63,10 +63,6 @@ class RraScheduler(Scheduler):
     def most_under_way(self) -> int:
         return UNDER_WAY_PER_STAGE * self._stages
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return self._slots.tokens()
 

@@ -74,10 +74,6 @@ class PrefillScheduler(Scheduler):
     def most_under_way(self) -> int:
         return self._stages + WAITING
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return {
             slot: (request.custom_id, np.array(request.generated, dtype=np.int64))
@@ -268,13 +264,8 @@ class DecodeScheduler(Scheduler):
         """Let requests join whose keys and values are there; returns their slots, and the moves
         that make room for them.
         """
-        slots: list[int] = []
-        moves: tuple[Move, ...] = ()
         most = self._joining(group) if group.is_open else 0
-        while self._arrived and len(slots) < most and self._fits(self._arrived[0]):
-            slot, more = self._take(self._arrived.popleft(), group)
-            slots.append(slot)
-            moves += more
+        slots, moves = self._take(self._arrived, most, group)
         for slot in slots:  # after all reservations: what is restored later does not move
             request = self.requests[slot]
             self._slots.written[slot] = len(request.prompt_ids) + len(request.generated) - 1
@@ -299,14 +290,7 @@ class DecodeScheduler(Scheduler):
 
     def _prefill(self) -> tuple[MicroBatch, TokenIds] | None:
         """The prefill of the requests that are next, into the smallest groups."""
-        slots: list[int] = []
-        moves: tuple[Move, ...] = ()
-        most = self._sizes.prefill_micro_batch
-        while self._bare and len(slots) < most and self._fits(self._bare[0]):
-            group = min(self._open_groups, key=lambda each: len(each.slots))
-            slot, more = self._take(self._bare.popleft(), group)
-            slots.append(slot)
-            moves += more
+        slots, moves = self._take(self._bare, self._sizes.prefill_micro_batch)
         if not slots:
             return None
         self._under_way.append(None)
@@ -315,11 +299,23 @@ class DecodeScheduler(Scheduler):
     def _fits(self, request: Request) -> bool:
         return self.in_slots < self._most and most_tokens(request) <= self._slots.available
 
-    def _take(self, request: Request, group: _Group) -> tuple[int, tuple[Move, ...]]:
-        slot, moves = self._slots.take(request, self._joined, most_tokens(request))
-        self._joined += 1
-        group.slots.append(slot)
-        return slot, moves
+    def _take(
+        self, queue: deque[Request], most: int, group: _Group | None = None
+    ) -> tuple[list[int], tuple[Move, ...]]:
+        """Give slots to the first of `queue`, in `group` or the one that is smallest then (None);
+        returns the slots, and the moves that make room.
+        """
+        slots: list[int] = []
+        moves: tuple[Move, ...] = ()
+        while queue and len(slots) < most and self._fits(queue[0]):
+            request = queue.popleft()
+            slot, more = self._slots.take(request, self._joined, most_tokens(request))
+            self._joined += 1
+            joined = group or min(self._open_groups, key=lambda each: len(each.slots))
+            joined.slots.append(slot)
+            slots.append(slot)
+            moves += more
+        return slots, moves
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         finished = self._slots.complete(batch, sampled)

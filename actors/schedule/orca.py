@@ -70,10 +70,6 @@ class OrcaScheduler(Scheduler):
         return self._policy.wants(int(np.count_nonzero(self._slots.ready)))
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def most_under_way(self) -> int:
         return self._policy.most_under_way
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
@@ -107,6 +107,12 @@ class Scheduler(ABC):
     Each policy is one file beside this one, and one entry of `actors.schedule.table`.
     """
 
+    requests: dict[int, Request]
+    """Those that have a KV slot, by slot."""
+
+    _waiting: Sized
+    """Those that have none."""
+
     supervision: Supervision = NO_SUPERVISION
     """What was done so far about requests that outgrew their reservation: nothing where every
     reservation has room for the longest answer."""
@@ -143,12 +149,9 @@ class Scheduler(ABC):
         """Most micro-batches that may be under way at a time."""
 
     @property
-    @abstractmethod
     def waiting(self) -> int:
         """Number of requests without a KV slot."""
-
-    requests: dict[int, Request]
-    """Those that have a KV slot, by slot."""
+        return len(self._waiting)
 
     @property
     def in_slots(self) -> int:

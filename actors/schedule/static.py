@@ -55,10 +55,6 @@ class StaticScheduler(Scheduler):
     def most_under_way(self) -> int:
         return self._policy.most_under_way
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
