@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -89,18 +88,6 @@ _TOKENS_AHEAD = 16
 """Keys that are fetched before they are read; 8 and 32 are as fast."""
 
 
-@dataclass(frozen=True)
-class DecodeQuery:
-    """One new token a request of `batch`, which attends to the request's tokens up to itself.
-
-    `query`: `[requests, heads, head_dim]`.
-    """
-
-    query: Tensor
-    batch: MicroBatch
-    scoring: Scoring
-
-
 class _TokenRanges(NamedTuple):
     """The first token slot of each request, and its half-open range of tokens that count,
     `[requests]` each.
@@ -128,31 +115,33 @@ def warm_up(dtype: torch.dtype) -> None:
         one = np.ones(1, dtype=np.int64)
         zero = np.zeros_like(one)
         batch = MicroBatch(zero, zero, one, zero)
-        attend_in_place(DecodeQuery(torch.zeros(1, 2, 1), batch, Scoring(1.0)), stored, stored)
+        attend_in_place(torch.zeros(1, 2, 1), batch, Scoring(1.0), stored, stored)
 
 
-def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
-    """Attention of each request over its range of `keys` and `values`; returns `[requests, heads,
-    head_dim]` in the query's type.
+def attend_in_place(
+    query: Tensor, batch: MicroBatch, scoring: Scoring, keys: Stored, values: Stored
+) -> Tensor:
+    """Attention of one new token for each request of `batch` over the request's range of `keys` and
+    `values`, up to itself; `query` and result are `[requests, heads, head_dim]` of one type.
 
     Codes are not restored: a key's scale multiplies its score, a value's scale its share.
     """
-    scoring, lengths = query.scoring, query.batch.lengths
+    lengths = batch.lengths
     starts = np.zeros_like(lengths) if scoring.window is None else lengths - scoring.window
-    heads = query.query.shape[1]
+    heads = query.shape[1]
     slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes.float()
-    out = np.empty(query.query.shape, np.float32)
+    out = np.empty(query.shape, np.float32)
     compiled = _kernel(keys.numbers.dtype, torch.get_num_threads() > 1)
     with torch_threads():
         compiled(
-            (query.query.float() * scoring.scale).contiguous().numpy(),
+            (query.float() * scoring.scale).contiguous().numpy(),
             keys.arrays,
             values.arrays,
-            _TokenRanges(np.ascontiguousarray(query.batch.begins), np.maximum(starts, 0), lengths),
+            _TokenRanges(np.ascontiguousarray(batch.begins), np.maximum(starts, 0), lengths),
             slopes.contiguous().numpy(),  # for another layout the loop would be compiled again
             out,
         )
-    return torch.from_numpy(out).to(query.query.dtype)
+    return torch.from_numpy(out).to(query.dtype)
 
 
 @cache

@@ -21,7 +21,6 @@ from transformers import AttentionInterface
 
 from actors.attention.addresses import Addresses, Scoring
 from actors.attention.cpu import (
-    DecodeQuery,
     attend_fresh,
     attend_in_place,
     can_attend,
@@ -206,7 +205,7 @@ def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: S
     if part.kind == "decode":
         query = new.query[part.tokens]
         if can_attend(keys.numbers):
-            return attend_in_place(DecodeQuery(query, where.batch, scoring), keys, values)
+            return attend_in_place(query, where.batch, scoring, keys, values)
         return _decode(where, query, keys, values, scoring)
     if part.kind == "chunks" or not scoring.is_plain:
         return _each_request(where.batch, new.query[part.tokens], keys, values, scoring)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from actors.attention.addresses import Scoring
-from actors.attention.cpu import DecodeQuery, attend_in_place
+from actors.attention.cpu import attend_in_place
 from actors.attention.kv_cache import Stored, quantized
 from actors.messages import MicroBatch
 from benchmarks.lab import header, processor_name
@@ -66,14 +66,14 @@ def ways(
         shares = (grouped @ keys[:, :, :tokens].transpose(2, 3)).softmax(-1)
         return (shares @ values[:, :, :tokens]).reshape(query.shape)
 
-    question = DecodeQuery(query, batch, Scoring(scale))
+    question = query, batch, Scoring(scale)
     held = [Stored(stored.transpose(0, 1).flatten(1, 2)) for stored in (keys, values)]
     codes = [Stored(*quantized(stored.numbers)) for stored in held]
     return {
         "flash kernel": flash,
         "batched products": products,
-        "compiled": lambda: attend_in_place(question, *held),
-        "compiled, 8 bit": lambda: attend_in_place(question, *codes),
+        "compiled": lambda: attend_in_place(*question, *held),
+        "compiled, 8 bit": lambda: attend_in_place(*question, *codes),
     }
 
 

@@ -16,7 +16,6 @@ from actors.attention import cpu
 from actors.attention.addresses import Scoring
 from actors.attention.cpu import (
     QUERIES_AT_ONCE,
-    DecodeQuery,
     attend_fresh,
     attend_in_place,
     can_attend,
@@ -24,6 +23,7 @@ from actors.attention.cpu import (
     warm_up,
 )
 from actors.attention.kv_cache import Stored, quantized
+from actors.messages import MicroBatch
 from quant import numba_loops
 from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, generate, random_prompts, save_tiny, stages_of
@@ -77,12 +77,12 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 def asked(
     query: Tensor, lengths: list[int], window: int | None, slopes: Tensor | None
-) -> DecodeQuery:
+) -> tuple[Tensor, MicroBatch, Scoring]:
     """Requests in ranges from the last one down, the newest token of each already stored."""
     slots = np.arange(len(lengths))[::-1].copy()
     starts = np.array(lengths) - 1
     batch = batch_in_ranges(slots, starts, np.ones_like(starts), slot_tokens=ROOM)
-    return DecodeQuery(query, batch, Scoring(SCALE, window, slopes))
+    return query, batch, Scoring(SCALE, window, slopes)
 
 
 def in_store(requests: Tensor) -> Tensor:
@@ -90,18 +90,19 @@ def in_store(requests: Tensor) -> Tensor:
     return requests.transpose(0, 1).flatten(1, 2).contiguous()
 
 
-def in_double(question: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
+def in_double(
+    query: Tensor, batch: MicroBatch, scoring: Scoring, keys: Tensor, values: Tensor
+) -> Tensor:
     """PyTorch's product with an explicit mask, in float64."""
-    batch, scoring = question.batch, question.scoring
     positions, lengths = torch.arange(keys.shape[2]), torch.from_numpy(batch.lengths)[:, None]
     visible = positions < lengths
     if scoring.window is not None:
         visible &= positions >= lengths - scoring.window
-    heads = question.query.shape[1]
+    heads = query.shape[1]
     slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes
     bias = (slopes[:, None] * positions).double().expand(len(visible), -1, -1)
     out = functional.scaled_dot_product_attention(
-        question.query.double()[:, :, None],
+        query.double()[:, :, None],
         keys[batch.slots].double(),
         values[batch.slots].double(),
         attn_mask=bias.masked_fill(~visible[:, None], -torch.inf)[:, :, None],
@@ -134,10 +135,10 @@ def test_decode_against_float64(
     held = [Stored(in_store(numbers)) for numbers in (keys, values)]
     if kv_bits == 8:
         held = [Stored(*quantized(each.numbers)) for each in held]
-    out = attend_in_place(question, *held)
+    out = attend_in_place(*question, *held)
     assert out.dtype == dtype
     whole = [each.read(lambda t: t, torch.float64).unflatten(1, (-1, ROOM)) for each in held]
-    exact = in_double(question, *(each.transpose(0, 1) for each in whole))
+    exact = in_double(*question, *(each.transpose(0, 1) for each in whole))
     torch.testing.assert_close(out.double(), exact, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
@@ -146,7 +147,9 @@ def test_scores_far_apart_leave_one_token() -> None:
     keys = torch.zeros(1, 3, 8)
     keys[0, 1] = 1e4
     values = torch.arange(24.0).view(1, 3, 8)
-    out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), Stored(keys), Stored(values))
+    out = attend_in_place(
+        *asked(torch.ones(1, 1, 8), [3], None, None), Stored(keys), Stored(values)
+    )
     torch.testing.assert_close(out[0, 0], values[0, 1])
 
 
@@ -154,7 +157,7 @@ def test_what_lies_beyond_a_request_is_not_read() -> None:
     stored = torch.full((1, 4, 8), torch.nan)
     stored[:, :2] = 1.0
     out = attend_in_place(
-        asked(torch.ones(1, 1, 8), [2], None, None), Stored(stored), Stored(stored)
+        *asked(torch.ones(1, 1, 8), [2], None, None), Stored(stored), Stored(stored)
     )
     torch.testing.assert_close(out, torch.ones(1, 1, 8))
 
@@ -166,7 +169,7 @@ def test_values_that_are_not_finite_are_seen(bad: float, kv_bits: int) -> None:
     numbers = torch.ones(1, 4, 8)
     numbers[0, 1, 1 if kv_bits == 8 else slice(None)] = bad
     stored = Stored(*quantized(numbers)) if kv_bits == 8 else Stored(numbers)
-    out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), stored, stored)
+    out = attend_in_place(*asked(torch.ones(1, 1, 8), [3], None, None), stored, stored)
     assert not out.isfinite().any()
 
 

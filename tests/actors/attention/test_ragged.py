@@ -13,7 +13,6 @@ from torch import Tensor
 
 from actors.attention import ragged
 from actors.attention.addresses import Addresses, Scoring
-from actors.attention.cpu import DecodeQuery
 from actors.attention.kv_cache import (
     CacheForm,
     CacheShape,
@@ -277,9 +276,9 @@ def test_decode_steps_and_prompts_of_a_mixed_batch_take_one_call_each(
 ) -> None:
     called: list[tuple[str, int]] = []
 
-    def attended(question: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
-        called.append(("decode", len(question.query)))
-        return question.query
+    def attended(query: Tensor, *_: object) -> Tensor:
+        called.append(("decode", len(query)))
+        return query
 
     def dense(query: Tensor, *_: object, **__: object) -> Tensor:
         called.append(("dense", len(query)))
