@@ -29,7 +29,6 @@ from actors.schedule.table import queue_sizes
 from actors.stage.emulation import emulated_times
 from actors.stage.importance import what_is_seen
 from actors.stage.spec import StageSpec, check_planned_memory, stage_spec, stand_in_spec
-from actors.stage_figures import StageStats
 from actors.transport import Transport
 from actors.transport.gloo_links import CONTROL
 from planner.model.finding import model_shape
@@ -116,10 +115,9 @@ class StageGroup(LiveGroup):
             for stage in plan.stages
         )
         self.observer = Observer(self.stages)
-        self._answers = StageAnswers(self.stages)
         self._pipeline = StagePipeline(
             self.stages,
-            self._answers,
+            StageAnswers(self.stages),
             queue_sizes(plan, options.policy),
             options.transport,
             options.timeouts.meeting_s,
@@ -241,10 +239,6 @@ class StageGroup(LiveGroup):
     def abandon(self) -> None:
         self._repair.restore(self._repair.stop_run({}))
         self._whole = None
-
-    def stats(self) -> tuple[StageStats, ...]:
-        asked = [stage.stats() for stage in self.stages]
-        return tuple(self._answers.get(each) for each in asked)
 
     def _release(self) -> None:
         for stage in self.stages:

@@ -18,7 +18,6 @@ from actors.processes.handle import StageHandle
 from actors.processes.placement import place
 from actors.processes.reservation import Reservation, ReservedPart
 from actors.recovery.policy import RecoveryEvent
-from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, all_stages, parts_of, undivided
@@ -174,9 +173,6 @@ class DividedGroup(LiveGroup):
         live.join()
         for group in (self.prefill, self.decode):
             group.abandon()
-
-    def stats(self) -> tuple[StageStats, ...]:
-        return (*self.prefill.stats(), *self.decode.stats())
 
     def _tell_of(self, role: str, first: int, event: RecoveryEvent) -> None:
         """Tell of an event of the stages of this `role`, the first of which is number `first`."""

@@ -85,11 +85,11 @@ def timed(
     options = GroupOptions(transport=transport)  # type: ignore[arg-type]
     with ray_session("local"), StageGroup(plan, str(model), options) as group:
         tuple(group.generate(requests))
-        before = group.stats()
+        before = group.observer.figures()
         began = time.perf_counter()
         tuple(group.generate(requests))
         seconds = time.perf_counter() - began
-        return seconds, _busy(before, group.stats())
+        return seconds, _busy(before, group.observer.figures())
 
 
 def _busy(before: Sequence[StageStats], after: Sequence[StageStats]) -> list[float]:

@@ -52,7 +52,7 @@ def test_a_stage_that_dies_is_survived_token_for_token(
             found |= {each.custom_id: each for each in some}
             if len(found) >= 8 and not events:
                 ray.kill(group.stages[1].actor)
-        stats = group.stats()
+        stats = group.observer.figures()
     assert [event.stage for event in events] == [1]
     assert {name: list(each.token_ids) for name, each in found.items()} == {
         str(i): reference(tiny[1], prompt, limit)

@@ -97,7 +97,7 @@ def test_every_stage_does_one_phase_and_tokens_are_those_of_generate(
     assert [len(stage.layers) for stage in prefill] != [len(stage.layers) for stage in decode]
     found = tokens_of([each for some in group.generate(requests(COUNT)) for each in some])
     assert found == right(COUNT, greedy)
-    stats = group.stats()
+    stats = group.observer.figures()
     assert [each.prefill.requests for each in stats] == [COUNT, COUNT, 0, 0]
     steps = sum(len(tokens) - 1 for tokens in found.values())
     assert [each.decode.requests for each in stats] == [0, 0, steps, steps]
@@ -185,13 +185,13 @@ def test_another_schedule_is_followed_in_the_middle_and_after_a_death(
     assert tokens_of(finished) == right(2 * COUNT, greedy)
     assert [event.kind for event in events if event.kind != "handover"] == ["died"]
     assert [side.sizes.schedule for side in (group.prefill, group.decode)] == [few, few]
-    before = group.stats()[2].decode  # of the actor that was started last
+    before = group.observer.figures()[2].decode  # of the actor that was started last
     assert before.micro_batches > COUNT
     assert 1 < before.requests / before.micro_batches <= 2
     group.follow(planned)
     again = tokens_of([each for some in group.generate(requests(COUNT)) for each in some])
     assert again == right(COUNT, greedy)
-    after = group.stats()[2].decode
+    after = group.observer.figures()[2].decode
     steps = after.micro_batches - before.micro_batches
     assert (after.requests - before.requests) / steps > 2.5
     assert group.parked() == [0] * 4
@@ -273,7 +273,7 @@ def test_models_and_plans_of_many_kinds(
     group_options = GroupOptions(transport=options.get("transport", "gloo"))
     with WatchedGroup(plan, str(tmp_path), group_options) as group:
         found = tokens_of([each for some in group.generate(requests(40)) for each in some])
-        assert group.stats()[-1].prefill_tokens == 0
+        assert group.observer.figures()[-1].prefill_tokens == 0
     if kv_bits == 16:
         whole = [reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
         assert found == right(40, whole)

@@ -92,7 +92,7 @@ def test_keys_and_values_take_the_time_of_the_emulated_network(tiny: tuple[Path,
             live.close()
             for told in live.events():
                 at_s += [time.monotonic() for each in told for _ in each.token_ids]
-        assert group.stats()[2].prefill_tokens == 0
+        assert group.observer.figures()[2].prefill_tokens == 0
     assert len(at_s) == NEW_TOKENS
     # Both prefill stages send at the same time, each half of the layers or so.
     share = max(len(stage.layers) for stage in group.prefill.plan.stages) / shape.layers

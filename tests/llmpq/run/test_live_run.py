@@ -65,7 +65,7 @@ def test_rows_come_one_by_one_while_a_stage_dies(
                 is_cancelled = True
             if following.custom_id == "9":
                 ray.kill(group.stages[1].actor)
-        (stats, *_) = group.stats()
+        (stats, *_) = group.observer.figures()
         after: list[Finished] = [each for some in group.generate(requests[:3]) for each in some]
     assert [fault.stage for fault in faults] == [1]
     assert stats.queue is not None

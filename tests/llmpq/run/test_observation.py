@@ -138,7 +138,7 @@ def scraped(job: str) -> dict[tuple[str, str, str, str], float]:
 def test_prometheus_gets_the_figures_of_every_stage(group: StageGroup, plan: Plan) -> None:
     """Scraped from the metrics port of the node, as Prometheus does."""
     assert sum(len(finished) for finished in group.generate(requests())) == PROMPTS
-    stats = group.stats()
+    stats = group.observer.figures()
     expected: dict[tuple[str, str, str, str], float] = {
         ("requests", "0", "", "waiting"): 0,
         ("requests", "0", "", "in_slots"): 0,

@@ -178,7 +178,7 @@ def test_importance_and_parking_with_a_group(tiny: tuple[Path, Any], cluster: Pa
         )
         group.abandon()  # links with these sizes
         ended = {each.custom_id: each for some in group.generate(requests) for each in some}
-        queue = group.stats()[0].queue
+        queue = group.observer.figures()[0].queue
     assert queue is not None
     assert queue.supervision.parked > 0
     assert [list(ended[str(i)].token_ids) for i in range(len(prompts))] == expected
@@ -208,7 +208,7 @@ def test_ranks_hand_over_the_heads_that_they_hold(
         for ended in run.of(group):
             if ended > COUNT // 2 and not is_hit:
                 is_hit = True
-                assert group.stats()[1].prefill_tokens == 0, "all was handed over"
+                assert group.observer.figures()[1].prefill_tokens == 0, "all was handed over"
                 signal_rank(group, ranks.index(2), 1)
         assert tuple(len(stage.actor_ids) for stage in group.stages) == ranks
     run.check(tiny[1])

@@ -82,9 +82,9 @@ def test_a_stage_dies_while_requests_are_preempted(
             assert not {each.custom_id for each in some} & set(found)
             found |= {each.custom_id: each for each in some}
             if len(found) >= 8 and before is None:
-                before = group.stats()[0].queue
+                before = group.observer.figures()[0].queue
                 ray.kill(group.stages[1].actor)
-        (queue,) = (each.queue for each in group.stats() if each.queue is not None)
+        (queue,) = (each.queue for each in group.observer.figures() if each.queue is not None)
         again = {f.custom_id: f for some in group.generate(requests_expecting(2)) for f in some}
     assert events
     for ended in (found, again):

@@ -64,7 +64,7 @@ def test_a_long_queue_is_taken_in_as_needed_and_each_request_ends_once(
             assert each.custom_id not in ended
             ended[each.custom_id] = each.token_ids
         assert source.taken <= len(ended) + group.sizes.slots + AHEAD
-        assert len(group.stats()) == 3, "answered while the stages compute"
+        assert len(group.observer.figures()) == 3, "answered while the stages compute"
     left = group.generate(Source(prompts))
     next(left)
     left.close()
