@@ -71,8 +71,8 @@ class StageHandle:
         """Ray's names for the actors of all ranks; none before they are started."""
         return tuple(actor._actor_id.hex() for actor in self._actors)
 
-    def _ask(self, method: str, *arguments: object) -> ObjectRef[Any]:
-        answer: ObjectRef[Any] = getattr(self.actor, method).remote(*arguments)
+    def _ask(self, method: str, *arguments: object, rank: int = 0) -> ObjectRef[Any]:
+        answer: ObjectRef[Any] = getattr(self._ranks()[rank], method).remote(*arguments)
         return answer
 
     def ready(self) -> ObjectRef[None]:
@@ -130,16 +130,13 @@ class StageHandle:
         self, rank: int, keys: Sequence[int], parts: tuple[KvPart, KvPart], modelled_s: float
     ) -> ObjectRef[Handed]:
         """`parts`: the part of keys and values that the rank gives, and as which it tells of it."""
-        actor = self._ranks()[rank]
-        answer: ObjectRef[Handed] = actor.hand_over.remote(keys, *parts, modelled_s)
-        return answer
+        return self._ask("hand_over", keys, *parts, modelled_s, rank=rank)
 
     def take_over(
         self, rank: int, epoch: int, sent: Sequence[ObjectRef[Handed]]
     ) -> ObjectRef[tuple[int, ...]]:
         """What was `sent` goes from process to process."""
-        answer: ObjectRef[tuple[int, ...]] = self._ranks()[rank].take_over.remote(epoch, sent)
-        return answer
+        return self._ask("take_over", epoch, sent, rank=rank)
 
     def forget_keys(self, keys: Sequence[int]) -> None:
         """Have all ranks do so, some time soon."""

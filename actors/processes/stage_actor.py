@@ -226,7 +226,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         For the first stage only, to which `submit` has to be called first.
         """
         inbox = self._inbox_of(run)
-        if inbox is not None:
+        if inbox is self._inbox:
             yield from self._leading().live(inbox, told_every, waits)
 
     @ray.method(concurrency_group=CONTROL)
@@ -240,32 +240,28 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
     @ray.method(concurrency_group=CONTROL)
     def submit(self, run: int, requests: Sequence[Request]) -> None:
         """Have `requests` join the live run of this number, which may begin later."""
-        inbox = self._inbox_of(run)
-        if inbox is not None:
-            inbox.put(requests)
+        self._inbox_of(run).put(requests)
 
     @ray.method(concurrency_group=CONTROL)
     def cancel(self, run: int, custom_ids: Sequence[str]) -> None:
         """Have requests of a live run given up; their memory is free at the next iteration."""
-        inbox = self._inbox_of(run)
-        if inbox is not None:
-            inbox.cancel(custom_ids)
+        self._inbox_of(run).cancel(custom_ids)
 
     @ray.method(concurrency_group=CONTROL)
     def close_live(self, run: int) -> None:
         """Have the live run of this number end with the requests that it has."""
-        inbox = self._inbox_of(run)
-        if inbox is not None:
-            inbox.close()
+        self._inbox_of(run).close()
 
-    def _inbox_of(self, run: int) -> Inbox | None:
-        """The inbox of the live run of this number; None where a later one has begun."""
+    def _inbox_of(self, run: int) -> Inbox:
+        """The inbox of the live run of this number; one that nobody reads where a later run has
+        begun.
+        """
         with self._inbox_lock:
             if self._inbox is None or self._inbox.run < run:
                 if self._inbox is not None:
                     self._inbox.abandon()  # nobody reads its run any more
                 self._inbox = Inbox(run)
-            return self._inbox if self._inbox.run == run else None
+            return self._inbox if self._inbox.run == run else Inbox(run)
 
     @ray.method(concurrency_group=CONTROL)
     def stats(self) -> StageStats:

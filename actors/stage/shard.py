@@ -121,32 +121,24 @@ def load_ends(
             cuts = _cuts(vocabulary if child == architecture.embedding[0] else None)
             load_tensors(module, checkpoint, f"{path}.{child}", dtype, device, cuts)
     if spec.has_head:
-        _load_head(model, spec, checkpoint, dtype, device, vocabulary)
+        head = model.get_output_embeddings()
+        if _shares_head(model.config, spec):
+            head.weight = model.get_input_embeddings().weight
+        else:
+            prefix = _head_prefix(model, checkpoint)
+            load_tensors(head, checkpoint, prefix, dtype, device, _cuts(vocabulary))
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         rotary.to(device)
 
 
-def _load_head(
-    model: PreTrainedModel,
-    spec: StageSpec,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    vocabulary: Cut | None,
-) -> None:
-    """Load the LM head, or share the embedding where both are one tensor and live here."""
-    head = model.get_output_embeddings()
-    if _shares_head(model.config, spec):
-        head.weight = model.get_input_embeddings().weight
-        return
-    architecture, decoder = architecture_of(model.config), model.get_decoder()
-    prefix = f"{path_of(model, decoder)}.{architecture.embedding[0]}"
-    if not getattr(model.config, "tie_word_embeddings", False):
-        stored = set(checkpoint.names())
-        names = architecture.head_names
-        prefix = next((name for name in names if f"{name}.weight" in stored), names[0])
-    load_tensors(head, checkpoint, prefix, dtype, device, _cuts(vocabulary))
+def _head_prefix(model: PreTrainedModel, checkpoint: Checkpoint) -> str:
+    """Where the LM head is stored: with the embedding where both are one tensor."""
+    architecture = architecture_of(model.config)
+    if getattr(model.config, "tie_word_embeddings", False):
+        return f"{path_of(model, model.get_decoder())}.{architecture.embedding[0]}"
+    stored, names = set(checkpoint.names()), architecture.head_names
+    return next((name for name in names if f"{name}.weight" in stored), names[0])
 
 
 def _cuts(vocabulary: Cut | None) -> Mapping[str, Cut]:
