@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import (
     EXIT_DONE,
-    console,
     facts_table,
     plain_table,
     print_json,
     print_table,
     run_command,
+    tell_notes,
     with_notes,
 )
 from llmpq.cli.parser import Parser, made
@@ -87,7 +87,7 @@ def _show_devices(options: DevicesCommand) -> int:
     if name is not None:
         note = assumption(name, own)
         if note is not None:
-            console(stderr=True).print(f"note: {note}", soft_wrap=True)
+            tell_notes([note])
         chosen = find_accelerator(name, own)
         if options.json:
             print_json(_device_json(chosen))

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.remote.words import LOGGER, is_verbose
-from quant.common.errors import HeadLostError, LlmpqError, StageLostError
+from quant.common.errors import HeadLostError, InputError, LlmpqError, StageLostError
+from quant.common.files import names_a_file, write_whole
 from quant.common.text import printable, without_secrets
 
 if TYPE_CHECKING:
@@ -44,10 +45,37 @@ def console(stderr: bool = False) -> Console:
     return SafeConsole(stderr=stderr, markup=False)
 
 
+def say(line: str, highlight: bool = True) -> None:
+    """Print a line, however long, beside the data that standard output is for."""
+    console(stderr=True).print(line, soft_wrap=True, highlight=highlight)
+
+
+def tell_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        say(f"note: {note}")
+
+
 def tell_written(path: str | Path, then: str = "", stderr: bool = False) -> None:
     """Say that `path` was written and what comes next; `stderr`: standard output is data."""
     line = f"wrote {path}{f'; {then}' if then else ''}"
     console(stderr).print(line, soft_wrap=True, highlight=False)
+
+
+def target_file(name: str | Path) -> Path:
+    """The path of a file that can be written; raises `InputError` before work that takes long."""
+    target = Path(name)
+    if not names_a_file(target):
+        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    return target
+
+
+def write_json(path: Path, values: object) -> None:
+    """Write indented JSON, and say so; an existing file is replaced whole or not at all."""
+    try:
+        write_whole(path, json.dumps(values, indent=1) + "\n")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise InputError(f"cannot write {path}: {error}") from error
+    tell_written(path)
 
 
 def command_line(*words: str | Path) -> str:
@@ -57,8 +85,7 @@ def command_line(*words: str | Path) -> str:
 
 def print_notes(spec: ClusterSpec) -> ClusterSpec:
     """Print what was assumed of the cluster's names, and return the cluster."""
-    for note in spec.notes:
-        console(stderr=True).print(f"note: {note}", soft_wrap=True)
+    tell_notes(spec.notes)
     return spec
 
 

@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import EXIT_DONE, console, run_command
+from llmpq.cli.common import EXIT_DONE, console, run_command, say
 from llmpq.cli.parser import Parser, finite_number, made, whole_number
 from planner.option_rules import REQUIRED, argument, flag, option
 from quant.common.errors import InputError
@@ -25,6 +26,8 @@ COLUMNS = 80
 """Columns of what is told of a job at most; lists take what the terminal has."""
 
 WATCH_S = 5.0
+
+_say = partial(say, highlight=False)
 
 
 PROG = "llmpq jobs"
@@ -210,10 +213,6 @@ def job_figures(job: JobOverview) -> dict[str, Any]:
     more = {"output": str(job.output), "sessions": sessions, "left": job.left}
     more |= {"command": job.command}
     return figures | more | {"seconds": job.seconds, "generated_s": job.generated_s}
-
-
-def _say(line: str) -> None:
-    console(stderr=True).print(line, soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

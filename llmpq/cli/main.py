@@ -156,7 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def help_text() -> str:
     """The help of `llmpq` itself, within 80 columns."""
-    lines = ["usage: llmpq COMMAND [options]", "", _description(), ""]
+    import llmpq
+
+    lines = ["usage: llmpq COMMAND [options]", "", llmpq.__doc__ or "", ""]
     for title, group in GROUPS.items():
         lines.append(f"{title}:")
         lines += [f"  {name:<12}{each.summary}" for name, each in group.items()]
@@ -167,12 +169,6 @@ def help_text() -> str:
         "  --version   show the version of llmpq",
     ]
     return "\n".join([*lines, "", _EXAMPLES, ""])
-
-
-def _description() -> str:
-    import llmpq
-
-    return llmpq.__doc__ or ""
 
 
 def unknown(word: str) -> str:
@@ -248,17 +244,13 @@ def whole_parser() -> Parser:
     made = cast(type[Parser], _made)
     commands = root.add_subparsers(metavar="COMMAND", parser_class=made)
     for name, each in SUBCOMMANDS.items():
-        commands.add_parser(name, help=each.summary, make=partial(_parser_of, name, each))
+        commands.add_parser(name, help=each.summary, make=partial(each.parser, f"llmpq {name}"))
     return root
 
 
 def _made(make: Callable[[], Parser], **_: object) -> Parser:
     """The parser that `make` makes, in place of an empty one."""
     return make()
-
-
-def _parser_of(name: str, command: Subcommand) -> Parser:
-    return command.parser(f"llmpq {name}")
 
 
 def _parsers(root: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

@@ -12,13 +12,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from llmpq.cli.common import (
-    EXIT_DONE,
-    command_line,
-    console,
-    run_command,
-    tell_written,
-)
+from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
 from llmpq.cli.parser import made, taken
 from llmpq.cli.plan_input import asked_cluster, asked_model, asked_requests, asked_workload
 from llmpq.cli.plan_options import PROG, PlanCommand, plan_parser
@@ -39,15 +33,9 @@ from llmpq.report.plan_tables import (
     plan_table,
 )
 from llmpq.tokenizing.requests import tokenizer_checked
-from llmpq.workload.input_job import (
-    InputBatch,
-    InputJob,
-)
+from llmpq.workload.input_job import InputBatch, InputJob
 from llmpq.workload.long_rows import naming
-from llmpq.workload.request_lengths import (
-    Requests,
-    bound_request,
-)
+from llmpq.workload.request_lengths import Requests, bound_request
 from planner.latency_bound.bounded_plan import KindFronts, bounded_options
 from planner.latency_bound.schedules import job_of
 from planner.options import PlanOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.cli.common import console, print_notes
+from llmpq.cli.common import print_notes, tell_notes
 from llmpq.cli.plan_options import PlanCommand
 from llmpq.cluster import Cluster
 from llmpq.workload import DEFAULT_WORKLOAD, SEPARATE
@@ -85,7 +85,7 @@ def asked_workload(options: PlanCommand, model: str) -> Workload | Job | InputJo
             options.lengths,
             **options.given_prompting,
         )
-    _print_input_notes(found.notes)
+    tell_notes(found.notes)
     return found
 
 
@@ -95,13 +95,8 @@ def asked_requests(options: PlanCommand, model: str) -> Requests:
     Notes on rows that are not planned for are printed.
     """
     found = _requests(options, model)
-    _print_input_notes(found.notes)
+    tell_notes(found.notes)
     return found
-
-
-def _print_input_notes(notes: tuple[str, ...]) -> None:
-    for note in notes:
-        console(stderr=True).print(f"note: {note}", soft_wrap=True)
 
 
 def _requests(options: PlanCommand, model: str) -> Requests:

@@ -23,6 +23,7 @@ from llmpq.cli.common import (
     console,
     details,
     run_command,
+    say,
     tell_written,
 )
 from llmpq.cli.parser import made
@@ -117,13 +118,11 @@ def _run(options: RunCommand, given: argparse.Namespace) -> int:
             with output:
                 return _run_job(options, plan, chosen, source, output, seen)
         except KeyboardInterrupt:
-            console(stderr=True).print(
-                f"{options.prog}: interrupted; what was finished is kept{output.resume_hint()}",
-                soft_wrap=True,
-            )
+            kept = f"what was finished is kept{output.resume_hint()}"
+            say(f"{options.prog}: interrupted; {kept}")
             return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
         except (StageLostError, HeadLostError) as error:
-            _say(f"{_failed(options.prog, str(error), output)}{details(error)}")
+            say(f"{_failed(options.prog, str(error), output)}{details(error)}")
             return EXIT_FAILED
 
 
@@ -135,7 +134,7 @@ def _end_at_once(prog: str, output: Output, why: str) -> None:
     """Commit what is finished and end the process although a call to Ray does not return."""
     with suppress(InputError):
         output.commit()
-    _say(_failed(prog, why, output))
+    say(_failed(prog, why, output))
     os._exit(EXIT_FAILED)
 
 
@@ -174,7 +173,7 @@ def _run_job(
     _show_plan(options, plan)
     if job.tally.left:
         if output.output_format == "openai" and not options.names_format:
-            _say("results are lines of OpenAI's batches, as the input's; else --output_format rows")
+            say("results are lines of OpenAI's batches, as the input's; else --output_format rows")
         run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
         run.give_up = partial(_end_at_once, options.prog, output)
         session = _session_of(output.journal, job.tally, options)
@@ -203,9 +202,9 @@ def _show_plan(options: RunCommand, plan: Plan | Fleet) -> None:
 
 def _end_done(tally: Tally) -> int:
     """Say that nothing is left to do, and return the exit code."""
-    _say(f"all {tally.rows} rows are done")
+    say(f"all {tally.rows} rows are done")
     if tally.resumed_errors:
-        _say(f"{tally.resumed_errors} rows have errors; --retry_errors runs them again")
+        say(f"{tally.resumed_errors} rows have errors; --retry_errors runs them again")
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
@@ -224,18 +223,18 @@ def _generate(
     """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
     for note in run.notes:
-        _say(note)
+        say(note)
     if tally.resumed:
-        _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
+        say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
     planned = forecast_s(run.plan, tally.left, tally.max_tokens)
     if planned is not None:
-        _say(f"{tally.left} prompts take {about(planned)} by the plan, beside loading")
+        say(f"{tally.left} prompts take {about(planned)} by the plan, beside loading")
     progress = RunProgress(console(stderr=True), tally.left, plan=undivided(run.plan))
     _write_all(run, job, progress, fail, seen, recorder)
     first = run.rows.first_error
     if fail and first is not None:
         recorder.end("stopped", f"at row {first.custom_id!r:.80}: {first.error}", run)
-        _say(f"stopped at row {first.custom_id!r:.80}: {first.error}")
+        say(f"stopped at row {first.custom_id!r:.80}: {first.error}")
         return EXIT_FAILED
     with TaskProgress("joining the output"):
         job.finish()
@@ -245,14 +244,10 @@ def _generate(
         )
     errors = run.rows.errors + tally.resumed_errors
     if first is not None:
-        _say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")
+        say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")
     elif errors:
-        _say(f"{errors} rows have errors; --retry_errors runs them again")
+        say(f"{errors} rows have errors; --retry_errors runs them again")
     return EXIT_ERROR_ROWS if errors else EXIT_DONE
-
-
-def _say(line: str) -> None:
-    console(stderr=True).print(line, soft_wrap=True)
 
 
 def _check_cluster(plan: Plan | Fleet, path: str) -> None:

@@ -11,13 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.cli.common import (
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
-    console,
-    run_command,
-)
+from llmpq.cli.common import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, run_command, say
 from llmpq.cli.parser import made, taken
 from llmpq.cli.run_options import NO_BATCHES, SERVE, ServeCommand, serve_parser
 from llmpq.cli.terminal import TaskProgress
@@ -98,7 +92,7 @@ def _run(
         store = stack.enter_context(_batch_store(options, given))
         engine = PipelineEngine(spec, run_options, source)
         if engine.end_note:
-            console(stderr=True).print(engine.end_note, soft_wrap=True)
+            say(engine.end_note)
         stack.enter_context(ray_session(chosen.address))
         copies = 1 if is_fleet else count_replicas(all_stages(plans[0]), wanted)
         stack.enter_context(closing(engine))
@@ -106,10 +100,9 @@ def _run(
         engine.start(copies)
         service = Service(engine, serving, metrics=ServeMetrics(engine.model_name))
         server = Server(service, None if store is None else Batches(store, service))
-        server.on_listening = lambda port: console(stderr=True).print(
+        server.on_listening = lambda port: say(
             f"{options.prog}: {engine.model_name} at http://{serving.host}:{port}/v1; /ready "
-            "answers 200 when the model is loaded",
-            soft_wrap=True,
+            "answers 200 when the model is loaded"
         )
         server.run()
 
@@ -118,11 +111,11 @@ def _say_now_and_then() -> Callable[[LoadingState], None]:
     """A function that says how far the stages are with loading, soon and then once a minute."""
     times = LogTimes()
 
-    def say(state: LoadingState) -> None:
+    def tell(state: LoadingState) -> None:
         if times.is_due():
-            console(stderr=True).print(f"{state}, {duration(times.passed_s)}", soft_wrap=True)
+            say(f"{state}, {duration(times.passed_s)}")
 
-    return say
+    return tell
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 import sys
@@ -17,7 +16,7 @@ from llmpq.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
-    console,
+    say,
     show_all,
 )
 from llmpq.cli.parser import made
@@ -120,7 +119,7 @@ def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
     if "chat_template" in paths:
         _copy(Path(paths.chat_template).expanduser(), folder / _TEMPLATE)
         arguments += ["--chat_template", _TEMPLATE]
-    given = _given(paths, "trace", "cache_dir")
+    given = ((name, getattr(paths, name, None)) for name in ("trace", "cache_dir"))
     for option, value in (("model", model), ("importance", importance), *given):
         if value is not None:
             arguments += [f"--{option}", value]
@@ -143,10 +142,6 @@ def exit_code(end: JobEnd) -> int:
         return EXIT_TERMINATED
     ours = (EXIT_BAD_INPUT, EXIT_ERROR_ROWS, EXIT_INTERRUPTED, EXIT_TERMINATED)
     return end.exit_code if end.exit_code in ours else EXIT_FAILED
-
-
-def _given(paths: argparse.Namespace, *names: str) -> list[tuple[str, str | None]]:
-    return [(name, getattr(paths, name, None)) for name in names]
 
 
 def _importance(named: str | None, plan: PlanSpec, folder: Path) -> str | None:
@@ -255,4 +250,4 @@ def _write(text: str) -> None:
 
 
 def _say(prog: str, text: str) -> None:
-    console(stderr=True).print(f"{prog}: {text}", soft_wrap=True, highlight=False)
+    say(f"{prog}: {text}", highlight=False)

@@ -181,8 +181,3 @@ class Profile:
 def workload_of(row: ProfileRow) -> LayerWorkload:
     length = row.prompt_length if row.phase == "prefill" else row.context_length
     return LayerWorkload(row.phase, row.batch_size, length, unlike=row.unlike)
-
-
-def points_left(profiles: Sequence[DeviceProfile]) -> int:
-    """Number of points of the design that no budget was left for."""
-    return sum(profile.state.left for profile in profiles)

@@ -177,15 +177,15 @@ def _shape_for_plan(plan: PlanSpec, sampling: Sampling, folder: Path, source: st
         each.check(name)
         check_plan(each, _planned_shape(each) if plan.stand_in else shape, name)
         check_length(shape, each.workload)
-    check_sampling(plan, sampling, shape.vocab_size)
+    if beyond := beyond_vocabulary(sampling, shape.vocab_size):
+        raise beyond
     return shape
 
 
 def check_sampling(plan: PlanSpec, sampling: Sampling, vocab_size: int) -> None:
     """Raise `SpecError` for what `plan` has no room for, or no token of the vocabulary has."""
     _check_limit(plan, sampling)
-    beyond = beyond_vocabulary(sampling, vocab_size)
-    if beyond:
+    if beyond := beyond_vocabulary(sampling, vocab_size):
         raise beyond
 
 

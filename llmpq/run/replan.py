@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -28,9 +28,6 @@ from quant.common.errors import (
     LlmpqError,
     SpecError,
 )
-
-Planner = Callable[[ClusterSpec, ModelShape, str, Workload | Job, PlanOptions], PlanSpec]
-"""Finds the best plan, as `find_plan` does."""
 
 SHOWN_CONTROLS = (
     "prefill_requests",
@@ -63,9 +60,7 @@ def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = No
     return replace(found, long_rows=long_rows)
 
 
-def replan_measured(
-    plan: PlanSpec, measured: Measured, model: str | None = None, find: Planner = find_plan
-) -> PlanSpec:
+def replan_measured(plan: PlanSpec, measured: Measured, model: str | None = None) -> PlanSpec:
     """Make `plan` again from what its run has measured; its slots keep room for every row.
 
     A plan of one batch keeps its workload, as somebody chose that. Raises as `replan`.
@@ -76,7 +71,7 @@ def replan_measured(
         lengths = measured.lengths or job.lengths
         workload = replace(job, prompts=measured.prompts_left, lengths=lengths)
     origin = _origin_of(plan).slowed(measured.slowdowns)
-    found = _planned(plan, origin, workload, model, find)
+    found = _planned(plan, origin, workload, model)
     return replace(found, long_rows=plan.long_rows)
 
 
@@ -90,11 +85,7 @@ def _origin_of(plan: PlanSpec) -> PlanOrigin:
 
 
 def _planned(
-    plan: PlanSpec,
-    origin: PlanOrigin,
-    workload: Workload | Job,
-    model: str | None,
-    find: Planner = find_plan,
+    plan: PlanSpec, origin: PlanOrigin, workload: Workload | Job, model: str | None
 ) -> PlanSpec:
     """The best plan for the model of `plan` and for `workload`, from another origin."""
     cluster, options = origin.cluster_spec(), _usable(origin.options)
@@ -103,11 +94,11 @@ def _planned(
         found = _within_bound(plan, cluster, shape, options, _requests(plan, workload))
         return replace(found, origin=origin, importance=plan.importance)
     try:
-        found = find(cluster, shape, source, workload, options)
+        found = find_plan(cluster, shape, source, workload, options)
     except InfeasibleError:
         if options.max_latency_s is None:
             raise
-        found = find(cluster, shape, source, workload, replace(options, max_latency_s=None))
+        found = find_plan(cluster, shape, source, workload, replace(options, max_latency_s=None))
         _warn(f"max_latency_s {options.max_latency_s:g} cannot be kept with what is left")
     return replace(found, origin=origin, importance=plan.importance)  # the same codes again
 

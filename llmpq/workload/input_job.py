@@ -285,14 +285,9 @@ class _InputRows:
         source = "limits" if self.observed is None else self.observed.outputs_from
         pairs = zip(rows.prompts[sampled].tolist(), outputs[sampled].tolist(), strict=True)
         lengths = Lengths.of(pairs, source, limit, int(rows.total[numbers].max()))
-        return Job(len(numbers), lengths, self._default_limit)
-
-    @property
-    def _default_limit(self) -> int:
-        """The limit for rows without one: none of the input, the done ones too, may get more, so
-        that it stays the same while a job goes on.
-        """
-        return min(self.limit, int(self.rows.limits.max()))
+        # No row of the input, the done ones too, may get more: it stays while a job goes on.
+        default_limit = min(self.limit, int(rows.limits.max()))
+        return Job(len(numbers), lengths, default_limit)
 
     def _named(self, chosen: BoolArray) -> NamedRows | None:
         return named_rows(self.source, self.rows, chosen) if chosen.any() else None

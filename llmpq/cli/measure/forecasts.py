@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,9 @@ from llmpq.cli.common import (
     console,
     print_notes,
     run_command,
+    target_file,
     tell_written,
+    write_json,
 )
 from llmpq.cli.measure.forecast_options import (
     LENGTHS,
@@ -32,8 +34,9 @@ from llmpq.cli.measure.forecast_options import (
 from llmpq.cli.parser import made, taken
 from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.predictor import Agreement
-from llmpq.lengths.training import Judgement, TrainingOptions
-from llmpq.profile.layers import DeviceProfile, Profile, devices_to_profile, points_left
+from llmpq.lengths.training import Judgement, ServedIds, TrainingOptions, judge, train
+from llmpq.model_check import checked_shape
+from llmpq.profile.layers import DeviceProfile, Profile, devices_to_profile
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.report.layout import Fitting, new_table
@@ -45,12 +48,11 @@ from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, ProfileOptions
 from planner.profiles.fit import FitError, all_together, held_out_errors
-from quant.common.errors import InputError, SpecError
-from quant.common.files import names_a_file, write_whole
+from quant.checkpoint.model_reference import resolve
+from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
     from llmpq.lengths.finished_rows import LearntRow
-    from llmpq.lengths.training import ServedIds
 
 
 def profile_main(arguments: Sequence[str] | None = None, prog: str = PROFILE) -> int:
@@ -60,9 +62,7 @@ def profile_main(arguments: Sequence[str] | None = None, prog: str = PROFILE) ->
 
 
 def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
-    target = Path(options.output)
-    if not names_a_file(target):
-        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    target = target_file(options.output)
     shape = model_shape(options.model)
     on_cluster = options.cluster is not None or options.address is not None
     cluster = _profiled_cluster(options)
@@ -91,7 +91,7 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     for table in beside:
         if table.rows:
             console().print(table)
-    left = points_left(done)
+    left = sum(each.state.left for each in done)  # no budget was left for them
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
     again = command_line("llmpq", "plan", "--model", options.model, "--profiles", target)
@@ -190,7 +190,6 @@ def lengths_main(arguments: Sequence[str] | None = None, prog: str = LENGTHS) ->
 
 def _train(options: TrainCommand, training: Mapping[str, Any]) -> int:
     from llmpq.lengths.folder import check_target, save_predictor
-    from llmpq.lengths.training import train
 
     target, figures = Path(options.output).expanduser(), _json_file(options)
     check_target(target, options.overwrite)
@@ -218,9 +217,7 @@ def _train(options: TrainCommand, training: Mapping[str, Any]) -> int:
 
 def _judge(options: JudgeCommand) -> int:
     from llmpq.lengths.folder import check_tokenizer, load_predictor
-    from llmpq.lengths.training import judge
     from planner.assumed_predictor import predictor_file
-    from quant.common.errors import SpecError
 
     folder, figures = Path(options.predictor).expanduser(), _json_file(options)
     file = predictor_file(folder)
@@ -246,9 +243,6 @@ def _rows(options: LengthsCommand) -> tuple[list[LearntRow], ServedIds | None]:
     """The finished rows as a predictor sees them, and the ids that they have."""
     from llmpq.lengths.finished_rows import as_prompts, read_finished
     from llmpq.lengths.folder import tokenizer_digest
-    from llmpq.lengths.training import ServedIds
-    from llmpq.model_check import checked_shape
-    from quant.checkpoint.model_reference import resolve
 
     model, prompting = options.model, options.prompting
     finished = read_finished(options.input, options.lengths)
@@ -262,8 +256,6 @@ def _rows(options: LengthsCommand) -> tuple[list[LearntRow], ServedIds | None]:
 
 def _quiet() -> None:
     """Keep the progress bars of transformers out of the output, if it is going to be loaded."""
-    import os
-
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -310,19 +302,10 @@ def _confusion_shown(judgement: Judgement, buckets: Sequence[int]) -> Fitting:
 
 
 def _json_file(options: LengthsCommand) -> Path | None:
-    target = None if options.json is None else Path(options.json)
-    if target is not None and not names_a_file(target):
-        raise InputError(f"cannot write {target}: name a file in a folder that exists")
-    return target
+    return None if options.json is None else target_file(options.json)
 
 
 def _write_json(path: Path | None, judgement: Judgement, buckets: Sequence[int]) -> None:
-    if path is None:
-        return
-    values: dict[str, Any] = dataclasses.asdict(judgement)
-    values |= {"buckets": list(buckets), "confusion": judgement.confusion.tolist()}
-    try:
-        write_whole(path, json.dumps(values, indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {path}: {error}") from error
-    tell_written(path)
+    if path is not None:
+        more = {"buckets": list(buckets), "confusion": judgement.confusion.tolist()}
+        write_json(path, dataclasses.asdict(judgement) | more)

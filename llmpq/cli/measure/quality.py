@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +14,15 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
+from llmpq.cli.common import (
+    EXIT_DONE,
+    command_line,
+    console,
+    run_command,
+    target_file,
+    tell_written,
+    write_json,
+)
 from llmpq.cli.measure.weight_options import (
     EVALUATE,
     INDICATOR,
@@ -51,7 +58,7 @@ from planner.profiles.perplexity_fit import fit_perplexity
 from planner.profiles.sensitivity import FILE_ENTRY, OmegaContent, save_omega
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
-from quant.common.files import names_a_file, write_whole
+from quant.common.files import names_a_file
 from quant.loading.cache_settings import cache_settings, default_folder
 from quant.rounding.importance_header import SUFFIX
 from quant.scheme import VarianceForm
@@ -67,9 +74,7 @@ def indicator_main(arguments: Sequence[str] | None = None, prog: str = INDICATOR
 
 
 def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
-    target = Path(options.output)
-    if not names_a_file(target):
-        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    target = target_file(options.output)
     chosen, prompting = _indicator_options(options, given), options.prompting
     check_lengths(None, options.max_tokens)
     if chosen.needs_text and not options.calibration and not options.input:
@@ -92,7 +97,8 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
     with TaskProgress("measuring sensitivity") as progress:
         if chosen.needs_text:
             effort = _effort(folder, chosen)
-            tokens = chosen.sequences * _length(chosen, effort)
+            length = min(SEQUENCE_LENGTH, effort.shape.max_positions)
+            tokens = chosen.sequences * (chosen.sequence_length or length)
             progress.say_expected(effort.indicator_s(tokens, chosen))
             progress.report(0, effort.shape.layers)
         content = measure_omega(
@@ -136,10 +142,6 @@ def _effort(folder: Path, options: IndicatorOptions) -> Effort:
     device = device_of(options.device)
     compute = compute_on(device, compute_dtype(options.dtype, device))
     return Effort(model_shape(str(folder)), operations_per_s(compute))
-
-
-def _length(options: IndicatorOptions, effort: Effort) -> int:
-    return options.sequence_length or min(SEQUENCE_LENGTH, effort.shape.max_positions)
 
 
 def _importance_file(options: IndicatorCommand, target: Path) -> Path:
@@ -229,16 +231,13 @@ def _evaluate(options: EvaluateCommand, given: argparse.Namespace) -> int:
         raise SpecError("say what to evaluate: --plan, --bits, or both")
     if not options.text:
         raise SpecError("give a text to evaluate on: --text FILE, or --text - for standard input")
-    target = None if options.json is None else Path(options.json)
-    if target is not None and not names_a_file(target):
-        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    target = None if options.json is None else target_file(options.json)
     results = _perplexities(options, given)
     console().print(_perplexities_shown(results))
     for note in _notes(results):
         console().print(note, soft_wrap=True, highlight=False)
     if target is not None:
-        _write_json(target, results)
-        tell_written(target)
+        write_json(target, [result.to_dict() for result in results])
     return EXIT_DONE
 
 
@@ -369,12 +368,3 @@ def _ranges(layers: Sequence[int]) -> str:
     by_run = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     runs = [[layer for _, layer in group] for _, group in by_run]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _write_json(path: Path, results: Sequence[Perplexity]) -> None:
-    """Write the figures; an existing file is replaced whole or not at all."""
-    text = json.dumps([result.to_dict() for result in results], indent=1) + "\n"
-    try:
-        write_whole(path, text)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise InputError(f"cannot write {path}: {error}") from error

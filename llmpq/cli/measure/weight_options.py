@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.cli.parser import Parser
-from llmpq.quality.options import (
-    AUTO,
-    DEVICES,
-    DTYPES,
-    ERROR,
-    EvaluationOptions,
-    IndicatorOptions,
-)
+from llmpq.quality.options import AUTO, DEVICES, DTYPES, ERROR, EvaluationOptions, IndicatorOptions
 from llmpq.tokenizing.prompting import PROMPTING_OPTIONS, PromptingOptions, prompting_rule
 from planner.option_rules import REQUIRED, Rule, argument, flag, option
 from quant.rounding.importance_header import SUFFIX

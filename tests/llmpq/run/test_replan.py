@@ -179,7 +179,9 @@ def test_a_device_that_turned_out_slow_gets_fewer_layers_and_the_plan_says_why()
     check_plan(second, model_shape("opt-6.7b"), "the plan")
 
 
-def test_measured_lengths_are_planned_as_a_job_of_the_prompts_left() -> None:
+def test_measured_lengths_are_planned_as_a_job_of_the_prompts_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first = planned((1, 1))
     job = Job.of(1000, 128, 32)
     rate, passes = first.predicted.tokens_per_s, JobPasses(1, 1, 1, 1, 4, 4)
@@ -191,8 +193,9 @@ def test_measured_lengths_are_planned_as_a_job_of_the_prompts_left() -> None:
         return replace(planned((1, 1)), origin=None)
 
     lengths = Lengths((128, 64), (32, 8))
-    second = replan_measured(first, Measured(300, lengths), find=find)
-    replan_measured(first, Measured(200, None), find=find)
+    monkeypatch.setattr("llmpq.run.replan.find_plan", find)
+    second = replan_measured(first, Measured(300, lengths))
+    replan_measured(first, Measured(200, None))
     assert asked == [Job(300, lengths), Job(200, job.lengths)]
     assert second.origin == first.origin
 
