@@ -23,7 +23,7 @@ ASKED = [
     "--schedule",
     "rra",
     "--search_time_limit",
-    "2",
+    "1",
 ]
 ON_ONE = [*ASKED, "--cluster", str(ROOT / "tests/llmpq/one_device.yaml")]
 NORMAL = ["--prompt_lengths", "30", "10", "64", "--output_lengths", "12", "5", "24"]

@@ -62,7 +62,7 @@ def observed(
     first_layer = [0, *(stage.layers.stop for stage in plan.stages)]
     costs = replace(costs, head_on_first=plan.head_on_first)
     times = PassTable.of(costs, devices, first_layer, [0] * SHAPE.layers)
-    watch = RequestWatch(3 * schedule.decode_requests, 2000)
+    watch = RequestWatch(3 * schedule.decode_requests, 1000)
     return simulate_rra(times, measured, schedule, watch, np.random.default_rng(7))
 
 

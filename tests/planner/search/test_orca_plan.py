@@ -33,7 +33,7 @@ def planned(policy: str, **options: object) -> PricedPlan:
     cluster = ClusterSpec.from_counts(["V100"], [2])
     given = {"quality": "fast", "bits": (8, 16), "relative_gap": 0.02, **options}
     chosen = PlanOptions.of({"policy": policy, **given})
-    return find_priced_plan(cluster, model_shape(MODEL), MODEL, Job(400, LENGTHS), chosen)
+    return find_priced_plan(cluster, model_shape(MODEL), MODEL, Job(200, LENGTHS), chosen)
 
 
 @pytest.fixture(scope="module")

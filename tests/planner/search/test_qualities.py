@@ -108,7 +108,7 @@ def test_no_quality_is_beaten_by_the_plan_of_another() -> None:
 
 
 FOUR_T4, TWO_T4 = {"T4-16GB": 4}, {"T4-16GB": 2}
-BATCH, JOB = Workload(32, 512, 100), Job.of(300, 512, 100)
+BATCH, JOB = Workload(32, 512, 100), Job.of(150, 512, 100)
 
 
 def planned(
@@ -175,7 +175,7 @@ def test_the_qualities_of_a_batch_are_the_best_of_their_bits() -> None:
 
 def test_a_fleet_keeps_the_same_rule() -> None:
     cluster = ClusterSpec.from_counts(["T4-16GB"], [4])
-    job, shape = Job.of(200, 512, 100), model_shape("qwen2.5-14b")
+    job, shape = Job.of(100, 512, 100), model_shape("qwen2.5-14b")
     options = PlanOptions(search_time_limit=2.0, group=8, quality="high")
     fleet = find_fleet(FleetRequest(cluster, shape, "qwen2.5-14b", job, options), time.process_time)
     assert min(map(least_bits, fleet.replicas)) >= NEAR_FULL_BITS

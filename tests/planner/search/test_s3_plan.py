@@ -33,7 +33,7 @@ def planned(policy: str, lengths: Lengths = LENGTHS, **options: object) -> Price
     cluster, shape = ClusterSpec.from_counts(["V100"], [2]), model_shape(MODEL)
     given = {"theta": 0.0, "bits": (8, 16), "relative_gap": 0.02, **options}
     chosen = PlanOptions.of({"policy": policy, **given})
-    return find_priced_plan(cluster, shape, MODEL, Job(400, lengths), chosen)
+    return find_priced_plan(cluster, shape, MODEL, Job(200, lengths), chosen)
 
 
 def folder_of_predictor(folder: Path, **changed: object) -> Path:
