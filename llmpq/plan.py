@@ -21,8 +21,8 @@ from llmpq.report.answers import what_is_planned
 from llmpq.report.formatting import per_second, plural, seconds
 from llmpq.report.latency import latencies, rates
 from llmpq.report.notebook import bits_text, fleet_html, plan_html
-from llmpq.report.page import write_report
-from llmpq.report.rendering import making
+from llmpq.report.page import report_page
+from llmpq.report.rendering import making, write_page
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling import SamplingInput
 from llmpq.run.checkpoint import check_fleet
@@ -223,7 +223,8 @@ class Plan(Runs):
                 reasons = self.explanation
         except LlmpqError as error:
             reasons = error
-        write_report(path, self.spec, reasons, front, making(self.spec, command))
+        page = report_page(self.spec, reasons, front, making(self.spec, command))
+        write_page(Path(path), page)
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:

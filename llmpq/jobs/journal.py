@@ -295,8 +295,8 @@ class JournalWriter:
             waited_s += WRITE_S
             try:
                 self._append()
-                if waited_s >= BEAT_S:
-                    self._beat()
+                if waited_s >= BEAT_S and self._descriptor is not None:
+                    os.utime(self._descriptor)
                     waited_s = 0.0
             except OSError as error:
                 self._fail(error)
@@ -315,10 +315,6 @@ class JournalWriter:
         while data:
             data = data[self._write(self._descriptor, data) :]
         self._is_torn = False
-
-    def _beat(self) -> None:
-        if self._descriptor is not None:
-            os.utime(self._descriptor)
 
     def _fail(self, error: OSError) -> None:
         self._entries.clear()
@@ -376,10 +372,7 @@ def thin_out(path: Path) -> None:
 
     Raises OSError as the disk does; the journal is replaced whole or not at all.
     """
-    try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size < THIN_BYTES:
-            return
-    except FileNotFoundError:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size < THIN_BYTES:
         return
     kept: list[bytes] = []
     points = 0

@@ -152,12 +152,9 @@ _EXTRA = "scikit-learn grows the trees: pip install 'llmpq[lengths]', or choose 
 
 @dataclass(frozen=True)
 class TreeOptions:
-    """How trees are grown; defaults by trials on prompts of several kinds."""
+    """How trees are grown; the number of rounds by trials on prompts of several kinds."""
 
     rounds: int = 60
-    learning_rate: float = 0.15
-    depth: int = 4
-    least_leaf: int = 3
     seed: int = 0
 
 
@@ -304,7 +301,7 @@ def train_boosting(
     tokens: Sequence[int],
     buckets: tuple[int, ...],
     tokenizer: str | None,
-    options: TreeOptions | None = None,
+    options: TreeOptions = TreeOptions(),
 ) -> Boosting:
     """Grow trees from rows [rows], of at least two buckets; SpecError without scikit-learn.
 
@@ -315,7 +312,7 @@ def train_boosting(
     lengths = np.asarray(tokens, dtype=np.int64)[-MOST_ROWS:]
     found = buckets_of(lengths, buckets)
     weights = np.ones(len(lengths))
-    trees = grown(features, found, buckets, lambda: None, weights, options or TreeOptions())
+    trees = grown(features, found, buckets, lambda: None, weights, options)
     return Boosting(buckets, trees, features, lengths, tokenizer, reads_text, len(prompts))
 
 
@@ -339,11 +336,12 @@ def grown(
         rest()
         return False
 
+    # the figures are by trials on prompts of several kinds
     model = GradientBoostingClassifier(
         n_estimators=options.rounds,
-        learning_rate=options.learning_rate,
-        max_depth=options.depth,
-        min_samples_leaf=options.least_leaf,
+        learning_rate=0.15,
+        max_depth=4,
+        min_samples_leaf=3,
         subsample=0.8,
         max_features="sqrt",
         init="zero",  # so that all it predicts with is in the trees

@@ -138,14 +138,14 @@ def train_classifier(
     prompts: Sequence[Prompt],
     tokens: Sequence[int],
     start: Classifier,
-    options: TuningOptions | None = None,
+    options: TuningOptions,
 ) -> Classifier:
     """Train `start` (of `from_nothing` or `pretrained`) itself on rows [rows]."""
     examples = [
         Example(encoded, length)
         for encoded, length in zip(start.encode(prompts), tokens, strict=True)
     ]
-    _train(start, examples, options or TuningOptions(), lambda: None)
+    _train(start, examples, options, lambda: None)
     return replace(start, trained_rows=len(examples))
 
 

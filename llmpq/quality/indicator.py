@@ -170,9 +170,11 @@ class LayerAlone:
         windows = Windows(some, np.full(len(some), length))
         found = np.full((shape.layers, len(self.bitwidths)), np.nan)
         found[:, [bits == FULL_BITS for bits in self.bitwidths]] = 0.0
+        measured = self.bitwidths if every_bitwidth else (min(self.bitwidths), MEASURED_ALONE)
         wanted = [
             (layer, column)
-            for column in self._columns(every_bitwidth)
+            for column, bits in enumerate(self.bitwidths)
+            if bits in measured and bits != FULL_BITS
             for layer in range(shape.layers)
         ]
         itemsize = (self.like.dtype or torch.float32).itemsize
@@ -182,22 +184,11 @@ class LayerAlone:
             part = wanted[first : first + at_once]
             subjects = [self._subject(shape.layers, None, FULL_BITS)]
             subjects += [self._subject(shape.layers, i, self.bitwidths[k]) for i, k in part]
-            report = None
-            if progress is not None:
-                report = partial(_report, progress, number, len(passes))
+            report = progress and partial(_report, progress, number, len(passes))
             _, *results = evaluate(self.folder, windows, subjects, device, report)
             for (layer, column), result in zip(part, results, strict=True):
                 found[layer, column] = max(0.0, result.divergence or 0.0)
         return found
-
-    def _columns(self, every: bool) -> list[int]:
-        """Columns of the bitwidths that are measured."""
-        lowest = min(self.bitwidths)
-        return [
-            column
-            for column, bits in enumerate(self.bitwidths)
-            if bits < FULL_BITS and (every or bits in (lowest, MEASURED_ALONE))
-        ]
 
     def _subject(self, layers: int, which: int | None, bits: int) -> Subject:
         """The model with layer `which` at `bits`."""

@@ -14,7 +14,6 @@ from llmpq.quality.options import (
     AUTO,
     SEQUENCE_LENGTH,
     EvaluationOptions,
-    check_compute,
     checked_bitwidths,
 )
 from llmpq.quality.perplexity import Perplexity
@@ -150,11 +149,7 @@ def bits_subject(
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name on this machine.
-
-    Raises `SpecError` for any but auto, cpu and cuda, `DeviceError` where there is no GPU.
-    """
-    check_compute(name, AUTO)
+    """The device of that name on this machine; raises `DeviceError` where there is no GPU."""
     if name == AUTO:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = take_device(name)
@@ -163,10 +158,7 @@ def device_of(name: str) -> torch.device:
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The type of that name, or with `auto` float32 on a CPU and a GPU's 16-bit type.
-
-    Raises `SpecError` for a name that is none.
-    """
+    """The type of that name, or with `auto` float32 on a CPU and a GPU's 16-bit type."""
     return _type_here(_usual_dtype(device) if dtype == AUTO else dtype, device)
 
 
@@ -178,7 +170,6 @@ def _usual_dtype(device: torch.device) -> str:
 
 def _type_here(dtype: str, device: torch.device) -> torch.dtype:
     """`dtype`, or float32 where this device could only emulate it."""
-    check_compute(AUTO, dtype)
     if dtype == "float16" and device.type == "cpu":
         return torch.float32
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)

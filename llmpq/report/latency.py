@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from actors.stage_figures import LatencyCounts
@@ -161,9 +162,7 @@ class LatencyFigures:
     @classmethod
     def of(cls, counts: Sequence[LatencyCounts], planned: PlannedLatency) -> LatencyFigures | None:
         """The figures of all these counts together; None where no request has ended."""
-        together = LatencyCounts()
-        for each in counts:
-            together = together.plus(each)
+        together = reduce(LatencyCounts.plus, counts)
         median_s, quantile_s = map(together.quantile_s, (MEDIAN, planned.quantile))
         if median_s is None or quantile_s is None:
             return None

@@ -155,17 +155,6 @@ def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
     }
 
 
-def write_report(
-    path: str | Path,
-    plan: PlanSpec,
-    reasons: Explanation | LlmpqError | None = None,
-    front: Sequence[FrontPoint] | KindFronts = (),
-    made: Making | None = None,
-) -> None:
-    """Write `report_page` whole or not at all; raises InputError where it cannot be written."""
-    write_page(Path(path), report_page(plan, reasons, front, made))
-
-
 def write_refusal(
     path: str | Path,
     request: PlanningRequest,

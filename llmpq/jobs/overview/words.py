@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import starmap
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -211,12 +212,10 @@ def _parts(job: JobOverview) -> Iterator[RenderableType]:
 def _stages(part: PlanPart) -> RenderableType:
     """The stages without their bits, for which 80 columns have no room."""
     heads = [head for head in STAGE_HEADS if head != "bits"]
-    rows = []
-    for number, stage in enumerate(part.stages):
-        cells = dict(enumerate(stage_cells(number, stage)))
-        cells[1] = shortened(cells[1], _WIDE_DEVICE)
-        del cells[STAGE_HEADS.index("bits")]
-        rows.append(list(cells.values()))
+    rows = [
+        (number, shortened(device, _WIDE_DEVICE), layers, *figures)
+        for number, device, layers, _, *figures in starmap(stage_cells, enumerate(part.stages))
+    ]
     return _table(
         "stages: mean of a full micro-batch, measured and planned", heads, rows, (1, 2), (1,)
     )

@@ -14,7 +14,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import plan as plan_cli
-from llmpq.report.page import write_report
+from llmpq.report.page import report_page
 from llmpq.report.plan_charts import curve_of, curve_svg, write_front
 from planner.explanation.what_if import WhatIfOptions
 from planner.search.find import FrontPoint
@@ -50,7 +50,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         explained.__dict__["explanation"] = plan.explain(FEW)
         explained.report(written[name])
     Plan(job_plan()).report(written["bare"])
-    write_report(written["long"], eight_stages("rack-7-of-building-2", (16, 8, 4, 3))[0])
+    long, _ = eight_stages("rack-7-of-building-2", (16, 8, 4, 3))
+    written["long"].write_text(report_page(long))
     short = ["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2"]
     assert plan_cli.main([*short, "--global_bz", "1", "--report", str(written["refusal"])]) == 2
     return written
