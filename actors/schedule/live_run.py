@@ -249,14 +249,14 @@ class Leader:
         self,
         sizes: QueueSizes,
         pipeline: Pipeline,
-        earlier: Supervision = NO_SUPERVISION,
-        latencies: LatencyRecord | None = None,
+        earlier: Supervision,
+        latencies: LatencyRecord,
     ) -> None:
         self._sizes = sizes
         self._pipeline = pipeline
         self._run: int | None = None
         self._earlier = earlier  # of the runs before
-        self._latencies = latencies or LatencyRecord()
+        self._latencies = latencies
         self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
