@@ -37,16 +37,8 @@ from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.loading.cache_settings import NO_CACHE, CacheSettings
 from quant.rounding.importance import ImportanceStore
 
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds to wait for resources to be granted, for shards to be loaded, and for the stages to
-    meet.
-    """
-
-    placement_s: float = 60.0
-    load_s: float = 3600.0
-    meeting_s: float = 30.0
+LOAD_S = 3600.0  # for shards to be loaded
+MEETING_S = 30.0  # for the stages to meet
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,8 @@ class GroupOptions:
     connected by it. `telemetry`: what stages note; the sizes of its micro-batches are the plan's.
     `recovery` says how `generate` goes on after faults, which `on_event` is told of. `policy`
     schedules the requests. `importance`: where that of the model is found, or kept once it is
-    measured, for this group and others. `deterministic` as in `StageSpec`.
+    measured, for this group and others. `placement_s`: seconds to wait for resources to be granted.
+    `deterministic` as in `StageSpec`.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -67,7 +60,7 @@ class GroupOptions:
     recovery: Recovery = Recovery()  # noqa: RUF009  (frozen)
     on_event: OnEvent = ignore_event
     policy: PolicyOptions = PolicyOptions()  # noqa: RUF009  (frozen)
-    timeouts: Timeouts = Timeouts()
+    placement_s: float = 60.0
     importance: ImportanceStore | None = None
     deterministic: bool = False
 
@@ -120,7 +113,7 @@ class StageGroup(LiveGroup):
             StageAnswers(self.stages),
             queue_sizes(plan, options.policy),
             options.transport,
-            options.timeouts.meeting_s,
+            MEETING_S,
             options.recovery.hang_s,
         )
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
@@ -148,26 +141,25 @@ class StageGroup(LiveGroup):
 
     def _start(self) -> None:
         check_planned_memory(self._plan)
-        timeouts = self._options.timeouts
         self._reservation = self._reserve()
         for stage in self.stages:
             stage.start()
         shape = model_shape(self._checkpoint)
         if self._plan.needs_importance(shape.stored is not None):
-            self._hand_out_importance(what_is_seen(shape), timeouts.load_s)
-        self._repair.load_and_link(timeouts.load_s)
+            self._hand_out_importance(what_is_seen(shape))
+        self._repair.load_and_link(LOAD_S)
 
     def _reserve_own(self) -> Reservation:
         placements = place(self._plan.stages, ray.cluster_resources())
-        return Reservation(placements, self._options.timeouts.placement_s)
+        return Reservation(placements, self._options.placement_s)
 
-    def _hand_out_importance(self, seen: str, limit_s: float) -> None:
+    def _hand_out_importance(self, seen: str) -> None:
         """Give each stage that of its layers: what is known already, or what they measure now."""
         store = self._options.importance or ImportanceStore()
         with store.turn:
             found = store.find(seen)
             if found is None:
-                found = store.keep(self._repair.measure_importance(limit_s), seen)
+                found = store.keep(self._repair.measure_importance(LOAD_S), seen)
         for handle, stage in zip(self.stages, self._plan.stages, strict=True):
             handle.use_importance(found.layers[stage.layers.start : stage.layers.stop])
 

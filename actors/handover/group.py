@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from threading import Lock
 
 import ray
 
@@ -17,7 +16,7 @@ from actors.live_group import JoinedObserver, LiveGroup
 from actors.processes.handle import StageHandle
 from actors.processes.placement import place
 from actors.processes.reservation import Reservation, ReservedPart
-from actors.recovery.policy import RecoveryEvent
+from actors.recovery.policy import RecoveryEvent, Teller
 from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, all_stages, parts_of, undivided
@@ -58,7 +57,7 @@ class DividedGroup(LiveGroup):
         prefill, _ = self._parts = parts_of(plan)
         self._plan, self._checkpoint = plan, checkpoint
         self._options = replace(options, importance=options.importance or ImportanceStore())
-        self._telling = Lock()
+        self._teller = Teller(options.on_event)
         self._reservation: Reservation | None = None
         self.prefill = self._group(prefill, plan.policy, 0)
         self.decode = self._group(plan, plan.policy, len(prefill.stages))
@@ -74,7 +73,7 @@ class DividedGroup(LiveGroup):
 
     def _group(self, plan: PlanSpec, policy: PolicyOptions, first: int) -> StageGroup:
         """The stages of one kind, of which the first is number `first` of all."""
-        told = partial(self._tell_of, plan.stages[0].role, first)
+        told = partial(self._teller.tell_of, plan.stages[0].role, first)
         options = replace(self._options, policy=policy, on_event=told)
         reserve = partial(self._reserved, first, len(plan.stages))
         return self.group_class(plan, self._checkpoint, options, reserve)
@@ -114,7 +113,7 @@ class DividedGroup(LiveGroup):
 
     def _start(self) -> None:
         placements = place(all_stages(self._plan), ray.cluster_resources())
-        self._reservation = Reservation(placements, self._options.timeouts.placement_s)
+        self._reservation = Reservation(placements, self._options.placement_s)
         self._load()
         prefill, decode = self._parts
         routes = find_routes(decode, prefill, model_shape(self._checkpoint))
@@ -174,21 +173,12 @@ class DividedGroup(LiveGroup):
         for group in (self.prefill, self.decode):
             group.abandon()
 
-    def _tell_of(self, role: str, first: int, event: RecoveryEvent) -> None:
-        """Tell of an event of the stages of this `role`, the first of which is number `first`."""
-        stage = None if event.stage is None else first + event.stage
-        self._tell(replace(event, stage=stage, text=f"{role}: {event.text}"))
-
     def _tell_lost(self, requests: int) -> None:
         text = (
             f"keys and values of {requests} requests were lost on their way, or found no room; "
             "the stages that decode compute their prompts again"
         )
-        self._tell(RecoveryEvent("handover", None, 0.0, text))
-
-    def _tell(self, event: RecoveryEvent) -> None:
-        with self._telling:
-            self._options.on_event(event)
+        self._teller.tell(RecoveryEvent("handover", None, 0.0, text))
 
 
 def group_of(plan: PlanSpec, checkpoint: str, options: GroupOptions) -> StageGroup | DividedGroup:

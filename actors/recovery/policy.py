@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Literal
 
 from quant.common.errors import SpecError
@@ -75,3 +76,22 @@ OnEvent = Callable[[RecoveryEvent], None]
 
 def ignore_event(event: RecoveryEvent) -> None:
     """Do nothing, for a run whose events nobody wants."""
+
+
+class Teller:
+    """Tells `on_event` of the events of several groups of stages, one at a time."""
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event = on_event
+        self._telling = Lock()
+
+    def tell(self, event: RecoveryEvent) -> None:
+        with self._telling:
+            self._on_event(event)
+
+    def tell_of(self, name: str, first: int, event: RecoveryEvent) -> None:
+        """Tell of an event of the group of this `name`, whose stages are those from number `first`
+        on.
+        """
+        stage = None if event.stage is None else first + event.stage
+        self.tell(replace(event, stage=stage, text=f"{name}: {event.text}"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from actors.live_group import JoinedObserver, LiveGroup, Observed
-from actors.recovery.policy import OnEvent, RecoveryEvent, ignore_event
+from actors.recovery.policy import OnEvent, Teller, ignore_event
 from actors.replicas.replica import PoolBoard, Replica, Restarts
 from actors.replicas.run import SharedRun
 from planner.plan.spec import PlanSpec
@@ -48,13 +46,12 @@ class ReplicaPool(LiveGroup):
     ) -> None:
         super().__init__()
         self._plan = plan
-        self._on_event = on_event
-        self._telling = threading.Lock()
-        self._board = PoolBoard(self._tell, restarts)
+        teller = Teller(on_event)
+        self._board = PoolBoard(teller.tell, restarts)
         self.replicas: tuple[Replica, ...] = ()
         first = 0
         for index, each in enumerate(plans):
-            told = partial(self._tell_of, index, first)
+            told = partial(teller.tell_of, f"replica {index}", first)
             make_own = partial(make, each, told)
             self.replicas += (Replica(index, each, make_own, self._board),)
             first += len(each.stages)
@@ -157,15 +154,6 @@ class ReplicaPool(LiveGroup):
             replica.release()
         for replica in _late(late, ENDED_S):
             replica.release()  # what it started meanwhile
-
-    def _tell_of(self, index: int, first: int, event: RecoveryEvent) -> None:
-        """Tell of an event of replica `index`, whose stages are those from number `first` on."""
-        stage = None if event.stage is None else first + event.stage
-        self._tell(replace(event, stage=stage, text=f"replica {index}: {event.text}"))
-
-    def _tell(self, event: RecoveryEvent) -> None:
-        with self._telling:
-            self._on_event(event)
 
 
 def _late(replicas: Sequence[Replica], limit_s: float) -> list[Replica]:

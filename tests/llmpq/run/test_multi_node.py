@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from actors.messages import Request, Sampling
 from actors.processes.placement import place
 from actors.processes.reservation import copies_granted
-from actors.stage_group import GroupOptions, StageGroup, Timeouts
+from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
 from quant.common.errors import DeviceError
 from tests.actors.models import random_prompts, reference
@@ -42,9 +42,7 @@ def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan
         for stage, handle in zip(plan.stages, group.stages, strict=True):
             resources = nodes[actors[handle.actor_ids[0]]["Address"]["NodeID"]]
             assert stage.accelerator.split("-")[0] in resources
-        second = StageGroup(
-            plan.spec, str(tiny[0]), GroupOptions(timeouts=Timeouts(placement_s=1.0))
-        )
+        second = StageGroup(plan.spec, str(tiny[0]), GroupOptions(placement_s=1.0))
         with pytest.raises(DeviceError, match="in use"):
             second.__enter__()
         placements = place(plan.stages, ray.cluster_resources())
