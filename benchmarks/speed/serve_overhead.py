@@ -26,13 +26,13 @@ from benchmarks.lab import header
 # isort: split
 import psutil  # Ray brings it, and has just put it on the path
 
+from actors.messages import Request
 from actors.sampling_options import GREEDY, Sampling
 from benchmarks.lab import processor_name
 from llmpq.rows.row import Row
 from llmpq.serve.engine import (
     EngineLimits,
     EngineStatus,
-    GenerationRequest,
     QueueState,
     TokenEvent,
 )
@@ -72,7 +72,7 @@ class InstantEngine:
         """The text of token ids, as `Engine.decode`."""
         return await self._tokenizer.decode(token_ids, before)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """Tokens as fast as they are read, as `Engine.generate`."""
         for number in range(request.max_new_tokens):
             is_last = number == request.max_new_tokens - 1

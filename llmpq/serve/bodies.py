@@ -17,6 +17,7 @@ from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from actors.messages import MOST_TOP_LOGPROBS
 from llmpq.rows.answers import ChatForm, CompletionForm, Form
 from llmpq.rows.fields import DRAWN, PROMPT_OPTIONS, SAMPLING_FIELDS, TEMPLATE_SWITCH
 from llmpq.rows.request_fields import Given, fields_by_name, prompt_options
@@ -24,8 +25,8 @@ from llmpq.rows.results import whole_number
 from llmpq.serve.access import ApiError, bad_request
 from quant.common.errors import FieldError
 
-MOST_ANSWERS, MOST_STOPS, MOST_ALTERNATIVES, MOST_ALTERNATIVES_OF_TEXT = 128, 4, 20, 5
-"""Largest `n`, `stop`, `top_logprobs`, and `logprobs` of a completion, as in OpenAI's interface."""
+MOST_ANSWERS, MOST_STOPS, MOST_ALTERNATIVES_OF_TEXT = 128, 4, 5
+"""Largest `n`, `stop`, and `logprobs` of a completion, as in OpenAI's interface."""
 
 Prompt = str | list[int]
 Whole = Annotated[int, BeforeValidator(whole_number)]
@@ -123,9 +124,9 @@ class Body(BaseModel):
 
     @property
     @abstractmethod
-    def alternatives(self) -> tuple[str, int | None]:
-        """Field that asks for log-probabilities, and how many alternatives of each token it wants;
-        None where it asks for nothing.
+    def alternatives(self) -> int | None:
+        """How many alternatives of each token are told with their log-probabilities; None where no
+        log-probabilities are asked for.
         """
 
     @property
@@ -156,8 +157,8 @@ class CompletionBody(Body):
     logprobs: Annotated[Whole, Field(ge=0, le=MOST_ALTERNATIVES_OF_TEXT)] | None = None
 
     @property
-    def alternatives(self) -> tuple[str, int | None]:
-        return "logprobs", self.logprobs
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
     @property
     def form(self) -> Form:
@@ -168,7 +169,7 @@ class ChatBody(Body):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -184,10 +185,8 @@ class ChatBody(Body):
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
-    def alternatives(self) -> tuple[str, int | None]:
-        if not self.logprobs:
-            return "logprobs", None
-        return "top_logprobs" if self.top_logprobs else "logprobs", self.top_logprobs or 0
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def form(self) -> Form:

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
+from actors.messages import Request
 from actors.sampling_options import stop_begin
 from llmpq.rows.answers import TextPiece, TokenText
-from llmpq.serve.access import ApiError, failed, log_fault, queue_full, tasks, unavailable
+from llmpq.serve.access import ApiError, failed, log_fault, tasks, unavailable
 from llmpq.serve.engine import (
     Engine,
-    EngineBusyError,
     EngineStoppingError,
     FinishReason,
     GenerationError,
-    GenerationRequest,
     TokenEvent,
 )
 from llmpq.serve.metrics import AnswerTimer
@@ -95,7 +94,7 @@ LEAST_LOGPROB = -9999.0
 class _Choice:
     """Makes pieces of the tokens of one generation."""
 
-    def __init__(self, engine: Engine, request: GenerationRequest, index: int) -> None:
+    def __init__(self, engine: Engine, request: Request, index: int) -> None:
         self._engine = engine
         self._index = index
         self._detokenizer = Detokenizer(engine.decode, request.prompt_ids)
@@ -150,7 +149,7 @@ class _Choice:
 
 
 async def _pieces(
-    engine: Engine, request: GenerationRequest, index: int, timer: AnswerTimer
+    engine: Engine, request: Request, index: int, timer: AnswerTimer
 ) -> AsyncGenerator[TextPiece, None]:
     """The pieces of one choice; the last has a finish reason."""
     choice = _Choice(engine, request, index)
@@ -170,9 +169,8 @@ async def _pieces(
 
 async def pieces(
     engine: Engine,
-    requests: Sequence[GenerationRequest],
+    requests: Sequence[Request],
     given_up: asyncio.Event,
-    retry_after_s: int,
     timer: Callable[[], AnswerTimer],
 ) -> AsyncGenerator[TextPiece, None]:
     """The pieces of all `requests` as they come; closing it ends every generation.
@@ -182,13 +180,13 @@ async def pieces(
     """
     queue: asyncio.Queue[TextPiece | ApiError] = asyncio.Queue(MOST_BUFFERED)
 
-    async def feed(request: GenerationRequest, index: int) -> None:
+    async def feed(request: Request, index: int) -> None:
         try:
             async with aclosing(_pieces(engine, request, index, timer())) as made:
                 async for piece in made:
                     await queue.put(piece)
         except Exception as error:  # one request's fault must not end the server
-            await queue.put(_told(error, request.id, retry_after_s))
+            await queue.put(_told(error, request.custom_id))
 
     async def watch() -> None:
         await given_up.wait()
@@ -205,10 +203,8 @@ async def pieces(
             yield item
 
 
-def _told(error: Exception, name: str, retry_after_s: int) -> ApiError:
+def _told(error: Exception, name: str) -> ApiError:
     """What a client is told of a generation that ended by `error`."""
-    if isinstance(error, EngineBusyError):
-        return queue_full(retry_after_s)
     if isinstance(error, EngineStoppingError):
         return unavailable("the server takes no more requests")
     if isinstance(error, GenerationError):

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from actors.messages import TokenLogprobs
+from actors.messages import Request, TokenLogprobs
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 from llmpq.tokenizing.reasoning import Markers
@@ -19,9 +19,8 @@ FinishReason = Literal["stop", "length"]
 class EngineLimits:
     """Tokens that fit: of a prompt, of an answer, and of both together in a slot.
 
-    `default_new_tokens`: those of an answer whose request names no limit. `top_logprobs`: the most
-    alternatives of a token whose log-probabilities can be told; None where none can, not even that
-    of the token itself. `vocab_size` is the number of token ids.
+    `default_new_tokens`: those of an answer whose request names no limit. `vocab_size` is the
+    number of token ids.
     """
 
     prompt_tokens: int
@@ -29,7 +28,6 @@ class EngineLimits:
     slot_tokens: int
     default_new_tokens: int
     vocab_size: int
-    top_logprobs: int | None = None
 
     def room(self, prompt_tokens: int) -> int:
         """Most new tokens after so many of a prompt."""
@@ -47,23 +45,6 @@ class QueueState:
     slots: int
     kv_tokens_used: int
     kv_tokens: int
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One answer to one prompt.
-
-    `id` is unique. Random draws are keyed by `sampling.seed`, `draw_id` and the position, so that
-    the same request with the same seed is answered alike. `top_logprobs`: the alternatives of each
-    token to tell log-probabilities of, None for no log-probabilities at all.
-    """
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    sampling: Sampling
-    draw_id: str
-    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +69,6 @@ class PromptTooLongError(Exception):
     def __init__(self, size: str) -> None:
         super().__init__(f"the prompt has {size}")
         self.size = size
-
-
-class EngineBusyError(Exception): ...
 
 
 class EngineStoppingError(Exception): ...
@@ -143,10 +121,11 @@ class Engine(Protocol):
         Bytes that are no whole character are U+FFFD.
         """
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer; closing the generator ends the generation and frees its slot.
 
-        The engine may be ahead of whoever reads, by at most `max_new_tokens` tokens. Raises
-        `EngineBusyError` and `EngineStoppingError` before the first token, `GenerationError` at
-        any.
+        The `custom_id` of a request is its own, and the same request with the same seed and
+        `draw_id` is answered alike. The engine may be ahead of whoever reads, by at most
+        `max_new_tokens` tokens. Raises `EngineStoppingError` before the first token,
+        `GenerationError` at any.
         """

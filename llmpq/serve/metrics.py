@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmpq.serve.access import CLIENT_GONE
-from llmpq.serve.engine import EngineBusyError, EngineStoppingError, QueueState
+from llmpq.serve.engine import EngineStoppingError, QueueState
 
 CANCELLED = "cancelled"
 """How answers end whose client has gone, or does not read."""
@@ -48,7 +48,7 @@ class AnswerTimer:
             self.first_s = self.last_s
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, EngineBusyError | EngineStoppingError):
+        if isinstance(error, EngineStoppingError):
             self.outcome = "refused"
         elif isinstance(error, Exception):
             self.outcome = "error"

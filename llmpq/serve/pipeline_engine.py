@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.messages import MOST_TOP_LOGPROBS, Progress, Request
+from actors.messages import Progress, Request
 from llmpq.lengths.predictor import Prompt
 from llmpq.lengths.sources import wait_loaded
-from llmpq.rows.row import Row
 from llmpq.run.engine import CheckedModel
 from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
 from llmpq.run.options import RunOptions
@@ -24,7 +24,6 @@ from llmpq.serve.engine import (
     EngineStatus,
     EngineStoppingError,
     GenerationError,
-    GenerationRequest,
     QueueState,
     TokenEvent,
 )
@@ -69,11 +68,11 @@ class PipelineEngine:
             slot_tokens=room.total_length,
             default_new_tokens=found.max_new_tokens or room.new_tokens,
             vocab_size=model.vocab_size,
-            top_logprobs=MOST_TOP_LOGPROBS,
         )
         limits = RowLimits(options.row_s, most_tokens=room.prompt_length)
         self.tokenizer = ModelTokenizer(model.folder, limits, options.prompting)
         self.markers = self.tokenizer.markers
+        self.encode, self.decode = self.tokenizer.encode, self.tokenizer.decode
         try:
             self.lengths = self._expected_lengths() if model.predicts else None
         except LlmpqError:
@@ -139,34 +138,18 @@ class PipelineEngine:
             kv_tokens=sum(room.kv_tokens for room in rooms),
         )
 
-    async def encode(self, row: Row) -> tuple[int, ...]:
-        return await self.tokenizer.encode(row)
-
-    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        return await self.tokenizer.decode(token_ids, before)
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         live = self._live
         if self.status != "ready" or live is None:
             raise EngineStoppingError("the engine takes no requests now")
         self._loop = asyncio.get_running_loop()
         answers: asyncio.Queue[Progress | None] = asyncio.Queue()
-        self._answers[request.id] = answers
-        self._reserved[request.id] = len(request.prompt_ids) + request.max_new_tokens
+        self._answers[request.custom_id] = answers
+        self._reserved[request.custom_id] = len(request.prompt_ids) + request.max_new_tokens
         ended, tokens = True, 0
         try:
             expected = await self._expected(request)
-            live.submit(
-                Request(
-                    request.id,
-                    request.prompt_ids,
-                    request.max_new_tokens,
-                    request.sampling,
-                    draw_id=request.draw_id,
-                    top_logprobs=request.top_logprobs,
-                    expected_tokens=expected,
-                )
-            )
+            live.submit(replace(request, expected_tokens=expected))
             ended = False
             while not ended:
                 progress = await answers.get()
@@ -175,14 +158,14 @@ class PipelineEngine:
                     tokens += 1
                     yield event
             if self.lengths is not None:
-                self.lengths.source.finished([(request.id, tokens)])
+                self.lengths.source.finished([(request.custom_id, tokens)])
         finally:
-            del self._answers[request.id], self._reserved[request.id]
-            self._running.discard(request.id)
+            del self._answers[request.custom_id], self._reserved[request.custom_id]
+            self._running.discard(request.custom_id)
             if not ended:
-                live.cancel(request.id)
+                live.cancel(request.custom_id)
 
-    async def _expected(self, request: GenerationRequest) -> int | None:
+    async def _expected(self, request: Request) -> int | None:
         """The new tokens that are expected of a request, under a policy that goes by them."""
         if self.lengths is None:
             return None
@@ -192,7 +175,7 @@ class PipelineEngine:
                 text = await self.tokenizer.decode(request.prompt_ids)
             except GenerationError:
                 return request.max_new_tokens
-        prompt = Prompt(request.id, request.max_new_tokens, request.prompt_ids, text)
+        prompt = Prompt(request.custom_id, request.max_new_tokens, request.prompt_ids, text)
         expected = await self.lengths.expect(prompt)
         if self._status != "ready":  # it may have ended meanwhile
             raise EngineStoppingError("the engine takes no requests now")

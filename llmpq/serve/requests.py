@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import Any
 
+from actors.messages import Request
 from actors.sampling_options import Sampling
 from llmpq.rows.answers import TextPiece
 from llmpq.rows.row import BadRow, Row, row_from_mapping
@@ -16,7 +17,6 @@ from llmpq.serve.bodies import ChatBody, CompletionBody
 from llmpq.serve.engine import (
     Engine,
     EngineLimits,
-    GenerationRequest,
     PromptError,
     PromptTooLongError,
 )
@@ -35,7 +35,7 @@ class Asked:
     text of a chat's prompt for a model that reasons between `markers`, None of any other.
     """
 
-    generations: tuple[GenerationRequest, ...]
+    generations: tuple[Request, ...]
     prompt_tokens: int
     markers: Markers | None = None
     prompt_end: str = ""
@@ -71,10 +71,8 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
     Raises `ApiError` (400) naming the field that cannot be served, with limit and length.
     """
     sampling = _sampling(body.sampling, engine)
-    field, alternatives = body.alternatives
-    _check_alternatives(field, alternatives, engine.limits)
     where = "prompt" if isinstance(body, CompletionBody) else "messages"
-    generations: list[GenerationRequest] = []
+    generations: list[Request] = []
     prompt_tokens = 0
     for row in _rows(body, where):
         ids = await _encoded(row, engine, where)
@@ -89,7 +87,9 @@ async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> A
             number = len(generations)
             made = f"{name}-{number}"
             drawn = made if body.seed is None else str(number)
-            generations.append(GenerationRequest(made, ids, most, sampling, drawn, alternatives))
+            generations.append(
+                Request(made, ids, most, sampling, draw_id=drawn, top_logprobs=body.alternatives)
+            )
     markers, end = None if isinstance(body, CompletionBody) else engine.markers, ""
     if markers is not None:
         end = await engine.decode(generations[0].prompt_ids[-PROMPT_END_TOKENS:])
@@ -105,19 +105,6 @@ def _sampling(given: Mapping[str, Any], engine: Engine) -> Sampling:
     if problem is not None:
         raise bad_request(str(problem), problem.name)
     return sampling
-
-
-def _check_alternatives(field: str, wanted: int | None, limits: EngineLimits) -> None:
-    if wanted is None:
-        return
-    if limits.top_logprobs is None:
-        raise bad_request(
-            f"{field}: this model is served without log-probabilities; leave it out", field
-        )
-    if wanted > limits.top_logprobs:
-        raise bad_request(
-            f"{field} is {wanted}; at most {limits.top_logprobs} alternatives can be told", field
-        )
 
 
 def _rows(body: CompletionBody | ChatBody, where: str) -> list[Row]:

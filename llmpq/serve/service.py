@@ -233,6 +233,5 @@ class _Job:
             self._engine,
             wanted.generations,
             service.gate.given_up,
-            service.options.retry_after_s,
             lambda: service.metrics.timer(self._arrived_s),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.messages import Request
 from llmpq.rows.answers import BAD_LINE, Json, answer_line, line_response, written_line
 from llmpq.rows.row import MAX_ID_CHARACTERS, Row
 from llmpq.serve.access import ApiError, Gate, bad_request, log_fault
@@ -28,7 +29,6 @@ from llmpq.serve.bodies import (
 from llmpq.serve.engine import (
     Engine,
     EngineStatus,
-    GenerationRequest,
     QueueState,
     TokenEvent,
 )
@@ -56,6 +56,7 @@ class BehindOnline:
         self._engine = engine
         self.model_name, self.created_s = engine.model_name, engine.created_s
         self.limits, self.sampling, self.markers = engine.limits, engine.sampling, engine.markers
+        self.decode = engine.decode
         self._gate = gate
         self._starting = 0
         self._first = asyncio.Lock()
@@ -84,7 +85,7 @@ class BehindOnline:
             async with asyncio.timeout(LOOK_S):
                 await self._changed.wait()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer, as `Engine.generate`, once there is room."""
         async with self._first:
             await self.room()
@@ -108,9 +109,6 @@ class BehindOnline:
         """Token ids, as `Engine.encode`; one prompt at a time, so that online ones come between."""
         async with self._encoding:
             return await self._engine.encode(row)
-
-    async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        return await self._engine.decode(token_ids, before)
 
     @property
     def status(self) -> EngineStatus:

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.messages import TokenLogprobs
+from actors.messages import Request, TokenLogprobs
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 from llmpq.serve.engine import (
     EngineLimits,
     EngineStatus,
-    GenerationRequest,
     PromptError,
     PromptTooLongError,
     QueueState,
@@ -22,10 +21,10 @@ from llmpq.tokenizing.reasoning import Markers
 
 END = 256
 IDLE = QueueState(0, 0, 4, 0, 1000)
-LIMITS = EngineLimits(200, 100, 250, 50, 257, 5)
+LIMITS = EngineLimits(200, 100, 250, 50, 257)
 
 
-def repeated(request: GenerationRequest) -> bytes:
+def repeated(request: Request) -> bytes:
     """The prompt once more, or what depends on seed and draw where tokens are drawn."""
     if request.sampling.temperature == 0:
         return bytes(request.prompt_ids)
@@ -40,7 +39,7 @@ class PretendEngine:
     `live` are the ids of generations that run, `seen` all requests, `tokens` those given out.
     """
 
-    answer: Callable[[GenerationRequest], bytes] = repeated
+    answer: Callable[[Request], bytes] = repeated
     limits: EngineLimits = LIMITS
     sampling: Sampling = field(default_factory=Sampling)
     markers: Markers | None = None
@@ -53,7 +52,7 @@ class PretendEngine:
     logprob: float = -0.5
     created_s: int = 1_700_000_000
     live: set[str] = field(default_factory=set)
-    seen: list[GenerationRequest] = field(default_factory=list)
+    seen: list[Request] = field(default_factory=list)
     tokens: int = 0
     is_holding: bool = False
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,10 +75,10 @@ class PretendEngine:
         """The text of bytes."""
         return bytes(each for each in token_ids if each < END).decode("utf-8", "replace")
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The bytes of the answer, one token each."""
         self.seen.append(request)
-        self.live.add(request.id)
+        self.live.add(request.custom_id)
         try:
             answer = [*self.answer(request), END][: request.max_new_tokens]
             for number, token_id in enumerate(answer):
@@ -95,7 +94,7 @@ class PretendEngine:
                 yield self._event(token_id, reason, request.top_logprobs)
                 await asyncio.sleep(0)
         finally:
-            self.live.discard(request.id)
+            self.live.discard(request.custom_id)
 
     def _event(self, token_id: int, reason: str | None, top_logprobs: int | None) -> TokenEvent:
         if top_logprobs is None:

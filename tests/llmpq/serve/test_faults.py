@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from llmpq.serve.engine import (
-    EngineBusyError,
     EngineStoppingError,
     GenerationError,
 )
@@ -44,7 +43,6 @@ def test_an_engine_that_is_not_ready(status: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "status"),
     [
-        (EngineBusyError(), 429),
         (EngineStoppingError(), 503),
         (GenerationError("stage 2 is lost"), 500),
         (ValueError("a secret prompt"), 500),

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmpq.serve.engine import GenerationError, GenerationRequest
+from actors.messages import Request
+from llmpq.serve.engine import GenerationError
 from llmpq.serve.metrics import AnswerTimer, ServeMetrics
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.service import Service
@@ -95,7 +96,7 @@ def test_times_count_from_the_arrival_of_the_body() -> None:
     clock = Clock()
 
     class Timed(PretendEngine):
-        async def generate(self, request: GenerationRequest):
+        async def generate(self, request: Request):
             clock.now_s += 0.3 - 0.4
             async for event in super().generate(request):
                 clock.now_s += 0.4

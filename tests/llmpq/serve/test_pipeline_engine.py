@@ -15,13 +15,13 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.messages import Request
 from actors.replicas.replica import Restarts
 from llmpq import Cluster, Plan, Workload
 from llmpq.rows.row import Row
 from llmpq.run.options import RunOptions
 from llmpq.serve.engine import (
     EngineStoppingError,
-    GenerationRequest,
     PromptTooLongError,
     TokenEvent,
 )
@@ -103,8 +103,8 @@ def with_engine(plan: Plan, use: Callable[[PipelineEngine], Awaitable[None]]) ->
     assert engine.status == "draining"
 
 
-def generation(engine: PipelineEngine, name: str, ids: tuple[int, ...]) -> GenerationRequest:
-    return GenerationRequest(name, ids, NEW_TOKENS, engine.sampling, name)
+def generation(engine: PipelineEngine, name: str, ids: tuple[int, ...]) -> Request:
+    return Request(name, ids, NEW_TOKENS, engine.sampling, draw_id=name)
 
 
 def logprobs_of(prompt: tuple[int, ...], tokens: list[int]) -> torch.Tensor:

@@ -9,10 +9,11 @@ import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from actors.messages import Request
 from llmpq.serve.batches import batch_job
 from llmpq.serve.batches.batches import Batches
 from llmpq.serve.batches.store import BatchStore
-from llmpq.serve.engine import GenerationRequest, TokenEvent
+from llmpq.serve.engine import TokenEvent
 from llmpq.serve.options import BatchOptions, ServeOptions
 from llmpq.serve.server import Server
 from llmpq.serve.service import Service
@@ -24,7 +25,7 @@ TOKEN_S = 0.01
 class SlowEngine(PretendEngine):
     """Takes its time for each token."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         if len(self.seen) >= int(sys.argv[2]):
             await asyncio.Event().wait()
         async for event in super().generate(request):

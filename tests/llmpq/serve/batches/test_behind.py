@@ -10,9 +10,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.messages import Request
 from llmpq.serve.access import Gate
 from llmpq.serve.batches.lines import BehindOnline
-from llmpq.serve.engine import GenerationRequest, QueueState, TokenEvent
+from llmpq.serve.engine import QueueState, TokenEvent
 from llmpq.serve.options import ServeOptions
 from tests.llmpq.serve.asking import COMPLETIONS, completion, run
 from tests.llmpq.serve.batches.world import line, world
@@ -85,7 +86,7 @@ def test_a_batch_alone_fills_the_slots_and_never_waits_in_the_engine(tmp_path: P
         engine = SlottedEngine()
         most = 0
 
-        def answer(request: GenerationRequest) -> bytes:
+        def answer(request: Request) -> bytes:
             nonlocal most
             most = max(most, engine.running)
             return b"x" * 20
@@ -148,7 +149,7 @@ def test_few_generations_start_at_once_and_one_that_is_left_frees_its_place() ->
         behind = BehindOnline(engine, gate)
 
         async def read(number: int) -> list[TokenEvent]:
-            request = GenerationRequest(str(number), (65,), 5, engine.sampling, "0")
+            request = Request(str(number), (65,), 5, engine.sampling, draw_id="0")
             return [event async for event in behind.generate(request)]
 
         tasks = [asyncio.create_task(read(number)) for number in range(8)]

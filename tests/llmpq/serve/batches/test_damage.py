@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from openai.types import Batch, FileObject
 
+from actors.messages import Request
 from llmpq.errors import SpecError
 from llmpq.serve.batches import runner
 from llmpq.serve.batches.store import BatchStore
-from llmpq.serve.engine import GenerationRequest, TokenEvent
+from llmpq.serve.engine import TokenEvent
 from llmpq.serve.options import BatchOptions
 from tests.llmpq.serve.asking import NOW_S, run
 from tests.llmpq.serve.batches.world import content_of, line, world
@@ -27,7 +28,7 @@ ANSWERED = {"c0": None, "c1": 400}
 class Interrupted(PretendEngine):
     """Answers the first line alone."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         if bytes(request.prompt_ids) != b"of c0":
             await self.go_on.wait()
         async for event in super().generate(request):
