@@ -65,20 +65,14 @@ class EventStream(Response):
             async for content in self._events:
                 async with asyncio.timeout(self._stall_s):
                     if not is_begun:
-                        await send(self._start())
+                        start = {"status": self.status_code, "headers": self.raw_headers}
+                        await send({"type": "http.response.start", **start})
                         is_begun = True
                     await send(_body(content, more=True))
             async with asyncio.timeout(self._stall_s):
                 await send(_body(b"", more=False))
         except TimeoutError:
             return  # an answer that is not complete has the server close the connection
-
-    def _start(self) -> dict[str, Any]:
-        return {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
 
 
 def _body(content: bytes, more: bool) -> dict[str, Any]:

@@ -61,10 +61,8 @@ class RowTokenizer:
     `markers`: what the model's reasoning stands between, None where it has no such tokens.
     """
 
-    def __init__(
-        self, folder: Path, most_tokens: int | None, options: Mapping[str, Any] | None = None
-    ) -> None:
-        self._options = options or {}
+    def __init__(self, folder: Path, most_tokens: int | None, options: Mapping[str, Any]) -> None:
+        self._options = options
         self.tokenizer = _load(folder, self._options.get("chat_template"))
         self.most_tokens = most_tokens
         self.markers = _markers(self.tokenizer)
@@ -174,7 +172,7 @@ def error_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _load(folder: Path, chat_template: str | None = None) -> Any:
+def _load(folder: Path, chat_template: str | None) -> Any:
     """Load the tokenizer, with another template if one is given; raises what transformers raises,
     and `ValueError` without tokens.
     """
@@ -328,7 +326,7 @@ class _Warnings(logging.Handler):
 
 
 def _first_line(
-    folder: Path, most_tokens: int | None, options: Mapping[str, Any] | None = None
+    folder: Path, most_tokens: int | None, options: Mapping[str, Any]
 ) -> tuple[RowTokenizer | None, dict[str, Any]]:
     noted = _Warnings()
     logging.getLogger("transformers").addHandler(noted)

@@ -41,7 +41,7 @@ class Changing(child.RowTokenizer):  # type: ignore[misc,name-defined]
         return dict(super().answer(line))
 
     def _loaded(self, folder: Path) -> dict[str, Any]:
-        row_tokenizer, first = child._first_line(folder, self.most_tokens)
+        row_tokenizer, first = child._first_line(folder, self.most_tokens, {})
         if row_tokenizer is None:
             return {"error": f"{first['file']}: {first['error']}", "of": "load"}
         answers = [super(Changing, row_tokenizer).answer(json.dumps(task)) for task in TASKS]

@@ -82,8 +82,7 @@ class BehindOnline:
         """Wait until something changes, or for a moment."""
         self._changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await self._changed.wait()
+            await asyncio.wait_for(self._changed.wait(), LOOK_S)
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer, as `Engine.generate`, once there is room."""
@@ -198,23 +197,18 @@ def request_of(content: Mapping[str, object], endpoint: Endpoint) -> CompletionB
     return body
 
 
-def answered(custom_id: str | None, content: Json) -> LineAnswer:
-    response = line_response(HTTPStatus.OK, content, uuid4().hex)
-    return LineAnswer(_line(custom_id, response, None), None)
-
-
-def refused(custom_id: str | None, answer: ApiError) -> LineAnswer:
-    response = line_response(answer.status, answer.content, uuid4().hex)
-    return LineAnswer(_line(custom_id, response, None), answer.code or answer.type)
+def answered(
+    custom_id: str | None, status: int, content: Json, code: str | None = None
+) -> LineAnswer:
+    """The line of a request that was answered, or refused with this `code`."""
+    response = line_response(status, content, uuid4().hex)
+    return LineAnswer(written_line(answer_line(custom_id, response, None, uuid4().hex)), code)
 
 
 def failed(custom_id: str | None, code: str, message: str) -> LineAnswer:
     """The line of what was no request, or did not run."""
-    return LineAnswer(_line(custom_id, None, {"code": code, "message": message}), code)
-
-
-def _line(custom_id: str | None, response: Json | None, error: Json | None) -> str:
-    return written_line(answer_line(custom_id, response, error, uuid4().hex))
+    error = {"code": code, "message": message}
+    return LineAnswer(written_line(answer_line(custom_id, None, error, uuid4().hex)), code)
 
 
 _PASSING = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -247,14 +241,16 @@ class Answering:
             await self._engine.room()
             try:
                 body = request_of(content, self._endpoint)
-                return answered(custom_id, await self._service.content(body, self._engine))
+                found = await self._service.content(body, self._engine)
+                return answered(custom_id, HTTPStatus.OK, found)
             except ApiError as error:
-                if not self._is_passing(error):
-                    return refused(custom_id, error)
+                told, is_passing = error, self._is_passing(error)
             except Exception as error:  # one line's fault must not end the others
                 log_fault(f"line {line.number} of a batch", error)
                 told = failure("the server failed at this line; its log says more")
-                return refused(custom_id, told)
+                is_passing = False
+            if not is_passing:
+                return answered(custom_id, told.status, told.content, told.code or told.type)
             await self._engine.pause()
 
     def ended(self, line: BatchLine, code: str, message: str) -> LineAnswer:

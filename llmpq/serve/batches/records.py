@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
@@ -33,7 +33,6 @@ FINISHED: frozenset[Status] = frozenset(("failed", "completed", "expired", "canc
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 
-WINDOW = "24h"
 WINDOW_S = 24 * 3600
 KEPT_S = 30 * 24 * 3600
 """Seconds that files for batches, and finished batches, are kept: OpenAI's 30 days for files."""
@@ -105,7 +104,7 @@ class Batch:
     created_at: int
     expires_at: int
     status: Status = "validating"
-    completion_window: str = WINDOW
+    completion_window: str = "24h"
     metadata: Mapping[str, str] | None = None
     output_s: int | None = None
     in_progress_at: int | None = None
@@ -122,7 +121,7 @@ class Batch:
 
     def turned(self, status: Status, now_s: int) -> Batch:
         at = f"{status}_at"
-        times = {at: now_s} if at in _FIELDS else {}
+        times = {at: now_s} if hasattr(self, at) else {}
         return replace(self, status=status, **times)  # type: ignore[arg-type]
 
     @property
@@ -143,8 +142,6 @@ class Batch:
         errors = {"object": "list", "data": list(problems)} if problems else None
         return {"object": "batch", **shown, "errors": errors}
 
-
-_FIELDS = frozenset(each.name for each in fields(Batch))
 
 _BATCH = TypeAdapter(Batch)
 

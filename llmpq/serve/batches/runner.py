@@ -140,7 +140,7 @@ class Runner:
             "the files of output and errors: send the rest again",
         )
 
-    async def _through(self, batch_id: str, problem: Problem | None = None) -> None:
+    async def _through(self, batch_id: str, problem: Problem | None) -> None:
         """All states of a batch up to its last, which is `failed` where there is a `problem`."""
         batch = self._store.batch(batch_id)
         if batch.is_finished:  # what followed its end has failed
@@ -235,9 +235,9 @@ class Runner:
                 self.counts[batch_id] = job.counts
 
         slots = self._service.engine.queue.slots
-        async with _one_error(), asyncio.TaskGroup() as group:
-            for _ in range(min(max(1, slots), MOST_AT_ONCE)):
-                group.create_task(work())
+        workers = (work() for _ in range(min(max(1, slots), MOST_AT_ONCE)))
+        async with tasks(*workers) as working:
+            await asyncio.gather(*working)
 
     def _turn_to_finalizing(self, batch_id: str, counts: LineCounts) -> None:
         batch = replace(self._store.batch(batch_id), request_counts=counts)
@@ -253,11 +253,3 @@ def _end_rest(job: BatchJob, answering: Answering, is_cancelled: bool) -> None:
         code, why = CANCELLED, "the batch was cancelled before it ran"
     for line in job.todo():
         job.write(line, answering.ended(line, code, why))
-
-
-@asynccontextmanager
-async def _one_error() -> AsyncGenerator[None, None]:
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from group
