@@ -19,7 +19,7 @@ from llmpq.jobs.parquet import (
     result_schema,
     with_json_values,
 )
-from llmpq.jobs.row_database import RowDatabase
+from llmpq.jobs.row_database import RowDatabase, WantedRow
 from llmpq.rows.results import Result, plain_value
 from llmpq.rows.row import BadRow, Occurrences, Row, RowInput, row_from_mapping
 from quant.common.errors import InputError
@@ -82,11 +82,11 @@ def _from_items(
         if not row.custom_id and isinstance(row, Row):
             made = place if occurrences is None else occurrences.custom_id(row.named_by)
             row = row.named(made)
-        earlier = database.want(row.custom_id, number)
-        if earlier is not None:
+        twice = database.want_all([WantedRow(row.custom_id, "", number, 0)])
+        if twice is not None:
             raise InputError(
-                f"custom_id {row.custom_id!r:.80} of row {number} stands in row {earlier} already; "
-                "results could not be told apart"
+                f"custom_id {row.custom_id!r:.80} of row {number} stands in row {twice[1]} "
+                "already; results could not be told apart"
             )
         yield row
     if number < 0:

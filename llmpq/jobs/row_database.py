@@ -190,13 +190,6 @@ class RowDatabase:
             self._database.execute(table)
         self.replaced = 0
 
-    def want(self, custom_id: str, place: int) -> int | None:
-        """Note a row of the input; returns the place where the same id stands already, or None."""
-        key = id_key(custom_id)
-        if self._insert(_WANT, (key, "", place, 0, RowKind.GOOD)):
-            return None
-        return self._place(key)
-
     def want_all(self, rows: Iterable[WantedRow]) -> tuple[int, int] | None:
         """Note rows of the input; returns the second and the first place of an id given twice."""
         keyed = ((id_key(row.custom_id), *row[1:]) for row in rows)
@@ -267,7 +260,7 @@ class RowDatabase:
         Of two the later counts, unless it is an error or the earlier is none.
         """
         key = id_key(custom_id)
-        if not self._insert(_RECORD, (key, *done)):
+        if not self._insert_all(_RECORD, [(key, *done)]):
             return self._replace(key, done)
         self.replaced += done.forgotten
         return True
@@ -293,7 +286,7 @@ class RowDatabase:
             self.replaced += 1
             return False
         self.replaced += (earlier is not None and not earlier.forgotten) + done.forgotten
-        self._insert(_RECORD.replace("IGNORE", "REPLACE"), (key, *done))
+        self._insert_all(_RECORD.replace("IGNORE", "REPLACE"), [(key, *done)])
         return True
 
     def done(self, custom_id: str) -> Done | None:
@@ -323,9 +316,6 @@ class RowDatabase:
 
     def close(self) -> None:
         self._database.close()
-
-    def _insert(self, query: str, values: tuple[Any, ...]) -> int:
-        return self._insert_all(query, (values,))
 
     def _insert_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> int:
         try:

@@ -232,7 +232,7 @@ class Boosting:
     kind: Literal["boosting"] = field(default="boosting", init=False)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
-        return encoded(prompts, self.tokenizer is not None, self.reads_text)
+        return [features_of(each, self.reads_text, self.tokenizer is not None) for each in prompts]
 
     def probabilities(self, encoded: Sequence[Encoded]) -> FloatArray:
         scores = self.trees.scores(np.stack(encoded))
@@ -288,10 +288,6 @@ class Boosting:
         return cls(buckets, trees, features, tokens, tokenizer, reads_text, trained_rows)
 
 
-def encoded(prompts: Sequence[Prompt], reads_ids: bool, reads_text: bool) -> list[Encoded]:
-    return [features_of(each, reads_text, reads_ids) for each in prompts]
-
-
 def feature_count(reads_ids: bool, reads_text: bool) -> int:
     return reads_ids * ID_FEATURES + reads_text * TEXT_FEATURES
 
@@ -308,7 +304,8 @@ def train_boosting(
     Texts are read where any prompt has one, ids where `tokenizer` is their digest.
     """
     reads_text = any(each.text for each in prompts)
-    features = np.stack(encoded(prompts, tokenizer is not None, reads_text))[-MOST_ROWS:]
+    rows = [features_of(each, reads_text, tokenizer is not None) for each in prompts]
+    features = np.stack(rows)[-MOST_ROWS:]
     lengths = np.asarray(tokens, dtype=np.int64)[-MOST_ROWS:]
     found = buckets_of(lengths, buckets)
     weights = np.ones(len(lengths))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Literal
 
 from llmpq.jobs.job_files import Shard, shards_in
@@ -250,14 +251,8 @@ def _planned_rate(sessions: Sequence[JobSession]) -> float | None:
     if not parts:
         return None
     made = [part for part in parts if part.tokens] or parts[-1:]
-    seconds = tokens = 0.0
-    for part in made:
-        if not part.plan.tokens_per_s:
-            return None
-        weight = part.tokens or 1
-        tokens += weight
-        seconds += weight / part.plan.tokens_per_s
-    return tokens / seconds
+    rates = [part.plan.tokens_per_s or 0.0 for part in made]
+    return harmonic_mean(rates, [part.tokens or 1 for part in made]) or None
 
 
 def _planned_seconds(sessions: Sequence[JobSession], rows: int | None) -> float | None:
