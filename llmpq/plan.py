@@ -319,7 +319,7 @@ class Fleet(Runs):
     @classmethod
     def load(cls, path: str | Path) -> Fleet:
         """Read a fleet's file; raises `SpecError` naming file and field."""
-        return cls(FleetSpec.from_json(read(path), str(path)), str(path))
+        return cls(FleetSpec.load(path), str(path))
 
     def save(self, path: str | Path) -> None:
         self.spec.save(path)

@@ -174,30 +174,22 @@ class HostCopies:
         bytes_s = tokens * self.kv_bytes_per_token / self.host_link_bytes_per_s
         return bytes_s + self.tensors * COPY_LAUNCH_S
 
+    def both_ways_s(self, longest: int) -> FloatArray:
+        """Seconds of copying 1, 2, 3, ... tokens there and back, `[longest]`."""
+        return np.array([2 * self.one_way_s(each) for each in range(1, longest + 1)])
+
 
 def cache_tensors(kv_bits: int, layers: int) -> int:
     """Tensors that hold a request's keys and values in so many layers; codes come with scales."""
     return (2 if kv_bits == FULL_BITS else 4) * layers
 
 
-@dataclass(frozen=True)
-class PreemptedStage:
-    """Copies, and `compute_s` by which recomputing 1, 2, ... tokens lengthens a micro-batch."""
-
-    copies: HostCopies
-    compute_s: FloatArray
-
-    @property
-    def copy_s(self) -> FloatArray:
-        """Seconds of copying 1, 2, 3, ... tokens there and back, `[tokens]`."""
-        tokens = range(1, len(self.compute_s) + 1)
-        return np.array([2 * self.copies.one_way_s(each) for each in tokens])
-
-
-def park_tokens_from(stages: Sequence[PreemptedStage]) -> int:
-    """The least tokens from which copying beats computing on the slowest stage; 0 for never."""
-    copy_s = np.max([stage.copy_s for stage in stages], axis=0)
-    compute_s = np.max([stage.compute_s for stage in stages], axis=0)
-    dearer = np.flatnonzero(copy_s >= compute_s)
+def park_tokens_from(copies: Sequence[HostCopies], compute_s: Sequence[FloatArray]) -> int:
+    """The least tokens from which copying there and back beats computing, `compute_s` [stages] of
+    1, 2, ... tokens, on the slowest stage; 0 for never.
+    """
+    longest = len(compute_s[0])
+    copy_s = np.max([each.both_ways_s(longest) for each in copies], axis=0)
+    dearer = np.flatnonzero(copy_s >= np.max(compute_s, axis=0))
     least = int(dearer[-1]) + 2 if len(dearer) else 1
-    return least if least <= len(compute_s) else 0
+    return least if least <= longest else 0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from planner.plan import file
+from planner.plan.file import Kind, Saved
 from planner.plan.parts import STRICT, JobForecast, Positive, Seconds
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
@@ -29,8 +28,10 @@ class FleetRecord:
 
 
 @dataclass(frozen=True, config=STRICT)
-class FleetSpec:
+class FleetSpec(Saved):
     """Pipelines that share the rows of a job; latency and rate are of all, by simulation."""
+
+    FILE_KIND: ClassVar[Kind] = "fleet"
 
     version: int
     cluster: str
@@ -39,18 +40,6 @@ class FleetSpec:
     latency_s: Positive
     tokens_per_s: Positive
     record: FleetRecord
-
-    def to_json(self) -> str:
-        return file.to_text(_ADAPTER, self)
-
-    def save(self, path: str | Path) -> None:
-        file.save(self.to_json(), path, "fleet")
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "fleet") -> FleetSpec:
-        fleet = file.parsed(text, source, "fleet", _ADAPTER)
-        fleet.check(source)
-        return fleet
 
     def check(self, source: str = "fleet") -> None:
         first = self.replicas[0]
@@ -144,6 +133,3 @@ def _job_of(fleet: FleetSpec, one: JobForecast) -> JobForecast:
         seconds=fleet.latency_s,
         tokens_per_s=fleet.tokens_per_s,
     )
-
-
-_ADAPTER: TypeAdapter[FleetSpec] = TypeAdapter(FleetSpec)

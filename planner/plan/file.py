@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,27 +24,48 @@ Kind = Literal["plan", "fleet"]
 _OWN_KEY = {"plan": "stages", "fleet": FLEET_KEY}
 _COMMAND = {"plan": "llmpq plan -o plan.json", "fleet": "llmpq plan --replicas auto"}
 
-T = TypeVar("T")
-
 
 def is_fleet(content: object) -> bool:
     return isinstance(content, Mapping) and FLEET_KEY in content
 
 
-def to_text(adapter: TypeAdapter[T], spec: T) -> str:
-    text = adapter.dump_json(spec, indent=1).decode() + "\n"
-    brace, version, rest = text.split("\n", 2)
-    return f'{brace}\n{version}\n "{DIGEST}": "{_digest(text)}",\n{rest}'
+class Saved(ABC):
+    """A plan or a fleet, a dataclass of pydantic's, which has a file."""
+
+    FILE_KIND: ClassVar[Kind]
+
+    @abstractmethod
+    def check(self, source: str) -> None: ...
+
+    def to_json(self) -> str:
+        text = _adapter(type(self)).dump_json(self, indent=1).decode() + "\n"
+        brace, version, rest = text.split("\n", 2)
+        return f'{brace}\n{version}\n "{DIGEST}": "{_digest(text)}",\n{rest}'
+
+    def save(self, path: str | Path) -> None:
+        kind, target, text = self.FILE_KIND, Path(path), self.to_json()
+        if not target.name:
+            raise SpecError(f"cannot write the {kind} to {str(path)!r}: no file name; name a file")
+        try:
+            write_whole(target, text)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            raise SpecError(f"cannot write the {kind} to {target}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        return cls.from_json(read(path), str(path))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "") -> Self:
+        source = source or cls.FILE_KIND
+        spec: Self = _parsed(text, source, cls.FILE_KIND, _adapter(cls))
+        spec.check(source)
+        return spec
 
 
-def save(text: str, path: str | Path, kind: Kind) -> None:
-    target = Path(path)
-    if not target.name:
-        raise SpecError(f"cannot write the {kind} to {str(path)!r}: no file name; name a file")
-    try:
-        write_whole(target, text)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise SpecError(f"cannot write the {kind} to {target}: {error}") from error
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def read(path: str | Path) -> str:
@@ -52,7 +75,7 @@ def read(path: str | Path) -> str:
         raise SpecError(f"cannot read plan {path}: {error}") from error
 
 
-def parsed(text: str, source: str, kind: Kind, adapter: TypeAdapter[T]) -> T:
+def _parsed(text: str, source: str, kind: Kind, adapter: TypeAdapter[Any]) -> Any:
     """Parse a plan or fleet; SpecError for one changed since it was written. One without a digest
     (older, or taken out to keep a change) is read: `planner.plan.check` sees what would crash.
     """

@@ -13,7 +13,6 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import (
     FloatArray,
     HostCopies,
-    PreemptedStage,
     cache_tensors,
     handover_terms,
     park_tokens_from,
@@ -44,12 +43,9 @@ class Parking(NamedTuple):
 def parking(plan: PlanSpec) -> Parking:
     longest = plan.workload.total_length
     copies = host_copies(plan)
-    stages = [
-        PreemptedStage(each, _compute_s(plan, stage, longest))
-        for each, stage in zip(copies, plan.stages, strict=True)
-    ]
+    compute_s = [_compute_s(plan, stage, longest) for stage in plan.stages]
     most = min(plan.workload.kv_tokens, host_tokens(plan))
-    least = park_tokens_from(stages)
+    least = park_tokens_from(copies, compute_s)
     return Parking(least, most) if 0 < least <= most else Parking(0, 0)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field, replace
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.described import AcceleratorEntry, DescriptionError, described_accelerator
 from planner.cluster.file import TimeScale
-from planner.plan import file
+from planner.plan.file import Kind, Saved
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.plan.parts import (
@@ -148,7 +147,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, config=STRICT)
-class PlanSpec:
+class PlanSpec(Saved):
     """Everything `llmpq run` needs, as versioned JSON with these very names. LM head and sampling
     live on the first stage with `head_on_first`, else on the last. `stand_in`: the small model that
     computes on emulated devices. With a `job`, `workload` has the requests in flight and
@@ -158,6 +157,8 @@ class PlanSpec:
     `prefill_plan`: stages that prefill for these, which only decode; each of both plans has all
     layers.
     """
+
+    FILE_KIND: ClassVar[Kind] = "plan"
 
     version: int
     model: PlannedModel
@@ -209,22 +210,6 @@ class PlanSpec:
     def default_new_tokens(self) -> int | None:
         """The most tokens for rows without a limit of their own; None for `workload.new_tokens`."""
         return None if self.job is None else self.job.job.default_new_tokens
-
-    def to_json(self) -> str:
-        return file.to_text(_ADAPTER, self)
-
-    def save(self, path: str | Path) -> None:
-        file.save(self.to_json(), path, "plan")
-
-    @classmethod
-    def load(cls, path: str | Path) -> PlanSpec:
-        return cls.from_json(file.read(path), str(path))
-
-    @classmethod
-    def from_json(cls, text: str, source: str = "plan") -> PlanSpec:
-        plan = file.parsed(text, source, "plan", _ADAPTER)
-        plan.check(source)
-        return plan
 
     def check(self, source: str = "plan") -> None:
         """Raise SpecError unless stages cover every layer once; bytes: see `planner.plan.check`."""
@@ -315,9 +300,6 @@ class PlanSpec:
                     "holds one stage, or none: plan again"
                 )
             met[device] = where
-
-
-_ADAPTER: TypeAdapter[PlanSpec] = TypeAdapter(PlanSpec)
 
 
 def parts_of(plan: PlanSpec) -> tuple[PlanSpec, ...]:

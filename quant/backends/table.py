@@ -286,7 +286,10 @@ def rule_for(
     """
     rules = _rules_of(bits, dtype)
     if backend is not None:
-        named = _named(rules, bits, backend)
+        named = next((rule for rule in rules if rule.name == backend), None)
+        if named is None:
+            names = ", ".join(rule.name for rule in rules)
+            raise SpecError(f"no backend {backend!r} for {bits} bits; choose one of {names}")
         return named if named.supports(processor, shape, dtype) else fallback_rule(bits)
     return next(
         rule
@@ -314,11 +317,3 @@ def _rules_of(bits: int, dtype: str) -> list[KernelRule]:
     if dtype not in DTYPE_BYTES:
         raise SpecError(f"compute type {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     return [rule for rule in KERNEL_RULES if rule.bits == bits]
-
-
-def _named(rules: list[KernelRule], bits: int, backend: str) -> KernelRule:
-    for rule in rules:
-        if rule.name == backend:
-            return rule
-    names = ", ".join(rule.name for rule in rules)
-    raise SpecError(f"no backend {backend!r} for {bits} bits; choose one of {names}")
