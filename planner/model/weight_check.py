@@ -48,13 +48,11 @@ def check_weights(folder: Path, shape: ModelShape) -> str | None:
         raise CheckpointError(unread)
     stored = stored_tensors(folder)
     if not stored:
+        if is_in_hub_cache(folder):
+            return None
         return (
-            None
-            if is_in_hub_cache(folder)
-            else (
-                f"{folder} holds no weights yet: what is planned rests on config.json alone; the "
-                "weights are checked against it once they are there"
-            )
+            f"{folder} holds no weights yet: what is planned rests on config.json alone; the "
+            "weights are checked against it once they are there"
         )
     weights = _Weights(folder, shape, stored)
     weights.check_layer_count()

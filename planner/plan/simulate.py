@@ -227,6 +227,8 @@ def _span(thread: int, name: str, category: str, start_s: float, end_s: float) -
 CYCLES_BEFORE, CYCLES_SHOWN = 2, 2
 """Cycles before those that are shown, in which the pipeline fills, and cycles that are shown."""
 
+SIMULATED_TIMES = ("stage_start_s", "stage_end_s", "link_start_s", "link_end_s")
+
 TURNS_SHOWN = 4
 """Turns of newcomers that are shown of stages that only prefill, whose cycles are short."""
 
@@ -311,14 +313,8 @@ def _divided(
         below = np.hstack([np.zeros((len(others), one.stages)), others])
         return np.asarray(np.vstack([above, below]))
 
-    simulated = Simulated(
-        plan.workload,
-        (*turn * count, *rounds.passes),
-        joined("stage_start_s"),
-        joined("stage_end_s"),
-        joined("link_start_s"),
-        joined("link_end_s"),
-    )
+    passes = (*turn * count, *rounds.passes)
+    simulated = Simulated(plan.workload, passes, *map(joined, SIMULATED_TIMES))
     roles = (("prefill", prefills), ("decode", plan))
     labels = tuple(f"{role}, {stage.label}" for role, part in roles for stage in part.stages)
     return _cut(simulated, start_s, end_s), labels
@@ -329,18 +325,10 @@ def _cut(simulated: Simulated, start_s: float, end_s: float) -> Simulated:
     begins = np.where(simulated.stage_end_s > 0, simulated.stage_start_s, np.inf).min(axis=1)
     rows = np.flatnonzero(ends & (begins < end_s))
     rows = np.append(rows, rows[-1] + 1)  # a pass after the end, so that the part ends there
-
-    def cut(times_s: FloatArray) -> FloatArray:
-        return np.asarray(np.clip(times_s[rows] - start_s, 0.0, end_s - start_s))
-
-    return Simulated(
-        simulated.workload,
-        tuple(simulated.passes[row] for row in rows),
-        cut(simulated.stage_start_s),
-        cut(simulated.stage_end_s),
-        cut(simulated.link_start_s),
-        cut(simulated.link_end_s),
-    )
+    times_s = (getattr(simulated, name)[rows] - start_s for name in SIMULATED_TIMES)
+    cut_s = (np.clip(each, 0.0, end_s - start_s) for each in times_s)
+    passes = tuple(simulated.passes[row] for row in rows)
+    return Simulated(simulated.workload, passes, *cut_s)
 
 
 def _decode_rounds(plan: PlanSpec, schedule: RequestSchedule, until_s: float) -> Simulated:
