@@ -106,11 +106,7 @@ class TimedLayers:
         rotary = getattr(model.get_decoder(), "rotary_emb", None)
         if rotary is not None:
             rotary.to(self._form.device)
-        return model, list(self._stack(model))
-
-    @staticmethod
-    def _stack(model: PreTrainedModel) -> Any:
-        return getattr(model.get_decoder(), architecture_of(model.config).layers)
+        return model, list(_stack(model))
 
     def _fill(self, layer: nn.Module) -> None:
         """Give `layer` random weights in the form."""
@@ -133,7 +129,7 @@ class TimedLayers:
 
     def _use(self, copies: int) -> None:
         """Let the first `copies` layers run and pass through the others."""
-        stack = self._stack(self._model)
+        stack = _stack(self._model)
         tupled = architecture_of(self._model.config).layer_returns_tuple
         for index in range(len(stack)):
             stack[index] = self._layers[index] if index < copies else PassThrough(tupled)
@@ -230,7 +226,8 @@ class _Loads:
     def __init__(self, task: LoadTask, folder: Path) -> None:
         self._task, self._folder = task, folder
         config = config_of_values(task.config)
-        one = _bytes_of(_middle_stage(with_layers(config, 1)))
+        layer = _stack(_middle_stage(with_layers(config, 1)))[0]
+        one = 2 * sum(parameter.numel() for parameter in layer.parameters())  # in 16 bits
         self._layers, self._turns = _LARGE if one > _LARGE_LAYER_BYTES else _SMALL
         self._config = with_layers(config, self._layers)
         self.checkpoint_bytes = one
@@ -266,16 +263,11 @@ class _Loads:
 
     def _load(self, bits: int, cache: ShardCache | None) -> tuple[float, int]:
         """Seconds in which a stage would load a layer, and the bytes that the layer holds."""
-        model, form, checkpoint = (
-            _middle_stage(self._config),
-            self._form(bits),
-            Checkpoint(self._folder),
-        )
-        path = _stack_path(model)
-        loads = [
-            LayerLoad(layer, f"{path}.{index}", form)
-            for index, layer in enumerate(model.get_submodule(path).children())
-        ]
+        form, checkpoint = self._form(bits), Checkpoint(self._folder)
+        model = _middle_stage(self._config)
+        stack = _stack(model)
+        path = path_of(model, stack)
+        loads = [LayerLoad(layer, f"{path}.{index}", form) for index, layer in enumerate(stack)]
         began = time.perf_counter()
         with loading(loads, [], checkpoint, cache):
             for load in loads:
@@ -288,22 +280,18 @@ class _Loads:
 
     def _write(self, generator: torch.Generator) -> None:
         model = _middle_stage(self._config)
-        path = _stack_path(model)
+        stack = _stack(model)
+        path = path_of(model, stack)
         tensors = {
             f"{path}.{name}": (
                 torch.randn(parameter.shape, generator=generator).mul_(_WEIGHT_SCALE).bfloat16()
             )
-            for name, parameter in model.get_submodule(path).named_parameters()
+            for name, parameter in stack.named_parameters()
         }
         save_file(tensors, self._folder / SINGLE_FILE)
 
 
-def _stack_path(model: PreTrainedModel) -> str:
-    decoder = model.get_decoder()
-    return f"{path_of(model, decoder)}.{architecture_of(model.config).layers}"
-
-
-def _bytes_of(model: PreTrainedModel) -> int:
-    """Bytes of the first layer in 16 bits."""
-    first = next(iter(model.get_submodule(_stack_path(model)).children()))
-    return 2 * sum(parameter.numel() for parameter in first.parameters())
+def _stack(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers."""
+    stack: nn.ModuleList = getattr(model.get_decoder(), architecture_of(model.config).layers)
+    return stack
