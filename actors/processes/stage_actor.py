@@ -74,7 +74,8 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         self._emulated = None if options.emulated is None else EmulatedDevice(options.emulated)
         self._meter = StageMeter(options.telemetry)
         self._followers = Followers(spec.index, followers)
-        self._stage: Stage | EmulatedStage | None = None
+        self._stage: Stage | None = None
+        self._held_back: EmulatedStage | None = None  # to modelled times, around the stage
         self._ranks_held: list[StageStats] = []
         self._links: Links | None = None
         self._codec = self._make_codec()
@@ -112,7 +113,8 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         loading = self._followers.load(importance)
         stage = self._loader.load(importance)
         self._ranks_held = self._followers.get(loading)
-        self._stage = stage if self._emulated is None else self._emulated.stage(stage)
+        self._held_back = None if self._emulated is None else self._emulated.stage(stage)
+        self._stage = stage
         self._publish()
         return self._held()
 
@@ -139,7 +141,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
 
     def compute(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
         with self._health.computing(batch), self._meter.computing(batch):
-            return self._loaded().step(batch, inputs)
+            return (self._held_back or self._loaded()).step(batch, inputs)
 
     def finish(self, batch: MicroBatch, last_hidden: torch.Tensor) -> Sampled:
         """LM head and sampling of the hidden states that came back from the last stage."""
@@ -180,7 +182,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         Raises `StageLostError` where the stage has lost a rank.
         """
         self.close_handover()
-        failed = self._followers.leave(self._plain())
+        failed = self._followers.leave(self._stage)
         if self._stage is not None:
             self._stage.forget_parked()
         tokens = None
@@ -195,11 +197,11 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         """Enter `epoch`, in which all stages are linked again, as are the ranks of this one;
         returns the address of the node.
         """
-        stage = self._plain()
-        if stage is not None and stage.spec.degree > 1:
+        stage = self._loaded()
+        if stage.spec.degree > 1:
             self._followers.meet(stage, epoch)
         self._epoch = epoch
-        self.open_handover(self._loaded().keys_values, epoch)
+        self.open_handover(stage.keys_values, epoch)
         return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
@@ -327,10 +329,6 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
             raise RuntimeError(f"stage {self._spec.index} was not told to lead")
         return self._leader
 
-    def _plain(self) -> Stage | None:
-        """The stage where it is loaded and no emulated one: those have one rank."""
-        return self._stage if isinstance(self._stage, Stage) else None
-
     def _held(self) -> StageStats:
         """The figures of the stage that computes, with the bytes of the rank that holds most."""
         own = self._loaded().stats()
@@ -341,7 +339,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
             kv_cache_bytes=max(each.kv_cache_bytes for each in every),
         )
 
-    def _loaded(self) -> Stage | EmulatedStage:
+    def _loaded(self) -> Stage:
         if self._stage is None:
             raise RuntimeError(f"stage {self._spec.index} was used before it was loaded")
         return self._stage

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.stage.handed_over import HeldKeysValues
 from actors.stage.stage import Stage
-from actors.stage_figures import StageStats
 from actors.transport.message_format import PlainCodec
 from planner.costs.communication import HostCopies
 from planner.plan.kv_copies import host_copies
@@ -144,7 +142,7 @@ single micro-batches: stalls by other programs, which then show in the measured 
 
 
 class EmulatedStage:
-    """A `Stage` of which every micro-batch takes its modelled time."""
+    """A `Stage` of which every micro-batch takes its modelled time, but for what it finishes."""
 
     def __init__(self, stage: Stage, times: ScaledTimes, clock: EmulatedClock) -> None:
         self._stage = stage
@@ -165,24 +163,6 @@ class EmulatedStage:
         self._check(batch, self._clock.now_s() - computing_s, modelled_s)
         self._clock.wait_until(began_s + modelled_s)
         return result
-
-    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """Compute as `Stage.finish`, in its real time."""
-        return self._stage.finish(batch, last_hidden)
-
-    @property
-    def keys_values(self) -> HeldKeysValues:
-        return self._stage.keys_values
-
-    def forget_parked(self) -> None:
-        self._stage.forget_parked()
-
-    def stats(self) -> StageStats:
-        return self._stage.stats()
-
-    @property
-    def max_columns(self) -> int:
-        return self._stage.max_columns
 
     def _check(self, batch: MicroBatch, computed_s: float, modelled_s: float) -> None:
         self._modelled_s += modelled_s
