@@ -7,7 +7,7 @@ what they mean; a test holds names and types against these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
@@ -130,11 +130,16 @@ def lists_options(keywords: Any, *classes: Any) -> Callable[[F], F]:
     """Have `help()` and notebooks list the names of `keywords`, with the defaults that the
     dataclasses `classes` have, where the code of a function has `**options`.
     """
-    known: dict[str, Field[Any]] = {each.name: each for kind in classes for each in fields(kind)}
-    types = get_type_hints(keywords)
+    known = {each.name: each.default for kind in classes for each in fields(kind)}
     listed = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=_default(known.get(name)), annotation=type_)
-        for name, type_ in types.items()
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            # One of sampling, of no class, is not set where nothing is said.
+            default=None if known.get(name) is MISSING else known.get(name),
+            annotation=type_,
+        )
+        for name, type_ in get_type_hints(keywords).items()
     ]
 
     def decorate(function: F) -> F:
@@ -145,10 +150,3 @@ def lists_options(keywords: Any, *classes: Any) -> Callable[[F], F]:
         return function
 
     return decorate
-
-
-def _default(field: Field[Any] | None) -> Any:
-    """The default of a field of options; None for one of sampling, which is not set then."""
-    if field is None:
-        return None
-    return field.default if field.default is not MISSING else None

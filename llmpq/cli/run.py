@@ -56,7 +56,7 @@ from llmpq.run.summary import RunSize, forecast_s
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import plans_of, shown_plan
 from planner.plan.simulate import check_trace_path
-from planner.plan.spec import PlanSpec, undivided
+from planner.plan.spec import undivided
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
 from quant.scheme import GPTQ
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = RUN) -> int:
     )
     if where.submit is not None:
         return run_command(
-            prog, lambda: submit(where, command, _shown(_check(options, given)[0]), prog)
+            prog, lambda: submit(where, command, shown_plan(_check(options, given)[0].spec), prog)
         )
     return run_command(prog, lambda: _run(options, given))
 
@@ -95,11 +95,6 @@ def _check(options: RunCommand, given: argparse.Namespace) -> tuple[Plan | Fleet
     if options.cluster is not None:
         _check_cluster(plan, options.cluster)
     return plan, chosen
-
-
-def _shown(plan: Plan | Fleet) -> PlanSpec:
-    """The plan; for a fleet one with the stages of all pipelines."""
-    return shown_plan(plan.spec)
 
 
 def _run(options: RunCommand, given: argparse.Namespace) -> int:
@@ -197,7 +192,7 @@ def _tell_files(options: RunCommand, chosen: RunOptions) -> None:
 
 def _show_plan(options: RunCommand, plan: Plan | Fleet) -> None:
     if options.show_plan:
-        console(stderr=True).print(plan_table(_shown(plan)))
+        console(stderr=True).print(plan_table(shown_plan(plan.spec)))
 
 
 def _end_done(tally: Tally) -> int:
@@ -258,7 +253,7 @@ def _check_cluster(plan: Plan | Fleet, path: str) -> None:
         kinds = {device.name: device.accelerator.name for device in cluster.devices}
         fits = all(
             kinds.get(name) == stage.accelerator
-            for stage in _shown(plan).stages
+            for stage in shown_plan(plan.spec).stages
             for name in stage.device_names
         )
     if not fits:

@@ -182,8 +182,7 @@ class LogTimes:
 
     def begin(self) -> None:
         self._began_s = self._clock()
-        self._first = list(FIRST_S)
-        self._next_s = self._first.pop(0)
+        self._next_s = FIRST_S[0]
 
     @property
     def passed_s(self) -> float:
@@ -194,9 +193,7 @@ class LogTimes:
         passed_s = self.passed_s
         if passed_s < self._next_s:
             return False
-        while self._first and self._first[0] <= passed_s:
-            self._first.pop(0)
-        self._next_s = self._first.pop(0) if self._first else passed_s + EVERY_S
+        self._next_s = next((due_s for due_s in FIRST_S if due_s > passed_s), passed_s + EVERY_S)
         return True
 
 

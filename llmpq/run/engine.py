@@ -360,11 +360,10 @@ class SharedStages:
         """Give up what `group` has in flight; let it go where that is not possible."""
         try:
             group.abandon()
-        except Exception:  # the next run starts others
+        except BaseException as error:
             self._release()
-        except BaseException:
-            self._release()
-            raise
+            if not isinstance(error, Exception):  # else the next run starts others
+                raise
 
     def _release(self) -> None:
         group, self._group = self._group, None

@@ -134,9 +134,8 @@ def job_of_input(
     shape = checked_shape(model)
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     source = JobInput.find(given)
-    measured = None if lengths is None else read_measured(lengths)
+    measured = MeasuredLengths("limits") if lengths is None else read_measured(lengths)
     limit = DEFAULT_WORKLOAD["new_tokens"] if new_tokens is None else new_tokens
-    measured = measured or MeasuredLengths("limits")
     finished = measured.outputs or {}
     measure = InputMeasure(source, str(model), limit, prompt_length, finished, measured.done, how)
     rows = measure.measure()
