@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from llmpq.run.switching import Measured
 from llmpq.workload.request_lengths import Requests, bounded_plan, requests_of
@@ -211,23 +212,19 @@ def _stage_text(stage: StagePlan) -> str:
 
 def _usable(options: PlanOptions) -> PlanOptions:
     """The options without files that are not here; raises `SpecError` where one is needed."""
+    left_out: dict[str, Any] = {}
     for name in FILE_OPTIONS:
         path = getattr(options, name)
         if path is None or Path(path).is_file():
             continue
-        if name == "importance":  # the plan made again keeps that of the one before
-            options = replace(options, importance=None)
-            continue
         if name == "profiles" and options.strict_profiles:
             raise SpecError(f"strict_profiles needs {path}")
-        if name == "profiles":
-            options = replace(options, profiles=None)
-        elif options.max_ppl_delta is not None:
+        if name == "omega_file" and options.max_ppl_delta is not None:
             raise SpecError(f"max_ppl_delta {options.max_ppl_delta:g} needs {path}")
-        else:
-            options = replace(options, omega_file=None)
-        _warn(f"{name} {path} is not here, so it is planned without")
-    return options
+        left_out[name] = None
+        if name != "importance":  # the plan made again keeps that of the one before
+            _warn(f"{name} {path} is not here, so it is planned without")
+    return replace(options, **left_out)
 
 
 def _warn(text: str) -> None:

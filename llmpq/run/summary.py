@@ -128,12 +128,8 @@ def planned_tokens_per_s(plan: PlanSpec) -> float | None:
     """
     if any(stage.emulated for stage in plan.stages) and not plan.time_scale:
         return None
-    planned = plan.predicted.tokens_per_s
-    if plan.job is not None:
-        planned = plan.job.tokens_per_s
-    elif plan.latency is not None:
-        planned = plan.latency.tokens_per_s
-    return planned / time_scale(plan)
+    forecast = plan.job or plan.latency or plan.predicted
+    return forecast.tokens_per_s / time_scale(plan)
 
 
 def settled_tokens_per_s(plan: PlanSpec) -> float | None:
