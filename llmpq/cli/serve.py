@@ -24,7 +24,7 @@ from llmpq.run.options import RunOptions
 from llmpq.serve.options import FOLDER_SUFFIX, BatchOptions, ServeOptions, find_api_key
 from planner.fleet.fleet_spec import FleetSpec, plans_of
 from planner.plan.spec import all_stages
-from planner.scheduling import KV_TOKEN_POLICIES
+from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def _run(
     plans, is_fleet = plans_of(spec), isinstance(spec, FleetSpec)
     if is_fleet and wanted != 1:
         raise SpecError(f"--replicas has no effect with a fleet ({source}): leave it out")
-    planned = plans[0].policy.name
-    policy = planned if planned in KV_TOKEN_POLICIES else "orca"  # requests come and go
-    chosen = RunOptions.of({"policy": policy, **taken(RunOptions, given)})
+    chosen = _run_options(given, plans[0].policy.name)
     model_of_run(spec, chosen, source)  # raises before what follows is loaded, which is slow
 
     from llmpq.remote.session import ray_session
@@ -132,6 +130,12 @@ def _batch_store(options: ServeCommand, given: argparse.Namespace) -> Iterator[B
     store = BatchStore(BatchOptions(**{**taken(BatchOptions, given), "batch_dir": folder}))
     with closing(store):
         yield store
+
+
+def _run_options(given: argparse.Namespace, planned: PolicyName) -> RunOptions:
+    """The options of the run behind the server, under a policy by which requests come and go."""
+    policy = planned if planned in KV_TOKEN_POLICIES else "orca"
+    return RunOptions.of({"policy": policy, **taken(RunOptions, given)})
 
 
 if __name__ == "__main__":
