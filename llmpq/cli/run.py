@@ -40,7 +40,7 @@ from llmpq.jobs.job import (
     open_output,
     stop_signals,
 )
-from llmpq.jobs.job_output import JournalPlace
+from llmpq.jobs.job_output import JobOutput
 from llmpq.jobs.row_database import Tally
 from llmpq.plan import Fleet, Plan, load_plan
 from llmpq.quality.calibration import prompts_of_input, with_calibrated
@@ -171,7 +171,7 @@ def _run_job(
             say("results are lines of OpenAI's batches, as the input's; else --output_format rows")
         run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
         run.give_up = partial(_end_at_once, options.prog, output)
-        session = _session_of(output.journal, job.tally, options)
+        session = _session_of(output, job.tally, options)
         with recorded(run, session) as recorder:
             code = _generate(run, job, job_options.stop_at_error, seen, recorder)
         if code != EXIT_FAILED:
@@ -203,13 +203,13 @@ def _end_done(tally: Tally) -> int:
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
-def _session_of(place: JournalPlace | None, tally: Tally, options: RunCommand) -> SessionOf | None:
+def _session_of(output: Output, tally: Tally, options: RunCommand) -> SessionOf | None:
     """The session that the journal is told of; None where nothing is kept."""
-    if place is None:
+    if not isinstance(output, JobOutput):
         return None
     counts = (tally.rows, tally.resumed, tally.resumed_errors)
     names = (options.command, options.plan)
-    return SessionOf(place.path, *names, *counts, place.anew, place.after)
+    return SessionOf(output.journal, *names, *counts, output.options.overwrite, output.newest_shard)
 
 
 def _generate(

@@ -35,7 +35,6 @@ class ResultStream:
         self.path = path
         self.output_format = output_format
         self._model_name = ""
-        self.journal = None
         self._database = RowDatabase()
 
     def recorded(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from llmpq.jobs.file_format import output_format
@@ -44,17 +44,6 @@ NamesAt = Callable[[Sequence[int]], Mapping[int, str]]
 """Finds the ids of the rows at some places of the input."""
 
 
-@dataclass(frozen=True)
-class JournalPlace:
-    """Path of a job's journal; `anew`: what was done before does not count. `after`: generation and
-    number of the newest shard.
-    """
-
-    path: Path
-    anew: bool
-    after: tuple[int, int] | None
-
-
 class JobOutput:
     """Context manager that holds the output's lock, and commits what there is when it is left.
 
@@ -74,7 +63,7 @@ class JobOutput:
         path = path.resolve() if path.is_symlink() else path
         self.path = path
         self._resumed = 0
-        self._options = options or OutputOptions()
+        self.options = options or OutputOptions()
         self._inputs = inputs
         self._in_folder = str(named).endswith(os.sep) or path.is_dir()
         self.folder = path if self._in_folder else path.with_name(path.name + ".job")
@@ -113,14 +102,14 @@ class JobOutput:
     def _check_target(self) -> None:
         if not self._in_folder:
             check_writable(self._named, self.path)
-        if self._is_table and self._options.output_format == "openai":
+        if self._is_table and self.options.output_format == "openai":
             raise InputError(
                 f"output {self.path} would be a table, and OpenAI's lines are none; name an output "
                 "that ends in .jsonl, or pass --output_format rows"
             )
         if self.path.exists() and any(self.path.samefile(source) for source in self._inputs):
             raise InputError(f"output {self.path} is the input too; name another file")
-        if not self._in_folder or not self.path.is_dir() or self._options.overwrite:
+        if not self._in_folder or not self.path.is_dir() or self.options.overwrite:
             return
         foreign = self._store.foreign()
         if foreign is not None:
@@ -130,24 +119,24 @@ class JobOutput:
             )
 
     def _read_manifest(self) -> None:
-        found = None if self._options.overwrite else self._store.manifest()
+        found = None if self.options.overwrite else self._store.manifest()
         self._manifest = found
         try:
             shards = shards_in(self.folder)
             exists = found is not None or bool(shards) or self._has_finished_file()
         except OSError as error:
             raise self._unwritable(error) from error
-        if self._options.resume and not exists:
+        if self.options.resume and not exists:
             raise InputError(f"there is nothing to resume at output {self.path}")
         self.output_format = self._settled_format(found)
         newest = max((shard.generation for shard in shards), default=1)
         self._generation = newest if found is None else found.generation
-        if self._options.overwrite:
+        if self.options.overwrite:
             self._generation = newest + 1
 
     def _settled_format(self, found: Manifest | None) -> OutputForm:
         """What lines are: as the job that is there has them, or as is asked."""
-        options = self._options
+        options = self.options
         asked = options.output_format
         if found is None:
             return asked or ("rows" if self._is_table else options.default_format)
@@ -202,13 +191,13 @@ class JobOutput:
         """
         if self._manifest is not None:
             self._manifest.check_same_job(identity, self.path)
-        replaces = self._options.overwrite or bool(self._manifest and self._manifest.replaces)
+        replaces = self.options.overwrite or bool(self._manifest and self._manifest.replaces)
         self._finished = not replaces and self._has_finished_file()
         self._database = database
         manifest = Manifest.of(identity, self._generation, replaces)
         manifest = replace(manifest, output_format=self.output_format)
         number = max((shard.number for shard in self._shards()), default=-1) + 1
-        self._writer = ShardWriter(self._store, manifest, database, number, self._options)
+        self._writer = ShardWriter(self._store, manifest, database, number, self.options)
         try:
             if self._finished:
                 (self._before,) = settled_identities([self.path])
@@ -332,10 +321,14 @@ class JobOutput:
         return not self._in_folder and self.path.exists() and self.path.stat().st_size > 0
 
     @property
-    def journal(self) -> JournalPlace:
+    def journal(self) -> Path:
+        return self._store.journal
+
+    @property
+    def newest_shard(self) -> tuple[int, int] | None:
+        """Generation and number."""
         newest = max(shards_in(self.folder), default=None)
-        after = None if newest is None else (newest.generation, newest.number)
-        return JournalPlace(self._store.journal, self._options.overwrite, after)
+        return None if newest is None else (newest.generation, newest.number)
 
     @property
     def committed(self) -> int:
@@ -353,7 +346,7 @@ class JobOutput:
         return f"{self._resumed + self.committed} rows are committed{self.resume_hint()}"
 
     def _same_command(self) -> str:
-        return "the same command" + " without --overwrite" * self._options.overwrite
+        return "the same command" + " without --overwrite" * self.options.overwrite
 
     def _unwritable(self, error: OSError) -> InputError:
         kept = ""

@@ -53,7 +53,6 @@ class PlanFacts:
     predicted: str
     searched: str
     priced: str
-    times_from: Sequence[str]
     baselines: Sequence[str]
     lengths: str
 
@@ -76,7 +75,6 @@ def facts_of(plan: PlanSpec) -> PlanFacts:
         searched=searched(plan),
         priced=f"theta {number(plan.solver.theta)}, {sensitivity(plan)} "
         f"({plan.sensitivity_source})",
-        times_from=times_from(plan),
         baselines=[beside(plan, each) for each in plan.baselines if each.name == "uniform"],
         lengths="" if plan.latency is None else lengths(plan.latency),
     )

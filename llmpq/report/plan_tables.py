@@ -24,7 +24,7 @@ from llmpq.report.formatting import (
 from llmpq.report.latency import kind_name
 from llmpq.report.layout import Fitting, Notes, broken_name, stacked, table_of
 from llmpq.report.plan_charts import front_beside
-from llmpq.report.plan_facts import PlanFacts, bits_of, facts_of
+from llmpq.report.plan_facts import PlanFacts, bits_of, facts_of, times_from
 from llmpq.report.reasons import RESOURCES
 from planner.explanation.explain import StageLimits
 from planner.fleet.fleet_spec import FleetSpec
@@ -129,7 +129,7 @@ def _notes(plan: PlanSpec, facts: PlanFacts) -> list[str]:
         _SLOWEST if plan.latency is not None else f"predicted: {facts.predicted}; {_SLOWEST}",
         quality.basis if plan.perplexity else f"expected quality: {quality.word} ({quality.basis})",
         f"solver: {facts.searched}; {facts.priced}",
-        *facts.times_from,
+        *times_from(plan),
         *([f"not used: {', '.join(plan.unused_devices)}"] if plan.unused_devices else []),
         *facts.baselines,
     ]
