@@ -12,7 +12,7 @@ from llmpq.serve.access import log_fault
 from llmpq.serve.engine import GenerationError, PromptError, PromptTooLongError
 from llmpq.tokenizing.prompting import Prompting
 from llmpq.tokenizing.requests import load_tokenizer
-from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import RowLimits, Tokenized
 from quant.common.errors import SpecError
 from quant.common.text import INCOMPLETE, MOST_BEFORE
 
@@ -35,10 +35,9 @@ class ModelTokenizer:
     """
 
     def __init__(self, folder: Path, limits: RowLimits, prompting: Prompting | None = None) -> None:
-        encoder = _loaded(folder, limits, prompting)
-        self.markers = encoder.markers
-        self._encoder = _Asked(encoder)
-        self._decoder = _Asked(_loaded(folder, RowLimits(), prompting))
+        self._encoder = _Asked(folder, limits, prompting)
+        self.markers = self._encoder.process.markers
+        self._decoder = _Asked(folder, RowLimits(), prompting)
         self._questions: list[tuple[_TokensAfter, asyncio.Future[str]]] = []
         self._asking: asyncio.Task[None] | None = None
         self._texts: dict[tuple[int, bool], str] = {}  # at the beginning, or within a text
@@ -46,7 +45,7 @@ class ModelTokenizer:
     async def encode(self, row: Row) -> tuple[int, ...]:
         if row.token_ids is not None:
             return row.token_ids
-        most = self._encoder.most_characters
+        most = self._encoder.process.most_characters
         if row.text is not None and most is not None and len(row.text) > most:
             raise PromptTooLongError(f"{len(row.text)} characters")
         answer = await self._encoder.ask(row.tokenizing)
@@ -129,28 +128,20 @@ _NO_TEXT = "the tokens of the answer could not be made into text"
 class _Asked:
     """A tokenizer process, asked by one thread in the order in which it is called."""
 
-    def __init__(self, process: TokenizerProcess) -> None:
-        self._process = process
+    def __init__(self, folder: Path, limits: RowLimits, prompting: Prompting | None) -> None:
+        process = load_tokenizer(folder, limits, prompting)
+        if process is None:
+            raise SpecError(
+                "the model folder has no tokenizer; serving makes text of tokens, so put "
+                "tokenizer.json there"
+            )
+        self.process = process
         self._thread = ThreadPoolExecutor(1, "llmpq-tokenizer")
-
-    @property
-    def most_characters(self) -> int | None:
-        return self._process.most_characters
 
     async def ask(self, task: Mapping[str, object]) -> Tokenized:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._process.ask, task)
+        return await loop.run_in_executor(self._thread, self.process.ask, task)
 
     def close(self) -> None:
-        self._process.close()
+        self.process.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _loaded(folder: Path, limits: RowLimits, prompting: Prompting | None) -> TokenizerProcess:
-    process = load_tokenizer(folder, limits, prompting)
-    if process is None:
-        raise SpecError(
-            "the model folder has no tokenizer; serving makes text of tokens, so put "
-            "tokenizer.json there"
-        )
-    return process

@@ -10,6 +10,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -122,15 +123,11 @@ class BatchJob:
         if self._path.is_dir():
             raise InputError(f"{self._path} is a folder in place of a file of results")
         options = OutputOptions(shard_s=SHARD_S)
-        self._output = JobOutput(self._path, options, disk=disk).__enter__()
-        try:
-            identity = JobIdentity(_model(name), name, GREEDY)
-            self._job = OpenJob(
-                JobInput((source,), (source.name,), _row_of), self._output, identity
-            )
-        except BaseException:
-            self._output.__exit__(None, None, None)
-            raise
+        identity = JobIdentity(_model(name), name, GREEDY)
+        with ExitStack() as undo:
+            output = undo.enter_context(JobOutput(self._path, options, disk=disk))
+            self._job = OpenJob(JobInput((source,), (source.name,), _row_of), output, identity)
+            self.close = undo.pop_all().close
         tally = self._job.tally
         self._lines = tally.rows
         self._failed = tally.resumed_errors
@@ -155,9 +152,6 @@ class BatchJob:
 
     def finish(self) -> None:
         self._job.finish()
-
-    def close(self) -> None:
-        self._output.__exit__(None, None, None)
 
     def results(self) -> Iterator[LineAnswer]:
         with self._path.open("rb") as file:

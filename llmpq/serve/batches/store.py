@@ -7,7 +7,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,20 +58,19 @@ class BatchStore:
                 "pass another --batch_dir"
             ) from error
         self.arriving_bytes = 0
-        try:
-            self.files = Index(self.folder / "files", FILE_ID, StoredFile, self.disk)
-            self.batches = Index(self.folder / "batches", BATCH_ID, Batch, self.disk)
-            self._clean_up_batches()
-            self._clean_up_files()
-        except OSError as error:
-            self._lock.release()
-            raise SpecError(
-                f"{error.filename} cannot be used: {error.strerror}; give the user of the server "
-                "access to it, or pass another --batch_dir"
-            ) from error
-        except BaseException:
-            self._lock.release()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
+            try:
+                self.files = Index(self.folder / "files", FILE_ID, StoredFile, self.disk)
+                self.batches = Index(self.folder / "batches", BATCH_ID, Batch, self.disk)
+                self._clean_up_batches()
+                self._clean_up_files()
+            except OSError as error:
+                raise SpecError(
+                    f"{error.filename} cannot be used: {error.strerror}; give the user of the "
+                    "server access to it, or pass another --batch_dir"
+                ) from error
+            undo.pop_all()
 
     def close(self) -> None:
         """Let others use the folder; it is removed where nothing is in it."""

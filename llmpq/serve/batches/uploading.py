@@ -176,7 +176,13 @@ class Uploads:
         Raises `ApiError`: 400 for what is malformed, 413, 408 and 429 beyond the limits, 415 for
         what is no form.
         """
-        self._check_number()
+        if len(self._store.files) >= MOST_RECORDS:
+            raise ApiError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"there are {MOST_RECORDS} files; delete some that are not needed any more",
+            )
+        if self._arriving >= MOST_UPLOADS:
+            raise queue_full(self._service.options.retry_after_s)
         self._arriving += 1
         try:
             return await self._read(request, arrival)
@@ -187,7 +193,9 @@ class Uploads:
         async with aclosing(self._parts(request)) as parts:
             try:
                 form = MultipartForm(_boundary(request.headers.get("content-type", "")))
-                self._check_length(request.headers.get("content-length", ""))
+                length = request.headers.get("content-length", "")
+                if length.isdecimal() and int(length[:20]) > self._file_limit + FORM_BYTES:
+                    raise self._too_large()
                 await self._write(parts, form, arrival)
             except ApiError:
                 await _drop(parts)
@@ -217,16 +225,6 @@ class Uploads:
         self._check_room()
         await asyncio.to_thread(arrival.write, bytes(block))
 
-    def _check_number(self) -> None:
-        """Raise `ApiError` where there are too many files, or too many arrive."""
-        if len(self._store.files) >= MOST_RECORDS:
-            raise ApiError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"there are {MOST_RECORDS} files; delete some that are not needed any more",
-            )
-        if self._arriving >= MOST_UPLOADS:
-            raise queue_full(self._service.options.retry_after_s)
-
     async def _parts(self, request: Request) -> AsyncGenerator[bytes, None]:
         within_s = self._service.options.body_s
         stream = aiter(request.stream())
@@ -241,10 +239,6 @@ class Uploads:
             if part is None:
                 return
             yield part
-
-    def _check_length(self, length: str) -> None:
-        if length.isdecimal() and int(length[:20]) > self._file_limit + FORM_BYTES:
-            raise self._too_large()
 
     def _check_room(self) -> None:
         most = self._store.options.store_limit_bytes

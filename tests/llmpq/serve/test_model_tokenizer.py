@@ -105,7 +105,7 @@ def test_one_that_cannot_be_decoded_takes_no_other_with_it(
 def test_a_process_that_was_killed_is_replaced(tokenizer: ModelTokenizer) -> None:
     async def scenario() -> None:
         ids = await tokenizer.encode(Row("a", text="import os"))
-        process = tokenizer._decoder._process
+        process = tokenizer._decoder.process
         os.kill(process.pid, signal.SIGKILL)
         assert await tokenizer.decode(ids) == "import os"
         with pytest.raises(PromptTooLongError):
