@@ -198,7 +198,7 @@ class Contest:
 
 def _in_flight(costs: CostModel, number: int) -> CostModel:
     assert costs.job is not None, "costs of a job"
-    return replace(costs, workload=costs.in_flight(costs.job, number))
+    return costs.with_in_flight(costs.job, number)
 
 
 def _with_job(placed: PlannedAssignment, job: Job) -> PlannedAssignment:

@@ -162,7 +162,7 @@ def _most_requests(costs: CostModel, job: Job, device: Device) -> int:
         layer_weight_bytes(costs.shape, bits, device, costs.dtype(device))
         for bits in costs.options.bits
     )
-    one = replace(costs, workload=costs.in_flight(job, 1)).kv_bytes_per_layer(device)
+    one = costs.with_in_flight(job, 1).kv_bytes_per_layer(device)
     return max(1, min(job.prompts, MAX_REQUESTS, int(ranks * limit // one)))
 
 

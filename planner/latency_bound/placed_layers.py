@@ -124,7 +124,7 @@ def most_requests(costs: CostModel, job: Job, clock: Callable[[], float], sets: 
     """The most requests in flight that one of the first so many `sets` of devices has room for; 0
     where not even one has.
     """
-    one = replace(costs, workload=costs.in_flight(job, 1))
+    one = costs.with_in_flight(job, 1)
     room = JobSearch(costs, job, clock)
     try:
         return max(room.most(devices) for devices in first_sets(one)[:sets])

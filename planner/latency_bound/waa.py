@@ -9,7 +9,6 @@ from math import ceil
 
 import numpy as np
 
-from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import (
     BEYOND,
@@ -88,7 +87,7 @@ class WaaPlanner:
             raise InfeasibleError("no division of the devices")
         prefill, decode = (
             replace(
-                self._side(devices),
+                self.costs.on(devices),
                 theta=theta / 2 * slack,
                 usable_bits=start.usable_bits or self.costs.usable_bits,
             )
@@ -111,12 +110,9 @@ class WaaPlanner:
     def _schedule(self, requests: int) -> RequestSchedule:
         return waa_schedule(self.kind, self.request.lengths, requests, 1, 1)
 
-    def _side(self, devices: tuple[Device, ...]) -> CostModel:
-        return replace(self.costs, cluster=replace(self.costs.cluster, devices=devices))
-
     def _most(self, division: PhaseDivision) -> int:
         """The most requests that memory has room for where they decode; 0 where not even one."""
-        return most_requests(self._side(division.decode), self.job, self.clock, 1)
+        return most_requests(self.costs.on(division.decode), self.job, self.clock, 1)
 
 
 def _prefilling(costs: CostModel, schedule: RequestSchedule, job: Job, limit_s: float) -> CostModel:
