@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import (
     ControlPoint,
     Evaluations,
@@ -26,10 +26,12 @@ from planner.latency_bound.branch_and_bound import (
     throughput_on_diagonal,
 )
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
+from planner.latency_bound.schedules import BoundRequest
 from planner.latency_bound.simulate import ObservedRequests
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime
+from planner.workload import Job
 from quant.common.errors import InfeasibleError
 
 NEAR = (0.5, 0.8, 1.25, 2.0)
@@ -66,11 +68,8 @@ class ScheduleSpace(ABC):
     """Layers on devices, and the performance of every point of the controls there."""
 
     kind: ScheduleKind
-
-    @property
-    @abstractmethod
-    def key(self) -> Hashable:
-        """A key that is equal for equal placements."""
+    job: Job
+    request: BoundRequest
 
     @property
     @abstractmethod
@@ -78,8 +77,14 @@ class ScheduleSpace(ABC):
         """The placement; or that of the stages that decode, then that of those that prefill."""
 
     @property
-    @abstractmethod
-    def omega(self) -> float: ...
+    def key(self) -> Hashable:
+        """A key that is equal for equal placements."""
+        return tuple(each.key for each in self.placements)
+
+    @property
+    def omega(self) -> float:
+        """Summed sensitivity of the layers' bitwidths, in the mean of both sides."""
+        return sum(each.omega for each in self.placements) / len(self.placements)
 
     @property
     @abstractmethod
@@ -132,15 +137,24 @@ class ScheduleSpace(ABC):
     def near(self, schedule: RequestSchedule) -> Iterator[PlacingGoal]:
         """Yield what to place layers for besides, where a schedule is the best so far."""
 
-    @abstractmethod
     def crossed(self, others: Sequence[ScheduleSpace]) -> Iterator[ScheduleSpace]:
-        """Yield placements that have parts of this one and parts of others."""
+        """Yield placements that have parts of this one and parts of others: none of one part."""
+        return iter(())
 
 
-class KindPlanner(Protocol):
+@dataclass(frozen=True, eq=False)
+class KindPlanner(ABC):
+    kind: ScheduleKind
+    costs: CostModel
+    job: Job
+    request: BoundRequest
+    clock: Callable[[], float]
+
+    @abstractmethod
     def starts(self) -> Iterator[PlacingGoal]:
         """Yield what to begin with, the schedule with the least latency among it."""
 
+    @abstractmethod
     def placed(self, start: PlacingGoal, theta: float, limit_s: float) -> ScheduleSpace:
         """The best placement for a schedule; InfeasibleError where none fits."""
 
@@ -163,30 +177,29 @@ schedules on the diagonal of the box."""
 
 @dataclass(frozen=True, eq=False)
 class PlacedPoint:
-    """Controls where layers lie, and estimated performance; `seconds` of the whole job in its
-    steady state.
-    """
+    """Controls where layers lie, and estimated performance."""
 
     placed: ScheduleSpace
     point: ControlPoint
     performance: Performance
-    seconds: float
 
     @property
     def start(self) -> PlacingGoal:
         return self.placed.start(self.placed.schedule(self.point))
 
     def cost_s(self, theta: float) -> float:
-        return self.seconds + theta * self.placed.omega
+        """Seconds of the whole job in its steady state, a unit of sensitivity being `theta`."""
+        seconds = self.placed.job.prompts / self.performance.requests_per_s
+        return seconds + theta * self.placed.omega
 
 
 class Alternation:
-    """Searches the schedules of one kind, at one theta and bound after another; `prompts` are
-    those of the job. Placements that were found stay known, with all that was evaluated there.
+    """Searches the schedules of one kind, at one theta and bound after another. Placements that
+    were found stay known, with all that was evaluated there.
     """
 
-    def __init__(self, planner: KindPlanner, prompts: int, search_time: SearchTime) -> None:
-        self._planner, self._prompts, self._search_time = planner, prompts, search_time
+    def __init__(self, planner: KindPlanner, search_time: SearchTime) -> None:
+        self._planner, self._search_time = planner, search_time
         self._pool: dict[Hashable, ScheduleSpace] = {}
         self._placed: dict[tuple[PlacingGoal, float], ScheduleSpace | None] = {}
         self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
@@ -233,7 +246,7 @@ class Alternation:
         def cost_s(placed: ScheduleSpace) -> float:
             evaluated = Evaluations(self._performance(placed), bound_s)
             rate = throughput_on_diagonal(placed.ranges, evaluated)
-            return self._prompts / rate + theta * placed.omega if rate else math.inf
+            return placed.job.prompts / rate + theta * placed.omega if rate else math.inf
 
         best: PlacedPoint | None = None
         for placed in sorted(placements, key=cost_s)[:FINALISTS]:
@@ -291,7 +304,7 @@ class Alternation:
             left_s = best.cost_s(theta) - theta * placed.omega
             if left_s <= 0:
                 return None
-            more_than = self._prompts / left_s
+            more_than = placed.job.prompts / left_s
         evaluated = Evaluations(self._performance(placed), bound_s, more_than)
         found = best_within(placed.ranges, evaluated)
         return None if found is None else self._candidate(placed, found)
@@ -307,11 +320,10 @@ class Alternation:
         return performance
 
     def _candidate(self, placed: ScheduleSpace, point: ControlPoint) -> PlacedPoint:
-        performance = self._performance(placed)(point)
-        return PlacedPoint(placed, point, performance, self._prompts / performance.requests_per_s)
+        return PlacedPoint(placed, point, self._performance(placed)(point))
 
     def _lowest(self, placed: ScheduleSpace) -> PlacedPoint | None:
         """The schedule of least latency on a placement; None where not even that has room."""
         low = tuple(each[0] for each in placed.ranges)
-        fits = self._performance(placed)(low).latency_s < math.inf
-        return self._candidate(placed, low) if fits else None
+        found = self._candidate(placed, low)
+        return found if found.performance.latency_s < math.inf else None

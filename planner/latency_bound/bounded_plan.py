@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -45,14 +45,13 @@ from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
 
 
 def bounded_plan(
-    scheduled: Scheduled, costs: CostModel, request: BoundRequest, source: str, omega_source: str
+    scheduled: Scheduled, costs: CostModel, source: str, omega_source: str
 ) -> PlanSpec:
     """The plan of a schedule for the model at `source`; `costs`: those searched, of all devices."""
-    schedule, job = scheduled.schedule, costs.job
-    assert job is not None, "schedules are planned for a job"
+    schedule, job = scheduled.schedule, scheduled.placed.job
     placement, *prefilling = scheduled.placed.placements
-    prefills = 1 if prefilling else schedule.prefill_micro_batch
-    sizes = MicroBatches(prefills, most_in_group(schedule))
+    prompts = 1 if prefilling else schedule.prefill_micro_batch
+    sizes = MicroBatches(prompts, most_in_group(schedule))
     workload = costs.in_flight(job, schedule.most_in_flight)
     cycle = cycle_of(schedule, job)
     placed = replace(placement.costs, cluster=costs.cluster, cycle=cycle)
@@ -62,22 +61,7 @@ def bounded_plan(
     plan = replace(plan, policy=PolicyOptions(BOUNDED, schedule=schedule))
     if not prefilling:
         return plan
-    return _divided(plan, _prefill_plan(prefilling[0], plan, schedule, costs))
-
-
-def _prefill_plan(
-    placement: PlacedLayers, plan: PlanSpec, schedule: RequestSchedule, costs: CostModel
-) -> PlanSpec:
-    """The plan of the stages that prefill: a batch of all that they have in flight."""
-    assert costs.job is not None, "schedules are planned for a job"
-    sizes = MicroBatches(schedule.prefill_micro_batch, 1)
-    workload = prompts_in_flight(schedule, len(placement.devices), costs.job)
-    placed = replace(placement.costs, cluster=costs.cluster, job=None, cycle=None)
-    solution = replace(placement.solution, workload=workload, sizes=sizes)
-    return build_plan(placed, plan.model.source, solution, plan.sensitivity_source)
-
-
-def _divided(plan: PlanSpec, prefills: PlanSpec) -> PlanSpec:
+    prefills = _prefill_plan(prefilling[0], plan, schedule, costs, job)
     used = {name for stage in prefills.stages for name in stage.device_names}
     prefills = replace(prefills, unused_devices=(), stages=_with_role(prefills, "prefill"))
     return replace(
@@ -88,14 +72,27 @@ def _divided(plan: PlanSpec, prefills: PlanSpec) -> PlanSpec:
     )
 
 
+def _prefill_plan(
+    placement: PlacedLayers,
+    plan: PlanSpec,
+    schedule: RequestSchedule,
+    costs: CostModel,
+    job: Job,
+) -> PlanSpec:
+    """The plan of the stages that prefill: a batch of all that they have in flight."""
+    sizes = MicroBatches(schedule.prefill_micro_batch, 1)
+    workload = prompts_in_flight(schedule, len(placement.devices), job)
+    placed = replace(placement.costs, cluster=costs.cluster, job=None, cycle=None)
+    solution = replace(placement.solution, workload=workload, sizes=sizes)
+    return build_plan(placed, plan.model.source, solution, plan.sensitivity_source)
+
+
 def _with_role(plan: PlanSpec, role: Role) -> tuple[StagePlan, ...]:
     return tuple(replace(stage, role=role) for stage in plan.stages)
 
 
-def latency_forecast(
-    scheduled: Scheduled, request: BoundRequest, evaluations: int
-) -> LatencyForecast:
-    rate = scheduled.requests_per_s
+def latency_forecast(scheduled: Scheduled, evaluations: int) -> LatencyForecast:
+    request, rate = scheduled.placed.request, scheduled.requests_per_s
     return LatencyForecast(
         lengths=request.lengths,
         quantile=request.quantile,
@@ -180,17 +177,15 @@ def bounded_options(options: PlanOptions) -> PlanOptions:
 def _found(
     planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
 ) -> PlanSpec:
-    job = planned.job
-    assert job is not None, "schedules are planned for a job"
     costs, omega = costs_of(planned)
     began = clock()
-    search = BoundedSearch(costs, job, request, clock)
+    search = BoundedSearch(costs, request, clock)
     scheduled = search.within(request.limit_s)
-    plan = bounded_plan(scheduled, costs, request, source, omega.source)
+    plan = bounded_plan(scheduled, costs, source, omega.source)
     forecast = perplexity_forecast(omega, scheduled.placed.omega, planned.options.max_ppl_delta)
     return replace(
         plan,
-        latency=latency_forecast(scheduled, request, search.evaluations),
+        latency=latency_forecast(scheduled, search.evaluations),
         perplexity=forecast,
         solver=replace(plan.solver, seconds=clock() - began),
     )
@@ -229,39 +224,23 @@ def _front(
     planned: PlanningRequest, request: BoundRequest, clock: Callable[[], float]
 ) -> tuple[LatencyPoint, ...]:
     costs, _ = costs_of(planned)
-    assert planned.job is not None, "schedules are planned for a job"
-    search = BoundedSearch(costs, planned.job, request, clock)
+    search = BoundedSearch(costs, request, clock)
     fastest = search.within(math.inf)
     least = search.least
     assert least is not None, "where a schedule was found, one has the least latency"
     bounds = np.geomspace(least[0], fastest.latency_s, POINTS)
-    found = list(_points(search, request, bounds[:-1].tolist()))
-    return _ascending([*found, _point(float(bounds[-1]), fastest, request)])
-
-
-def _points(
-    search: BoundedSearch, request: BoundRequest, bounds: list[float]
-) -> Iterator[LatencyPoint]:
-    for bound_s in bounds:
+    kept: list[LatencyPoint] = []
+    for number, bound_s in enumerate(bounds.tolist(), start=1):
         try:
-            found = search.within(bound_s)
+            found = fastest if number == POINTS else search.within(bound_s)
         except BoundNotMetError as error:
             if error.option != BOUND:
                 raise
             continue
-        yield _point(bound_s, found, request)
-
-
-def _point(bound_s: float, found: Scheduled, request: BoundRequest) -> LatencyPoint:
-    rate = found.requests_per_s
-    tokens_per_s = rate * request.lengths.outputs.mean
-    return LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, found.latency_s)
-
-
-def _ascending(points: list[LatencyPoint]) -> tuple[LatencyPoint, ...]:
-    kept: list[LatencyPoint] = []
-    for point in sorted(points, key=lambda each: each.bound_s):
-        if not kept or point.requests_per_s > kept[-1].requests_per_s:
+        rate = found.requests_per_s
+        if not kept or rate > kept[-1].requests_per_s:
+            tokens_per_s = rate * request.lengths.outputs.mean
+            point = LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, found.latency_s)
             kept.append(point)
     return tuple(kept)
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from math import ceil
 
 from planner.costs.memory import layer_weight_bytes
@@ -44,7 +44,6 @@ from planner.search.qualities import (
     towards_high,
 )
 from planner.search.remedies import rounded_up
-from planner.workload import Job
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError
 from quant.common.units import GIB
 
@@ -65,17 +64,31 @@ LEAST_LATE = 40
 
 @dataclass(frozen=True, eq=False)
 class Scheduled:
-    """A schedule where layers lie, the wait for a turn by its timeline, what was `observed` by
-    events, with `latency_s` at the bounded quantile, and `seconds` of the whole job in its steady
-    state.
+    """A schedule where layers lie, the wait for a turn by its timeline, and what was `observed` by
+    events.
     """
 
     placed: ScheduleSpace
     schedule: RequestSchedule
     admission_wait_s: float
     observed: ObservedRequests
-    latency_s: float
-    seconds: float
+
+    @classmethod
+    def of(cls, placed: ScheduleSpace, schedule: RequestSchedule) -> Scheduled:
+        quantile = placed.request.quantile
+        observed = placed.observed(schedule, ceil(LEAST_LATE / (1 - quantile)))
+        wait_s = placed.timeline(schedule, quantile).admission_wait_s
+        return cls(placed, schedule, wait_s, observed)
+
+    @cached_property
+    def latency_s(self) -> float:
+        """Latency at the bounded quantile."""
+        return self.observed.latency_s(self.placed.request.quantile)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole job in its steady state."""
+        return self.placed.job.prompts / self.observed.requests_per_s
 
     @property
     def requests_per_s(self) -> float:
@@ -89,17 +102,10 @@ class Scheduled:
 class KindSearch:
     """Searches the schedules of one kind, at one theta and bound after another."""
 
-    def __init__(
-        self,
-        planner: KindPlanner,
-        prompts: int,
-        quantile: float,
-        search_time: SearchTime,
-    ) -> None:
-        self._alternation = Alternation(planner, prompts, search_time)
-        self._search_time = search_time
+    def __init__(self, planner: KindPlanner, search_time: SearchTime) -> None:
+        self._alternation = Alternation(planner, search_time)
+        self._quantile, self._search_time = planner.request.quantile, search_time
         self._simulated: dict[tuple[Hashable, ControlPoint], Scheduled] = {}
-        self._prompts, self._quantile = prompts, quantile
         self._factor = 1.0
         self._known: dict[Hashable, dict[ControlPoint, Performance]] = {}
 
@@ -160,8 +166,7 @@ class KindSearch:
     def _scheduled(self, placed: ScheduleSpace, point: ControlPoint) -> Scheduled:
         key = placed.key, point
         if key not in self._simulated:
-            schedule = placed.schedule(point)
-            self._simulated[key] = scheduled(placed, schedule, self._quantile, self._prompts)
+            self._simulated[key] = Scheduled.of(placed, placed.schedule(point))
         return self._simulated[key]
 
 
@@ -185,29 +190,6 @@ def kept_below(
         else:
             high = share
     return found
-
-
-def scheduled(
-    placed: ScheduleSpace, schedule: RequestSchedule, quantile: float, prompts: int
-) -> Scheduled:
-    observed = placed.observed(schedule, ceil(LEAST_LATE / (1 - quantile)))
-    return Scheduled(
-        placed,
-        schedule,
-        placed.timeline(schedule, quantile).admission_wait_s,
-        observed,
-        observed.latency_s(quantile),
-        prompts / observed.requests_per_s,
-    )
-
-
-PlannerOf = Callable[[CostModel, Job, BoundRequest, Callable[[], float]], KindPlanner]
-
-PLANNERS: dict[ScheduleKind, PlannerOf] = {
-    "rra": RraPlanner,
-    "waa-c": partial(WaaPlanner, "waa-c"),
-    "waa-m": partial(WaaPlanner, "waa-m"),
-}
 
 
 def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotMetError:
@@ -252,14 +234,9 @@ class _NoScheduleError(Exception):
 
 
 class BoundedSearch:
-    def __init__(
-        self,
-        costs: CostModel,
-        job: Job,
-        request: BoundRequest,
-        clock: Callable[[], float],
-    ) -> None:
-        self._costs, self._job, self._request, self._clock = costs, job, request, clock
+    def __init__(self, costs: CostModel, request: BoundRequest, clock: Callable[[], float]) -> None:
+        assert costs.job is not None, "schedules are planned for a job"
+        self._costs, self._job, self._request, self._clock = costs, costs.job, request, clock
         self._search_time = SearchTime(costs.options.search_time_limit, clock)
         self._kinds_of_bits: dict[tuple[int, ...], dict[ScheduleKind, KindSearch]] = {}
 
@@ -313,15 +290,13 @@ class BoundedSearch:
 
     def _kinds(self, bits: tuple[int, ...]) -> Mapping[ScheduleKind, KindSearch]:
         if bits not in self._kinds_of_bits:
-            costs, request = replace(self._costs, usable_bits=bits), self._request
+            given = replace(self._costs, usable_bits=bits), self._job, self._request, self._clock
             self._kinds_of_bits[bits] = {
                 kind: KindSearch(
-                    PLANNERS[kind](costs, self._job, request, self._clock),
-                    self._job.prompts,
-                    request.quantile,
+                    RraPlanner(kind, *given) if kind == "rra" else WaaPlanner(kind, *given),
                     self._search_time,
                 )
-                for kind in request.kinds
+                for kind in self._request.kinds
             }
         return self._kinds_of_bits[bits]
 

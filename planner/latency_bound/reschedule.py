@@ -17,7 +17,6 @@ from planner.latency_bound.bounded_search import (
     Scheduled,
     bound_not_met,
     kept_below,
-    scheduled,
 )
 from planner.latency_bound.branch_and_bound import ControlPoint, Evaluations, best_within
 from planner.latency_bound.placed_layers import PhaseDivision, PlacedLayers
@@ -210,7 +209,7 @@ def reschedule(
     placements = placements_of(plan, plan.origin.cluster_spec(), shape, options, job)
     found, evaluations = _best(running_stages(plan, placements, job, request), now)
     policy = PolicyOptions(BOUNDED, schedule=found.schedule)
-    made = latency_forecast(found, request, evaluations)
+    made = latency_forecast(found, evaluations)
     return replace(plan, policy=policy, latency=replace(made, prompts=forecast.prompts))
 
 
@@ -221,12 +220,17 @@ def _best(stages: RunningSpace, now: RequestSchedule) -> tuple[Scheduled, int]:
     request = stages.request
     found, evaluations = _searched(stages)
     if stages.has_room(now):
-        present = scheduled(stages, now, request.quantile, stages.job.prompts)
+        present = Scheduled.of(stages, now)
         keeps = present.latency_s <= request.limit_s
         if keeps and (found is None or present.seconds <= found.seconds):
             found = present
     if found is None:
-        found = _least(stages)
+        least = stages.schedule(tuple(each[0] for each in stages.ranges))
+        if not stages.has_room(least):
+            raise InfeasibleError(
+                "the token slots of the stages have no room for the longer requests"
+            )
+        found = Scheduled.of(stages, least)
     if found.latency_s > request.limit_s:
         kind = f"{stages.kind}, with layers where they are"
         raise bound_not_met(request, found.latency_s, kind)
@@ -244,29 +248,15 @@ def _searched(stages: RunningSpace) -> tuple[Scheduled | None, int]:
         evaluations += evaluated.count
         if best is None:
             break
-        point, found = best, _scheduled(stages, best)
+        point, found = best, Scheduled.of(stages, stages.schedule(best))
         if found.latency_s <= request.limit_s:
             return found, evaluations
     if point is None:
         return None, evaluations
-    kept = kept_below(stages, point, request.limit_s, lambda _, each: _scheduled(stages, each))
+    kept = kept_below(
+        stages, point, request.limit_s, lambda _, each: Scheduled.of(stages, stages.schedule(each))
+    )
     return kept, evaluations
-
-
-def _least(stages: RunningSpace) -> Scheduled:
-    found = stages.schedule(_least_point(stages))
-    if not stages.has_room(found):
-        raise InfeasibleError("the token slots of the stages have no room for the longer requests")
-    return _scheduled(stages, _least_point(stages))
-
-
-def _least_point(stages: RunningSpace) -> ControlPoint:
-    return tuple(each[0] for each in stages.ranges)
-
-
-def _scheduled(stages: RunningSpace, point: ControlPoint) -> Scheduled:
-    schedule = stages.schedule(point)
-    return scheduled(stages, schedule, stages.request.quantile, stages.job.prompts)
 
 
 def _job(plan: PlanSpec, request: BoundRequest) -> Job:

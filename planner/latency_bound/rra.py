@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, floor
 
 import numpy as np
 
-from planner.costs.model import CostModel
 from planner.latency_bound.alternation import (
     BEYOND,
     MOST_GROUPS,
     NEAR,
     SETTLING,
+    KindPlanner,
     PlacingGoal,
     ScheduleSpace,
     scaled_count,
@@ -46,11 +46,7 @@ FEW_SETS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class RraPlanner:
-    costs: CostModel
-    job: Job
-    request: BoundRequest
-    clock: Callable[[], float]
+class RraPlanner(KindPlanner):
     _known_most: dict[tuple[int, ...] | None, int] = field(default_factory=dict)
 
     def starts(self) -> Iterator[PlacingGoal]:
@@ -111,14 +107,6 @@ class RraSpace(ScheduleSpace):
     def placements(self) -> tuple[PlacedLayers, ...]:
         return (self.placement,)
 
-    @property
-    def key(self) -> Hashable:
-        return self.placement.key
-
-    @property
-    def omega(self) -> float:
-        return self.placement.omega
-
     def estimate(self, schedule: RequestSchedule) -> Performance:
         request = self.request
         return estimated_rra(self.placement.times, request.lengths, schedule, request.quantile)
@@ -163,10 +151,6 @@ class RraSpace(ScheduleSpace):
             newcomers = max(stages, int(ratio * own))
             often = rra_schedule(lengths, newcomers, max(1, steps // 2), stages, size)
             yield PlacingGoal(often, on_all=True)
-
-    def crossed(self, others: Sequence[ScheduleSpace]) -> Iterator[ScheduleSpace]:
-        """Yield nothing: there is one part."""
-        return iter(())
 
     def fitted(self, point: ControlPoint) -> tuple[RequestSchedule, bool]:
         newcomers, frequency, groups = point

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -15,6 +15,7 @@ from planner.latency_bound.alternation import (
     MOST_GROUPS,
     NEAR,
     SETTLING,
+    KindPlanner,
     PlacingGoal,
     ScheduleSpace,
     scaled_count,
@@ -56,13 +57,7 @@ SLACK = (0.25, 4.0)
 
 
 @dataclass(frozen=True, eq=False)
-class WaaPlanner:
-    kind: ScheduleKind
-    costs: CostModel
-    job: Job
-    request: BoundRequest
-    clock: Callable[[], float]
-
+class WaaPlanner(KindPlanner):
     def starts(self) -> Iterator[PlacingGoal]:
         """Yield for each division some requests in flight, and one; for the best balanced also
         equal layers.
@@ -159,15 +154,6 @@ class WaaSpace(ScheduleSpace):
     def placements(self) -> tuple[PlacedLayers, ...]:
         """That of the stages that decode, then that of those that prefill."""
         return self.decode, self.prefill
-
-    @property
-    def key(self) -> Hashable:
-        return self.decode.key, self.prefill.key
-
-    @property
-    def omega(self) -> float:
-        """Summed sensitivity of the layers' bitwidths, in the mean of both sides."""
-        return (self.decode.omega + self.prefill.omega) / 2
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
