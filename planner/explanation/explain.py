@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from planner.scheduling import Phase
 from planner.simulation.simulation import Simulated
 
 Resource = Literal["memory", "prefill", "decode"]
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 NUDGE = 1e-3  # relative growth of a stage's time by which its price is measured
 
@@ -51,12 +52,7 @@ class StageLimits:
 
     @property
     def binds(self) -> tuple[Resource, ...]:
-        named: tuple[tuple[Resource, Headroom], ...] = (
-            ("memory", self.memory),
-            ("prefill", self.prefill),
-            ("decode", self.decode),
-        )
-        return tuple(name for name, headroom in named if headroom.binds)
+        return tuple(name for name in RESOURCES if getattr(self, name).binds)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
 from planner.optimiser.problem import AssignmentProblem, decode_round_form
-from planner.plan.origin import PlanOrigin
 from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
 from planner.search.qualities import bits_by_quality
@@ -175,22 +174,18 @@ def rebuilt_costs(plan: PlanSpec) -> CostModel:
             "an earlier version of llmpq made it, or its cluster is one that no cluster file can "
             f"describe; {_REMEDY}"
         )
-    _check_files(origin)
-    options = replace(origin.options, kv_bits=plan.kv_bits)
-    job = None if plan.job is None else plan.job.job
-    cluster, shape = origin.cluster_spec(), _shape(plan)
-    costs, _ = costs_of(PlanningRequest(cluster, shape, plan.workload, options, job))
-    _check_figures(plan, costs)
-    return costs
-
-
-def _check_files(origin: PlanOrigin) -> None:
     changed = next(origin.changed_files(), None)
     if changed is not None:
         raise SpecError(
             f"{changed} is not what it was when the plan was made from it; put it back as it was, "
             f"or {_REMEDY}"
         )
+    options = replace(origin.options, kv_bits=plan.kv_bits)
+    job = None if plan.job is None else plan.job.job
+    cluster, shape = origin.cluster_spec(), _shape(plan)
+    costs, _ = costs_of(PlanningRequest(cluster, shape, plan.workload, options, job))
+    _check_figures(plan, costs)
+    return costs
 
 
 def _shape(plan: PlanSpec) -> ModelShape:

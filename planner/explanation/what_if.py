@@ -5,6 +5,7 @@ theta.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -126,8 +127,12 @@ def _answer(
         sensitivity=after.quality,
         latency_change_s=after.latency_s - planned.times.latency_s,
         quality_change_s=problem.theta * (after.quality - before.quality),
-        layers_with_other_bits=planned.group * _differences(found.bitwidth, planned.bitwidth),
-        layers_moved=planned.group * _differences(_stages_of(found), _stages_of(present)),
+        layers_with_other_bits=planned.group
+        * sum(map(operator.ne, found.bitwidth, planned.bitwidth)),
+        layers_moved=planned.group
+        * sum(
+            found.stage_of(unit) != present.stage_of(unit) for unit in range(len(found.bitwidth))
+        ),
         proven=proven,
     )
 
@@ -192,12 +197,3 @@ def _search(
                 bitwidth=found.bitwidth,
             )
     return best, proven
-
-
-def _stages_of(found: PlannedAssignment) -> list[int]:
-    bounds = found.first_layer
-    return [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
-
-
-def _differences(one: tuple[int, ...] | list[int], other: tuple[int, ...] | list[int]) -> int:
-    return sum(mine != theirs for mine, theirs in zip(one, other, strict=True))

@@ -34,12 +34,12 @@ Cut = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FleetDivision:
-    """How many pipelines of each column [C], how often each pool is cut in each way, the most
+    """How many pipelines of each column [C], the cuts of pools of each kind and size, the most
     value.
     """
 
     counts: tuple[int, ...]
-    cuts: Mapping[tuple[int, int], tuple[tuple[Cut, int], ...]]
+    cuts: Mapping[tuple[int, int], tuple[Cut, ...]]
     value: float
     bound: float
 
@@ -103,14 +103,13 @@ def divide(
     if found.x is None:
         raise InfeasibleError(f"no choice of pipelines makes {number or 'one'} of these devices")
     counts = np.round(found.x).astype(int)
-    chosen: dict[tuple[int, int], list[tuple[Cut, int]]] = {}
-    for (pool, cut), count in zip(cuts, counts[columns_n:], strict=True):
-        if count:
-            chosen.setdefault(pool, []).append((cut, int(count)))
+    chosen: dict[tuple[int, int], tuple[Cut, ...]] = {}
+    for (pool, cut), count in zip(cuts, counts[columns_n:].tolist(), strict=True):
+        chosen[pool] = chosen.get(pool, ()) + count * (cut,)
     bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
     return FleetDivision(
         tuple(int(each) for each in counts[:columns_n]),
-        {pool: tuple(each) for pool, each in chosen.items()},
+        chosen,
         -float(found.fun) * scale,
         -float(bound) * scale,
     )
@@ -156,15 +155,11 @@ def place(division: FleetDivision, make_ups: Sequence[MakeUp], pools: Pools) -> 
 def _free_blocks(
     division: FleetDivision, pools: Pools
 ) -> dict[tuple[int, int], list[tuple[Device, ...]]]:
-    waiting = {
-        pool: [cut for cut, count in cuts for _ in range(count)]
-        for pool, cuts in division.cuts.items()
-    }
+    waiting = {pool: iter(cuts) for pool, cuts in division.cuts.items()}
     free: dict[tuple[int, int], list[tuple[Device, ...]]] = {}
     for pool in pools.pools:
-        cuts = waiting.get((pool.kind, len(pool.devices)), [])
         first = 0
-        for size in cuts.pop(0) if cuts else ():
+        for size in next(waiting[pool.kind, len(pool.devices)], ()):
             block = pool.devices[first : first + size]
             free.setdefault((pool.kind, size), []).append(block)
             first += size

@@ -6,14 +6,14 @@ gap; what was not priced is bounded by the ceiling.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.fleet.division import Column, FleetDivision, Placing, divide, fleet_plans, place
+from planner.fleet.division import Column, FleetDivision, divide, fleet_plans, place
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec, plan_devices
 from planner.fleet.makeups import MakeUp, Pools, grouped_make_ups, make_ups
 from planner.fleet.pricing import (
@@ -111,13 +111,11 @@ def _find(
     if not pools.pools:
         raise _refusal(costs)
     pricing = _pricing(request, costs, pools, began, clock)
-    for make_up in _make_ups(request, costs, pools, pricing):
+    for make_up in _make_ups(request, pricing):
         pricing.price(make_up)
     if not pricing.priced:
         raise _refusal(costs)
-    division, chosen = _chosen(request, pricing, pools)
-    placed = place(division, [each.make_up for each in chosen], pools)
-    return _fleet(request, omega.source, pricing, (division, chosen, placed), began)
+    return _fleet(request, omega.source, pricing, *_chosen(request, pricing))
 
 
 def _refusal(costs: CostModel) -> InfeasibleError:
@@ -144,23 +142,20 @@ def _pricing(
     rates = [device_tokens_per_s(costs, request.job, kind) for kind in pools.kinds]
     total = sum(rate * pools.devices_of(kind) for kind, rate in enumerate(rates))
     shares = tuple(rate / total for rate in rates)
-    return Pricing(costs, request.job, pools.kinds, shares, began, limit_s, clock)
+    return Pricing(costs, request.job, pools, shares, began, limit_s, clock)
 
 
-def _make_ups(
-    request: FleetRequest, costs: CostModel, pools: Pools, pricing: Pricing
-) -> Iterator[MakeUp]:
-    degrees = degrees_of(costs) if request.options.tensor_parallel == AUTO else ()
+def _make_ups(request: FleetRequest, pricing: Pricing) -> Iterator[MakeUp]:
+    pools = pricing.pools
+    degrees = degrees_of(pricing.costs) if request.options.tensor_parallel == AUTO else ()
     fastest = sorted(range(len(pools.kinds)), key=lambda kind: -pricing.shares[kind])
     for make_up in make_ups(pools, fastest, request.number, pricing.fits, pricing.speed):
         yield make_up
         yield from grouped_make_ups(make_up, degrees)
 
 
-def _chosen(
-    request: FleetRequest, pricing: Pricing, pools: Pools
-) -> tuple[FleetDivision, list[Priced]]:
-    fast, quality = _fastest(request, pricing, pools), quality_of(request.options)
+def _chosen(request: FleetRequest, pricing: Pricing) -> tuple[FleetDivision, list[Priced]]:
+    fast, quality = _fastest(request, pricing), quality_of(request.options)
     worth = _worth(request, pricing, fast)
     if worth <= TIE_BREAK:
         return fast, pricing.priced
@@ -171,24 +166,24 @@ def _chosen(
     every = pricing.costs.bits
     for bits in bits_by_quality(every) if quality else (every,):
         usable = pricing if bits == every else pricing.of_bits(bits)
-        makes = _make_ups(request, usable.costs, pools, usable)
-        for make_up in chain([each.make_up for each in known], makes):
+        for make_up in chain([each.make_up for each in known], _make_ups(request, usable)):
             usable.price(make_up, worth)
         with suppress(InfeasibleError):
-            speed = _tokens_per_s(usable.priced, _fastest(request, usable, pools))
+            speed = _tokens_per_s(usable.priced, _fastest(request, usable))
             least = (1 - SLOWER) * speed if quality == "high" else 0.0
             columns = _columns(usable.priced, worth / pricing.worst_sensitivity)
-            found = divide(columns, pools.counts(), request.number, least * (1 - 1e-6))
+            found = divide(columns, pricing.pools.counts(), request.number, least * (1 - 1e-6))
             return found, usable.priced
     return fast, pricing.priced
 
 
-def _fastest(request: FleetRequest, pricing: Pricing, pools: Pools) -> FleetDivision:
+def _fastest(request: FleetRequest, pricing: Pricing) -> FleetDivision:
+    pools = pricing.pools.counts()
     try:
-        return divide(_columns(pricing.priced, 0.0), pools.counts(), request.number)
+        return divide(_columns(pricing.priced, 0.0), pools, request.number)
     except InfeasibleError as error:
         alike = [Column(each.make_up, 1.0, 1.0) for each in pricing.priced]
-        most = sum(divide(alike, pools.counts()).counts)
+        most = sum(divide(alike, pools).counts)
         raise InfeasibleError(
             f"replicas is {request.number}, but cluster {request.cluster.name} has devices for at "
             f"most {most} pipelines that hold {request.shape.name}; give auto or 1 to {most}"
@@ -228,10 +223,10 @@ def _fleet(
     request: FleetRequest,
     omega_source: str,
     pricing: Pricing,
-    found: tuple[FleetDivision, Sequence[Priced], Iterable[Placing]],
-    began: float,
+    division: FleetDivision,
+    chosen: Sequence[Priced],
 ) -> FleetSpec:
-    division, chosen, placed = found
+    placed = place(division, [each.make_up for each in chosen], pricing.pools)
     cluster, job = request.cluster, request.job
     plans = tuple(fleet_plans(cluster, request.source, omega_source, chosen, placed))
     row_tokens = job.lengths.mean_output
@@ -247,7 +242,7 @@ def _fleet(
         latency_s=seconds,
         tokens_per_s=job.output_tokens / seconds,
         record=FleetRecord(
-            seconds=pricing.clock() - began,
+            seconds=pricing.clock() - pricing.began_s,
             priced=len(pricing.priced),
             gap=division.gap,
             ceiling_tokens_per_s=ceiling_tokens_per_s(pricing.costs, job, cluster.devices),

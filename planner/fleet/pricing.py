@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cluster.device import Device
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
-from planner.fleet.makeups import MakeUp, example_devices
+from planner.fleet.makeups import MakeUp, Pools, example_devices
 from planner.model.tensor_parallel import DEGREES
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.search.candidate_search import LEAST_SOLVE_S
@@ -44,11 +43,11 @@ class Pricing:
 
     costs: CostModel
     job: Job
-    kinds: tuple[Device, ...]
+    pools: Pools
     shares: tuple[float, ...]
     began_s: float
     limit_s: float
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float]
     priced: list[Priced] = field(default_factory=list)
     _tried: set[tuple[MakeUp, float]] = field(default_factory=set)
     _unfit: set[MakeUp] = field(default_factory=set)
@@ -69,7 +68,7 @@ class Pricing:
         return float(self.costs.sensitivity[:, 0].sum()) or 1.0
 
     def costs_of(self, make_up: MakeUp) -> CostModel:
-        devices = example_devices(make_up, self.kinds)
+        devices = example_devices(make_up, self.pools.kinds)
         share = sum(self.shares[block.kind] * block.size for block in make_up)
         job = replace(
             self.job, prompts=max(1, min(self.job.prompts, round(share * self.job.prompts)))

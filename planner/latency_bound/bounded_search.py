@@ -205,10 +205,8 @@ def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotM
 
 
 def _nothing_fits(costs: CostModel, request: BoundRequest) -> InfeasibleError:
-    return misfit(costs) if "rra" in request.kinds else _two_copies(costs, request)
-
-
-def _two_copies(costs: CostModel, request: BoundRequest) -> DoesNotFitError:
+    if "rra" in request.kinds:
+        return misfit(costs)
     name, kinds = costs.shape.name, " and ".join(request.kinds)
     needs = f"{kinds} keep two copies of all layers, one where prompts are prefilled and one where "
     remedy = "use a schedule rra, which needs one"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, grouped_cluster
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_plan import latency_forecast
@@ -74,14 +73,14 @@ class RunningSizes:
             max(host, int(handed_over_tokens(now, len(prefills.stages), now.mean_prompt_tokens))),
         )
 
-    def have_room(self, schedule: RequestSchedule, in_group: int, reserved_tokens: float) -> bool:
-        """Whether requests fit where they decode: so many in a micro-batch, of so many slots in the
-        mean.
-        """
+    def have_room(self, stages: RunningSpace, schedule: RequestSchedule) -> bool:
+        """Whether requests fit where they decode."""
         in_flight = schedule.most_in_flight
-        if in_flight > self.in_flight or in_group > self.decode_micro_batch:
+        if in_flight > self.in_flight or most_in_group(schedule) > self.decode_micro_batch:
             return False
-        return in_flight * reserved_tokens <= (1 + SAMPLING_ERROR) * self.reservable_tokens
+        # independent lengths, and all new tokens
+        each = stages.request.lengths.prompts.mean + stages.job.lengths.longest_output
+        return in_flight * each <= (1 + SAMPLING_ERROR) * self.reservable_tokens
 
 
 def handed_over_tokens(schedule: RequestSchedule, stages: int, mean_prompt: float) -> float:
@@ -105,14 +104,10 @@ def placements_of(
 
 def _placement(plan: PlanSpec, costs: CostModel) -> PlacedLayers:
     devices = grouped_cluster(costs.cluster, [stage.device_names for stage in plan.stages]).devices
-    return PlacedLayers(costs, _solution(plan, costs, devices))
-
-
-def _solution(plan: PlanSpec, costs: CostModel, devices: tuple[Device, ...]) -> Solution:
     bits = tuple(costs.options.bits.index(b) for stage in plan.stages for b in stage.bitwidths)
     ends = (stage.layers.stop for stage in plan.stages)
     assignment = Assignment((0, *ends), bits, 0.0, 0.0, "as it is", 0.0)
-    return Solution(
+    solution = Solution(
         workload=plan.workload,
         devices=devices,
         sizes=plan.micro_batches,
@@ -123,6 +118,7 @@ def _solution(plan: PlanSpec, costs: CostModel, devices: tuple[Device, ...]) -> 
         seconds=0.0,
         head_on_first=plan.head_on_first,
     )
+    return PlacedLayers(costs, solution)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,7 +135,7 @@ class RunningRra(RraSpace):
         return (self.sizes.prefill_micro_batch,)
 
     def _has_room(self, schedule: RequestSchedule, prefill_micro_batch: int) -> bool:
-        return self.sizes.have_room(schedule, most_in_group(schedule), reserved_tokens(self))
+        return self.sizes.have_room(self, schedule)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -157,7 +153,7 @@ class RunningWaa(WaaSpace):
         return replace(fastest, decode_micro_batches=groups)
 
     def _decodes(self, schedule: RequestSchedule) -> bool:
-        return self.sizes.have_room(schedule, most_in_group(schedule), reserved_tokens(self))
+        return self.sizes.have_room(self, schedule)
 
     def _prefills(self, schedule: RequestSchedule) -> bool:
         if schedule.prefill_micro_batch > self.sizes.prefill_micro_batch:
@@ -169,11 +165,6 @@ class RunningWaa(WaaSpace):
 
 RunningSpace = RunningRra | RunningWaa
 """Stages that run, and the requests that were measured."""
-
-
-def reserved_tokens(stages: RunningSpace) -> float:
-    """Token slots that a request reserves in the mean: independent lengths, and all new tokens."""
-    return stages.request.lengths.prompts.mean + stages.job.lengths.longest_output
 
 
 def running_stages(

@@ -22,6 +22,7 @@ from planner.latency_bound.timeline import (
     Timeline,
     decodes_s,
     mixed_quantile,
+    rounds_s,
 )
 from planner.lengths import FloatArray, RequestLengths
 from planner.schedule.passes import TurnSizes
@@ -59,10 +60,7 @@ class DecodeRounds:
 
     def seconds(self) -> FloatArray:
         """Mean seconds of each round beside no turn [decode_steps]."""
-        compute_s, hop_s = self._seconds
-        busiest_s = np.maximum(compute_s, hop_s).max(axis=1)
-        alone_s = (compute_s + hop_s).sum(axis=1)
-        each_s = np.maximum(self.groups * busiest_s, alone_s)
+        each_s = rounds_s(*self._seconds, self.groups)
         return np.asarray(np.interp(np.arange(len(self.phases.reached)), self._timed, each_s))
 
 

@@ -22,7 +22,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from planner.latency_bound.timeline import Performance, StageSeconds, decodes_s, mean_prefill_s
+from planner.latency_bound.timeline import (
+    Performance,
+    StageSeconds,
+    decodes_s,
+    mean_prefill_s,
+    rounds_s,
+)
 from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides, mean_context
 from planner.lengths import (
     MOST_SAMPLED,
@@ -163,11 +169,6 @@ def completions(outputs: LengthDistribution, decode_steps: int) -> Completions:
     return Completions(outputs, decode_steps)
 
 
-def waa_decode_requests(outputs: LengthDistribution, prefill_requests: float) -> float:
-    """B_D = B_E * S_D of WAA: a request decodes for as many rounds as it makes decode steps."""
-    return prefill_requests * (outputs.mean - 1)
-
-
 QUANTILE = 0.99
 
 BOUND = "max_request_latency_s"
@@ -241,14 +242,14 @@ def estimated_rra(
     groups, size = schedule.decode_micro_batches, schedule.prefill_micro_batch
     newcomers = schedule.prefill_requests / groups
     prefill_s = turn_s(times, lengths.prompts, newcomers, groups, size)
-    rounds_s = _rounds_s(times, lengths, schedule)
-    cycle_s = prefill_s + float(rounds_s.sum())
+    steps_s = _steps_s(times, lengths, schedule)
+    cycle_s = prefill_s + float(steps_s.sum())
     rate = schedule.prefill_requests / cycle_s
     steps = lengths.outputs.quantile(quantile) - 1
     if not steps:
         return Performance(rate, prefill_s)
     phases, last = divmod(steps - 1, schedule.decode_steps)
-    return Performance(rate, prefill_s + phases * cycle_s + float(rounds_s[: last + 1].sum()))
+    return Performance(rate, prefill_s + phases * cycle_s + float(steps_s[: last + 1].sum()))
 
 
 def estimated_waa(sides: WaaSides, schedule: RequestSchedule, quantile: float) -> Performance:
@@ -295,8 +296,7 @@ def shortest_round(times: StageSeconds, requests: int, context: float, most_grou
     groups = np.arange(1.0, most_groups + 1)
     sizes = np.maximum(1.0, requests / groups)
     compute_s, hop_s = decodes_s(times, sizes, np.full(most_groups, context))
-    busiest_s = groups * np.maximum(compute_s, hop_s).max(axis=1)
-    return 1 + int(np.maximum(busiest_s, (compute_s + hop_s).sum(axis=1)).argmin())
+    return 1 + int(rounds_s(compute_s, hop_s, groups).argmin())
 
 
 def round_s(times: StageSeconds, groups: int, requests: float, context: float) -> float:
@@ -306,17 +306,14 @@ def round_s(times: StageSeconds, groups: int, requests: float, context: float) -
     return float(max(groups * busiest_s, compute_s.sum() + hop_s.sum()))
 
 
-def _rounds_s(
-    times: StageSeconds, lengths: RequestLengths, schedule: RequestSchedule
-) -> FloatArray:
+def _steps_s(times: StageSeconds, lengths: RequestLengths, schedule: RequestSchedule) -> FloatArray:
     """Seconds of each decode step of a phase, by all groups [decode_steps]."""
     count, groups = schedule.decode_steps, schedule.decode_micro_batches
     newcomers = schedule.prefill_requests / groups
     timed, alive, before = _timed_steps(lengths.outputs, count)
     contexts = lengths.prompts.mean + 1 + before
     compute_s, hop_s = decodes_s(times, np.maximum(1.0, newcomers * alive), contexts)
-    busiest_s = groups * np.maximum(compute_s, hop_s).max(axis=1)
-    seconds = np.maximum(busiest_s, (compute_s + hop_s).sum(axis=1))
+    seconds = rounds_s(compute_s, hop_s, groups)
     return np.asarray(np.interp(np.arange(count), timed, seconds))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from planner.lengths import FloatArray, IntArray, LengthDistribution
 from planner.schedule.static import UNDER_WAY_PER_STAGE
+from planner.simulation.simulation import passed_s
 
 _Work = Literal["prefill", "decode", "attention"]
 
@@ -72,16 +73,12 @@ class GridTimes(ManyTimes):
     """The times `exact` on a grid of requests and tokens, linear between; transfers as there."""
 
     def __init__(self, exact: StageSeconds) -> None:
-        self.exact = exact
+        self.stages, self.prefill_hop_s = exact.stages, exact.prefill_hop_s
         self._prefill, self._decode = _Grid(exact.prefill_s), _Grid(exact.decode_s)
         self._attention = _Grid(exact.attention_s)
         self._one_hop_s = exact.decode_hop_s(1.0)
         self._more_hop_s = exact.decode_hop_s(2.0) - self._one_hop_s
         self._means: dict[tuple[float, LengthDistribution], FloatArray] = {}
-
-    @property
-    def stages(self) -> int:
-        return self.exact.stages
 
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         return np.asarray(self._prefill.at(np.array([requests]), np.array([prompt_tokens]))[0])
@@ -91,9 +88,6 @@ class GridTimes(ManyTimes):
 
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         return np.asarray(self._decode.at(np.array([requests]), np.array([context_tokens]))[0])
-
-    def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        return self.exact.prefill_hop_s(requests, prompt_tokens)
 
     def decode_hop_s(self, requests: float) -> FloatArray:
         return np.asarray(self._one_hop_s + (requests - 1) * self._more_hop_s)
@@ -150,6 +144,12 @@ def _one_by_one(seconds: Callable[[float, float], FloatArray]) -> _SecondsAt:
         return np.array([seconds(*each) for each in zip(requests, tokens, strict=True)])
 
     return at
+
+
+def rounds_s(compute_s: FloatArray, hop_s: FloatArray, groups: float | FloatArray) -> FloatArray:
+    """Seconds [n] of rounds of so many groups, each of which makes a step [n, N]."""
+    busiest_s = groups * np.maximum(compute_s, hop_s).max(axis=1)
+    return np.asarray(np.maximum(busiest_s, (compute_s + hop_s).sum(axis=1)))
 
 
 class _Grid:
@@ -292,13 +292,8 @@ class Tandem:
     def run(self, times: PassTimes, ready_s: float) -> float:
         """Run a pass that is ready then; returns when it is back."""
         at_s = max(ready_s, self._backs_s[0])
-        stage_free_s, link_free_s = self._stage_free_s, self._link_free_s
-        hops = zip(times.compute_s, times.hop_s, strict=True)
-        for j, (compute_s, hop_s) in enumerate(hops):
-            free_s = stage_free_s[j]
-            stage_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + compute_s
-            free_s = link_free_s[j]
-            link_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + hop_s
+        free_s = self._stage_free_s, self._link_free_s
+        at_s = passed_s(at_s, times.compute_s, times.hop_s, *free_s)
         self._backs_s.append(at_s)
         return at_s
 

@@ -248,26 +248,15 @@ class _CopyingTimes(ManyTimes):
 
     def __init__(self, times: StageSeconds, prompts: StageCopies, step_s: FloatArray) -> None:
         self._times, self._prompts, self._step_s = times, prompts, step_s
-
-    @property
-    def stages(self) -> int:
-        return self._times.stages
+        self.stages, self.attention_s = times.stages, times.attention_s
+        self.prefill_hop_s, self.decode_hop_s = times.prefill_hop_s, times.decode_hop_s
 
     def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
         copied_s = self._prompts.seconds(requests, requests * prompt_tokens)
         return self._times.prefill_s(requests, prompt_tokens) + copied_s
 
-    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        return self._times.attention_s(requests, prompt_tokens)
-
     def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
         return self._times.decode_s(requests, context_tokens) + requests * self._step_s
-
-    def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        return self._times.prefill_hop_s(requests, prompt_tokens)
-
-    def decode_hop_s(self, requests: float) -> FloatArray:
-        return self._times.decode_hop_s(requests)
 
     def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
         copied_s = self._prompts.seconds(requests, requests * prompts.mean)

@@ -224,7 +224,7 @@ def _passes(job: Job, slots: int, sizes: Sizes, stages: int) -> float:
     return job.prompts * iterations / max(1.0, min(sizes.max_batch_size, slots / stages))
 
 
-def _simulated_rows(job: Job, slots: int, passes: float, most_passes: int, waiting: int = 0) -> int:
+def _simulated_rows(job: Job, slots: int, passes: float, most_passes: int, waiting: int) -> int:
     """How many prompts to simulate: all, or fewer by whole fills. With `waiting` in a pool two
     pools more, and more rows, as their order says less: on 4 stages 512 rows erred by 4 % (root
     mean square), 1,024 by 2 %.

@@ -164,14 +164,24 @@ class PipelineClock:
     def finish(self, each: Pass, taken: PassSeconds) -> None:
         """Run the next pass as `run`, faster, for those who ask only when its result is back."""
         at_s = self.returned_s[each.results_before]
-        stage_free_s, link_free_s = self._stage_free_s, self._link_free_s
-        hops = zip(taken.compute, taken.transfer, strict=True)
-        for j, (compute_s, transfer_s) in enumerate(hops):
-            free_s = stage_free_s[j]
-            stage_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + compute_s
-            free_s = link_free_s[j]
-            link_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + transfer_s
-        self.returned_s.append(at_s)
+        free_s = self._stage_free_s, self._link_free_s
+        self.returned_s.append(passed_s(at_s, taken.compute, taken.transfer, *free_s))
+
+
+def passed_s(
+    at_s: float,
+    compute_s: Sequence[float],
+    transfer_s: Sequence[float],
+    stage_free_s: list[float],
+    link_free_s: list[float],
+) -> float:
+    """When a pass that is ready at `at_s` is back; stages and links are free later by it [N]."""
+    for j, (computes_s, sends_s) in enumerate(zip(compute_s, transfer_s, strict=True)):
+        free_s = stage_free_s[j]
+        stage_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + computes_s
+        free_s = link_free_s[j]
+        link_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + sends_s
+    return at_s
 
 
 def simulate_assignment(

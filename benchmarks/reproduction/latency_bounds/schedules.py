@@ -20,6 +20,7 @@ from benchmarks.reproduction.latency_bounds.setting import (
     Bounded,
     Setting,
     bounded_performance,
+    waa_decode_requests,
 )
 from planner.costs.communication import HostCopies, cache_tensors
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
@@ -29,7 +30,6 @@ from planner.latency_bound.schedules import (
     Completions,
     rra_schedule,
     shortest_turns,
-    waa_decode_requests,
     waa_schedule,
 )
 from planner.latency_bound.simulate import (

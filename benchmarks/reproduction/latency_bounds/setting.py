@@ -31,7 +31,7 @@ from planner.latency_bound.branch_and_bound import (
 )
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch
 from planner.latency_bound.timeline import Performance, Timeline
-from planner.lengths import RequestLengths
+from planner.lengths import LengthDistribution, RequestLengths
 from planner.scheduling import RequestSchedule
 from planner.workload import HOLES
 
@@ -280,3 +280,8 @@ def remembered(schedules: Schedules) -> PerformanceOf:
         return schedules.known[point]
 
     return performance
+
+
+def waa_decode_requests(outputs: LengthDistribution, prefill_requests: float) -> float:
+    """B_D = B_E * S_D of WAA: a request decodes for as many rounds as it makes decode steps."""
+    return prefill_requests * (outputs.mean - 1)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.lab import header, processor_name, table_row
+from benchmarks.reproduction.latency_bounds.setting import waa_decode_requests
 from planner.costs.communication import COPY_LAUNCH_S
 from planner.latency_bound.rra_timeline import rra_timeline
-from planner.latency_bound.schedules import Completions, prefill_sizes, waa_decode_requests
+from planner.latency_bound.schedules import Completions, prefill_sizes
 from planner.latency_bound.simulate import (
     ObservedRequests,
     RequestWatch,
