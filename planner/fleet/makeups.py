@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, equal_devices, group_of
@@ -125,24 +126,14 @@ def make_ups(
         [mixed_kinds(pools, kind, least) for kind in fastest],
     )
     for phase in phases:
-        yield from _in_turns(phase)
+        for turn in zip_longest(*phase):
+            yield from filter(None, turn)
 
 
 def _numbers(pools: Pools, has_smaller: bool) -> Sequence[int]:
     """Numbers of even divisions: those with small shares, if the model has smaller make-ups."""
     devices = sum(len(pool.devices) for pool in pools.pools)
     return [each for each in FEW if devices <= MOST_SHARE * each or not has_smaller]
-
-
-def _in_turns(sources: Iterable[Iterator[MakeUp]]) -> Iterator[MakeUp]:
-    left = list(sources)
-    while left:
-        for each in list(left):
-            make_up = next(each, None)
-            if make_up is None:
-                left.remove(each)
-            else:
-                yield make_up
 
 
 def least_devices(pools: Pools, kind: int, fits: Callable[[MakeUp], bool]) -> int:

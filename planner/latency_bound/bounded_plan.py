@@ -39,7 +39,7 @@ from planner.search.request import (
     files_of_costs,
     with_fitting_cache,
 )
-from planner.simulation.job_simulation import Forecast
+from planner.simulation.job_simulation import Forecast, SimulatedJob
 from planner.workload import Job, MicroBatches
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
 
@@ -113,18 +113,13 @@ def _forecast(placement: PlacedLayers, passes: JobPasses, seconds: float, job: J
         [times.prefill_s(passes.prefill_requests, float(each)) for each in prompts], axis=0
     )
     decode_s = passes.decode_steps * times.decode_s(passes.decode_requests, lengths.mean_context)
-    busy_s = prefill_s + decode_s
-    busiest = int(busy_s.argmax())
-    return Forecast(
-        seconds=seconds,
-        prefill_s=seconds * float(prefill_s[busiest] / busy_s[busiest]),
-        tokens_per_s=job.output_tokens / seconds,
-        busy_s=(prefill_s, decode_s),
-        busy_share=tuple(np.minimum(busy_s / seconds, 1.0).tolist()),
-    )
+    busy_s = prefill_s, decode_s
+    steady = SimulatedJob(job.prompts, job.output_tokens, seconds, *busy_s, ended_s=np.zeros(0))
+    found = Forecast.of_job(steady)
+    return replace(found, busy_share=tuple(min(share, 1.0) for share in found.busy_share))
 
 
-_DECIDED = ("prefill_micro_batch", "decode_micro_batch", "max_batch_size")
+_DECIDED = ("prefill_micro_batch", "decode_micro_batch", "max_batch_size", "in_flight")
 """Options that the schedule decides."""
 
 
@@ -165,10 +160,8 @@ def bounded_options(options: PlanOptions) -> PlanOptions:
             f"leave it out, or {BOUND}"
         )
     for name in _DECIDED:
-        if getattr(options, name) is not None:
+        if getattr(options, name) not in (None, AUTO):
             raise SpecError(f"{name} has no effect beside {BOUND}: the schedule says it")
-    if options.in_flight != AUTO:
-        raise SpecError(f"in_flight has no effect beside {BOUND}: the schedule says it")
     if options.max_latency_s is not None:
         raise SpecError(f"max_latency_s bounds a whole job, {BOUND} requests; give one of them")
     return replace(options, policy=BOUNDED)

@@ -196,7 +196,9 @@ def reschedule(
     request = BoundRequest(
         lengths, forecast.bound_s, forecast.quantile, (now.kind,), forecast.prompts
     )
-    job = _job(plan, request)
+    measured = sampled_lengths(lengths)
+    limit = max(plan.workload.new_tokens, measured.longest_output)
+    job = Job(request.prompts or PROMPTS, replace(measured, output_limit=limit))
     placements = placements_of(plan, plan.origin.cluster_spec(), shape, options, job)
     found, evaluations = _best(running_stages(plan, placements, job, request), now)
     policy = PolicyOptions(BOUNDED, schedule=found.schedule)
@@ -248,9 +250,3 @@ def _searched(stages: RunningSpace) -> tuple[Scheduled | None, int]:
         stages, point, request.limit_s, lambda _, each: Scheduled.of(stages, stages.schedule(each))
     )
     return kept, evaluations
-
-
-def _job(plan: PlanSpec, request: BoundRequest) -> Job:
-    lengths = sampled_lengths(request.lengths)
-    limit = max(plan.workload.new_tokens, lengths.longest_output)
-    return Job(request.prompts or PROMPTS, replace(lengths, output_limit=limit))

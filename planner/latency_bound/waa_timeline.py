@@ -117,12 +117,8 @@ class PromptPasses(PrefillSide):
 def busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
     """What stages that prefill do where as many prompts wait as may, all the time."""
     key = schedule.prefill_requests, schedule.prefill_micro_batch
-    if key not in sides.known_busy:
-        sides.known_busy[key] = _busy_prefills(sides, schedule)
-    return sides.known_busy[key]
-
-
-def _busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
+    if key in sides.known_busy:
+        return sides.known_busy[key]
     times = sides.prefill_and_keep
     passes = PromptPasses(times, sides.lengths.prompts, schedule)
     share, now_s, begun = schedule.prefill_requests, 0.0, 0
@@ -136,12 +132,10 @@ def _busy_prefills(sides: WaaSides, schedule: RequestSchedule) -> BusyPrefills:
     kept = parts[int(SETTLING * len(parts)) :]
     back_s, sizes = np.array([(part.back_s, len(part.tokens)) for part in kept]).T
     rate = float(sizes[1:].sum() / (back_s[-1] - back_s[0]))
-    return BusyPrefills(rate, _dispersion(back_s, sizes), PartTimes.of(parts))
-
-
-def _dispersion(back_s: FloatArray, sizes: FloatArray) -> float:
     apart_s = np.diff(back_s)
-    return float(sizes.mean() * np.var(apart_s) / np.mean(apart_s) ** 2)
+    dispersion = float(sizes.mean() * np.var(apart_s) / np.mean(apart_s) ** 2)
+    found = sides.known_busy[key] = BusyPrefills(rate, dispersion, PartTimes.of(parts))
+    return found
 
 
 _STEPS, _MOST_STEPS, _PROMPT_BATCHES = 128, 1024, 64

@@ -6,7 +6,6 @@ prefill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log, log2
@@ -138,19 +137,13 @@ def _uneven(
         small = min(slots, MOST_SLOTS)
     else:
         least = max(groups * LEAST_IN_GROUP, ceil(prefills * min(1.0, LEAST_STEPS / steps)))
-        small = max(_nearest(SLOTS, slots), min(slots, least))
+        grid = SLOTS if slots > SLOTS[0] else (slots,)
+        nearest = min(grid, key=lambda each: abs(log(each / slots)))
+        small = max(nearest, min(slots, least))
     prefill = round(small / min(prefills, max(MOST_PREFILLS, prefills * MOST_STEPS / steps)))
     at_most = (small - 1) // (groups - 1) if groups > 1 else small
     decode = max(-(-small // groups), min(round(sizes.decode * small / slots), at_most))
     return small, MicroBatches(max(1, prefill), decode)
-
-
-def _nearest(grid: Sequence[int], number: int) -> int:
-    return (
-        min(number, grid[0])
-        if number <= grid[0]
-        else min(grid, key=lambda each: abs(log(each / number)))
-    )
 
 
 _Counts = tuple[float, float, float]
