@@ -165,6 +165,8 @@ def error_words(error: BaseException) -> str:
     """An error in words, cut where they are many."""
     if isinstance(error, MemoryError):
         return "more memory than a row may take"
+    if "trust_remote_code" in str(error):  # far behind, where the folder's name is long
+        return "it brings code of its own, which llmpq does not run"
     text = str(error)[:ERROR_CHARACTERS]
     spoken = isinstance(error, ValueError) or type(error).__name__ == "TemplateError"
     if text and spoken:

@@ -248,8 +248,6 @@ class TokenizerProcess:
         self._start()
 
     def _unusable(self, file: str, why: str) -> CheckpointError:
-        if "trust_remote_code" in why:
-            why = "it brings code of its own, which llmpq does not run"
         return CheckpointError(
             f"the tokenizer in {self._folder} cannot be loaded: {file}: {why}; {_REMEDY}"
         )

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,7 +110,10 @@ def test_damage_is_named_with_file(name: str, folder: Path, loader: TokenizerPro
     assert file in str(answer.error)
 
 
-def test_code_of_the_model_is_no_matter_of_an_option(folder: Path) -> None:
+@pytest.mark.parametrize("below", ["", "a_folder_of_a_long_name/" * 8])
+def test_code_of_the_model_is_no_matter_of_an_option(folder: Path, below: str) -> None:
+    shutil.copytree(folder, folder.parent / below / "coded")
+    folder = folder.parent / below / "coded"
     settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "nobody", **settings}))
