@@ -98,7 +98,7 @@ def test_a_batch_ends_with_its_longest_output() -> None:
     found = batch_timeline(LinearTimes(1, 2.0, 1.0), lengths, FixedBatch(3, 1, 1))
     drawn = outputs.drawn(3 * 20_000, np.random.default_rng(0)).reshape(-1, 3).max(axis=1)
     assert found.mean_s == pytest.approx(2.0 + (drawn - 1).mean(), rel=0.01)
-    assert found.worst_latency_s == pytest.approx(2.0 + 8)
+    assert found.latency_of(found.lengths.outputs.longest) == pytest.approx(2.0 + 8)
 
 
 @pytest.mark.parametrize("policy", [ORCA, VLLM])

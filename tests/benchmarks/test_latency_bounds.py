@@ -11,7 +11,6 @@ from benchmarks.reproduction.latency_bounds.models import (
     TASKS,
     Layout,
     Pipeline,
-    layouts_with,
 )
 from benchmarks.reproduction.latency_bounds.schedules import RraSchedules, WaaSchedules, divided_of
 from benchmarks.reproduction.latency_bounds.setting import QUANTILE, Placed, Setting
@@ -80,7 +79,3 @@ def test_waa_has_as_many_newcomers_as_end(setting: Setting) -> None:
         schedule = schedules.schedule_at(point)
         assert decoding == pytest.approx(newcomers * (S.outputs.mean - 1), rel=0.02)
         assert (schedule.prefill_requests, schedule.decode_requests) == (newcomers, decoding)
-
-
-def test_layouts_have_fewer_and_fewer_groups() -> None:
-    assert [each.grouped for each in layouts_with(MODELS[1], 4)] == [16, 12, 8, 4, 0]

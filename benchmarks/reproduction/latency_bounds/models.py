@@ -7,7 +7,7 @@ are stages of their own, and layers are spread evenly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -16,7 +16,6 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 from scipy.stats import skewnorm
 
-from benchmarks.lab import header
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
@@ -130,23 +129,6 @@ def _fitted(
     bounds = ([0.0, 0.0], [float(longest), math.log(WIDEST * longest)])
     best = least_squares(errors, [mean, math.log(deviation)], bounds=bounds).x
     return made(float(best[0]), math.exp(best[1]))
-
-
-def tasks_table() -> Iterator[str]:
-    """Yield the lines of a table: mean, deviation and 99th percentile of table 3, and of truncated
-    normals that have its figures after or before they are cut.
-    """
-    yield header("task | | table 3 | figures after the cut | figures before the cut")
-    for task in TASKS.values():
-        for what, stated in (("prompts", task.prompts), ("outputs", task.outputs)):
-            cells = [_figures(each) for each in (stated.cut, stated.uncut)]
-            quantile = "" if stated.quantile_99 is None else f", {stated.quantile_99}"
-            paper = f"{stated.mean:.0f}, {stated.deviation:.0f}{quantile}"
-            yield f"| {task.name} | {what} | {paper} | {cells[0]} | {cells[1]} |"
-
-
-def _figures(found: LengthDistribution) -> str:
-    return f"{found.mean:.0f}, {math.sqrt(found.variance):.0f}, {found.quantile(0.99)}"
 
 
 BITS = 16
@@ -381,10 +363,3 @@ def layouts_of(model: Model, gpus: int) -> tuple[Layout, ...]:
             counts = (degree * round(share * (gpus // degree)) for share in SHARES)
             found += [Layout(degree, count) for count in counts if count]
     return tuple(dict.fromkeys(found))
-
-
-def layouts_with(model: Model, degree: int) -> tuple[Layout, ...]:
-    """Layouts with groups of one degree on all GPUs, then on fewer and fewer, at last on none."""
-    groups = model.count // degree
-    counts = [round(share * groups) for share in (*SHARES, 0.0)]
-    return tuple(Layout(degree, degree * count) for count in dict.fromkeys(counts))

@@ -48,11 +48,6 @@ class BatchTimeline:
         return float(self.seconds_to[output_tokens - 1])
 
     @property
-    def worst_latency_s(self) -> float:
-        """Seconds of a batch with the longest output there is."""
-        return self.latency_of(self.lengths.outputs.longest)
-
-    @property
     def mean_s(self) -> float:
         """Mean seconds of a batch, which is as long as its longest output."""
         outputs = self.lengths.outputs
