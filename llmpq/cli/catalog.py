@@ -55,8 +55,6 @@ _DEVICE_NOTES = (
 
 @dataclass(frozen=True)
 class DevicesCommand:
-    """Which devices are shown, and how."""
-
     name: str | None = argument(
         "NAME", "an accelerator, by name, alias or driver's name", more={"nargs": "?"}
     )
@@ -66,13 +64,11 @@ class DevicesCommand:
 
 
 def devices_main(arguments: Sequence[str] | None = None, prog: str = DEVICES) -> int:
-    """Entry point; returns the exit code."""
     options = made(DevicesCommand, devices_parser(prog).parse(arguments))
     return run_command(prog, partial(_show_devices, options))
 
 
 def devices_parser(prog: str | None = DEVICES) -> Parser:
-    """The parser of all options of the command."""
     parser = Parser(prog, _DEVICES_DESCRIPTION, _DEVICES_EXAMPLES)
     parser.declare({"what is shown": "name|here cluster json"}, DevicesCommand)
     return parser
@@ -241,8 +237,6 @@ _MODEL_NOTES = (
 
 @dataclass(frozen=True)
 class ModelsCommand:
-    """Which models are shown, and how."""
-
     model: str | None = argument(
         "MODEL", "a name, a folder, a config.json or a hub id", more={"nargs": "?"}
     )
@@ -250,13 +244,11 @@ class ModelsCommand:
 
 
 def models_main(arguments: Sequence[str] | None = None, prog: str = MODELS) -> int:
-    """Entry point; returns the exit code."""
     options = made(ModelsCommand, models_parser(prog).parse(arguments))
     return run_command(prog, partial(_show_models, options))
 
 
 def models_parser(prog: str | None = MODELS) -> Parser:
-    """The parser of all options of the command."""
     parser = Parser(prog, _MODELS_DESCRIPTION, _MODELS_EXAMPLES)
     parser.declare({"what is shown": "model json"}, ModelsCommand)
     return parser

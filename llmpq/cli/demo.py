@@ -42,19 +42,15 @@ _EXAMPLES = ("%(prog)s", "%(prog)s my_demo")
 
 @dataclass(frozen=True)
 class DemoCommand:
-    """Where the demo writes."""
-
     folder: str = argument("FOLDER", "folder for what it writes", FOLDER, more={"nargs": "?"})
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Entry point; returns the exit code."""
     options = made(DemoCommand, demo_parser(prog).parse(arguments))
     return run_command(prog, lambda: _demo(options))
 
 
 def demo_parser(prog: str | None = PROG) -> Parser:
-    """The parser of all options of the command."""
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
     parser.declare({"output": "folder"}, DemoCommand)
     return parser

@@ -54,8 +54,6 @@ def _depth(text: str) -> int:
 
 @dataclass(frozen=True)
 class ShowCommand:
-    """The job that is shown, and how."""
-
     output: str = argument("OUTPUT", "the --output of a llmpq run, done or not", REQUIRED)
     html: str | None = option("FILE", "write it as a page that needs only a browser")
     watch: float | None = option(
@@ -69,8 +67,6 @@ class ShowCommand:
 
 @dataclass(frozen=True)
 class ListCommand:
-    """Where jobs are looked for, and how they are listed."""
-
     folders: list[str] | None = argument(
         "FOLDER", "where to look (default: here)", more={"nargs": "*"}
     )
@@ -82,7 +78,6 @@ class ListCommand:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Entry point; returns the exit code."""
     parser = jobs_parser(prog)
     given = parser.parse(arguments)
     if given.command == "show":
@@ -94,7 +89,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def jobs_parser(prog: str | None = PROG) -> Parser:
-    """The parser of both commands."""
     parser = Parser(prog, _DESCRIPTION, (f"%(prog)s {_SHOW}", f"%(prog)s {_LIST}"))
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="show|list", title="commands"

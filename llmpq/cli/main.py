@@ -132,7 +132,6 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         sys.stdout.write(help_text())
@@ -201,19 +200,15 @@ _FILES, _FOLDERS = ("FILE", "PATH"), ("FOLDER", "DIR")
 
 @dataclass(frozen=True)
 class CompletionCommand:
-    """The shell."""
-
     shell: str = argument(SHELLS, "which shell the script is for", REQUIRED)
 
 
 def completion_main(arguments: Sequence[str] | None = None, prog: str = COMPLETION) -> int:
-    """Entry point; returns the exit code."""
     options = made(CompletionCommand, completion_parser(prog).parse(arguments))
     return run_command(prog, lambda: _print_script(options.shell))
 
 
 def completion_parser(prog: str | None = COMPLETION) -> Parser:
-    """The parser of all options of the command."""
     parser = Parser(prog, _COMPLETION_DESCRIPTION, _COMPLETION_EXAMPLES)
     parser.declare({"shell": "shell"}, CompletionCommand)
     return parser
@@ -225,7 +220,6 @@ def _print_script(shell: str) -> int:
 
 
 def completion_script(shell: str) -> str:
-    """The completion script of `llmpq` for `shell`."""
     import shtab
 
     root = whole_parser()

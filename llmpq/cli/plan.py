@@ -51,7 +51,6 @@ _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
-    """Entry point; returns the exit code."""
     given = plan_parser(prog).parse(arguments)
     words = ["llmpq", "plan", *(sys.argv[1:] if arguments is None else arguments)]
     options, planning = made(PlanCommand, given), taken(PlanOptions, given)

@@ -47,8 +47,6 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class PlanCommand(PromptingOptions):
-    """What is planned, for which devices, and what is written."""
-
     model: str | None = option(
         "MODEL", "folder, GGUF file, config.json, built-in name (opt-30b) or hub id"
     )
@@ -144,7 +142,6 @@ class PlanCommand(PromptingOptions):
 
 
 def plan_parser(prog: str | None = PROG) -> Parser:
-    """The parser of all options of the command."""
     parser = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
     parser.usage = "%(prog)s --model MODEL [--cluster FILE] [--input PATH ...] [-o FILE] [options]"
     parser.declare(_GROUPS, PlanCommand, PlanOptions)

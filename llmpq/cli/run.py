@@ -62,7 +62,6 @@ from quant.scheme import GPTQ
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = RUN) -> int:
-    """Entry point; returns the exit code."""
     keep_folder_to_driver(os.environ)
     arguments = sys.argv[1:] if arguments is None else arguments
     where, command = split_options(arguments, prog)

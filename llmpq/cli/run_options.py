@@ -112,8 +112,6 @@ _SERVE_GROUPS = {
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """The plan that is run or served."""
-
     plan: str = option(
         "FILE",
         "plan of llmpq plan, or fleet of llmpq plan --replicas",
@@ -188,7 +186,6 @@ class ServeCommand(StoredPlan):
 
 
 def run_parser(prog: str | None = RUN) -> Parser:
-    """The parser of all options of `llmpq run`."""
     parser = Parser(prog, _RUN_DESCRIPTION, _RUN_EXAMPLES, _RUN_RULES)
     parser.declare(_RUN_GROUPS, RunCommand, OutputOptions, SubmitOptions, RunOptions, Sampling)
     return parser
@@ -211,7 +208,6 @@ def path_parser(prog: str) -> Parser:
 
 
 def serve_parser(prog: str | None = SERVE) -> Parser:
-    """The parser of all options of `llmpq serve`."""
     parser = Parser(prog, _SERVE_DESCRIPTION, _SERVE_EXAMPLES, (CACHE_RULE, PREDICTOR_RULE))
     parser.declare(_SERVE_GROUPS, ServeCommand, ServeOptions, BatchOptions, RunOptions)
     return parser

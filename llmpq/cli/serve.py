@@ -35,7 +35,6 @@ _EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmp
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = SERVE) -> int:
-    """Entry point; returns the exit code."""
     given = serve_parser(prog).parse(arguments)
     options = replace(made(ServeCommand, given), prog=prog)
     return run_command(prog, lambda: _serve(options, given))

@@ -35,7 +35,6 @@ from quant.scheme import GptqOptions
 
 
 def quantize_main(arguments: Sequence[str] | None = None, prog: str = QUANTIZE) -> int:
-    """Entry point; returns the exit code."""
     options = made(QuantizeCommand, quantize_parser(prog).parse(arguments))
     return run_command(prog, lambda: _quantize(options))
 
@@ -125,7 +124,6 @@ def _refuse_quantized(shape: ModelShape, folder: Path) -> None:
 
 
 def convert_main(arguments: Sequence[str] | None = None, prog: str = CONVERT) -> int:
-    """Entry point; returns the exit code."""
     options = made(ConvertCommand, convert_parser(prog).parse(arguments))
     return run_command(prog, lambda: _convert(options.source, options.target))
 

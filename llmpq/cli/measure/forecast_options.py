@@ -42,8 +42,6 @@ _PROFILE_RULES = (
 
 @dataclass(frozen=True)
 class ProfileCommand:
-    """The model and the devices that are measured, and where the times are written."""
-
     model: str = option(
         "MODEL", "folder, GGUF file, config.json, built-in name (opt-30b) or hub id", REQUIRED
     )
@@ -65,7 +63,6 @@ class ProfileCommand:
 
 
 def profile_parser(prog: str | None = PROFILE) -> Parser:
-    """The parser of `llmpq profile`."""
     parser = Parser(prog, _PROFILE_DESCRIPTION, _PROFILE_EXAMPLES, _PROFILE_RULES)
     parser.declare(_PROFILE_GROUPS, ProfileCommand, ProfileOptions, DesignSpace)
     return parser
@@ -104,8 +101,6 @@ _TRAIN_RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsCommand(PromptingOptions):
-    """The finished rows, and the figures that are written."""
-
     input: tuple[str, ...] = option(
         "PATH",
         "prompts: files, folders, globs as of llmpq run, each row with output_tokens unless "
@@ -127,21 +122,16 @@ class LengthsCommand(PromptingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand(LengthsCommand):
-    """Where the predictor is written."""
-
     output: str = option("FOLDER", "folder to write", REQUIRED, names=("-o", "--output"))
     overwrite: bool = flag("replace the predictor there")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeCommand(LengthsCommand):
-    """The predictor that is judged."""
-
     predictor: str = option("FOLDER", "predictor of llmpq lengths train", REQUIRED)
 
 
 def lengths_parser(prog: str | None = LENGTHS) -> Parser:
-    """The parser of both commands of `llmpq lengths`."""
     from llmpq.lengths.training import TrainingOptions  # slow to load, for these alone
 
     parser = Parser(prog, _LENGTHS_DESCRIPTION, (f"%(prog)s {_TRAIN}", f"%(prog)s {_JUDGE}"))

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 
 def profile_main(arguments: Sequence[str] | None = None, prog: str = PROFILE) -> int:
-    """Entry point; returns the exit code."""
     given = profile_parser(prog).parse(arguments)
     return run_command(prog, lambda: _profile(made(ProfileCommand, given), _profile_options(given)))
 
@@ -179,7 +178,6 @@ def _error_table(errors: Sequence[FitError]) -> Table:
 
 
 def lengths_main(arguments: Sequence[str] | None = None, prog: str = LENGTHS) -> int:
-    """Entry point; returns the exit code."""
     given = lengths_parser(prog).parse(arguments)
     if given.command == "train":
         return run_command(

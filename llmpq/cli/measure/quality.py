@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
 
 def indicator_main(arguments: Sequence[str] | None = None, prog: str = INDICATOR) -> int:
-    """Entry point; returns the exit code."""
     given = indicator_parser(prog).parse(arguments)
     return run_command(prog, lambda: _measure(made(IndicatorCommand, given), given))
 
@@ -221,7 +220,6 @@ BITS_WIDTH = 12  # of the runs of bits in a line, where the terminal is narrow
 
 
 def evaluate_main(arguments: Sequence[str] | None = None, prog: str = EVALUATE) -> int:
-    """Entry point; returns the exit code."""
     given = evaluate_parser(prog).parse(arguments)
     return run_command(prog, lambda: _evaluate(made(EvaluateCommand, given), given))
 

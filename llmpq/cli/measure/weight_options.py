@@ -34,8 +34,6 @@ _COMPUTING = {"computing": "device dtype"}
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationCommand(PromptingOptions):
-    """What is calibrated on, the texts and the prompts, and what is written."""
-
     model: str | None = option(
         "MODEL", "folder, GGUF file or hub id of the weights (default: the plan's own)"
     )
@@ -105,8 +103,6 @@ _INDICATOR_RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class IndicatorCommand(CalibrationCommand):
-    """The model and the texts, and what is written."""
-
     model: str = option("MODEL", "folder, GGUF file or hub id of the weights", REQUIRED)
     perplexity: tuple[str, ...] = option(
         "FILE",
@@ -138,7 +134,6 @@ class IndicatorCommand(CalibrationCommand):
 
 
 def indicator_parser(prog: str | None = INDICATOR) -> Parser:
-    """The parser of `llmpq indicator`."""
     parser = Parser(prog, _INDICATOR_DESCRIPTION, _INDICATOR_EXAMPLES, _INDICATOR_RULES)
     parser.usage = "%(prog)s --model MODEL --calibration FILE [FILE ...] -o FILE [options]"
     parser.declare(_INDICATOR_GROUPS, IndicatorCommand, IndicatorOptions)
@@ -161,8 +156,6 @@ _QUANTIZE_GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeCommand(CalibrationCommand):
-    """The model and its bits, what is calibrated on and how, and the folder that is made."""
-
     plan: str | None = option(
         "FILE", "plan of llmpq plan, whose bits to use", names=("--plan", "--strat_file_name")
     )
@@ -190,7 +183,6 @@ class QuantizeCommand(CalibrationCommand):
 
 
 def quantize_parser(prog: str | None = QUANTIZE) -> Parser:
-    """The parser of `llmpq quantize`."""
     parser = Parser(prog, _QUANTIZE_DESCRIPTION, _QUANTIZE_EXAMPLES, _CALIBRATION_RULES)
     parser.usage = "%(prog)s --plan FILE --calibration FILE [FILE ...] -o FOLDER [options]"
     parser.declare(_QUANTIZE_GROUPS, QuantizeCommand)
@@ -218,8 +210,6 @@ _EVALUATE_RULES = (
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """What is evaluated, and on which text."""
-
     plan: tuple[str, ...] = option(
         "FILE",
         "plans of llmpq plan, all of one model",
@@ -247,7 +237,6 @@ class EvaluateCommand:
 
 
 def evaluate_parser(prog: str | None = EVALUATE) -> Parser:
-    """The parser of `llmpq eval`."""
     parser = Parser(prog, _EVALUATE_DESCRIPTION, _EVALUATE_EXAMPLES, _EVALUATE_RULES)
     parser.usage = "%(prog)s --plan FILE [FILE ...] --text FILE [FILE ...] [options]"
     parser.declare(_EVALUATE_GROUPS, EvaluateCommand, EvaluationOptions)
@@ -256,14 +245,11 @@ def evaluate_parser(prog: str | None = EVALUATE) -> Parser:
 
 @dataclass(frozen=True)
 class ConvertCommand:
-    """What is converted, and the folder that is made."""
-
     source: Path = argument("SOURCE", "folder with pytorch_model.bin or its index", REQUIRED)
     target: Path = argument("TARGET", "folder to make", REQUIRED)
 
 
 def convert_parser(prog: str | None = CONVERT) -> Parser:
-    """The parser of `llmpq convert`."""
     parser = Parser(
         prog,
         "Make a safetensors checkpoint of a .bin one, since stages read no .bin.",
