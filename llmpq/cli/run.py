@@ -52,7 +52,7 @@ from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.recorder import RunRecorder, SessionOf, recorded
 from llmpq.run.run import Run
-from llmpq.run.summary import RunSize, forecast_s
+from llmpq.run.summary import forecast_s
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import plans_of, shown_plan
 from planner.plan.simulate import check_trace_path
@@ -274,9 +274,7 @@ def _write_all(
     run.on_loading.append(progress.show_loading)
     run.on_plan.append(progress.change_plan)
     run.on_event.append(lambda event: progress.note(event.text))
-    tally = job.tally
-    size = RunSize(tally.left, tally.max_tokens, tally.resumed)
-    with progress, closing(run.results(job.todo(), size)) as results:
+    with progress, closing(run.results(job.todo(), job.tally)) as results:
         for result in results:
             if fail and result.error is not None:
                 return

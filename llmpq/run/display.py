@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console, Group, RenderableType
@@ -230,66 +229,35 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
     )
     if not summary.stages:
         return notes
-    rows = list(_rows(plan, summary))
-    return Group(Fitting("stages", [partial(_wide, rows), partial(_narrow, rows)]), notes)
+    tables = partial(_stages, plan, summary, _WIDE), partial(_stages, plan, summary, _NARROW)
+    return Group(Fitting("stages", tables), notes)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The figures of a stage; a phase has the measured and the planned time."""
-
-    stage: str
-    device: str
-    busy: str
-    share: str
-    micro_batches: str
-    prefill: tuple[str, str]
-    decode: tuple[str, str]
-    weights: str
-    kv_cache: str
+_WIDE = (
+    "stage", "device", "busy", "share", "micro-batches", "prefill", "planned", "decode step",
+    "planned", "weights", "KV cache",
+)  # fmt: skip
+_NARROW = (
+    "#", "device", "busy", "micro-\nbatches", "prefill,\nplanned", "decode,\nplanned",
+    "weights,\nKV cache",
+)  # fmt: skip
+"""Has two lines for a stage: measured above planned, weights above keys and values."""
 
 
-def _rows(plan: PlanSpec, summary: RunSummary) -> Iterator[_Row]:
+def _stages(plan: PlanSpec, summary: RunSummary, heads: Sequence[str]) -> Table:
+    table = new_table(heads, (1,))
     stages_s = summary.seconds if summary.stages_s is None else summary.stages_s
     for stage, stats in zip(plan.stages, summary.stages, strict=False):
-        yield _Row(
-            str(stage.index),
-            stage.label,
-            _seconds(stats.busy_s),
-            f"{stats.busy_s / stages_s:.0%}" if stages_s else "",
-            str(stats.micro_batches),
-            _measured_and_planned(plan, stats, stage, "prefill"),
-            _measured_and_planned(plan, stats, stage, "decode"),
-            plain(size(stats.weight_bytes)),
-            plain(size(stats.kv_cache_bytes)),
-        )
-
-
-def _wide(rows: list[_Row]) -> Table:
-    table = new_table(
-        [
-            "stage", "device", "busy", "share", "micro-batches", "prefill", "planned",
-            "decode step", "planned", "weights", "KV cache",
-        ],
-        (1,),
-    )  # fmt: skip
-    for row in rows:
-        table.add_row(
-            row.stage, row.device, row.busy, row.share, row.micro_batches, *row.prefill,
-            *row.decode, row.weights, row.kv_cache,
-        )  # fmt: skip
-    return table
-
-
-def _narrow(rows: list[_Row]) -> Table:
-    """Two lines for a stage: measured above planned, weights above keys and values."""
-    heads = ("#", "device", "busy", "micro-\nbatches", "prefill,\nplanned", "decode,\nplanned")
-    table = new_table([*heads, "weights,\nKV cache"], (1,))
-    for row in rows:
-        table.add_row(
-            row.stage, broken_name(row.device), f"{row.busy}\n{row.share}", row.micro_batches,
-            "\n".join(row.prefill), "\n".join(row.decode), f"{row.weights}\n{row.kv_cache}",
-        )  # fmt: skip
+        busy = _seconds(stats.busy_s), f"{stats.busy_s / stages_s:.0%}" if stages_s else ""
+        prefill = _measured_and_planned(plan, stats, stage, "prefill")
+        decode = _measured_and_planned(plan, stats, stage, "decode")
+        held = plain(size(stats.weight_bytes)), plain(size(stats.kv_cache_bytes))
+        first, batches = str(stage.index), str(stats.micro_batches)
+        if heads is _WIDE:
+            table.add_row(first, stage.label, *busy, batches, *prefill, *decode, *held)
+        else:
+            cells = map("\n".join, (prefill, decode, held))
+            table.add_row(first, broken_name(stage.label), "\n".join(busy), batches, *cells)
     return table
 
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from actors.messages import Finished, Request
@@ -29,12 +29,6 @@ WAIT_S = 2.0
 """Seconds that a single request waits for its prediction."""
 
 NO_PREDICTOR = "s3 without a predictor (--predictor): room is reserved for the longest answers"
-
-
-@dataclass(frozen=True)
-class _Batch:
-    items: tuple[Request | BadRow, ...]
-    expected: Future[list[int]]
 
 
 class ExpectedLengths:
@@ -62,21 +56,21 @@ class ExpectedLengths:
 
     def attach(self, items: Iterable[Request | BadRow]) -> Iterator[Request | BadRow]:
         """The `items` in their order, requests with `expected_tokens`."""
-        ahead: deque[_Batch] = deque()
+        ahead: deque[tuple[list[Request | BadRow], Future[list[int]]]] = deque()
         gathered: list[Request | BadRow] = []
         since_s = time.monotonic()
         for item in items:
             gathered.append(item)
             if len(gathered) < TOGETHER and time.monotonic() - since_s < GATHERING_S:
                 continue
-            ahead.append(self._begun(gathered))
-            while ahead and (len(ahead) > AHEAD or ahead[0].expected.done()):
-                yield from self._ended(ahead.popleft())
+            ahead.append((gathered, self._begun(gathered)))
+            while ahead and (len(ahead) > AHEAD or ahead[0][1].done()):
+                yield from self._ended(*ahead.popleft())
             gathered, since_s = [], time.monotonic()
         if gathered:
-            ahead.append(self._begun(gathered))
+            ahead.append((gathered, self._begun(gathered)))
         while ahead:
-            yield from self._ended(ahead.popleft())
+            yield from self._ended(*ahead.popleft())
 
     async def expect(self, prompt: Prompt) -> int:
         """The new tokens that are expected of a request that comes by itself; as many as it may
@@ -113,7 +107,7 @@ class ExpectedLengths:
         self.source.finished(ended)
         self._look()
 
-    def _begun(self, items: Sequence[Request | BadRow]) -> _Batch:
+    def _begun(self, items: Sequence[Request | BadRow]) -> Future[list[int]]:
         requests = [item for item in items if isinstance(item, Request)]
         texts = [""] * len(requests)
         if self.reads_text:
@@ -122,12 +116,14 @@ class ExpectedLengths:
             Prompt(request.custom_id, request.max_new_tokens, request.prompt_ids, text)
             for request, text in zip(requests, texts, strict=True)
         ]
-        return _Batch(tuple(items), self.source.submit(prompts))
+        return self.source.submit(prompts)
 
-    def _ended(self, batch: _Batch) -> Iterator[Request | BadRow]:
-        expected = iter(batch.expected.result())
+    def _ended(
+        self, items: Sequence[Request | BadRow], asked: Future[list[int]]
+    ) -> Iterator[Request | BadRow]:
+        expected = iter(asked.result())
         self._look()
-        for item in batch.items:
+        for item in items:
             if isinstance(item, Request):
                 yield replace(item, expected_tokens=next(expected))
             else:

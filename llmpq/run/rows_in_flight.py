@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,8 +41,8 @@ class RowsInFlight:
 
     `ended` counts all rows with a result, `errors` those that failed, `tokens` those generated;
     `first_error` is the first result that failed. `record` is told of lengths. Requests that only
-    the plan for long rows has room for wait in `long`. The own columns of rows stay here while
-    their requests are with the stages.
+    the plan for long rows has room for wait in `long`. `columns_held` has the own columns of rows
+    while their requests are with the stages, by id.
     """
 
     def __init__(self, maker: RequestMaker, meter: RunMeter) -> None:
@@ -49,7 +50,7 @@ class RowsInFlight:
         self.record = LengthRecord()
         self.long = WaitingRequests()
         self._requests: dict[str, Request] = {}
-        self._columns: dict[str, Mapping[str, Any]] = {}
+        self.columns_held: dict[str, Mapping[str, Any]] = {}
         self._bad_rows: deque[BadRow] = deque()
         self.ended = self.errors = self.tokens = 0
         self.first_error: Result | None = None
@@ -63,7 +64,7 @@ class RowsInFlight:
             if isinstance(row, Row) and row.messages is not None and self._maker.markers:
                 columns = {REASONING: None, **columns}
             if columns:
-                self._columns[row.custom_id] = columns
+                self.columns_held[row.custom_id] = columns
             yield row
 
     def requests(self, items: Iterator[Request | BadRow]) -> Iterator[Request | None]:
@@ -87,7 +88,7 @@ class RowsInFlight:
         """Have a request wait that only the plan for long rows has room for; tell whether it is."""
         if not self._maker.is_long(request):
             return False
-        self.long.add(request, self._columns.pop(request.custom_id, {}))
+        self.long.add(request, self.columns_held.pop(request.custom_id, {}))
         return True
 
     def long_requests(self) -> Iterator[Request | None]:
@@ -95,7 +96,7 @@ class RowsInFlight:
         self.record.forget()
         for request, columns in self.long.take_all():
             if columns:
-                self._columns[request.custom_id] = columns
+                self.columns_held[request.custom_id] = columns
             yield self._begin(request)
 
     def _begin(self, request: Request) -> Request:
@@ -107,11 +108,6 @@ class RowsInFlight:
     def in_flight(self) -> int:
         """Number of requests that the stages have, or that wait there."""
         return len(self._requests)
-
-    @property
-    def columns_held(self) -> int:
-        """Number of rows whose own columns wait for their results."""
-        return len(self._columns)
 
     def bad_results(self) -> Iterator[Result]:
         while self._bad_rows:
@@ -150,7 +146,7 @@ class RowsInFlight:
 
     def _divided(self, text: str | None, request: Request) -> tuple[str | None, Mapping[str, Any]]:
         """The text of an answer without its reasoning, and the columns of its row with that."""
-        columns, markers = self._columns.pop(request.custom_id, {}), self._maker.markers
+        columns, markers = self.columns_held.pop(request.custom_id, {}), self._maker.markers
         if REASONING not in columns or text is None or markers is None:
             return text, columns
         end = texts_of(self._maker.tokenizer, [request.prompt_ids[-PROMPT_END_TOKENS:]])[0]
@@ -158,7 +154,7 @@ class RowsInFlight:
         return text, {**columns, REASONING: reasoning}
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
-        columns = self._columns.pop(custom_id, {})
+        columns = self.columns_held.pop(custom_id, {})
         result = Result(custom_id, None, token_ids, None, error, columns)
         self.ended += 1
         self.errors += 1
@@ -225,21 +221,12 @@ def _no_room(prompts: int, error: OSError) -> InputError:
     )
 
 
-class SourceGate(Iterator[Request | None]):
-    """Iterator over `requests` that ends when it is closed; the others stay in `requests`."""
-
-    def __init__(self, requests: Iterator[Request | None]) -> None:
-        self._requests = requests
-        self.is_closed = False
-
-    def __next__(self) -> Request | None:
-        if self.is_closed:
-            raise StopIteration
-        return next(self._requests)
-
-    def close(self) -> None:
-        """Let no more requests through."""
-        self.is_closed = True
+def until(closed: threading.Event, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+    """Those `requests` that are taken before `closed` is set; the others stay where they are."""
+    for request in requests:
+        yield request
+        if closed.is_set():
+            return
 
 
 MOST_WAITING = 4096

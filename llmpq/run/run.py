@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
 from actors.stage_figures import LatencyCounts
+from llmpq.jobs.row_database import Tally
 from llmpq.report.latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
@@ -26,9 +28,9 @@ from llmpq.run.replan import (
     rescheduled_text,
     stages_text,
 )
-from llmpq.run.rows_in_flight import RowsInFlight, SourceGate, in_random_order
-from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_latency, planned_rate
-from llmpq.run.switching import DriftControl, Measured, Planning, RowsToGo, Switch
+from llmpq.run.rows_in_flight import RowsInFlight, in_random_order, until
+from llmpq.run.summary import RunPart, RunSummary, planned_latency, planned_rate
+from llmpq.run.switching import DriftControl, Measured, RowsToGo, Switch
 from planner.lengths import RequestLengths
 from planner.plan.spec import PlanSpec, undivided
 from quant.common.errors import DeviceLostError
@@ -78,10 +80,10 @@ class Run:
         self._expected = shared.expected
         self._begin(None)
 
-    def _begin(self, size: RunSize | None) -> None:
+    def _begin(self, size: Tally | None) -> None:
         """Count from nothing."""
         self._maker = self._shared.request_maker(self.sampling.sampling)
-        self._meter = RunMeter(*((size.prompts, size.max_tokens) if size else (None, None)))
+        self._meter = RunMeter(*((size.left, size.max_tokens) if size else (None, None)))
         self.rows = RowsInFlight(self._maker, self._meter)
         self._pace, self._size = self._new_pace(), size
         self._is_long = False  # whether long rows run, the last ones
@@ -101,9 +103,7 @@ class Run:
         """
         self._shared.end_run()
 
-    def results(
-        self, rows: Iterable[Row | BadRow], size: RunSize | None = None
-    ) -> Generator[Result]:
+    def results(self, rows: Iterable[Row | BadRow], size: Tally | None = None) -> Generator[Result]:
         """Yield every row's result once, as they finish; rows are taken in as they are needed.
 
         Leaving the iteration early frees the actors. Where no row can run, none are started.
@@ -153,9 +153,8 @@ class Run:
         while (first := (yield from self._next(requests))) is not None:
             requests = chain((first,), requests)
             group = self._shared.stages.of(self.plan)
-            gate = SourceGate(requests)
             try:
-                switch = yield from self._generate_in(group, gate)
+                switch = yield from self._generate_in(group, requests)
             except DeviceLostError as error:
                 if self._options.on_device_loss != "replan":
                     raise
@@ -175,9 +174,9 @@ class Run:
         return None
 
     def _generate_in(
-        self, group: LiveGroup, gate: SourceGate
+        self, group: LiveGroup, requests: Iterator[Request | None]
     ) -> Generator[Result, None, Switch | None]:
-        """Requests of `gate` in one group; returns the switch to another plan for what is left.
+        """The `requests` in one group; returns the switch to another plan for what is left of them.
 
         Raises `DeviceLostError` when the group cannot go on.
         """
@@ -185,6 +184,7 @@ class Run:
 
         trace = None if self._is_long else self._options.trace_path
         switch: Switch | None = None
+        is_over = threading.Event()
         show = [*self.on_state, self._see]
         stages, shown = self._shared.stages, undivided(self.plan)
         with (
@@ -194,7 +194,7 @@ class Run:
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
             self._pace.begin(self.plan, stages.start_s, self._has_schedule(group))
-            for finished in group.generate(gate):
+            for finished in group.generate(until(is_over, requests)):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
                 if self._expected is not None:
@@ -203,9 +203,9 @@ class Run:
                 if switch is not None and switch.how == "follow":
                     self._follow(group, switch)
                     switch = None
-                if switch is None or gate.is_closed:
+                if switch is None or is_over.is_set():
                     continue
-                gate.close()
+                is_over.set()
                 if switch.how == "replay":
                     yield from self.rows.results(group.halt())
                     break
@@ -245,13 +245,13 @@ class Run:
 
         options = self._options
         follows = options.follows_schedule(self.plan)
-        planning = Planning(
+        return DriftControl(
+            self.rows.record,
             options.drift,
             partial(self._shared.tell, "drift", 0.0),
             again if options.replan == "auto" else None,
-            reschedule=other if follows and options.replan != "never" else None,
+            other if follows and options.replan != "never" else None,
         )
-        return DriftControl(self.rows.record, planning)
 
     def _has_schedule(self, group: LiveGroup) -> bool:
         """Whether `group` follows the schedule of its plan, and may follow another."""
@@ -272,7 +272,7 @@ class Run:
         rows = self.rows
         left = None
         if self._size is not None:
-            left = max(0, self._size.prompts - rows.ended - rows.in_flight - rows.long.prompts)
+            left = max(0, self._size.left - rows.ended - rows.in_flight - rows.long.prompts)
         if self._is_long:
             left = rows.long.prompts
         return RowsToGo(left, rows.in_flight, tuple(group.tokens_in_flight().values()))

@@ -12,22 +12,12 @@ from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PHASES, Phase
 
 
-@dataclass(frozen=True)
-class RunSize:
-    """Size of a run, where it is known: rows, the tokens they may generate at most, and the
-    rows that an earlier run had done (`resumed`), which `prompts` does not count.
-    """
-
-    prompts: int
-    max_tokens: int
-    resumed: int = 0
-
-
 @dataclass(frozen=True, repr=False)
 class RunSummary:
     """Figures of a run that has ended: `load_s` seconds until its stages were loaded, `seconds` of
-    generating. `resumed` as in `RunSize`. `stages` has the figures of the stages in pipeline order,
-    and where several plans were run, those of `plan`, which generated most, in its `stages_s`.
+    generating. `prompts` does not count `resumed` ones, which an earlier run had done. `stages` has
+    the figures of the stages in pipeline order, and where several plans were run, those of `plan`,
+    which generated most, in its `stages_s`.
     `planned_tokens_per_s`: by the plans that were run; None where they are not followed.
     `latency`: that of the requests beside what was planned, where a bound was.
     """

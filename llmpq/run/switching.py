@@ -60,26 +60,25 @@ class RowsToGo:
     running: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Planning:
-    """How drift is met: `share` counts as drift, `plan_again` makes another plan, unless None.
+class DriftControl:
+    """Watches one plan after the other; `switch` is asked between the results of a run.
 
-    `say` is given each line. `reschedule` makes another schedule for the stages of a plan that
-    follows one, unless None; such plans are not made again.
+    A `share` counts as drift; `say` is given each line. `plan_again` makes another plan, and
+    `reschedule` another schedule for the stages of a plan that follows one, which is not made
+    again, unless they are None.
     """
 
-    share: float
-    say: Callable[[str], None]
-    plan_again: Callable[[PlanSpec, Measured], PlanSpec] | None = None
-    clock: Callable[[], float] = time.monotonic
-    reschedule: Callable[[PlanSpec, RequestLengths], PlanSpec] | None = None
-
-
-class DriftControl:
-    """Watches one plan after the other; `switch` is asked between the results of a run."""
-
-    def __init__(self, record: LengthRecord, planning: Planning) -> None:
-        self._record, self._planning = record, planning
+    def __init__(
+        self,
+        record: LengthRecord,
+        share: float,
+        say: Callable[[str], None],
+        plan_again: Callable[[PlanSpec, Measured], PlanSpec] | None = None,
+        reschedule: Callable[[PlanSpec, RequestLengths], PlanSpec] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._record, self._share, self._tell, self._clock = record, share, say, clock
+        self._plan_again, self._reschedule = plan_again, reschedule
         self._plan: PlanSpec | None = None
         self._watch: DriftWatch | None = None
         self._start_s = 0.0
@@ -96,7 +95,7 @@ class DriftControl:
         its schedule, and may follow another.
         """
         self._plan, self._start_s, self._has_schedule = plan, start_s, has_schedule
-        self._watch = DriftWatch(undivided(plan), self._record, self._planning.share)
+        self._watch = DriftWatch(undivided(plan), self._record, self._share)
         self._said.clear()
         self._search = None
         self._has_switched = False
@@ -112,7 +111,7 @@ class DriftControl:
 
     def switch(self, progress: Callable[[], RowsToGo]) -> Switch | None:
         """A switch to make now, once for each plan that is watched; says what drifts."""
-        now_s = self._planning.clock()
+        now_s = self._clock()
         if self._plan is None or self._watch is None or self._has_switched:
             return None
         if now_s - self._looked_s < LOOK_S:
@@ -134,7 +133,7 @@ class DriftControl:
         self, plan: PlanSpec, watch: DriftWatch, drift: Drift | None
     ) -> Switch | None:
         """The schedule that a search has led to; begins one where lengths drift."""
-        now_s, reschedule, search = self._looked_s, self._planning.reschedule, self._search
+        now_s, reschedule, search = self._looked_s, self._reschedule, self._search
         if search is not None:
             if not search.is_done:
                 return None
@@ -142,7 +141,7 @@ class DriftControl:
             if search.found is not None:
                 return Switch(search.found, "follow")
             self._planned_s = now_s + EVERY_S - RESCHEDULE_EVERY_S
-            self._planning.say(f"no other schedule: {search.error}; the run goes on as it is")
+            self._tell(f"no other schedule: {search.error}; the run goes on as it is")
             return None
         if reschedule is None or now_s - self._planned_s < RESCHEDULE_EVERY_S:
             return None
@@ -157,18 +156,18 @@ class DriftControl:
         if new.deviations:
             self._said.update(each.what for each in new.deviations)
             may_replan = self._plan is None or self._plan.origin is not None
-            self._planning.say(new.text(self._looks_for, may_replan))
+            self._tell(new.text(self._looks_for, may_replan))
 
     @property
     def _looks_for(self) -> str:
         """What is looked for where lengths or speeds differ; "" for nothing."""
         if self._has_schedule:
-            return "" if self._planning.reschedule is None else "schedule"
-        return "" if self._planning.plan_again is None else "plan"
+            return "" if self._reschedule is None else "schedule"
+        return "" if self._plan_again is None else "plan"
 
     def _begin_search(self, plan: PlanSpec, drift: Drift, progress: RowsToGo) -> None:
         """Plan again, where that is asked for and has not been done too often or just now."""
-        plan_again, now_s = self._planning.plan_again, self._looked_s
+        plan_again, now_s = self._plan_again, self._looked_s
         if plan_again is None or self._plans == MOST_PLANS or now_s - self._planned_s < EVERY_S:
             return
         self._planned_s, self._plans = now_s, self._plans + 1
@@ -191,12 +190,12 @@ class DriftControl:
             return None  # until they are known again
         self._search = None
         if search.found is None:
-            self._planning.say(f"no other plan: {search.error}; the run goes on as it is")
+            self._tell(f"no other plan: {search.error}; the run goes on as it is")
             return None
         if drift is None or outputs is None or rate is None:
             return None
         if is_same(self._plan, search.found):
-            self._planning.say("planned again from what was measured: the same plan, which goes on")
+            self._tell("planned again from what was measured: the same plan, which goes on")
             return None
         slots, prompt = self._plan.workload.global_batch, self._record.mean_prompt
         lengths = RunLengths(prompt, outputs.mean, outputs.longest, outputs.mean_so_far)
@@ -210,7 +209,7 @@ class DriftControl:
         )
         switch = best_switch(self._plan, search.found, outlook)
         if not switch.is_worth_it:
-            self._planning.say(
+            self._tell(
                 f"another plan would save {max(0.0, switch.saved_s):.0f} s, and the switch costs "
                 f"about {switch.cost_s:.0f} s; the run goes on as it is"
             )

@@ -22,7 +22,6 @@ from llmpq.run.switching import (
     RESCHEDULE_EVERY_S,
     DriftControl,
     Measured,
-    Planning,
     RowsToGo,
     Switch,
 )
@@ -81,13 +80,11 @@ class Simulated:
         self.plan = plan
         self.control = DriftControl(
             self.record,
-            Planning(
-                0.2,
-                self.lines.append,
-                None if plan_again is None else again,
-                lambda: self.now_s,
-                reschedule,
-            ),
+            0.2,
+            self.lines.append,
+            None if plan_again is None else again,
+            reschedule,
+            lambda: self.now_s,
         )
         self.control.begin(plan, 60.0, has_schedule=plan.policy.schedule is not None)
         self.tokens = self.ended_tokens = 0.0

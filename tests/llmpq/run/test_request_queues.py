@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from actors.messages import Request, Sampling
-from llmpq.run.rows_in_flight import SourceGate, WaitingRequests
+from llmpq.run.rows_in_flight import WaitingRequests, until
 from quant.common.errors import InputError
 
 SAMPLING = Sampling(temperature=0.5, seed=7, stop=("é", "\n"), logit_bias={3: -1.5})
@@ -50,8 +51,9 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closed_gate_leaves_the_others() -> None:
     requests = iter([Request(str(i), (1,), 1, SAMPLING) for i in range(5)])
-    gate = SourceGate(requests)
+    closed = threading.Event()
+    gate = until(closed, requests)
     assert [each.custom_id for each in (next(gate), next(gate)) if each] == ["0", "1"]
-    gate.close()
+    closed.set()
     assert list(gate) == []
     assert [each.custom_id for each in requests] == ["2", "3", "4"]

@@ -51,7 +51,7 @@ def test_every_result_has_the_columns_of_its_row() -> None:
     lengths = {result.custom_id: result.prompt_tokens for result in results}
     ran = {"short": 2, "long": 60, "stage": 1, "plain": 1}
     assert lengths == {**ran, "too long": None, "bad": None}
-    assert rows.columns_held == 0
+    assert rows.columns_held == {}
     rows.long.close()
 
 
@@ -84,5 +84,5 @@ def test_reasoning_of_chats_comes_beside_their_texts(tmp_path: Path) -> None:
     assert found["failed"].columns == {REASONING: None, "topic": "failed"}
     assert found["text"].text == "<think>a</think>4"
     assert found["text"].columns == {}
-    assert rows.columns_held == 0
+    assert rows.columns_held == {}
     rows.long.close()

@@ -13,12 +13,12 @@ import pytest
 
 from actors.messages import Finished, Request
 from llmpq import Plan
+from llmpq.jobs.row_database import Tally
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.engine import RunResources
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
-from llmpq.run.summary import RunSize
 from llmpq.run.switching import DriftControl, Switch
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError
@@ -144,7 +144,7 @@ def test_every_row_has_one_result(
     run = Pretended(plan.spec)
     plans: list[PlanSpec] = []
     run.on_plan.append(plans.append)
-    results = list(run.results(rows(), RunSize(ROWS, 8 * ROWS)))
+    results = list(run.results(rows(), Tally(ROWS, 0, 0, 8 * ROWS)))
     assert ids(results) == list(range(ROWS))
     assert run._shared.plan is other, "a session would go on with it"
     assert sum(result.error is not None for result in results) == 7
