@@ -5,24 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from llmpq import errors
+from llmpq.errors import *  # noqa: F403  (by the names of its __all__)
+
 if TYPE_CHECKING:
     from actors.messages import Sampling
     from llmpq.cluster import Cluster
-    from llmpq.errors import (
-        BoundNotMetError,
-        CheckpointError,
-        DeviceError,
-        DeviceLostError,
-        DoesNotFitError,
-        FieldError,
-        HeadLostError,
-        InfeasibleError,
-        InputError,
-        LlmpqError,
-        PlanMismatchError,
-        SpecError,
-        StageLostError,
-    )
     from llmpq.plan import Fleet, Plan
     from llmpq.rows.results import Result
     from llmpq.run.session import Results, Session
@@ -33,35 +21,23 @@ if TYPE_CHECKING:
     from planner.workload import Job, Workload
 
 __all__ = [
-    "BoundNotMetError",
-    "CheckpointError",
     "Cluster",
-    "DeviceError",
-    "DeviceLostError",
-    "DoesNotFitError",
-    "FieldError",
     "Fleet",
-    "HeadLostError",
-    "InfeasibleError",
-    "InputError",
     "InputJob",
     "Job",
     "LengthDistribution",
-    "LlmpqError",
     "Plan",
-    "PlanMismatchError",
     "RequestLengths",
     "Result",
     "Results",
     "RunSummary",
     "Sampling",
     "Session",
-    "SpecError",
-    "StageLostError",
     "Workload",
     "job_of_input",
     "request_lengths",
 ]
+__all__ += errors.__all__
 
 _MODULES = {
     "Cluster": "llmpq.cluster",
@@ -79,7 +55,6 @@ _MODULES = {
     "Workload": "planner.workload",
     "job_of_input": "llmpq.workload.input_job",
     "request_lengths": "llmpq.workload.request_lengths",
-    **{name: "llmpq.errors" for name in __all__ if name.endswith("Error")},
 }
 """Where each name is from. It is imported when it is used first, so that `llmpq --help` does not
 wait for the planner."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from llmpq.rows.results import Result
+from llmpq.rows.results import RESULT_FIELDS, Result
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def to_polars(results: Iterable[Result]) -> polars.DataFrame:
     """A polars DataFrame; raises `SpecError` where polars is not installed."""
     library = _required("polars")
     text = library.String
-    known = dict.fromkeys(_known(), text) | {"token_ids": library.List(library.Int64)}
+    known = dict.fromkeys(RESULT_FIELDS, text) | {"token_ids": library.List(library.Int64)}
     made = []
     for name, values in _columns(results).items():
         if name in known:
@@ -48,7 +48,7 @@ def to_polars(results: Iterable[Result]) -> polars.DataFrame:
 def to_arrow(results: Iterable[Result]) -> pyarrow.Table:
     """An Arrow table; raises `SpecError` where pyarrow is not installed."""
     library = _required("pyarrow")
-    known = dict.fromkeys(_known(), library.string()) | {
+    known = dict.fromkeys(RESULT_FIELDS, library.string()) | {
         "token_ids": library.list_(library.int64())
     }
     made = {}
@@ -60,15 +60,10 @@ def to_arrow(results: Iterable[Result]) -> pyarrow.Table:
     return library.table(made)
 
 
-def _known() -> list[str]:
-    """The columns that every result has."""
-    return list(Result("", None, (), None).as_dict())
-
-
 def _columns(results: Iterable[Result]) -> dict[str, list[Any]]:
     """Values by column, in the order in which columns are met; None where a row has none."""
     rows = [result.as_dict() for result in results]
-    names = dict.fromkeys(_known())
+    names = dict.fromkeys(RESULT_FIELDS)
     for row in rows:
         names |= dict.fromkeys(row)
         row["token_ids"] = list(row["token_ids"])

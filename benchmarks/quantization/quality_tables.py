@@ -10,7 +10,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from benchmarks.lab import header
-from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.perplexity import Perplexity, error_of_mean
 from planner.model.shape import ModelShape
 
 Bits = tuple[int, ...]
@@ -68,6 +68,17 @@ def print_rows(rows: Sequence[Row], shape: ModelShape) -> None:
             print(f"| {row.share:.2f} | {bits:.2f} | {' | '.join(cells)} |")
 
 
+def divergence_above(own: Perplexity, other: Perplexity) -> tuple[float, float | None]:
+    """Excess of `own` divergence over that of `other`, nats a token, and its standard error.
+
+    Windows are compared one by one; both are measured from the same predictions, and where these
+    are one of the two its divergence is 0.
+    """
+    pair = (each.window_divergence or (0.0,) * each.windows for each in (own, other))
+    apart = [a - b for a, b in zip(*pair, strict=True)]
+    return math.fsum(apart) / own.tokens, error_of_mean(apart, own.window_tokens)
+
+
 def print_pairs(rows: Sequence[Row]) -> None:
     """How much less than each other choice the one by `error` diverges, paired over windows."""
     names = [name for name in rows[0].chosen if name != "error"]
@@ -79,7 +90,7 @@ def print_pairs(rows: Sequence[Row]) -> None:
             if row.chosen[name].bitwidths == row.chosen["error"].bitwidths:
                 cells.append("the same bits")
                 continue
-            less, error = row.chosen[name].divergence_above(row.chosen["error"])
+            less, error = divergence_above(row.chosen[name], row.chosen["error"])
             cells.append(f"{1000 * less:+.2f} ± {1000 * (error or 0):.2f}")
         print(f"| {row.share:.2f} | {' | '.join(cells)} |")
 

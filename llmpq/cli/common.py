@@ -119,8 +119,13 @@ def run_command(name: str, command: Callable[[], int]) -> int:
     and exit code 2; a lost stage or Ray, and a fault of ours, one message and 1. Our warnings are
     one line each. With `--verbose` tracebacks stand beside the messages.
     """
-    with told_as_asked():
+    if not is_verbose():
+        for variable, value in _QUIET.items():
+            os.environ.setdefault(variable, value)
+    try:
         return _run_told(name, command)
+    finally:
+        logging.getLogger(LOGGER).setLevel(logging.NOTSET)  # what `--verbose` has set
 
 
 def _run_told(name: str, command: Callable[[], int]) -> int:
@@ -174,13 +179,8 @@ class _Verbose(argparse.Action):
     """Sets the level of our logger, by which all rooms know."""
 
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object
     ) -> None:
-        """Note that all is to be shown."""
         setattr(namespace, self.dest, True)
         show_all()
 
@@ -188,20 +188,6 @@ class _Verbose(argparse.Action):
 def show_all() -> None:
     """Have all that is said shown from now on."""
     logging.getLogger(LOGGER).setLevel(logging.DEBUG)
-
-
-@contextmanager
-def told_as_asked() -> Iterator[None]:
-    """Have libraries keep their advice to themselves unless all is to be shown, and forget
-    afterwards that it was.
-    """
-    if not is_verbose():
-        for name, value in _QUIET.items():
-            os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        logging.getLogger(LOGGER).setLevel(logging.NOTSET)
 
 
 def is_for_users(category: type[Warning], filename: str) -> bool:

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from llmpq.cli.common import (
@@ -212,7 +213,7 @@ def _model(named: str | None, plan: PlanSpec) -> str | None:
 
 def _follow(jobs: RayJobs, job_id: str, prog: str) -> int:
     try:
-        end = jobs.follow(job_id, _write)
+        end = jobs.follow(job_id, partial(print, end="", flush=True))
     except KeyboardInterrupt:
         again = f"{prog} --submit {jobs.address}"
         _say(
@@ -242,11 +243,6 @@ def _ending(end: JobEnd, job_id: str, code: int) -> str | None:
     if end.exit_code is None and code:
         return f"job {job_id} failed: {end.message}; the same command goes on"
     return None
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _say(prog: str, text: str) -> None:

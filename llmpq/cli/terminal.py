@@ -69,7 +69,6 @@ class TaskProgress:
         self._live = Live(console=self._screen, get_renderable=self._drawn, transient=True)
 
     def __enter__(self) -> Self:
-        """Begin to show it."""
         if self._screen.is_terminal:
             self._live.start()
         else:

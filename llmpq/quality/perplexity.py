@@ -52,7 +52,7 @@ class Perplexity:
     @property
     def standard_error(self) -> float | None:
         """Standard error of the perplexity over windows, to first order; None for one window."""
-        error = _error_of_mean(self.window_nll, self.window_tokens)
+        error = error_of_mean(self.window_nll, self.window_tokens)
         return None if error is None else self.perplexity * error
 
     def above(self, other: Perplexity) -> tuple[float, float | None]:
@@ -65,7 +65,7 @@ class Perplexity:
             raise ValueError("the perplexities are of different windows")
         own, its = self.perplexity, other.perplexity
         pairs = zip(self.window_nll, other.window_nll, strict=True)
-        error = _error_of_mean([own * a - its * b for a, b in pairs], self.window_tokens)
+        error = error_of_mean([own * a - its * b for a, b in pairs], self.window_tokens)
         return own - its, error
 
     @property
@@ -83,19 +83,7 @@ class Perplexity:
         """Standard error of the divergence over windows; None for one window."""
         if self.window_divergence is None:
             return None
-        return _error_of_mean(self.window_divergence, self.window_tokens)
-
-    def divergence_above(self, other: Perplexity) -> tuple[float, float | None]:
-        """Excess of this divergence over `other`'s, nats a token, and its standard error.
-
-        Windows are compared one by one; both are measured from the same predictions, and where
-        these are one of the two its divergence is 0. Raises ValueError for another text.
-        """
-        if self.window_tokens != other.window_tokens:
-            raise ValueError("the divergences are of different windows")
-        own, its = (r.window_divergence or (0.0,) * r.windows for r in (self, other))
-        apart = [a - b for a, b in zip(own, its, strict=True)]
-        return math.fsum(apart) / self.tokens, _error_of_mean(apart, self.window_tokens)
+        return error_of_mean(self.window_divergence, self.window_tokens)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -113,7 +101,7 @@ class Perplexity:
         }
 
 
-def _error_of_mean(sums: Sequence[float], counts: Sequence[int]) -> float | None:
+def error_of_mean(sums: Sequence[float], counts: Sequence[int]) -> float | None:
     """Standard error of sum(sums) / sum(counts) over windows, that of a ratio.
 
     Source: Cochran, Sampling Techniques, section 2.11.

@@ -100,7 +100,6 @@ def unavailable(message: str) -> ApiError:
 
 
 def failed(message: str) -> ApiError:
-    """500: a fault of the server."""
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type=SERVER_ERROR)
 
 
@@ -123,7 +122,8 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = _request_id(scope)
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        name = given if _USABLE_ID.fullmatch(given) else f"req-{uuid4().hex}"
         is_begun = False
 
         async def send_named(message: Message) -> None:
@@ -142,11 +142,6 @@ class Boundary:
             if not is_begun:
                 told = failed(f"the server failed at request {name}; its log says more")
                 await JSONResponse(told.content, told.status)(scope, receive, send_named)
-
-
-def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get(REQUEST_ID, "")
-    return given if _USABLE_ID.fullmatch(given) else f"req-{uuid4().hex}"
 
 
 def log_fault(name: str, error: BaseException) -> None:

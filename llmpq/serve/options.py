@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from planner.option_rules import Range, option, refuse_outside
 from quant.common.errors import DeviceError, SpecError
-from quant.common.units import GIB, MIB
 
 if TYPE_CHECKING:
     from planner.plan.spec import StagePlan
@@ -95,14 +94,6 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         refuse_outside(self)
-
-    @property
-    def file_limit_bytes(self) -> int:
-        return int(self.file_limit_mib * MIB)
-
-    @property
-    def store_limit_bytes(self) -> int:
-        return int(self.batch_dir_limit_gib * GIB)
 
 
 def _check_names(names: Sequence[str]) -> None:

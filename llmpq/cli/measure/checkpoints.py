@@ -20,7 +20,7 @@ from llmpq.cli.parser import made
 from llmpq.cli.terminal import TaskProgress, finding
 from llmpq.model_check import checked_shape
 from llmpq.quality.calibration import calibration_documents, drawn_windows
-from llmpq.quality.options import check_compute, check_draw, check_lengths
+from llmpq.quality.options import check_compute, check_draw, check_lengths, checked_bitwidths
 from llmpq.quality.text_windows import token_windows
 from llmpq.report.formatting import plain, size
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
@@ -108,14 +108,8 @@ def _model_and_bits(options: QuantizeCommand) -> tuple[Path, tuple[int, ...]]:
         folder = resolve(model)
     shape = checked_shape(folder)
     _refuse_quantized(shape, folder)
-    layers = shape.layers
-    given = tuple(options.bits or ())
-    if len(given) not in (1, layers):
-        raise SpecError(
-            f"{len(given)} bitwidths where the model has {layers} layers; give one number for all, "
-            "or one for each layer"
-        )
-    return folder, given * layers if len(given) == 1 else given
+    given = tuple(checked_bitwidths(options.bits or (), shape.layers))
+    return folder, given * shape.layers if len(given) == 1 else given
 
 
 def _refuse_quantized(shape: ModelShape, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmpq.serve.access import ApiError, bad_request, check_origin, not_found, queue_full
 from llmpq.serve.batches.records import WINDOW_S, Batch, Endpoint, StoredFile
 from llmpq.serve.batches.runner import Runner
-from llmpq.serve.batches.store import MOST_RECORDS, BatchStore
+from llmpq.serve.batches.store import MOST_RECORDS, Arrival, BatchStore
 from llmpq.serve.batches.uploading import ExpiresAfter, Uploads, disk_error
 from llmpq.serve.bodies import checked
 from llmpq.serve.service import Service
@@ -99,7 +100,7 @@ class Batches:
     async def upload(self, request: Request) -> Response:
         self._service.gate.check_open()
         try:
-            with self._store.arriving() as arrival:
+            with closing(Arrival(self._store)) as arrival:
                 described = await self._uploads.take(request, arrival)
                 kept = await self._runner.keep(partial(arrival.keep, described))
         except OSError as error:

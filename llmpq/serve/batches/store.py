@@ -6,8 +6,8 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,15 +135,6 @@ class BatchStore:
     def remove_job(self, batch_id: str) -> None:
         shutil.rmtree(self.job_path(batch_id), ignore_errors=True)
 
-    @contextmanager
-    def arriving(self) -> Iterator[Arrival]:
-        """A file that arrives; nothing of it stays unless it is kept."""
-        arrival = Arrival(self)
-        try:
-            yield arrival
-        finally:
-            arrival.close()
-
     def write_output(self, file: StoredFile, lines: Iterable[bytes]) -> None:
         """Write a file that a batch has made; one of that id that is there already is replaced."""
 
@@ -185,7 +176,9 @@ class BatchStore:
 
 
 class Arrival:
-    """A file that arrives in parts. Methods raise OSError as the disk does."""
+    """A file that arrives in parts, of which nothing stays unless it is kept. Methods raise OSError
+    as the disk does.
+    """
 
     def __init__(self, store: BatchStore) -> None:
         self.id = f"file-{secrets.token_hex(16)}"

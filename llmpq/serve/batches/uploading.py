@@ -20,7 +20,7 @@ from llmpq.serve.batches.records import KEPT_S, StoredFile
 from llmpq.serve.batches.store import MOST_RECORDS, Arrival, BatchStore
 from llmpq.serve.bodies import checked
 from llmpq.serve.service import Service
-from quant.common.units import MIB
+from quant.common.units import GIB, MIB
 
 MOST_FIELDS = 16
 """Fields of a form: those that are known are fewer."""
@@ -241,7 +241,7 @@ class Uploads:
             yield part
 
     def _check_room(self) -> None:
-        most = self._store.options.store_limit_bytes
+        most = int(self._store.options.batch_dir_limit_gib * GIB)
         if self._store.stored_bytes > most:
             raise ApiError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -251,7 +251,7 @@ class Uploads:
 
     @property
     def _file_limit(self) -> int:
-        return self._store.options.file_limit_bytes
+        return int(self._store.options.file_limit_mib * MIB)
 
     def _too_large(self) -> ApiError:
         return ApiError(

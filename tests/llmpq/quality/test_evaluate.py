@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 
 from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
+from benchmarks.quantization.quality_tables import divergence_above
 from llmpq import Cluster, Plan, Workload
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
@@ -139,9 +140,9 @@ def test_divergence_is_that_of_transformers_logits(
     assert low.divergence_error == pytest.approx(error, rel=1e-4)
     assert mixed.divergence is not None
     assert 0 < mixed.divergence < low.divergence
-    more, _ = low.divergence_above(mixed)
+    more, _ = divergence_above(low, mixed)
     assert more == pytest.approx(low.divergence - mixed.divergence, rel=1e-9)
-    assert low.divergence_above(full) == (low.divergence, low.divergence_error)
+    assert divergence_above(low, full) == (low.divergence, low.divergence_error)
 
 
 def test_many_logits_are_worked_off_in_parts(
