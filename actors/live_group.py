@@ -104,7 +104,7 @@ class JoinedObserver:
         self, observers: Callable[[bool], Sequence[Observed | None]], stages: Sequence[int]
     ) -> None:
         self._observers, self._stages = observers, tuple(stages)
-        idle = StageStats(0.0, 0, 0, 0, 0, 0)
+        idle = StageStats()
         self._latest = [(with_queue(idle), *(idle,) * (count - 1)) for count in stages]
 
     def figures(self) -> tuple[StageStats, ...] | None:

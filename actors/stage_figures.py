@@ -120,12 +120,8 @@ class Supervision:
         return Supervision(**_differences(self, earlier) | {"parked_now": self.parked_now})
 
     @property
-    def preemptions(self) -> int:
-        return self.parked + self.recomputed
-
-    @property
     def doublings(self) -> int:
-        return self.grown + self.preemptions
+        return self.grown + self.parked + self.recomputed
 
 
 NO_SUPERVISION = Supervision()
@@ -178,12 +174,12 @@ class StageStats:
     stage has a `queue`.
     """
 
-    busy_s: float
-    prefill_tokens: int
-    decode_tokens: int
-    micro_batches: int
-    weight_bytes: int
-    kv_cache_bytes: int
+    busy_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    micro_batches: int = 0
+    weight_bytes: int = 0
+    kv_cache_bytes: int = 0
     prefill: PhaseWork = PhaseWork()
     decode: PhaseWork = PhaseWork()
     queue: QueueDepth | None = None

@@ -23,7 +23,7 @@ from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
 from actors.transport.gloo_links import CONTROL, Links, Rendezvous
-from actors.transport.message_format import Codec, PlainCodec
+from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.pipelines import (
     BoardKeeper,
@@ -126,8 +126,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         return self._followers.layers_loaded(self._loader.progress)
 
     def _make_codec(self, limits: Limits | None = None) -> Codec:
-        plain = PlainCodec(limits)
-        return plain if self._emulated is None else self._emulated.link(plain)
+        return Codec(limits) if self._emulated is None else self._emulated.link(limits)
 
     def _publish(self) -> None:
         tags = {

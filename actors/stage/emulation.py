@@ -21,7 +21,8 @@ from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
 from actors.stage.stage import Stage
-from actors.transport.message_format import PlainCodec
+from actors.transport.message_format import Codec
+from actors.transport.message_limits import Limits
 from planner.costs.communication import HostCopies
 from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import ModelledTimes
@@ -105,14 +106,16 @@ def emulated_times(plan: PlanSpec, stage: StagePlan) -> ScaledTimes | None:
 _ARRIVAL = struct.Struct("<d")
 
 
-class EmulatedLink:
+class EmulatedLink(Codec):
     """A codec whose messages end with the time at which they arrive, and are held until then.
 
     A result leaves when its stage has computed it and the link is free, while the stage goes on.
     """
 
-    def __init__(self, codec: PlainCodec, times: ScaledTimes, clock: EmulatedClock) -> None:
-        self._codec = codec
+    def __init__(
+        self, times: ScaledTimes, clock: EmulatedClock, limits: Limits | None = None
+    ) -> None:
+        super().__init__(limits)
         self._times = times
         self._clock = clock
         self._free_s = 0.0
@@ -122,17 +125,17 @@ class EmulatedLink:
         sent_s = max(self._clock.reached_s, self._free_s)
         self._free_s = sent_s + self._times.transfer_s(batch)
         arrival = torch.frombuffer(bytearray(_ARRIVAL.pack(self._free_s)), dtype=torch.uint8)
-        return torch.cat([self._codec.encode(batch, result), arrival])
+        return torch.cat([super().encode(batch, result), arrival])
 
     def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
         """The content of `message`, once the link before this stage has brought it."""
-        found = self._codec.decode(message[: -_ARRIVAL.size])
+        found = super().decode(message[: -_ARRIVAL.size])
         (arrival_s,) = _ARRIVAL.unpack(message[-_ARRIVAL.size :].numpy().data)
         self._clock.wait_until(arrival_s)
         return found
 
     def message_bytes(self, first_frame: Tensor) -> int:
-        size = self._codec.message_bytes(first_frame)
+        size = super().message_bytes(first_frame)
         return size + _ARRIVAL.size if size else 0
 
 
@@ -222,8 +225,8 @@ class EmulatedDevice:
         warm_up(stage, self._times.times)
         return EmulatedStage(stage, self._times, self._clock)
 
-    def link(self, codec: PlainCodec) -> EmulatedLink:
-        return EmulatedLink(codec, self._times, self._clock)
+    def link(self, limits: Limits | None) -> EmulatedLink:
+        return EmulatedLink(self._times, self._clock, limits)
 
     @property
     def is_waiting(self) -> bool:

@@ -26,7 +26,7 @@ from actors.messages import (
     TokenIds,
 )
 from actors.sampling_options import stop_begin
-from actors.stage.model_config import end_tokens, read_config
+from actors.stage.model_config import read_config
 from quant.common.text import MOST_BEFORE, Decoder, text_after
 
 
@@ -204,7 +204,7 @@ class Sampler:
     """Keeps the running requests of the last stage by slot.
 
     `eos_token_ids` end a request unless its sampling says `ignore_eos`; `tokenizer` is only needed
-    for stop strings and is loaded by `for_checkpoint` when the first request brings one.
+    for stop strings and is loaded from `folder` when the first request brings one.
     """
 
     def __init__(
@@ -217,10 +217,6 @@ class Sampler:
         self._tokenizer = tokenizer
         self._folder = folder
         self._running: dict[int, _Running] = {}
-
-    @classmethod
-    def for_checkpoint(cls, folder: Path) -> Sampler:
-        return cls(tuple(end_tokens(folder).sources), folder=folder)
 
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
         """One token for each sampled request of `batch`; `logits`: `[sampled, vocabulary]`, of

@@ -4,7 +4,6 @@ the sampler.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factor
 from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.handed_over import HeldKeysValues
-from actors.stage.model_config import read_config
+from actors.stage.model_config import end_tokens, read_config
 from actors.stage.partial_model import ContextAsCache, architecture_of
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
@@ -88,10 +87,9 @@ class Stage:
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
         samples = spec.has_head and spec.rank == 0
-        self._sampler = Sampler.for_checkpoint(checkpoint) if samples else None
+        ends = end_tokens(checkpoint).sources if samples else ()
+        self._sampler = Sampler(tuple(ends), folder=checkpoint) if samples else None
         self._weight_bytes = weight_bytes(self._model)
-        self._busy_s = 0.0
-        self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
         self._check_memory()
         if spec.deterministic:
             self._check_deterministic()
@@ -192,7 +190,6 @@ class Stage:
         token of each sampled request `[sampled, head_width]`, or the sampled tokens where the LM
         head lives there too.
         """
-        began = time.perf_counter()
         inputs = self._shared(Order.STEP, batch, inputs)
         self._cache.prepare(batch)
         run = run_by_token if self.spec.deterministic else run_in_passes
@@ -204,9 +201,8 @@ class Stage:
             if self.spec.has_head:
                 result = self._sample(batch, result)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or the clock would only see the launches
+            torch.cuda.synchronize(self.device)  # or who times this would only see the launches
         self._group.check()
-        self._count(batch, time.perf_counter() - began)
         return result
 
     @torch.inference_mode()
@@ -214,10 +210,8 @@ class Stage:
         """Compute LM head and sampling on the first stage, of the final hidden states of the last
         token of each sampled request `[sampled, head_width]`, from the last stage.
         """
-        began = time.perf_counter()
         sampled = self._sample(batch, self._shared(Order.FINISH, batch, last_hidden))
         self._group.check()
-        self._busy_s += time.perf_counter() - began
         return sampled
 
     def _sample(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
@@ -260,12 +254,6 @@ class Stage:
             return torch.empty(tokens, dtype=torch.int64, device=self.device)
         return torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
 
-    def _count(self, batch: MicroBatch, seconds: float) -> None:
-        self._busy_s += seconds
-        self._micro_batches += 1
-        self._decode_tokens += batch.decode_tokens
-        self._prefill_tokens += int(batch.counts.sum()) - batch.decode_tokens
-
     def forget_parked(self) -> None:
         """Free all host memory of requests: their run has ended."""
         if self.spec.rank == 0:
@@ -273,14 +261,8 @@ class Stage:
         self._cache.parked.forget((EVERY_KEY,))
 
     def stats(self) -> StageStats:
-        return StageStats(
-            busy_s=self._busy_s,
-            prefill_tokens=self._prefill_tokens,
-            decode_tokens=self._decode_tokens,
-            micro_batches=self._micro_batches,
-            weight_bytes=self._weight_bytes,
-            kv_cache_bytes=self._cache.nbytes,
-        )
+        """The bytes that it holds; its process counts what it computes."""
+        return StageStats(weight_bytes=self._weight_bytes, kv_cache_bytes=self._cache.nbytes)
 
 
 def run_in_passes(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -28,35 +28,37 @@ from actors.transport.gloo_links import LOOPBACK, check_invited, gloo_group
 from quant.common.errors import DeviceError, StageLostError
 
 
-class RankGroup(Protocol):
-    """The `degree` ranks of a stage, seen from one of them.
+class RankGroup:
+    """The `degree` ranks of a stage, seen from number `rank` of them: 0 is the stage, the others
+    follow it. As it is here, that of a stage which is not divided.
 
     All ranks call the same methods in the same order with tensors of the same shapes and types. An
     error of one rank, or its end, makes the calls of the others raise `StageLostError`.
     """
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank; 0 is the stage, the others follow it."""
-
-    @property
-    def degree(self) -> int: ...
+    rank = 0
+    degree = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same on each, in the tensor's type; `tensor` may be
         overwritten.
         """
+        return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The tensor of rank 0; those of the others are overwritten."""
+        return tensor
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """The bytes of rank 0; the others give None."""
+        assert data is not None, "rank 0 has what it sends"
+        return data
 
     def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         """On rank 0 the tensors `[rows, widths[rank]]` of all ranks side by side, `[rows,
         sum(widths)]`; None on the others.
         """
+        return tensor
 
     def check(self) -> None:
         """Raise `StageLostError` where what was computed may lack the part of another rank."""
@@ -65,33 +67,7 @@ class RankGroup(Protocol):
         """Leave the others, whose calls fail from now on."""
 
 
-class UndividedGroup:
-    """The group of a stage that is not divided."""
-
-    rank = 0
-    degree = 1
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        assert data is not None, "rank 0 has what it sends"
-        return data
-
-    def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
-        return tensor
-
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-ALONE = UndividedGroup()
+ALONE = RankGroup()
 
 
 @dataclass(frozen=True)
@@ -147,7 +123,7 @@ class Seat:
         return timedelta(seconds=self.timeout_s)
 
 
-class DistributedGroup:
+class DistributedGroup(RankGroup):
     """The group of the rank in `seat`, which meets the others at `store`.
 
     A rank that leaves removes the `folder` in which they have met. On GPUs the others look for it:
@@ -156,6 +132,7 @@ class DistributedGroup:
     """
 
     def __init__(self, seat: Seat, store: Any, folder: Path | None = None) -> None:
+        self.rank, self.degree = seat.rank, seat.degree
         self._seat, self._folder = seat, folder
         self._on_gpu = seat.device.type != "cpu"
         self._ending = Lock()
@@ -197,14 +174,6 @@ class DistributedGroup:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         self._abort()
-
-    @property
-    def rank(self) -> int:
-        return self._seat.rank
-
-    @property
-    def degree(self) -> int:
-        return self._seat.degree
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         own = tensor if self._on_gpu else tensor.float()

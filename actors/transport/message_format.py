@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict, astuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -165,33 +165,23 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
     return batch, tensor.reshape(prefix.rows, prefix.columns)
 
 
-class Codec(Protocol):
-    """The encoding of messages between stages: plainly, or with the time of an emulated link."""
+class Codec:
+    """The encoding of messages between stages, within `limits`, by real links."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits
 
     def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
         """A message `[bytes]` with the `result` of `batch`."""
-
-    def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
-        """The content of `message`, when it has arrived."""
-
-    def message_bytes(self, first_frame: Tensor) -> int:
-        """Length of the message that begins with `first_frame`; 0: the end of all messages."""
-
-
-@dataclass(frozen=True)
-class PlainCodec:
-    """Messages of real links, within `limits`."""
-
-    limits: Limits | None = None
-
-    def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
         return encode(batch, result)
 
     def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
-        return decode(message, self.limits)
+        """The content of `message`, when it has arrived."""
+        return decode(message, self._limits)
 
     def message_bytes(self, first_frame: Tensor) -> int:
-        return message_bytes(first_frame, self.limits)
+        """Length of the message that begins with `first_frame`; 0: the end of all messages."""
+        return message_bytes(first_frame, self._limits)
 
 
 def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:

@@ -27,7 +27,6 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
-from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from benchmarks.lab import header, processor_name, spread, table_row
 from benchmarks.quantization.quality import MODEL
@@ -37,7 +36,7 @@ from llmpq.remote.session import ray_session
 from planner.plan.spec import MicroBatches, PlanSpec
 from quant.devices import local_processor
 from tests.actors.driving import drive
-from tests.actors.local_pipeline import LocalPipeline
+from tests.actors.local_pipeline import LocalPipeline, metered
 
 PREFILL_S, DECODE_S = 0.05, 0.025
 """Held by an equal stage: ten times what the demo model's part computes, for eight on two cores."""
@@ -89,11 +88,8 @@ def timed(
         began = time.perf_counter()
         tuple(group.generate(requests))
         seconds = time.perf_counter() - began
-        return seconds, _busy(before, group.observer.figures())
-
-
-def _busy(before: Sequence[StageStats], after: Sequence[StageStats]) -> list[float]:
-    return [b.busy_s - a.busy_s for a, b in zip(before, after, strict=True)]
+        after = group.observer.figures()
+        return seconds, [b.busy_s - a.busy_s for a, b in zip(before, after, strict=True)]
 
 
 def emulated(transports: Sequence[str]) -> None:
@@ -131,15 +127,16 @@ def alone(plan: PlanSpec, model: Path, requests: Sequence[Request]) -> list[floa
         Stage(stage_spec(plan, stage), model, device, local_processor(device))
         for stage in plan.stages
     ]
+    meters = [metered(stage) for stage in stages]
     pipeline = LocalPipeline(stages)
     for turn in range(2):
-        before = pipeline.stats()
+        before = [meter.busy_s() for meter in meters]
         scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
         scheduler.add(requests)
         for _ in drive(scheduler, pipeline):
             pass
         if turn:
-            return _busy(before, pipeline.stats())
+            return [meter.busy_s() - b for meter, b in zip(meters, before, strict=True)]
     raise AssertionError("two turns were asked for")
 
 

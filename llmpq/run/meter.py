@@ -47,7 +47,7 @@ class RunState:
     latencies: LatencyCounts = NO_LATENCIES
 
 
-NOTHING_DONE = StageStats(0.0, 0, 0, 0, 0, 0)
+NOTHING_DONE = StageStats()
 """The figures of a stage before it has begun."""
 
 Number = TypeVar("Number", int, float)

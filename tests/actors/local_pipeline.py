@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from actors.messages import MicroBatch, Sampled, TokenIds
+from actors.processes.meter import StageMeter, TelemetryOptions
 from actors.stage.stage import Stage
-from actors.stage_figures import StageStats
 
 
 class LocalPipeline:
@@ -30,6 +30,18 @@ class LocalPipeline:
         """What `submit` computed."""
         return handle
 
-    def stats(self) -> tuple[StageStats, ...]:
-        """Figures of every stage."""
-        return tuple(stage.stats() for stage in self._stages)
+
+def metered(stage: Stage) -> StageMeter:
+    """What `stage` computes from now on, counted as its process would."""
+    meter, step, finish = StageMeter(TelemetryOptions()), stage.step, stage.finish
+
+    def counted_step(batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
+        with meter.computing(batch):
+            return step(batch, inputs)
+
+    def counted_finish(batch: MicroBatch, last_hidden: torch.Tensor) -> Sampled:
+        with meter.sampling():
+            return finish(batch, last_hidden)
+
+    stage.step, stage.finish = counted_step, counted_finish  # type: ignore[method-assign]
+    return meter

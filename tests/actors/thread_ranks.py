@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from actors.stage.ranks import follow
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
+from actors.transport.collectives import RankGroup
 from quant.common.errors import StageLostError
 from quant.scheme import Processor
 
@@ -33,14 +34,12 @@ class Table:
         self.barrier = Barrier(degree, timeout=_TIMEOUT_S)
 
 
-@dataclass(frozen=True)
-class ThreadGroup:
+class ThreadGroup(RankGroup):
     """The group of a rank that is a thread; `traffic` counts its calls by name."""
 
-    rank: int
-    degree: int
-    table: Table
-    traffic: dict[str, int]
+    def __init__(self, rank: int, degree: int, table: Table) -> None:
+        self.rank, self.degree, self.table = rank, degree, table
+        self.traffic: dict[str, int] = {}
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         parts = self._exchange("all_reduce", tensor)
@@ -60,9 +59,6 @@ class ThreadGroup:
         parts = self._exchange("gather", tensor)
         assert [part.shape[-1] for part in parts] == list(widths)
         return None if self.rank else torch.cat(parts, -1)
-
-    def check(self) -> None:
-        pass
 
     def close(self) -> None:
         self.table.barrier.abort()
@@ -85,7 +81,7 @@ class ThreadGroup:
 def thread_groups(degree: int) -> list[ThreadGroup]:
     """The groups of all ranks of one stage."""
     table = Table(degree)
-    return [ThreadGroup(rank, degree, table, {}) for rank in range(degree)]
+    return [ThreadGroup(rank, degree, table) for rank in range(degree)]
 
 
 @contextmanager

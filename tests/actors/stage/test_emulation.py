@@ -23,7 +23,6 @@ from actors.stage.emulation import (
     warm_up,
 )
 from actors.stage.spec import check_planned_memory, stage_spec, stand_in_spec
-from actors.transport.message_format import PlainCodec
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import COPY_LAUNCH_S
 from planner.costs.pass_times import PassSeconds
@@ -39,6 +38,7 @@ from planner.simulation.simulation import simulate
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import DeviceError, SpecError
 from tests.actors.batches import batch_in_ranges
+from tests.actors.local_pipeline import metered
 from tests.actors.models import CONFIGS, generate, random_prompts, reference, save_tiny, stages_of
 
 SCALE = 0.5
@@ -99,7 +99,7 @@ class Emulated:
         self.emulated_clock = EmulatedClock(self.clock, self.sleep)
         computing: Any = self
         self.stage = EmulatedStage(computing, self.times, self.emulated_clock)
-        self.link = EmulatedLink(PlainCodec(), self.times, self.emulated_clock)
+        self.link = EmulatedLink(self.times, self.emulated_clock)
 
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
         self.waited.append(("computing", self.emulated_clock.is_waiting))
@@ -333,8 +333,9 @@ def test_warming_up_leaves_nothing_behind(tmp_path: Path) -> None:
     prompts = random_prompts([5, 9, 3])
     stages = stages_of(tmp_path, (0, 2, 5), slots=3, max_tokens=20)
     for stage in stages:
+        meter = metered(stage)
         warm_up(stage, times_of(1, 1, 0))
-        assert stage.stats().decode_tokens > 0, "largest micro-batches of both phases"
+        assert meter.tokens()["decode"] > 0, "largest micro-batches of both phases"
     found = generate(stages, prompts, 6, prefill=2, decode=3)
     assert found == [reference(model, prompt, 6) for prompt in prompts]
 

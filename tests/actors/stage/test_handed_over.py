@@ -19,7 +19,7 @@ from actors.stage.stage import Stage
 from planner.scheduling import RequestSchedule
 from tests.actors.batches import batch_in_ranges
 from tests.actors.driving import drive
-from tests.actors.local_pipeline import LocalPipeline
+from tests.actors.local_pipeline import LocalPipeline, metered
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
@@ -125,11 +125,12 @@ def generated(
     assert arrived == set(range(len(PROMPTS))) - set(lost)
     for stage in decode:
         stage.keys_values.forget(lost)
+    meters = [metered(stage) for stage in decode]
     found = decoded(
         decode, [replace(r, host_key=None) if int(r.custom_id) in lost else r for r in going_on]
     )
     again = sum(LENGTHS[i] + 1 for i in lost)  # with the first token
-    assert {stage.stats().prefill_tokens for stage in decode} == {again}
+    assert {meter.tokens()["prefill"] for meter in meters} == {again}
     assert all(stage._cache.parked.tokens == 0 for stage in decode)
     return [found[str(i)] for i in range(len(PROMPTS))]
 

@@ -22,7 +22,7 @@ from actors.schedule.table import make_scheduler
 from actors.stage.sampler import Sampler, logprob_rows
 from actors.stage.stage import Stage
 from actors.transport import pipelines
-from actors.transport.message_format import PlainCodec
+from actors.transport.message_format import Codec
 from actors.transport.pipelines import GlooPipeline, RayPipeline, serve
 from quant.common.errors import StageLostError
 from tests.actors.batches import batch_in_ranges
@@ -46,7 +46,7 @@ REQUESTS = [
     Request(str(i), prompt, NEW_TOKENS, SAMPLINGS[i % len(SAMPLINGS)], top_logprobs=ASKED[i])
     for i, prompt in enumerate(random_prompts(LENGTHS))
 ]
-CODEC = PlainCodec(sizes_of(2, BATCH, 2 * BATCH * LONGEST).limits(LONGEST, 2 * BATCH * LONGEST, 64))
+CODEC = Codec(sizes_of(2, BATCH, 2 * BATCH * LONGEST).limits(LONGEST, 2 * BATCH * LONGEST, 64))
 
 Answers = dict[str, tuple[list[int], list[TokenLogprobs]]]
 

@@ -15,13 +15,13 @@ import torch
 from actors.messages import MicroBatch, Request, Sampled, Sampling, TokenIds, TokenRange
 from actors.stage.stage import Stage
 from actors.transport import pipelines
-from actors.transport.message_format import PlainCodec
+from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.pipelines import GlooPipeline, RayPipeline, from_ray, relay, serve
 from quant.common.errors import StageLostError
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.linking import meet
-from tests.actors.local_pipeline import LocalPipeline
+from tests.actors.local_pipeline import LocalPipeline, metered
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
@@ -70,7 +70,7 @@ class MessagePipeline(LocalPipeline):
         return self._pipeline.result(self._pipeline.submit(batch, token_ids))
 
 
-CODEC = PlainCodec(LIMITS)
+CODEC = Codec(LIMITS)
 
 
 class Computing:
@@ -85,7 +85,7 @@ class Computing:
 class Relaying:
     """The handle of an actor whose calls end at once."""
 
-    def __init__(self, stage: Stage, codec: PlainCodec = CODEC) -> None:
+    def __init__(self, stage: Stage, codec: Codec = CODEC) -> None:
         self.step, self._stage, self._codec = self, Computing(stage), codec
 
     def remote(self, message: Any, epoch: int) -> Any:
@@ -183,14 +183,15 @@ def test_parts_of_prompts_go_over_links(head_on_first: bool, tiny: Tiny) -> None
 
 def test_tokens_of_prompts_and_of_decode_steps_are_counted_apart(tiny: Tiny) -> None:
     stages = stages_for(tiny("llama")[0])
+    meters = [metered(stage) for stage in stages]
     _, tokens = interleaved(stages, 0)
-    for stage in stages:
-        stats = stage.stats()
-        assert stats.prefill_tokens + stats.decode_tokens == sum(
+    for meter in meters:
+        counted = meter.tokens()
+        assert counted["prefill"] + counted["decode"] == sum(
             len(prompt) + len(new) - 1 for prompt, new in zip(PROMPTS, tokens, strict=True)
         )
         steps = sum(len(new) - 1 for new in tokens)
-        assert 0 <= stats.decode_tokens - steps <= sum(LENGTHS), "and single tokens of prompts"
+        assert 0 <= counted["decode"] - steps <= sum(LENGTHS), "and single tokens of prompts"
 
 
 def test_a_cpu_takes_a_long_mixed_batch_in_passes() -> None:

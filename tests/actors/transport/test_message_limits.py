@@ -27,7 +27,7 @@ from actors.messages import (
 from actors.sampling_options import MOST_STOPS, STOP_CHARACTERS
 from actors.schedule.scheduler import QueueSizes
 from actors.transport import message_format
-from actors.transport.message_format import PlainCodec, decode, encode, message_bytes
+from actors.transport.message_format import Codec, decode, encode, message_bytes
 from actors.transport.message_limits import Limits
 from actors.transport.pipelines import GlooPipeline, serve
 from llmpq.rows.row import MAX_ID_CHARACTERS
@@ -393,7 +393,7 @@ def test_a_stage_refuses_what_no_stage_before_it_sends() -> None:
         first, second = meet(2)
         first.sender(1).send(hostile)
         with pytest.raises(StageLostError, match=said):
-            serve(Echo(), second, PlainCodec(LIMITS))
+            serve(Echo(), second, Codec(LIMITS))
 
 
 def test_the_first_stage_refuses_answers_to_what_it_has_not_asked() -> None:
@@ -402,7 +402,7 @@ def test_the_first_stage_refuses_answers_to_what_it_has_not_asked() -> None:
         encode(a_batch(), Sampled(np.array([1]), (None,))),
     ):
         first, second = meet(2)
-        pipeline = GlooPipeline(Echo(), first, PlainCodec(LIMITS))
+        pipeline = GlooPipeline(Echo(), first, Codec(LIMITS))
         asked = pipeline.submit(a_batch(), np.arange(6))
         second.sender(0).send(answer)
         with pytest.raises(StageLostError, match=r"answered for \d requests, asked were 2"):
