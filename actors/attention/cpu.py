@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,16 +88,6 @@ _TOKENS_AHEAD = 16
 """Keys that are fetched before they are read; 8 and 32 are as fast."""
 
 
-class _TokenRanges(NamedTuple):
-    """The first token slot of each request, and its half-open range of tokens that count,
-    `[requests]` each.
-    """
-
-    begins: Any
-    starts: Any
-    ends: Any
-
-
 def can_attend(stored: Tensor) -> bool:
     """Whether `attend_in_place` takes a cache like `stored` here."""
     return (
@@ -137,7 +127,7 @@ def attend_in_place(
             (query.float() * scoring.scale).contiguous().numpy(),
             keys.arrays,
             values.arrays,
-            _TokenRanges(np.ascontiguousarray(batch.begins), np.maximum(starts, 0), lengths),
+            (np.ascontiguousarray(batch.begins), np.maximum(starts, 0), lengths),
             slopes.contiguous().numpy(),  # for another layout the loop would be compiled again
             out,
         )
@@ -155,13 +145,13 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
         query: Any,
         held_keys: HeldArrays,
         held_values: HeldArrays,
-        ranges: _TokenRanges,
+        ranges: tuple[Any, Any, Any],
         slopes: Any,
         out: Any,
     ) -> None:
         keys, key_scales = held_keys
         values, value_scales = held_values
-        begins, starts, ends = ranges
+        begins, starts, ends = ranges  # first token slots, and the tokens that count
         requests, heads, _ = query.shape
         kv_heads = keys.shape[0]
         group = heads // kv_heads

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,14 +69,9 @@ _NO_SCALE = np.zeros((), np.uint16)
 _LEAST_SCALE = 2.0**-100  # its inverse is finite; smaller numbers are nothing beside any other
 
 
-class HeldArrays(NamedTuple):
-    """Keys or values of one layer as numpy arrays, 16-bit types as their bits.
-
-    Where there are no scales, theirs is a view of a single zero, which is never read.
-    """
-
-    numbers: npt.NDArray[Any]
-    scales: npt.NDArray[Any]
+HeldArrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""Numbers and scales of one layer's keys or values as numpy arrays, 16-bit types as their bits.
+Where there are no scales, theirs is a view of a single zero, which is never read."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +110,8 @@ class Stored:
         """The memory of the cache for compiled code on a CPU."""
         numbers = as_array(self.numbers)
         if self.scales is None:
-            return HeldArrays(numbers, np.broadcast_to(_NO_SCALE, numbers.shape[:-1]))
-        return HeldArrays(numbers, as_array(self.scales))
+            return numbers, np.broadcast_to(_NO_SCALE, numbers.shape[:-1])
+        return numbers, as_array(self.scales)
 
     def clear(self, room: TokenRange) -> None:
         """Set token slots to zero; codes are finite, so that a scale of zero is enough."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from actors.messages import HostKey, Progress, Request
 from actors.schedule.request_slots import most_tokens
@@ -117,16 +117,6 @@ class _Held:
         return replace(self.request, generated=(*self.request.generated, *self.tokens))
 
 
-class Prefilled(NamedTuple):
-    """What to tell of requests that were prefilled, the ids of those that go on to other stages,
-    and the numbers of others whose keys and values nobody wants.
-    """
-
-    told: tuple[Progress, ...]
-    moving: tuple[str, ...]
-    unwanted: tuple[int, ...]
-
-
 class DividedLedger:
     """Keeps the requests of a run in the order of their coming, and says which begin next; `pace`
     says how many. `numbers` are those of keys, each of which is used once.
@@ -219,8 +209,12 @@ class DividedLedger:
         has_room = prompt + 1 <= pace.prefill_tokens and prompt + new <= pace.decode_tokens
         return bool(request.generated) or not has_room or new < 1
 
-    def prefilled(self, progress: Sequence[Progress]) -> Prefilled:
-        """Take in the first tokens of requests."""
+    def prefilled(
+        self, progress: Sequence[Progress]
+    ) -> tuple[list[Progress], tuple[str, ...], list[int]]:
+        """Take in the first tokens of requests; returns what to tell of, the ids of those that go
+        on to other stages, and the numbers of others whose keys and values nobody wants.
+        """
         told: list[Progress] = []
         moving: list[str] = []
         unwanted: list[int] = []
@@ -242,7 +236,7 @@ class DividedLedger:
                 unwanted.append(held.number)
             told.append(each)
             self._end(each.custom_id)
-        return Prefilled(tuple(told), tuple(moving), tuple(unwanted))
+        return told, tuple(moving), unwanted
 
     def _unwanted_before(self, number: int) -> list[int]:
         """Numbers of requests that were given up and are prefilled by now: they began earlier."""

@@ -134,7 +134,9 @@ class DividedLive:
         Raises what a side raises that cannot go on, and `RunInterruptedError`.
         """
         with self._changed:
-            while not (self._told or self._must_leave or self._is_done):
+            while not (
+                self._told or self._is_interrupted or self._error is not None or self._is_done
+            ):
                 self._changed.wait()
             told, self._told = tuple(self._told), []
             if told:
@@ -145,10 +147,6 @@ class DividedLive:
                 raise self._error
             self.has_ended = True
             return None
-
-    @property
-    def _must_leave(self) -> bool:
-        return self._is_interrupted or self._error is not None
 
     @property
     def _is_done(self) -> bool:
@@ -173,14 +171,14 @@ class DividedLive:
     def _read_prefill(self) -> None:
         for told in self._prefill.events():
             with self._changed:
-                found = self._ledger.prefilled(told)
-                self._told += found.told
-                numbers = [self._ledger.number_of(name) for name in found.moving]
-                tokens = self._ledger.prompt_tokens_of(found.moving)
+                new, moving, unwanted = self._ledger.prefilled(told)
+                self._told += new
+                numbers = [self._ledger.number_of(name) for name in moving]
+                tokens = self._ledger.prompt_tokens_of(moving)
                 self._go_on()
-            self._transfer.forget_prefilled(found.unwanted)
+            self._transfer.forget_prefilled(unwanted)
             if numbers:
-                self._moves.put((found.moving, self._transfer.begin(numbers, tokens)))
+                self._moves.put((moving, self._transfer.begin(numbers, tokens)))
         self._moves.put(None)
 
     def _move(self) -> None:

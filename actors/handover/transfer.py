@@ -62,14 +62,15 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
     for target in _ends(plan, shape):
         left = {(layer, head) for layer in target.part.layers for head in target.part.heads}
         for source in sources:
-            part = _common(source.part, target.part)
+            layers = _overlap(source.part.layers, target.part.layers)
+            part = KvPart(layers, _overlap(source.part.heads, target.part.heads))
             new = {(layer, head) for layer in part.layers for head in part.heads} & left
             if not new:  # another rank holds these heads too, or it has none of the layers
                 continue
             assert len(new) == part.size, "ranks hold equal heads, or others"
             left -= new
             stages = prefill.stages[source.stage], plan.stages[target.stage]
-            link = handover_link(plan, prefill, stages, len(part.layers))
+            link = handover_link(plan, prefill, stages, len(layers))
             found.append(Route(source, target, part, part, link))
         assert not left, "each of both plans has all layers"
     return tuple(found)
@@ -109,10 +110,6 @@ def _ends(plan: PlanSpec, shape: ModelShape) -> Iterator[RankPart]:
             whole = range(shape.kv_heads)
             heads = rank_share(shape, degree, rank).kv_heads if degree > 1 else whole
             yield RankPart(stage.index, rank, KvPart(stage.layers, heads))
-
-
-def _common(one: KvPart, other: KvPart) -> KvPart:
-    return KvPart(_overlap(one.layers, other.layers), _overlap(one.heads, other.heads))
 
 
 def _overlap(one: range, other: range) -> range:

@@ -131,7 +131,7 @@ class Repair:
         lost = set(stopped.lost)
         for left in reversed(range(self.recovery.restarts + 1)):
             try:
-                StageRestart(self.pipeline, lost, self.recovery, self.on_event).run()
+                StageRestart(self, lost).run()
                 lost.clear()  # those that were started but not loaded must be started once more
                 self._link()
             except DeviceLostError:
@@ -220,20 +220,13 @@ class RunStopper:
 
 
 class StageRestart:
-    """Starts the `lost` stages of `pipeline` again and loads them, as `recovery` says."""
+    """Starts the `lost` stages of a pipeline again and loads them, as its `repair` is to do."""
 
-    def __init__(
-        self,
-        pipeline: StagePipeline,
-        lost: Collection[int],
-        recovery: Recovery,
-        on_event: OnEvent,
-    ) -> None:
-        self._pipeline = pipeline
+    def __init__(self, repair: Repair, lost: Collection[int]) -> None:
+        self._pipeline, self._recovery = repair.pipeline, repair.recovery
+        self._on_event = repair.on_event
         self._lost = sorted(lost)
-        self._recovery = recovery
-        self._on_event = on_event
-        self._began_s = self._reported_s = pipeline.answers.now_s()
+        self._began_s = self._reported_s = self._pipeline.answers.now_s()
 
     def run(self) -> None:
         """Return when all are loaded.

@@ -206,7 +206,9 @@ class DecodeScheduler(Scheduler):
     def add(self, requests: Sequence[Request]) -> None:
         self._slots.expect(requests)
         for request in requests:
-            (self._arrived if _has_arrived(request) else self._bare).append(request)
+            # With a key, those of all its tokens but the last one lie in host memory.
+            has_arrived = request.host_key is not None and request.generated
+            (self._arrived if has_arrived else self._bare).append(request)
 
     def cancel(self, custom_id: str) -> None:
         for request in self._arrived:
@@ -329,11 +331,6 @@ class DecodeScheduler(Scheduler):
         """Forget the requests that have left their slots."""
         for group in self._groups:
             group.slots = [slot for slot in group.slots if slot in self.requests]
-
-
-def _has_arrived(request: Request) -> bool:
-    """Whether keys and values of all its tokens but the last one lie in host memory."""
-    return request.host_key is not None and bool(request.generated)
 
 
 def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:

@@ -14,7 +14,6 @@ from actors.messages import EVERY_KEY, MicroBatch, Move, Park, Request, TokenIds
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
-from actors.stage_figures import Supervision
 from planner.plan.kv_copies import parking
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
@@ -45,7 +44,6 @@ class S3Scheduler(OrcaScheduler):
         super().__init__(sizes, stages)
         self._sizes = sizes
         self._parked: dict[int, int] = {}  # tokens in host memory of those that wait, by arrival
-        self.supervision = Supervision()
         self._parks: list[Park] = []  # of the next micro-batch, as the following two are
         self._restores: dict[int, int] = {}  # tokens by slot
         self._drops = [EVERY_KEY] if sizes.park_tokens_from else []  # what an earlier run left
@@ -116,7 +114,8 @@ class S3Scheduler(OrcaScheduler):
         generated = held.new_tokens(slot)
         request = replace(held.leave(slot), generated=generated)
         text = len(request.prompt_ids) + len(generated)
-        if self._is_parked(tokens):
+        least, in_all = self._sizes.park_tokens_from, self.supervision.parked_now + tokens
+        if 0 < least <= tokens and in_all <= self._sizes.parked_tokens:
             self._parks.append(Park(arrival, begin, tokens))
             self._parked[arrival] = tokens
             text -= tokens
@@ -124,12 +123,6 @@ class S3Scheduler(OrcaScheduler):
         else:
             self._count(recomputed=1, recomputed_tokens=tokens)
         self._wait(request, Waiting(arrival, text, size, is_urgent=True))
-
-    def _is_parked(self, tokens: int) -> bool:
-        """Whether a request with so many tokens has them parked when it is preempted."""
-        least = self._sizes.park_tokens_from
-        in_all = self.supervision.parked_now + tokens
-        return 0 < least <= tokens and in_all <= self._sizes.parked_tokens
 
     def _admitted(self, slots: Sequence[int]) -> None:
         """Have what is parked restored; after all reservations, so that it does not move later."""

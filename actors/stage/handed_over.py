@@ -7,7 +7,6 @@ to another is the part that both hold: some heads of some layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,15 +14,6 @@ from actors.attention.kv_cache import KVCache
 from actors.attention.parked import ParkedCopies
 from actors.messages import KvPart
 from actors.transport.kv_format import decode_kv, encode_kv
-
-
-class Piece(NamedTuple):
-    """Keys and values of one request: for each layer of `part` those tensors that a cache has of
-    its keys, and then of its values, `[heads, tokens, ...]`.
-    """
-
-    part: KvPart
-    tensors: Sequence[Tensor]
 
 
 class HeldKeysValues:
@@ -54,8 +44,7 @@ class HeldKeysValues:
         received = [decode_kv(message) for message in messages]
         every = dict.fromkeys(key for _, found in received for key in found)
         pieces = {
-            key: [Piece(part, found[key]) for part, found in received if key in found]
-            for key in every
+            key: [(part, found[key]) for part, found in received if key in found] for key in every
         }
         return tuple(key for key, own in pieces.items() if self._put(key, own))
 
@@ -70,19 +59,20 @@ class HeldKeysValues:
         heads, places = self._heads(part), self._places(part.layers, len(held.copies))
         return [held.copies[place][heads] for place in places]
 
-    def _put(self, key: int, pieces: Sequence[Piece]) -> bool:
+    def _put(self, key: int, pieces: Sequence[tuple[KvPart, Sequence[Tensor]]]) -> bool:
         """Keep what `pieces` make up, numbers in the cache's own type; False where there is no room
-        or something is missing.
+        or something is missing. A piece has, for each layer of its part, those tensors that a cache
+        has of its keys, and then of its values, `[heads, tokens, ...]`.
         """
-        if sum(piece.part.size for piece in pieces) != self._own.size:
+        if sum(part.size for part, _ in pieces) != self._own.size:
             return False
-        tokens = int(pieces[0].tensors[0].shape[1])
+        tokens = int(pieces[0][1][0].shape[1])
         parked = self._cache.parked
         forms = self._cache.of_tokens(0, tokens)
         copies = [parked.empty(form.shape, form.dtype) for form in forms]
-        for piece in pieces:
-            heads, places = self._heads(piece.part), self._places(piece.part.layers, len(copies))
-            for place, tensor in zip(places, piece.tensors, strict=True):
+        for part, tensors in pieces:
+            heads, places = self._heads(part), self._places(part.layers, len(copies))
+            for place, tensor in zip(places, tensors, strict=True):
                 _fill(copies[place][heads], tensor)
         return parked.put(key, ParkedCopies(tokens, tuple(copies)))
 

@@ -271,21 +271,10 @@ class _Memory(threading.local):
 _MEMORY = _Memory()
 
 
-@dataclass(frozen=True)
-class _Restored:
-    """Views of scratch memory: `blob` uint8 `[rows, in / 2]`; `quarters`, `carried` int32 `[blocks,
-    4 or 3, words]`.
-    """
-
-    blob: torch.Tensor
-    quarters: torch.Tensor
-    carried: torch.Tensor
-
-
 class _Scratch:
     def __init__(self, columns: int, memory: torch.Tensor) -> None:
         self.columns, self.memory = columns, memory
-        self._restored: dict[int, _Restored] = {}
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @staticmethod
     def words(rows: int, columns: int) -> int:
@@ -296,18 +285,21 @@ class _Scratch:
         call.
         """
         rows = len(packed)
-        if rows not in self._restored:  # views cost as much as the operations
-            self._restored[rows] = self._divide(rows)
-        restored = self._restored[rows]
-        _unfold(_parts(packed, 3), restored.quarters, restored.carried)
-        return restored.blob
+        if rows not in self._views:  # they cost as much as the operations
+            self._views[rows] = self._divide(rows)
+        blob, quarters, carried = self._views[rows]
+        _unfold(_parts(packed, 3), quarters, carried)
+        return blob
 
-    def _divide(self, rows: int) -> _Restored:
+    def _divide(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """View the memory as the layout, uint8 `[rows, in / 2]`, as its quarters, int32 `[blocks,
+        4, words]`, and behind it what they carry, int32 `[blocks, 3, words]`.
+        """
         count = rows * self.columns // 8
         blob = self.memory[:count].view(torch.uint8).view(rows, -1)
         quarters = _parts(blob, 4)
         carried = self.memory[count:][: 3 * count // 4].view(len(quarters), 3, -1)
-        return _Restored(blob, quarters, carried)
+        return blob, quarters, carried
 
 
 def _parts(rows: torch.Tensor, count: int) -> torch.Tensor:

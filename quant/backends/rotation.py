@@ -113,10 +113,6 @@ def rotated_weight(weight: Tensor, factor: Tensor) -> Tensor:
     return rotate(weight.float() * (_SHRINK**2 / factor))
 
 
-def restored_weight(rotated: Tensor, factor: Tensor) -> Tensor:
-    return rotate(rotated) * factor
-
-
 def rotated_statistics(inputs: InputStatistics, factor: Tensor) -> InputStatistics:
     """Statistics after `factor` and rotation if features do not correlate; `largest` is a bound."""
     factor = factor.to(inputs.mean_square.device)
@@ -247,7 +243,7 @@ class RotatedCodes:
         return cls(codes, scale, factor)
 
     def restored(self) -> Tensor:
-        return restored_weight(self.codes.float() * self.scale.unsqueeze(-1), self.factor)
+        return rotate(self.codes.float() * self.scale.unsqueeze(-1)) * self.factor
 
     def forward(self, x: Tensor) -> Tensor:
         codes, scale = round_activations(x.reshape(-1, x.shape[-1]), self.factor)

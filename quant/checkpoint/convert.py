@@ -87,7 +87,9 @@ def _convert_files(
         if progress is not None:
             progress(number, len(files))
     if len(files) > 1:
-        _write_index(target / INDEX_FILE, shards)
+        total = sum(sum(shard.tensor_bytes.values()) for shard in shards)
+        file_of = {name: shard.file for shard in shards for name in shard.tensor_bytes}
+        write_index(target / INDEX_FILE, file_of, total)
     return shards
 
 
@@ -174,8 +176,3 @@ def _aliases(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
         if tensor.numel() and first_name.setdefault(place, name) != name:
             aliases[name] = first_name[place]
     return aliases
-
-
-def _write_index(path: Path, shards: list[_Shard]) -> None:
-    total = sum(sum(shard.tensor_bytes.values()) for shard in shards)
-    write_index(path, {n: shard.file for shard in shards for n in shard.tensor_bytes}, total)

@@ -39,7 +39,12 @@ class Checkpoint:
         self.place = model_place(self.folder)
         self._identities: dict[str, FileIdentity] = {}
         self._ahead: ReadAhead | None = None
-        self._files = self._tensor_files()
+        index = gguf_index(self.folder)
+        self._files: SafetensorsFiles | GgufTensors
+        if index is None:
+            self._files = SafetensorsFiles(self.folder, before_open=self._identity)
+        else:
+            self._files = GgufTensors(index)
         self._file_of = self._files.file_of  # below the folder, or absolute
 
     def names(self) -> list[str]:
@@ -133,12 +138,6 @@ class Checkpoint:
                 f"{self.place} has no tensor {name} among its {len(self._file_of)}; "
                 "it is incomplete or of another model"
             )
-
-    def _tensor_files(self) -> SafetensorsFiles | GgufTensors:
-        index = gguf_index(self.folder)
-        if index is None:
-            return SafetensorsFiles(self.folder, before_open=self._identity)
-        return GgufTensors(index)
 
     def _identity(self, file: str) -> FileIdentity:
         if file not in self._identities:

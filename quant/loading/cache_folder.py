@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 import torch
@@ -105,12 +104,7 @@ class ShardCache:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-cache")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Finish writing; after an error only the layer that is being written."""
         assert self._writer is not None, "left without having been entered"
         self._writer.shutdown(wait=True, cancel_futures=kind is not None)

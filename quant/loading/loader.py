@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -156,16 +155,13 @@ def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
         name = stored.partition(place)[2]
         if name in taken or is_harmless(name):
             continue
-        if is_adapter(name) or is_norm(name) or _is_used_bias(name, modules, stored, checkpoint):
+        is_refused = is_adapter(name) or is_norm(name)
+        if is_refused or (is_bias(name, modules) and bool(checkpoint.read(stored).any())):
             raise CheckpointError(
                 f"tensor {stored} in {checkpoint.place}: the model's configuration has no place "
                 "for it, and without it answers would be wrong; plan again for these weights, "
                 "which says what to do"
             )
-
-
-def _is_used_bias(name: str, modules: Container[str], stored: str, checkpoint: Checkpoint) -> bool:
-    return is_bias(name, modules) and bool(checkpoint.read(stored).any())
 
 
 def _stored_linear(
@@ -328,11 +324,8 @@ def _return_freed_memory() -> None:
 
 
 def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(name, child) for name, child in module.named_modules() if _is_linear(child)]
-
-
-def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return isinstance(module, nn.Linear)
+    named = module.named_modules()
+    return [(name, child) for name, child in named if isinstance(child, nn.Linear)]
 
 
 def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,9 +49,7 @@ class CanonicalWeight:
         if self.codes.device == device:
             return self
         zero = None if self.zero is None else self.zero.to(device)
-        return CanonicalWeight(
-            self.codes.to(device), self.scale.to(device), zero, self.bits, self.group
-        )
+        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), zero=zero)
 
 
 def quantize(
@@ -157,7 +155,7 @@ def _quantized(weight: torch.Tensor, way: _Way, draws: torch.Generator | None) -
         if way.importance is None:
             _quantize_block(part, result, block, draws)
         else:
-            _fit_block(part.to(way.device), result, block, way.importance, way.compiled)
+            _fit_block(part.to(way.device), result, block, way)
     return result
 
 
@@ -275,14 +273,9 @@ def _quantize_block(
     result.codes[block] = values
 
 
-def _fit_block(
-    weight: torch.Tensor,
-    result: CanonicalWeight,
-    block: slice,
-    importance: torch.Tensor,
-    compiled: bool,
-) -> None:
+def _fit_block(weight: torch.Tensor, result: CanonicalWeight, block: slice, way: _Way) -> None:
     assert result.zero is not None, "3- and 4-bit codes are affine"
-    codes, scale, zero, bad = fit(weight, importance, result.bits, result.group, "free", compiled)
+    assert way.importance is not None, "scales are fitted by it"
+    codes, scale, zero, bad = fit(weight, way.importance, way.bits, way.group, "free", way.compiled)
     check_finite(bad, scale.numel())
     result.codes[block], result.scale[block], result.zero[block] = codes, scale, zero

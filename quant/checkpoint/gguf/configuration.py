@@ -92,7 +92,9 @@ def _llama3(entries: Entries, head_dim: int, theta: float, factors: Factors) -> 
     turns = length * theta ** -(np.arange(0, head_dim, 2) / head_dim) / (2 * np.pi)
     factor = float(factors.max())
     for low, high in ((1.0, 4.0), _fitted(turns, factors, factor)):
-        if high > low > 0 and _is_close(_llama3_factors(turns, factor, low, high), factors):
+        if high > low > 0 and np.allclose(
+            _llama3_factors(turns, factor, low, high), factors, rtol=_TOLERANCE, atol=0.0
+        ):
             return {
                 "rope_type": "llama3",
                 "factor": round(factor, 6),
@@ -120,10 +122,6 @@ def _llama3_factors(turns: Factors, factor: float, low: float, high: float) -> F
     share = np.clip((turns - low) / (high - low), 0, 1)
     divided: Factors = 1 / (share + (1 - share) / factor)
     return divided
-
-
-def _is_close(found: Factors, wanted: Factors) -> bool:
-    return bool(np.all(np.abs(found - wanted) <= _TOLERANCE * np.abs(wanted)))
 
 
 Tensors = Mapping[str, StoredBlocks]

@@ -31,7 +31,6 @@ from quant.checkpoint.gguf.header import (
     BFLOAT16,
     UNPACKED,
     Entries,
-    GgufHeader,
     StoredBlocks,
     can_dequantize,
     read_gguf_header,
@@ -201,13 +200,21 @@ def folder_of_gguf(path: Path) -> Path | None:
     if not target.is_dir():
         for identity in identities:
             identity.settle()
-        made = _describe(files)
+        made = _Described(files)
         _write(target, made, _index(files, identities, made))
     return target
 
 
 class _Described:
-    def __init__(self, files: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
+    def __init__(self, files: Sequence[Path]) -> None:
+        headers = [read_gguf_header(each) for each in files]
+        count = headers[0].metadata.get("split.count", 1)
+        if count not in (0, 1, len(files)):
+            raise CheckpointError(
+                f"{files[0]} is part 1 of {count} by its metadata, but not by its name; give its "
+                "parts the names that they had "
+                f"({model_name(files[0])}-00001-of-{count:05d}.gguf)"
+            )
         self.stored = [
             (part, each) for part, header in enumerate(headers) for each in header.tensors
         ]
@@ -220,17 +227,6 @@ class _Described:
         self.config = model_entries(
             self.entries, self.by_name, None if factors is None else _read_factors(*factors)
         )
-
-
-def _describe(files: Sequence[Path]) -> _Described:
-    headers = [read_gguf_header(each) for each in files]
-    count = headers[0].metadata.get("split.count", 1)
-    if count not in (0, 1, len(files)):
-        raise CheckpointError(
-            f"{files[0]} is part 1 of {count} by its metadata, but not by its name; give its parts "
-            f"the names that they had ({model_name(files[0])}-00001-of-{count:05d}.gguf)"
-        )
-    return _Described(files, headers)
 
 
 def _architecture(file: Path, name: Any) -> GgufArchitecture:

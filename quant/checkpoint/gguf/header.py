@@ -215,9 +215,7 @@ def _stored_bytes(name: str, type_number: int, shape: tuple[int, ...]) -> tuple[
         raise _MalformedError(
             f"tensor {name:.80} has type {type_number}, which the package gguf does not know"
         ) from error
-    elements = 1
-    for size in shape:
-        elements *= size
+    elements = math.prod(shape)
     if shape[-1] % block or not elements:
         raise _MalformedError(f"tensor {name:.80} of shape {shape} has no whole blocks of {block}")
     return str(kind.name), elements // block * block_bytes

@@ -132,10 +132,6 @@ def end_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
     return ends | _of_texts(tokens, _END_TEXTS - no_ends) | _fills(entries, tokens, _ENDING_FILLS)
 
 
-def control_tokens(entries: Entries, tokens: Sequence[str], rows: int) -> set[int]:
-    return end_tokens(entries, tokens, rows) | _fills(entries, tokens, _OTHER_FILLS)
-
-
 def _fills(
     entries: Entries, tokens: Sequence[str], fills: Mapping[str, tuple[str, ...]]
 ) -> set[int]:
@@ -194,7 +190,7 @@ def _types(entries: Entries, tokens: list[str], rows: int) -> list[int]:
         raise SpecError(
             f"{entries.path}: tokenizer.ggml.token_type has not a number for each token"
         )
-    control = control_tokens(entries, tokens, rows)
+    control = end_tokens(entries, tokens, rows) | _fills(entries, tokens, _OTHER_FILLS)
     return [_CONTROL if number in control else types[number] for number in range(len(tokens))]
 
 

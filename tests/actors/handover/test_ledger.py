@@ -45,9 +45,7 @@ def test_a_request_is_prefilled_for_one_token_and_goes_on_with_it() -> None:
     expected = replace(request("a"), max_new_tokens=1, expected_tokens=None, host_key=HostKey(100))
     assert sent == expected
     assert ledger.load() == Load(1, 0, 0, len(PROMPT), len(PROMPT) + NEW_TOKENS)
-    found = ledger.prefilled([first("a")])
-    assert found.told == (Progress("a", (9,)),)
-    assert (found.moving, found.unwanted) == (("a",), ())
+    assert ledger.prefilled([first("a")]) == ([Progress("a", (9,))], ("a",), [])
     assert ledger.load() == Load(0, 1, 0, len(PROMPT), len(PROMPT) + NEW_TOKENS)
     (going_on,) = ledger.moved(["a"], {100}, epoch=3)
     assert going_on == replace(request("a"), generated=(9,), host_key=HostKey(100, 3))
@@ -72,9 +70,8 @@ def test_a_request_may_end_with_its_first_token() -> None:
     ledger = begun(request("limit", 1), request("text"), request("error"))
     assert ledger.load().host_tokens == 2 * len(PROMPT), "one needs none"
     broken = Progress("error", (), "error", "it killed stages")
-    found = ledger.prefilled([first("limit"), first("text", reason="stop"), broken])
-    assert found.told == (first("limit"), first("text", reason="stop"), broken)
-    assert (found.moving, found.unwanted) == ((), (101, 102))
+    came = [first("limit"), first("text", reason="stop"), broken]
+    assert ledger.prefilled(came) == (came, (), [101, 102])
     assert len(ledger) == 0
 
 
@@ -101,7 +98,8 @@ def test_requests_that_are_given_up_are_forgotten_wherever_they_are() -> None:
     names = ("prefilling", "later", "moving", "decoding")
     ledger = begun(*map(request, names))
     ledger.add(request("waiting"))
-    assert ledger.prefilled([first("decoding"), first("moving")]).moving == ("decoding", "moving")
+    _, moving, _ = ledger.prefilled([first("decoding"), first("moving")])
+    assert moving == ("decoding", "moving")
     ledger.moved(["decoding"], {103}, epoch=1)
     for name in ("waiting", "prefilling", "moving", "decoding"):
         assert ledger.cancel(name) == name
@@ -109,9 +107,8 @@ def test_requests_that_are_given_up_are_forgotten_wherever_they_are() -> None:
     assert ledger.moved(["moving"], {102}, epoch=1) == ()
     assert ledger.decoded([Progress("decoding", (1,))]) == ()
     assert ledger.begin() == ([], [])
-    found = ledger.prefilled([first("prefilling"), first("later")])
-    assert found.told == (Progress("later", (9,)),)
-    assert found.unwanted == (100,)
+    told, _, unwanted = ledger.prefilled([first("prefilling"), first("later")])
+    assert (told, unwanted) == ([Progress("later", (9,))], [100])
     assert [each.custom_id for each in ledger.unfinished] == ["later"]
     with pytest.raises(SpecError, match="custom_id 'later' is in the run twice"):
         ledger.add(request("later"))
@@ -134,7 +131,7 @@ def test_the_stages_that_decode_are_told_how_long_ago_a_prefill_began() -> None:
     for name in ("known", "not"):
         ledger.add(request(name))
     ledger.begin()
-    told = ledger.prefilled([replace(first("known"), age_s=4.0), first("not")]).told
-    assert told == (Progress("known", (9,)), Progress("not", (9,)))
+    told, _, _ = ledger.prefilled([replace(first("known"), age_s=4.0), first("not")])
+    assert told == [Progress("known", (9,)), Progress("not", (9,))]
     now_s[0] = 101.5
     assert [each.age_s for each in ledger.moved(["known", "not"], (), 1)] == [5.5, None]

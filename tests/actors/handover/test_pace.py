@@ -146,7 +146,7 @@ class Rounds:
         self._left = {name: rounds - 1 for name, rounds in self._left.items() if rounds > 1}
         ledger.decoded([Progress(name, (5,), "length") for name in ended])
         firsts = [Progress(name, (4,), "length") for name in self._under_way.popleft()]
-        moving = ledger.prefilled(firsts).moving
+        _, moving, _ = ledger.prefilled(firsts)
         ledger.moved(moving, (), 1)
         self._left |= {name: self._random.randint(1, 2 * self._steps - 1) for name in moving}
         turn: list[Request] | None = None
