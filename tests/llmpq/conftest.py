@@ -18,7 +18,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
 from planner.plan.file import PLAN_VERSION
 from tests.actors.models import CONFIGS, save_tiny
-from tests.llmpq.forked_workers import fork_server, forked_workers
+from tests.llmpq.forked_workers import SET_UP, fork_server, forked_workers
 
 NEW_TOKENS = 8
 PROMPT_LENGTH = 16
@@ -148,7 +148,7 @@ def ray_address() -> Iterator[str]:
     authentication_token_setup.enable_token_auth_by_default()
 
     often = {"metrics_report_interval_ms": METRICS_MS}
-    head = {"num_cpus": 2, "include_dashboard": False, "include_log_monitor": False}
+    head = {"num_cpus": 2, "include_dashboard": False, "include_log_monitor": False, **SET_UP}
     head["no_monitor"] = True  # nothing scales it
     head["_system_config"] = often
     cluster = RayCluster(initialize_head=True, head_node_args=head)

@@ -5,9 +5,12 @@ A worker that starts by itself imports them for seconds, and every stage of a ru
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import os
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 _MOST_BYTES = 1 << 20
 """Most bytes of a worker's arguments and environment."""
@@ -38,6 +40,10 @@ def fork_server(folder: Path) -> Iterator[Path]:
     finally:
         process.kill()
         process.communicate()
+
+
+SET_UP = {"setup_worker_path": __file__}
+"""Argument of a Ray node: this file sets its workers up, and need not import Ray for that."""
 
 
 def forked_workers(address: Path) -> dict[str, str]:
@@ -72,6 +78,7 @@ def serve(address: str) -> None:
 def prepare() -> None:
     """Import and compile what takes long, with what Ray imports of others' packages."""
     import asyncio  # noqa: F401
+    from unittest.mock import patch
 
     import google.protobuf.internal.builder  # noqa: F401
     import jsonschema  # noqa: F401
@@ -118,8 +125,26 @@ def call(address: str, arguments: list[str]) -> None:
         connection.recv(1)
 
 
+def set_up(arguments: list[str]) -> None:
+    """Do as Ray's `setup_worker.py`, which it is left to where the worker is none to fork."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    options, rest = parser.parse_known_args(arguments)
+    context = json.loads(options.serialized_runtime_env_context)
+    command = shlex.split(context.get("py_executable") or "")
+    if command[-2:-1] != [__file__]:
+        sys.argv[:] = [str(Path(rest[0]).with_name("setup_worker.py")), *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return
+    os.environ.update({k: os.path.expandvars(v) for k, v in context["env_vars"].items()})
+    call(command[-1], rest)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
+    if Path(sys.argv[1]).suffix == ".py":
+        set_up(sys.argv[1:])
+    elif len(sys.argv) == 2:
         serve(sys.argv[1])
     else:
         call(sys.argv[1], sys.argv[2:])

@@ -15,6 +15,7 @@ from llmpq.rows.results import Result
 from quant.common.errors import DeviceLostError
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import BATCH, NEW_TOKENS, PROMPT_LENGTH
+from tests.llmpq.forked_workers import SET_UP
 
 COUNT = 300
 PROMPTS = random_prompts([1 + i % PROMPT_LENGTH for i in range(COUNT)])
@@ -37,11 +38,12 @@ class Nodes:
 
     def __init__(self, environment: dict[str, str]) -> None:
         head: dict[str, Any] = {"num_cpus": 1, "resources": {"T4": 1}, "include_dashboard": False}
+        head |= SET_UP
         self.cluster = RayCluster(
             initialize_head=True, head_node_args=head | {"_system_config": LOOKS}
         )
         self.nodes = {
-            name: self.cluster.add_node(num_cpus=1, resources={name: 1})
+            name: self.cluster.add_node(num_cpus=1, resources={name: 1}, **SET_UP)
             for name in ("V100", "A100")
         }
         ray.init(address=self.cluster.address, log_to_driver=False, runtime_env=environment)

@@ -18,15 +18,16 @@ from llmpq import Cluster, Plan, Workload
 from quant.common.errors import DeviceError
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
+from tests.llmpq.forked_workers import SET_UP
 
 
 @pytest.fixture(scope="module")
 def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
     """A head without devices, a node of a T4, and one of a V100 and an A100."""
     head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False}
-    cluster = RayCluster(initialize_head=True, head_node_args=head | {"no_monitor": True})
-    cluster.add_node(num_cpus=1, resources={"T4": 1})
-    cluster.add_node(num_cpus=2, resources={"V100": 1, "A100": 1})
+    cluster = RayCluster(initialize_head=True, head_node_args=head | SET_UP | {"no_monitor": True})
+    cluster.add_node(num_cpus=1, resources={"T4": 1}, **SET_UP)
+    cluster.add_node(num_cpus=2, resources={"V100": 1, "A100": 1}, **SET_UP)
     ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
     yield
     ray.shutdown()

@@ -28,6 +28,7 @@ from tests.actors.models import LAYERS, generate, random_prompts, reference, sta
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 from tests.llmpq.divided_plans import divided
 from tests.llmpq.faulty import LARGEST, FaultyRank
+from tests.llmpq.forked_workers import SET_UP
 
 pytestmark = pytest.mark.usefixtures("three_cpus")
 
@@ -40,7 +41,7 @@ GROUP, SINGLE = 0, 1
 @pytest.fixture(scope="module")
 def three_cpus(worker_environment: dict[str, str]) -> Iterator[None]:
     head = {"num_cpus": 3, "include_dashboard": False, "include_log_monitor": False}
-    cluster = RayCluster(initialize_head=True, head_node_args=head | {"no_monitor": True})
+    cluster = RayCluster(initialize_head=True, head_node_args=head | SET_UP | {"no_monitor": True})
     ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
     yield
     ray.shutdown()
