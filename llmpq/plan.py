@@ -61,6 +61,9 @@ class Runs:
         self.spec: Runnable = spec
         self._source = source
 
+    def save(self, path: str | Path) -> None:
+        self.spec.save(path)
+
     @lists_options(RunKeywords, RunOptions)
     def run(
         self,
@@ -176,9 +179,6 @@ class Plan(Runs):
         except LlmpqError as error:
             simulated = str(error)
         return plan_html(self.spec, simulated)
-
-    def save(self, path: str | Path) -> None:
-        self.spec.save(path)
 
     @cached_property
     def costs(self) -> CostModel:
@@ -320,9 +320,6 @@ class Fleet(Runs):
     def load(cls, path: str | Path) -> Fleet:
         """Read a fleet's file; raises `SpecError` naming file and field."""
         return cls(FleetSpec.load(path), str(path))
-
-    def save(self, path: str | Path) -> None:
-        self.spec.save(path)
 
     @property
     def model(self) -> PlannedModel:

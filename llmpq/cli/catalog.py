@@ -136,25 +136,22 @@ def _device_table(kinds: Sequence[Accelerator], *found: str) -> RenderableType:
     letters = dict(zip(sets, ascii_uppercase, strict=False))
     table = plain_table(_DEVICE_HEADS, left=("accelerator", "kernels"), gap=2)
     for each in kinds:
-        table.add_row(*_device_cells(each), letters[tuple(kernels_of(each).items())])
+        memory, int8 = each.nominal_memory_bytes / GIB, each.int8_ops
+        table.add_row(
+            each.name,
+            "a core" if each.is_cpu else f"{memory:g}",
+            f"{each.memory_bytes_per_s / 1e9:.0f}",
+            f"{each.fp16_flops / 1e12:.4g}",
+            "-" if int8 is None else f"{int8 / 1e12:.4g}",
+            _capability(each),
+            letters[tuple(kernels_of(each).items())],
+        )
     legend = (f"  {letter}: {_kernel_names(names)}" for names, letter in letters.items())
     return with_notes(table, *found, "\n".join(["kernels by bits", *legend]), *_DEVICE_NOTES)
 
 
 def _kernel_names(kernels: Iterable[tuple[int, str]]) -> str:
     return ", ".join(f"{bits} {name}" for bits, name in kernels)
-
-
-def _device_cells(accelerator: Accelerator) -> tuple[str, ...]:
-    memory, int8 = accelerator.nominal_memory_bytes / GIB, accelerator.int8_ops
-    return (
-        accelerator.name,
-        "a core" if accelerator.is_cpu else f"{memory:g}",
-        f"{accelerator.memory_bytes_per_s / 1e9:.0f}",
-        f"{accelerator.fp16_flops / 1e12:.4g}",
-        "-" if int8 is None else f"{int8 / 1e12:.4g}",
-        _capability(accelerator),
-    )
 
 
 def _capability(accelerator: Accelerator) -> str:
@@ -318,21 +315,17 @@ def _model_table(shapes: Iterable[ModelShape]) -> RenderableType:
 
     table = plain_table(_MODEL_HEADS, left=("model", "family"), gap=1)
     for shape in shapes:
-        table.add_row(*_model_cells(shape))
+        table.add_row(
+            shape.name,
+            shape.model_type,
+            str(shape.layers),
+            str(shape.hidden_size),
+            _short(shape.total_parameters / 1e9),
+            *(_short(weight_bytes(shape, bits) / GIB) for bits in reversed(BITWIDTHS)),
+            f"{shape.max_positions / KIB:g}K",
+        )
     families = ", ".join(supported_model_types())
     return with_notes(table, *(note.format(families=families) for note in _MODEL_NOTES))
-
-
-def _model_cells(shape: ModelShape) -> tuple[str, ...]:
-    return (
-        shape.name,
-        shape.model_type,
-        str(shape.layers),
-        str(shape.hidden_size),
-        _short(shape.total_parameters / 1e9),
-        *(_short(weight_bytes(shape, bits) / GIB) for bits in reversed(BITWIDTHS)),
-        f"{shape.max_positions / KIB:g}K",
-    )
 
 
 def _short(amount: float) -> str:

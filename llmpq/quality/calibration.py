@@ -138,10 +138,9 @@ def _quantize(
     import torch
 
     from actors.stage.importance import random_token_ids
-    from actors.stage.layer_stream import compute_on
     from actors.stage.model_config import read_config
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
-    from llmpq.quality.subjects import compute_dtype, device_of
+    from llmpq.quality.subjects import compute_of
     from planner.model.finding import model_shape
     from quant.scheme import GptqOptions
 
@@ -151,7 +150,5 @@ def _quantize(
         token_ids = torch.from_numpy(drawn_windows(windows, _SEQUENCES, _SEED))
     else:
         token_ids = random_token_ids(read_config(folder), _SEQUENCES, length)
-    device = device_of("auto")
-    compute = compute_on(device, compute_dtype("auto", device))
-    wanted = Quantization(bits, token_ids, compute, GptqOptions())
+    wanted = Quantization(bits, token_ids, compute_of("auto", "auto"), GptqOptions())
     quantize_checkpoint(folder, target, wanted, progress=progress)

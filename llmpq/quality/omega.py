@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.stage.layer_stream import compute_on
 from llmpq.quality.calibration import drawn_windows, token_digest
 from llmpq.quality.indicator import LayerAlone, measure_indicators, stored_here
 from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions, refuse_without_error
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, weighed, windows_of
+from llmpq.quality.subjects import bits_subject, compute_of, device_of, weighed, windows_of
 from llmpq.quality.text_windows import Document, TokenIds
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
@@ -91,8 +90,7 @@ def measure_omega(
     provenance: dict[str, str | int | float] = {"method": options.method}
     refuse_without_error(options, shape, folder)
     if options.needs_text:
-        device = device_of(options.device)  # refused before the text is tokenized
-        compute = compute_on(device, compute_dtype(options.dtype, device))
+        compute = compute_of(options.device, options.dtype)  # refused before the text is tokenized
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = drawn_windows(windows, options.sequences, options.seed)
         matrix, measured, importance = _measured(folder, sample, options, compute, progress)

@@ -28,12 +28,12 @@ from llmpq.run.checkpoint import (
 )
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
-from planner.plan.spec import PlanSpec, StagePlan
+from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import SpecError
 from quant.devices import local_processor, take_device
 from quant.loading.cache_settings import cache_settings
-from quant.loading.emulated_kernels import LayerScheme
+from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.importance import ImportanceStore, load_importance
 from quant.scheme import FULL_BITS, GPTQ, ROUNDINGS, WEIGHTED, Processor
 
@@ -117,7 +117,8 @@ def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) ->
             bits,
             stage.backends.get(bits),
             computed,
-            _processor(stage),
+            # An emulated stage computes on a host's CPU.
+            Processor() if stage.emulated else stage.kind.processor,
             stage.dtype,
             plan.rounding,
             plan.kv_bits,
@@ -157,6 +158,12 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def compute_of(device: str, dtype: str) -> Compute:
+    """The device and the type of these names, as `device_of` and `compute_dtype` find them."""
+    found = device_of(device)
+    return compute_on(found, compute_dtype(dtype, found))
+
+
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The type of that name, or with `auto` float32 on a CPU and a GPU's 16-bit type."""
     return _type_here(_usual_dtype(device) if dtype == AUTO else dtype, device)
@@ -177,8 +184,3 @@ def _type_here(dtype: str, device: torch.device) -> torch.dtype:
         return torch.float32
     found: torch.dtype = getattr(torch, dtype)
     return found
-
-
-def _processor(stage: StagePlan) -> Processor:
-    """The processor whose kernels the stage runs: an emulated one computes on a host's CPU."""
-    return Processor() if stage.emulated else stage.kind.processor

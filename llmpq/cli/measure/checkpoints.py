@@ -58,10 +58,9 @@ def _quantize(options: QuantizeCommand) -> int:
 
     import torch  # slow to load: what is refused without it is refused by now
 
-    from actors.stage.layer_stream import compute_on
     from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
-    from llmpq.quality.subjects import compute_dtype, device_of
+    from llmpq.quality.subjects import compute_of
     from quant.checkpoint.reader import Checkpoint
 
     Checkpoint(folder).check_files()
@@ -69,8 +68,7 @@ def _quantize(options: QuantizeCommand) -> int:
         length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
     windows = token_windows(documents, load_tokenizer(folder), length)
     sample = drawn_windows(windows, options.sequences, options.seed)
-    device = device_of(options.device)
-    compute = compute_on(device, compute_dtype(options.dtype, device))
+    compute = compute_of(options.device, options.dtype)
     began = time.perf_counter()
     with TaskProgress("calibrating") as progress:
         effort = Effort(model_shape(str(folder)), operations_per_s(compute))

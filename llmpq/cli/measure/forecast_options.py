@@ -11,7 +11,6 @@ from planner.profiles.design import DesignSpace, ProfileOptions
 
 PROFILE, LENGTHS = "llmpq-profile", "llmpq-lengths"
 
-_EXTEND = {"action": "extend"}
 _PROMPTING = " ".join(PROMPTING_OPTIONS)
 
 _PROFILE_DESCRIPTION = """
@@ -106,7 +105,7 @@ class LengthsCommand(PromptingOptions):
         "prompts: files, folders, globs as of llmpq run, each row with output_tokens unless "
         "--lengths is given",
         REQUIRED,
-        more=_EXTEND,
+        more={"action": "extend"},
     )
     lengths: tuple[str, ...] = option(
         "PATH",

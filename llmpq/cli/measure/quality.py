@@ -133,13 +133,11 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
 
 def _effort(folder: Path, options: IndicatorOptions) -> Effort:
     """How fast the device at hand works on the model."""
-    from actors.stage.layer_stream import compute_on
     from llmpq.quality.effort import Effort, operations_per_s
-    from llmpq.quality.subjects import compute_dtype, device_of
+    from llmpq.quality.subjects import compute_of
     from planner.model.finding import model_shape
 
-    device = device_of(options.device)
-    compute = compute_on(device, compute_dtype(options.dtype, device))
+    compute = compute_of(options.device, options.dtype)
     return Effort(model_shape(str(folder)), operations_per_s(compute))
 
 
@@ -231,7 +229,11 @@ def _evaluate(options: EvaluateCommand, given: argparse.Namespace) -> int:
         raise SpecError("give a text to evaluate on: --text FILE, or --text - for standard input")
     target = None if options.json is None else target_file(options.json)
     results = _perplexities(options, given)
-    console().print(_perplexities_shown(results))
+    first = results[0]
+    title = f"perplexity per token, {first.tokens} tokens in {first.windows} windows"
+    # Where the terminal is narrow, errors stand below what they are of.
+    tables = [partial(_perplexity_table, results, apart) for apart in (True, False)]
+    console().print(Fitting(title, tables))
     for note in _notes(results):
         console().print(note, soft_wrap=True, highlight=False)
     if target is not None:
@@ -304,13 +306,6 @@ def _bitwidths(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise SpecError(f"--bits {text!r} is no bitwidth and no list such as 3,4,4,8") from error
-
-
-def _perplexities_shown(results: Sequence[Perplexity]) -> Fitting:
-    """The figures of each subject; where the terminal is narrow, errors below what they are of."""
-    first = results[0]
-    title = f"perplexity per token, {first.tokens} tokens in {first.windows} windows"
-    return Fitting(title, [partial(_perplexity_table, results, apart) for apart in (True, False)])
 
 
 def _perplexity_table(results: Sequence[Perplexity], apart: bool) -> Table:

@@ -74,7 +74,6 @@ class Batches:
         self._runner.start()
 
     async def close(self) -> None:
-        """Stop; what is done is kept, and the rest goes on at the next start."""
         await self._runner.close()
 
     def routes(self) -> APIRouter:

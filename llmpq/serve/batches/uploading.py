@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from llmpq.serve.access import SERVER_ERROR, ApiError, bad_request, queue_full
 from llmpq.serve.batches.records import KEPT_S, StoredFile
@@ -41,7 +41,6 @@ class MultipartForm:
     def __init__(self, boundary: bytes) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
-        self._is_whole = False
         self._is_file = False
         self._name = ""
         self._value = bytearray()
@@ -60,7 +59,6 @@ class MultipartForm:
                     "on_header_value": self._add_header_value,
                     "on_header_end": self._end_header,
                     "on_headers_finished": self._name_part,
-                    "on_end": self._end,
                 },
             )
         except FormParserError as error:
@@ -78,7 +76,7 @@ class MultipartForm:
 
     def close(self) -> None:
         """Raise unless the form is complete."""
-        if not self._is_whole:
+        if self._parser.state != MultipartState.END:
             raise bad_request("the form is cut off before its last boundary")
 
     def _begin_part(self) -> None:
@@ -125,9 +123,6 @@ class MultipartForm:
         if len(self.fields) >= MOST_FIELDS:
             raise bad_request(f"the form has more than {MOST_FIELDS} fields")
         self.fields[self._name] = self._value.decode("utf-8", "replace")
-
-    def _end(self) -> None:
-        self._is_whole = True
 
 
 LEAST_KEPT_S = 3600
