@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         rules: Sequence[Rule] = (),
         **options: Any,
     ) -> None:
-        self.examples, self.rules = tuple(examples), tuple(rules)
+        self.rules = tuple(rules)
         title = "example" if len(examples) == 1 else "examples"
         shown = [f"{title}:", *(f"  {each}" for each in examples)] if examples else []
         options.setdefault("epilog", "\n".join(shown) or None)
@@ -116,25 +116,20 @@ class Parser(argparse.ArgumentParser):
         finally:
             self._action_groups = groups
 
-    def parse(
-        self, arguments: Sequence[str] | None, rules: Sequence[Rule] | None = None
-    ) -> argparse.Namespace:
-        """The options that were given, by name; leaves with one line and exit code 2 where `rules`
-        refuse one.
-        """
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """The options that were given, by name; leaves as `refuse_ignored`."""
         options, unknown = self.parse_known_args(arguments)
         if unknown:
             self.error(self._unknown(unknown))
-        self.refuse_ignored(options, self.rules if rules is None else rules)
+        self.refuse_ignored(options)
         for action in self._subcommands():
-            chosen = action.choices[getattr(options, action.dest)]
-            chosen.refuse_ignored(options, chosen.rules)
+            action.choices[getattr(options, action.dest)].refuse_ignored(options)
         return options
 
-    def refuse_ignored(self, options: argparse.Namespace, rules: Sequence[Rule]) -> None:
-        """Leave with one line and exit code 2 where `rules` refuse one of the options."""
+    def refuse_ignored(self, options: argparse.Namespace) -> None:
+        """Leave with one line and exit code 2 where the rules refuse one of the options."""
         try:
-            refuse_ignored(vars(options), rules, lambda name: f"--{name}")
+            refuse_ignored(vars(options), self.rules, lambda name: f"--{name}")
         except SpecError as error:
             self.error(str(error))
 

@@ -47,7 +47,7 @@ def split_options(arguments: Sequence[str], prog: str) -> tuple[SubmitOptions, l
     """Split the arguments of the command `prog` into where to run, and the command itself."""
     parser = submit_parser(prog)
     known, command = parser.parse_known_args(arguments)
-    parser.refuse_ignored(known, parser.rules)
+    parser.refuse_ignored(known)
     options = made(SubmitOptions, known)
     has_job = options.follow_job or options.stop_job
     if "--verbose" in command and has_job:

@@ -64,11 +64,7 @@ class PromptError(Exception):
 
 
 class PromptTooLongError(Exception):
-    """A prompt that the engine has no room for; `size` says how long it is, as in "812 tokens"."""
-
-    def __init__(self, size: str) -> None:
-        super().__init__(f"the prompt has {size}")
-        self.size = size
+    """A prompt that the engine has no room for; its text says how long it is: "812 tokens"."""
 
 
 class EngineStoppingError(Exception): ...

@@ -124,7 +124,7 @@ async def _encoded(row: Row, engine: Engine, where: str) -> tuple[int, ...]:
     try:
         ids = await engine.encode(row)
     except PromptTooLongError as error:
-        raise _too_long(error.size, limits, where) from error
+        raise _too_long(str(error), limits, where) from error
     except PromptError as error:
         raise bad_request(f"{where} cannot be tokenized: {error}", where) from error
     if not ids:

@@ -18,7 +18,7 @@ NAMES = [field.name for field in dataclasses.fields(RunOptions) if field.name !=
 
 
 def of_command(*arguments: str) -> RunOptions:
-    return run_options(run_parser().parse([*COMMAND, *arguments], ()))
+    return run_options(run_parser().parse_args([*COMMAND, *arguments]))
 
 
 def test_every_option_has_its_name_on_the_command_line() -> None:
