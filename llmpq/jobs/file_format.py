@@ -203,17 +203,18 @@ def _content(path: Path, named: FileFormat) -> str | None:
         return found
     text = line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8", "replace").strip()
     if named.rows == "csv":
-        return "JSON lines" if _is_object(text) else None
+        return "JSON lines" if isinstance(json_value(text), dict) else None
     columns = {cell.strip(' "') for cell in text.split(",")}
     is_header = not text.startswith(("{", "[")) and columns & _COLUMNS
     return "CSV" if is_header else None
 
 
-def _is_object(text: str) -> bool:
+def json_value(text: str | bytes) -> Any:
+    """The value of a JSON text; None where it is none, or nests too deeply."""
     try:
-        return isinstance(json.loads(text), dict)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
 
 
 def _magic(data: bytes) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from llmpq.jobs.file_format import (
     Compression,
     contradiction,
     input_format,
+    json_value,
     numbered_lines,
     reason,
 )
@@ -103,10 +103,7 @@ class JobInput:
         for path in self.files:
             for _, content in _contents(path):
                 if isinstance(content, bytes):
-                    try:
-                        content = json.loads(content)
-                    except (ValueError, RecursionError):
-                        continue
+                    content = json_value(content)
                 if isinstance(content, Mapping):
                     return isinstance(content.get("body"), Mapping)
         return False

@@ -32,20 +32,13 @@ def file_digest(path: Path) -> str:
 class Disk:
     """Calls of the operating system."""
 
+    write = staticmethod(os.write)
+    fsync = staticmethod(os.fsync)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.replace)
+
     def open_new(self, path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-
-    def write(self, descriptor: int, data: Any) -> int:
-        return os.write(descriptor, data)
-
-    def fsync(self, descriptor: int) -> None:
-        os.fsync(descriptor)
-
-    def close(self, descriptor: int) -> None:
-        os.close(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        os.replace(source, target)
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -259,7 +259,7 @@ CLOSE_S = 5.0
 THIN_BYTES = 2**19
 """Bytes of a journal from which on a new session leaves out half the points of those before."""
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 
 
 class JournalWriter:
@@ -306,7 +306,10 @@ class JournalWriter:
 
     def _append(self) -> None:
         if self._descriptor is None:
-            self._descriptor, self._is_torn = _opened(self._path)
+            thin_out(self._path)
+            self._descriptor, state = opened(self._path, _FLAGS)
+            size = state.st_size
+            self._is_torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         lines = [line_of(self._entries.popleft()) for _ in range(len(self._entries))]
         if not lines:
             return
@@ -327,16 +330,14 @@ class JournalWriter:
             )
 
 
-def _opened(path: Path) -> tuple[int, bool]:
-    """Descriptor of the journal, and whether its last line was cut off; raises OSError."""
-    thin_out(path)
-    descriptor = os.open(path, _FLAGS, 0o666)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+def opened(path: Path, flags: int) -> tuple[int, os.stat_result]:
+    """Descriptor and state of a journal; a pipe in its place is not waited for. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no file")
-    size = found.st_size
-    return descriptor, size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+    return descriptor, state
 
 
 @dataclass

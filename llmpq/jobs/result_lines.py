@@ -15,6 +15,7 @@ from llmpq.jobs.file_format import (
     READ_ERRORS,
     FileFormat,
     contradiction,
+    json_value,
     numbered_lines,
     output_format,
     require_pyarrow,
@@ -195,10 +196,7 @@ def result_identities(path: Path) -> Iterator[ResultIdentity]:
 def result_identity(row: object) -> ResultIdentity | None:
     """The identity of a line or a row; None if it is no result of llmpq."""
     if isinstance(row, bytes):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError):
-            return None
+        row = json_value(row)
     if not isinstance(row, Mapping):
         return None
     form: OutputForm = "rows"
@@ -328,10 +326,7 @@ def _note(row: object, failed: dict[bytes, tuple[str, str]]) -> None:
             if failed and (found := _ROW_ID.match(row)):
                 failed.pop(found[1], None)
             return
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError):
-            return
+        row = json_value(row)
     if not isinstance(row, Mapping):
         return
     custom_id, error = str(row.get("custom_id")), row.get("error")

@@ -196,9 +196,9 @@ class RowDatabase:
         while batch := list(islice(keyed, BATCH_ROWS)):
             if self._insert_all(_WANT, batch) < len(batch):
                 for key, _, place, *_ in batch:
-                    earlier = self._place(key)
+                    earlier = self._one("SELECT place FROM wanted WHERE id = ?", key)[0]
                     if earlier != place:
-                        return place, earlier
+                        return place, int(earlier)
         return None
 
     def wanted(self, custom_id: str) -> str | None:
@@ -297,9 +297,6 @@ class RowDatabase:
             "SELECT fingerprint, failed, source, line, forgotten FROM done WHERE id = ?", key
         )
         return None if found is None else Done(*found)
-
-    def _place(self, key: bytes) -> int:
-        return int(self._one("SELECT place FROM wanted WHERE id = ?", key)[0])
 
     def counts(self, custom_id: str, source: int, line: int) -> bool:
         """Whether this line is the one that the output keeps of its id."""

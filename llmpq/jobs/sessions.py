@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,24 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.stage_figures import NO_LATENCIES, LatencyCounts
-from llmpq.jobs.journal import (
-    JOURNAL_VERSION,
-    Entry,
-    ErrorNote,
-    EventNote,
-    Loaded,
-    MoreEvents,
-    PlanChange,
-    PlannedStage,
-    PlanNote,
-    ProgressPoint,
-    SessionEnd,
-    SessionStart,
-    StageRecord,
-    UnreadableEntryError,
-    WorkDone,
-    entry_of,
-)
+from llmpq.jobs import journal
 
 MOST_BYTES = 2**25
 """Bytes of a journal that are read: far more than a journal grows to."""
@@ -53,15 +34,15 @@ _OF_START = ("host", "llmpq", "command", "plan_file")
 class StageFigures:
     """A stage as planned, and what it did, where that is known."""
 
-    planned: PlannedStage
-    work: StageRecord | None
+    planned: journal.PlannedStage
+    work: journal.StageRecord | None
 
 
 @dataclass(frozen=True)
 class PlanPart:
     """The part of a session that one plan made, from the session's second `begins_s` on."""
 
-    plan: PlanNote
+    plan: journal.PlanNote
     begins_s: float
     tokens: int
     seconds: float
@@ -76,36 +57,38 @@ class JobSession:
     it was killed. `work` of each plan's stages stands beside its change in `plans`.
     """
 
-    start: SessionStart
+    start: journal.SessionStart
     number: int
     last_at: float
     runs: bool = False
     loaded: float | None = None
-    plans: list[PlanChange] = field(default_factory=list)
+    plans: list[journal.PlanChange] = field(default_factory=list)
     plan_tokens: list[int] = field(default_factory=list)  # of the session when each plan began
-    work: dict[int, WorkDone] = field(default_factory=dict)  # by the plan's place in the list
-    points: list[ProgressPoint] = field(default_factory=list)
-    events: list[EventNote] = field(default_factory=list)
+    work: dict[int, journal.WorkDone] = field(
+        default_factory=dict
+    )  # by the plan's place in `plans`
+    points: list[journal.ProgressPoint] = field(default_factory=list)
+    events: list[journal.EventNote] = field(default_factory=list)
     more_events: int = 0
-    error_notes: dict[str, ErrorNote] = field(default_factory=dict)
-    end: SessionEnd | None = None
+    error_notes: dict[str, journal.ErrorNote] = field(default_factory=dict)
+    end: journal.SessionEnd | None = None
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: journal.Entry) -> None:
         self.last_at = max(self.last_at, entry.at)
-        if isinstance(entry, SessionStart | PlanChange):
-            self.plans.append(PlanChange(entry.at, entry.plan))
+        if isinstance(entry, journal.SessionStart | journal.PlanChange):
+            self.plans.append(journal.PlanChange(entry.at, entry.plan))
             self.plan_tokens.append(self.tokens)
-        elif isinstance(entry, Loaded):
+        elif isinstance(entry, journal.Loaded):
             self.loaded = self.loaded or entry.at
-        elif isinstance(entry, ProgressPoint):
+        elif isinstance(entry, journal.ProgressPoint):
             self.points.append(entry)
-        elif isinstance(entry, WorkDone):
+        elif isinstance(entry, journal.WorkDone):
             self.work[len(self.plans) - 1] = entry
-        elif isinstance(entry, EventNote):
+        elif isinstance(entry, journal.EventNote):
             self.events.append(entry)
-        elif isinstance(entry, MoreEvents):
+        elif isinstance(entry, journal.MoreEvents):
             self.more_events = entry.count
-        elif isinstance(entry, ErrorNote):
+        elif isinstance(entry, journal.ErrorNote):
             self.error_notes[entry.what] = entry
         else:
             self.end = entry
@@ -180,7 +163,7 @@ class JobSession:
         }
 
 
-def _stages(plan: PlanNote, work: WorkDone | None) -> tuple[StageFigures, ...]:
+def _stages(plan: journal.PlanNote, work: journal.WorkDone | None) -> tuple[StageFigures, ...]:
     if work is None or len(work.stages) != len(plan.stages):
         return tuple(StageFigures(stage, None) for stage in plan.stages)
     return tuple(map(StageFigures, plan.stages, work.stages))
@@ -210,20 +193,10 @@ def read_journal(path: Path) -> Journal:
 
 
 def _content(path: Path) -> tuple[bytes, float]:
-    """Bytes of the journal and when it was changed; a pipe in its place is not waited for."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
-        blocks = []
-        left = MOST_BYTES
-        while left and (block := os.read(descriptor, left)):
-            blocks.append(block)
-            left -= len(block)
-        return b"".join(blocks), found.st_mtime
-    finally:
-        os.close(descriptor)
+    """Bytes of the journal and when it was changed."""
+    descriptor, state = journal.opened(path, os.O_RDONLY)
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(MOST_BYTES), state.st_mtime
 
 
 def _read(lines: Iterable[bytes], path: Path, beat_at: float) -> Journal:
@@ -233,15 +206,15 @@ def _read(lines: Iterable[bytes], path: Path, beat_at: float) -> Journal:
     is_known = False  # whether the latest start is of this version
     for line in filter(bytes.strip, lines):
         try:
-            entry = entry_of(line)
-        except UnreadableEntryError as error:
+            entry = journal.entry_of(line)
+        except journal.UnreadableEntryError as error:
             if error.version is not None:
                 versions.append(error.version)
                 is_known = False
             elif is_known or not versions:
                 skipped += 1
             continue
-        if isinstance(entry, SessionStart):
+        if isinstance(entry, journal.SessionStart):
             is_known = True
             sessions.append(JobSession(entry, 0, entry.at))
         if is_known:
@@ -271,7 +244,7 @@ def _remarks(path: Path, versions: list[object], skipped: int) -> tuple[str, ...
         named = ", ".join(sorted({f"{each!r:.20}" for each in versions}))
         remarks.append(
             f"{path} has sessions of journal version {named}, which are left out: this llmpq reads "
-            f"version {JOURNAL_VERSION}"
+            f"version {journal.JOURNAL_VERSION}"
         )
     if skipped > _TORN_LINES:
         remarks.append(f"{path} is damaged: {skipped} of its lines are no entries and are left out")

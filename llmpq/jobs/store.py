@@ -283,15 +283,11 @@ class JobStore:
     def begin(self, manifest: Manifest, rows: Iterable[bytes]) -> None:
         """Write the records of `rows`, then the manifest: shards of an older job count no more."""
         self.disk.sync_folder(self.path.parent)
-        if manifest.input_digest is not None:
-            self._write_rows(manifest.input_digest, rows)
+        path, aside = self.path / f"{_ROWS}{manifest.input_digest}", self.path / _ROWS_ASIDE
+        if manifest.input_digest is not None and not path.exists():
+            commit_file(self.disk, path, aside, lambda sink: sink.writelines(rows))
         self.write_manifest(manifest)
         self._keep(manifest.generation, manifest.input_digest)
-
-    def _write_rows(self, digest: str, rows: Iterable[bytes]) -> None:
-        path, aside = self.path / f"{_ROWS}{digest}", self.path / _ROWS_ASIDE
-        if not path.exists():
-            commit_file(self.disk, path, aside, lambda sink: sink.writelines(rows))
 
     def rows_begun_with(self, digest: str) -> Iterator[bytes]:
         """Records of the rows of that digest, many at once; `InputError` for a damaged list."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmpq.jobs.file_format import READ_ERRORS, input_format, numbered_lines, reason
+from llmpq.jobs.file_format import READ_ERRORS, input_format, json_value, numbered_lines, reason
 from llmpq.lengths import predictor_child
 from llmpq.lengths.folder import check_target, check_tokenizer, tokenizer_digest
 from llmpq.lengths.learner import LearningLimits
@@ -173,10 +173,7 @@ class PredictorProcess:
         except ChildEndedError as error:
             return {"error": str(error)}
         line = self._lines.pop(0)
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            answer = None
+        answer = json_value(line)
         return answer if isinstance(answer, dict) else {"error": f"it answered {line[:80]!r}"}
 
     def _give_up(self, why: str) -> None:
@@ -223,19 +220,12 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         for number, line in numbered_lines(path, input_format(path).compression):
             if line is None or line.strip():
-                yield f"{path}:{number}", _object(line, f"{path}:{number}")
+                values = json_value(line or b"")
+                if not isinstance(values, Mapping):
+                    raise SpecError(f"{path}:{number}: no JSON object; {_REMEDY}")
+                yield f"{path}:{number}", values
     except READ_ERRORS as error:
         raise InputError(f"cannot read predictions {path}: {reason(error)}") from error
-
-
-def _object(line: bytes | None, place: str) -> Mapping[str, Any]:
-    try:
-        values = json.loads(line or b"")
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, Mapping):
-        raise SpecError(f"{place}: no JSON object; {_REMEDY}")
-    return values
 
 
 LONGEST = "longest"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmpq.report.formatting import (
-    SPACE,
     count,
     duration,
     listed,
     number,
     per_second,
+    plain,
     plural,
     size,
     times,
@@ -214,25 +214,21 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
     lengths, slots = job.job.lengths, plan.workload
     predicted, longest = job.job.mean_predicted, lengths.mean_reserved
     token_bytes = sum(stage.memory.kv_cache for stage in plan.stages) / slots.kv_tokens
+    sizes = [plain(size(each * token_bytes)) for each in (predicted, longest)]
     assumed, in_flight = job.job.predictor, slots.global_batch
     if assumed is None or assumed.source == LONGEST:
         return (
-            f"KV memory of a request: {_size(longest * token_bytes)} in the mean ({longest:,.0f} "
+            f"KV memory of a request: {sizes[1]} in the mean ({longest:,.0f} "
             "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
             "llmpq lengths for less"
         )
     fewer = min(in_flight, int(slots.reservable_tokens / longest))
     return (
-        f"KV memory of a request: {_size(predicted * token_bytes)} expected in the mean "
-        f"({predicted:,.0f} tokens), {_size(longest * token_bytes)} reserved for the longest "
+        f"KV memory of a request: {sizes[0]} expected in the mean "
+        f"({predicted:,.0f} tokens), {sizes[1]} reserved for the longest "
         f"answer ({longest:,.0f}); so {count(in_flight)} in flight instead of {count(fewer)} "
         f"({_predictor(assumed)})"
     )
-
-
-def _size(count_bytes: float) -> str:
-    """Bytes for the terminal too, which may know no other space than that of ASCII."""
-    return size(count_bytes).replace(SPACE, " ")
 
 
 def _predictor(assumed: AssumedPredictor) -> str:

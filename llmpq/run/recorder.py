@@ -14,25 +14,7 @@ from pathlib import Path
 
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import StageStats
-from llmpq.jobs.journal import (
-    JOURNAL_VERSION,
-    Entry,
-    ErrorNote,
-    EventNote,
-    JournalWriter,
-    Loaded,
-    MoreEvents,
-    PlanChange,
-    PlannedStage,
-    PlanNote,
-    ProgressPoint,
-    SessionEnd,
-    SessionStart,
-    StageRecord,
-    WorkDone,
-    point_cadence,
-    work_cadence,
-)
+from llmpq.jobs import journal
 from llmpq.jobs.result_lines import ErrorCounts, ErrorKind
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
@@ -75,7 +57,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        note: Callable[[Entry], None],
+        note: Callable[[journal.Entry], None],
         session: SessionOf,
         plan: PlanSpec,
         clock: Callable[[], float] = time.time,
@@ -90,7 +72,7 @@ class RunRecorder:
         self._has_ended = False
         self._has_latency = planned_latency(plan) is not None
         now = clock()
-        self._points, self._work = point_cadence(now), work_cadence(now)
+        self._points, self._work = journal.point_cadence(now), journal.work_cadence(now)
         note(_start(session, plan, now))
 
     def count(self, result: Result) -> None:
@@ -102,7 +84,7 @@ class RunRecorder:
         """Note the state from time to time."""
         now = self._clock()
         if self._state is None:
-            self._note(Loaded(max(0.0, now - state.elapsed_s)))
+            self._note(journal.Loaded(max(0.0, now - state.elapsed_s)))
         if self._part_at is None:
             self._part_at = now - (state.elapsed_s if self._state is None else INTERVAL_S)
         self._state, self._state_at = state, now
@@ -120,15 +102,17 @@ class RunRecorder:
             self._state = replace(self._state, stages=())
         self._part_at = None
         self._has_latency = planned_latency(plan) is not None
-        self._note(PlanChange(now, plan_note(plan)))
+        self._note(journal.PlanChange(now, plan_note(plan)))
 
     def tell(self, event: RecoveryEvent) -> None:
         self._events += 1
         if self._events > MOST_EVENTS:
-            self._note(MoreEvents(event.time_s, self._events - MOST_EVENTS))
+            self._note(journal.MoreEvents(event.time_s, self._events - MOST_EVENTS))
             return
         text = _cut(event.text)
-        self._note(EventNote(event.time_s, event.kind, event.stage, max(0.0, event.lost_s), text))
+        self._note(
+            journal.EventNote(event.time_s, event.kind, event.stage, max(0.0, event.lost_s), text)
+        )
 
     def end(self, how: str, text: str, run: Run | None = None) -> None:
         """Note how the session ended, once, and its last figures."""
@@ -145,7 +129,7 @@ class RunRecorder:
         elif self._rows:
             tokens = 0 if run is None else run.rows.tokens
             self._tell_row_counts(now, tokens)
-        self._note(SessionEnd(now, how, _cut(text)))
+        self._note(journal.SessionEnd(now, how, _cut(text)))
 
     def _tell_point(self, state: RunState, now: float) -> None:
         left_s = None if state.time_left is None else state.time_left.seconds
@@ -157,11 +141,11 @@ class RunRecorder:
         kinds = dict(self._errors.kinds)
         errors = sum(kind.count for kind in kinds.values())
         rate, left = round(tokens_per_s, 2), None if left_s is None else round(left_s, 1)
-        self._note(ProgressPoint(round(now, 2), self._rows, errors, tokens, rate, left))
+        self._note(journal.ProgressPoint(round(now, 2), self._rows, errors, tokens, rate, left))
         for what, kind in kinds.items():
             if self._told.get(what) != kind:
                 self._told[what] = kind
-                self._note(ErrorNote(now, what, kind.count, kind.custom_id, kind.error))
+                self._note(journal.ErrorNote(now, what, kind.count, kind.custom_id, kind.error))
 
     def _tell_work(self, state: RunState, now: float) -> None:
         if state.stages:
@@ -170,7 +154,9 @@ class RunRecorder:
             shares = state.whole_busy_share or (0.0,) * len(state.stages)
             stages = zip(state.stages, shares, strict=False)
             works = tuple(_stage_work(each, times * share) for each, share in stages)
-            self._note(WorkDone(now, works, state.latencies.buckets if self._has_latency else ()))
+            self._note(
+                journal.WorkDone(now, works, state.latencies.buckets if self._has_latency else ())
+            )
 
 
 @contextmanager
@@ -179,8 +165,8 @@ def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
     if session is None:
         yield RunRecorder(lambda entry: None, _NOBODY, undivided(run.plan))
         return
-    journal = JournalWriter(session.path)
-    recorder = RunRecorder(journal.note, session, undivided(run.plan))
+    writer = journal.JournalWriter(session.path)
+    recorder = RunRecorder(writer.note, session, undivided(run.plan))
     run.on_state.append(recorder.see)
     run.on_plan.append(recorder.change_plan)
     run.on_event.append(recorder.tell)
@@ -188,7 +174,7 @@ def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
 
     def end_at_once(why: str) -> None:
         recorder.end("failed", why, run)
-        journal.close()
+        writer.close()
         if give_up is not None:
             give_up(why)
 
@@ -205,13 +191,13 @@ def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
     else:
         recorder.end("done", "", run)
     finally:
-        journal.close()
+        writer.close()
 
 
-def plan_note(plan: PlanSpec) -> PlanNote:
+def plan_note(plan: PlanSpec) -> journal.PlanNote:
     is_followed = planned_tokens_per_s(plan) is not None
     job, latency = plan.job, planned_latency(plan)
-    return PlanNote(
+    return journal.PlanNote(
         fingerprint=blake2b(plan.to_json().encode(), digest_size=6).hexdigest(),
         model=_cut(plan.model.name),
         cluster=_cut(plan.cluster),
@@ -226,18 +212,20 @@ def plan_note(plan: PlanSpec) -> PlanNote:
     )
 
 
-def _planned(plan: PlanSpec, stage: StagePlan) -> PlannedStage:
+def _planned(plan: PlanSpec, stage: StagePlan) -> journal.PlannedStage:
     def seconds(phase: Phase) -> float | None:
         return planned_s(plan, stage, phase) or None
 
     bits = " ".join(f"{bits}x{len(list(run))}" for bits, run in groupby(sorted(stage.bitwidths)))
     span = (stage.layers.start, stage.layers.stop)
-    return PlannedStage(_cut(stage.label), span, bits, seconds("prefill"), seconds("decode"))
+    return journal.PlannedStage(
+        _cut(stage.label), span, bits, seconds("prefill"), seconds("decode")
+    )
 
 
-def _start(session: SessionOf, plan: PlanSpec, now: float) -> SessionStart:
-    return SessionStart(
-        journal=JOURNAL_VERSION,
+def _start(session: SessionOf, plan: PlanSpec, now: float) -> journal.SessionStart:
+    return journal.SessionStart(
+        journal=journal.JOURNAL_VERSION,
         at=now,
         llmpq=llmpq_version(),
         host=_cut(platform.node()),
@@ -253,11 +241,11 @@ def _start(session: SessionOf, plan: PlanSpec, now: float) -> SessionStart:
     )
 
 
-def _stage_work(stats: StageStats, busy_share: float) -> StageRecord:
+def _stage_work(stats: StageStats, busy_share: float) -> journal.StageRecord:
     """What a stage has done; a stage that was started again counts from 0, but not its share."""
     prefill, decode = mean_s(stats.prefill), mean_s(stats.decode)
     share = min(1.0, busy_share)
-    return StageRecord(stats.busy_s, share, *prefill, *decode, stats.micro_batches)
+    return journal.StageRecord(stats.busy_s, share, *prefill, *decode, stats.micro_batches)
 
 
 def _cut(text: str, most: int = _TEXT) -> str:

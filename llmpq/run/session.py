@@ -8,6 +8,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import TYPE_CHECKING
 
@@ -151,7 +152,12 @@ class Session:
         return f"<Session of {spec.model.name} on {spec.cluster}: {state}, {runs}>"
 
 
-class Results(Iterator[Result], AsyncIterator[Result]):
+class Results(
+    Iterator[Result],
+    AsyncIterator[Result],
+    AbstractContextManager["Results"],
+    AbstractAsyncContextManager["Results"],
+):
     """The results that `Plan.run` and a session's return; nothing is started before the first is
     asked for.
 
@@ -216,9 +222,6 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         self._given += result is not None
         return result
 
-    def __aiter__(self) -> Results:
-        return self
-
     async def __anext__(self) -> Result:
         """Wait for the next result in a thread, so that other tasks go on."""
         if self._thread is None:
@@ -258,14 +261,8 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         """End the run in a thread, so that other tasks go on."""
         await asyncio.to_thread(self.close)
 
-    async def __aenter__(self) -> Results:
-        return self
-
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
-
-    def __enter__(self) -> Results:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

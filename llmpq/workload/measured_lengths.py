@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from llmpq.jobs.file_format import (
     READ_ERRORS,
     SUFFIXES,
     contradiction,
+    json_value,
     output_format,
     reason,
 )
@@ -166,10 +166,7 @@ def _finished(path: Path, folder: Path) -> Iterator[tuple[str, int]]:
 def _outputs(rows: Iterable[object], path: Path) -> Iterator[tuple[str, int]]:
     for number, row in enumerate(rows, start=1):
         if isinstance(row, bytes):
-            try:
-                row = json.loads(row)
-            except (ValueError, RecursionError):
-                row = None
+            row = json_value(row)
         place = f"lengths {path}: row {number}"
         if isinstance(row, Mapping) and is_openai_line(row):
             yield str(row.get("custom_id")), _answered_tokens(row, place)

@@ -13,7 +13,7 @@ import json
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -69,18 +69,6 @@ class MeasuredRows:
 
 
 @dataclass(frozen=True)
-class _Survey:
-    """The rows as they are read [rows]: `sizes` are bytes of texts and tokens of token ids."""
-
-    sizes: IntArray
-    limits: IntArray
-    places: IntArray
-    finished: IntArray
-    is_text: BoolArray
-    done: BoolArray
-
-
-@dataclass(frozen=True)
 class InputMeasure:
     """Measures the rows of `source` for `model`.
 
@@ -102,19 +90,16 @@ class InputMeasure:
     def measure(self) -> MeasuredRows:
         """The usable rows; `InputError` where there are none, SpecError without a tokenizer."""
         read = self._survey()
-        even = np.zeros(len(read.sizes), dtype=bool)
-        even[~read.done] = _even_rows(np.where(read.is_text, read.sizes, 0)[~read.done])
+        even = read.even.copy()
+        even[~read.done] = _even_rows(np.where(read.exact, 0, read.prompts)[~read.done])
         if self.prompt_length is not None:
-            prompts = np.full(len(read.sizes), self.prompt_length)
+            prompts = np.full(len(read), self.prompt_length)
             exact = np.ones(len(prompts), dtype=bool)
         else:
-            chosen = read.is_text & (even | _longest_rows(read) | (read.finished > 0))
-            exact = ~read.is_text | chosen
+            chosen = ~read.exact & (even | _longest_rows(read) | (read.finished > 0))
+            exact = read.exact | chosen
             prompts = self._with_tokens(read, chosen)
-        rows = MeasuredRows(
-            prompts, read.limits, read.places, exact, even, read.finished, read.done
-        )
-        usable = rows.where(prompts > 0)
+        usable = replace(read, prompts=prompts, exact=exact, even=even).where(prompts > 0)
         if usable.done.all():
             raise InputError(f"{self._named}: no prompt has tokens; give --s")
         return usable
@@ -123,9 +108,12 @@ class InputMeasure:
     def _named(self) -> str:
         return ", ".join(map(str, self.source.files))
 
-    def _survey(self) -> _Survey:
+    def _survey(self) -> MeasuredRows:
+        """The rows as they are read, of which none is `even` yet; `prompts` are tokens of token
+        ids, and of texts bytes.
+        """
         sizes, limits, places = array("q"), array("q"), array("q")
-        is_text, finished, ids = array("b"), array("q"), array("Q")
+        is_exact, finished, ids = array("b"), array("q"), array("Q")
         read = False
         for row, place in self.source.rows():
             read = True
@@ -134,7 +122,7 @@ class InputMeasure:
             sizes.append(_size(row))
             limits.append(row.sampling.get("max_new_tokens") or self.new_tokens)
             places.append(place)
-            is_text.append(row.token_ids is None)
+            is_exact.append(row.token_ids is not None)
             finished.append(self.finished.get(row.custom_id, 0))
             if self.done is not None:
                 ids.append(id_number(row.custom_id))
@@ -144,13 +132,14 @@ class InputMeasure:
             raise InputError(
                 f"{self._named}: no row can be used; llmpq run would write only errors"
             )
-        return _Survey(
-            _numbers(sizes),
-            _numbers(limits),
-            _numbers(places),
-            _numbers(finished),
-            np.array(is_text, dtype=bool),
-            self._done(len(sizes), np.array(ids, dtype=np.uint64)),
+        return MeasuredRows(
+            prompts=_numbers(sizes),
+            limits=_numbers(limits),
+            places=_numbers(places),
+            exact=np.array(is_exact, dtype=bool),
+            even=np.zeros(len(sizes), dtype=bool),
+            finished=_numbers(finished),
+            done=self._done(len(sizes), np.array(ids, dtype=np.uint64)),
         )
 
     def _done(self, rows: int, ids: IdNumbers) -> BoolArray:
@@ -160,21 +149,21 @@ class InputMeasure:
         done = np.isin(ids, self.done)
         return np.zeros(rows, dtype=bool) if done.all() else done
 
-    def _with_tokens(self, read: _Survey, chosen: BoolArray) -> IntArray:
+    def _with_tokens(self, read: MeasuredRows, chosen: BoolArray) -> IntArray:
         """Tokens of each prompt [rows]: 0 where it has none, estimated by bytes at texts that are
         not chosen.
         """
-        tokens = read.sizes.copy()
+        tokens = read.prompts.copy()
         if not chosen.any():
             return tokens
         tokens[chosen], why = self._tokenized(read.places[chosen])
-        known, unknown = chosen & (tokens > 0), read.is_text & ~chosen
-        if not known.any() and read.is_text.all():
+        known, unknown = chosen & (tokens > 0), ~read.exact & ~chosen
+        if not known.any() and not read.exact.any():
             first = f"; the first: {why}" if why else ""
             raise InputError(f"{self._named}: no prompt could be tokenized; give --s{first}")
         if unknown.any() and known.any():
-            share = tokens[known].sum() / read.sizes[known].sum()
-            tokens[unknown] = np.ceil(read.sizes[unknown] * share)
+            share = tokens[known].sum() / read.prompts[known].sum()
+            tokens[unknown] = np.ceil(read.prompts[unknown] * share)
         return tokens
 
     def _tokenized(self, places: IntArray) -> tuple[list[int], str]:
@@ -234,12 +223,12 @@ def _even_rows(sizes: IntArray) -> BoolArray:
     return even
 
 
-def _longest_rows(read: _Survey) -> BoolArray:
+def _longest_rows(read: MeasuredRows) -> BoolArray:
     """Which texts are those of the most bytes, of rows that are left [rows]."""
-    texts = np.flatnonzero(read.is_text & ~read.done)
-    by_size = texts[np.argsort(-read.sizes[texts], kind="stable")][:MOST_LONGEST_ROWS]
-    fits = np.cumsum(read.sizes[by_size]) <= MOST_BYTES
+    texts = np.flatnonzero(~read.exact & ~read.done)
+    by_size = texts[np.argsort(-read.prompts[texts], kind="stable")][:MOST_LONGEST_ROWS]
+    fits = np.cumsum(read.prompts[by_size]) <= MOST_BYTES
     fits[:1] = True
-    longest = np.zeros(len(read.sizes), dtype=bool)
+    longest = np.zeros(len(read), dtype=bool)
     longest[by_size[fits]] = True
     return longest

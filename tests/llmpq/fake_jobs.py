@@ -102,8 +102,8 @@ class FaultyDisk(QuickDisk):
         half = memoryview(data)[: max(1, len(data) // 2)]
         return int(
             self._call(
-                lambda: Disk.write(self, descriptor, data),
-                lambda: Disk.write(self, descriptor, half),
+                lambda: Disk.write(descriptor, data),
+                lambda: Disk.write(descriptor, half),
             )
         )
 
@@ -114,13 +114,13 @@ class FaultyDisk(QuickDisk):
         try:
             self._call(lambda: None)
         finally:
-            Disk.close(self, descriptor)
+            Disk.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         def perform() -> None:
             before = target.read_bytes() if target.exists() else None
             self._undo.append((target.parent, source, target, before))
-            Disk.rename(self, source, target)
+            Disk.rename(source, target)
             if source in self._unsynced:
                 self._unsynced.add(target)
 

@@ -13,7 +13,7 @@ from llmpq.jobs.job_files import Shard, shards_in
 from llmpq.jobs.overview.places import JobPlace, is_running
 from llmpq.jobs.result_lines import ErrorCounts, ErrorKind, read_errors
 from llmpq.jobs.sessions import JobSession, Journal, SessionSeries, read_journal, session_series
-from llmpq.jobs.store import Manifest
+from llmpq.jobs.store import JOURNAL, MANIFEST, Manifest
 from llmpq.report.latency import LatencyFigures, PlannedLatency
 from quant.common.errors import InputError
 
@@ -166,13 +166,13 @@ def overview_of(place: JobPlace, now: float | None = None, look: bool = True) ->
 
 def _read_records(place: JobPlace, now: float) -> _Records:
     """Read all of a job, which may end meanwhile: then its journal is read once more."""
-    journal = read_journal(place.journal)
+    journal = read_journal(place.folder / JOURNAL)
     runs = is_running(place, journal, now)
     if not runs and journal.sessions and journal.sessions[-1].end is None:
-        journal = read_journal(place.journal)
+        journal = read_journal(place.folder / JOURNAL)
     if runs and journal.sessions and journal.sessions[-1].end is None:
         journal.sessions[-1].runs, journal.sessions[-1].last_at = True, now
-    manifest = Manifest.read(place.manifest)
+    manifest = Manifest.read(place.folder / MANIFEST)
     shards = shards_in(place.folder)
     if manifest is not None:
         shards = [shard for shard in shards if shard.generation == manifest.generation]
@@ -293,7 +293,7 @@ def _left_s(records: _Records, counts: _RowCounts, generated_s: float, now: floa
 
 def _last_at(records: _Records) -> float | None:
     times = [records.journal.beat_at or 0.0]
-    for path in (records.place.manifest, *(shard.path for shard in records.shards[-1:])):
+    for path in (records.place.folder / MANIFEST, *(shard.path for shard in records.shards[-1:])):
         try:
             times.append(path.stat().st_mtime)
         except OSError:

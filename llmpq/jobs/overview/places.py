@@ -37,18 +37,6 @@ class JobPlace:
     def in_folder(self) -> bool:
         return self.output == self.folder
 
-    @property
-    def lock(self) -> Path:
-        return self.folder / LOCK
-
-    @property
-    def manifest(self) -> Path:
-        return self.folder / MANIFEST
-
-    @property
-    def journal(self) -> Path:
-        return self.folder / JOURNAL
-
 
 def find_job(named: str | Path) -> JobPlace:
     """The job whose output is `named`; raises `InputError` where there is none."""
@@ -98,9 +86,10 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _has_records(place: JobPlace) -> bool:
-    if place.manifest.is_file() or place.journal.is_file() or shards_in(place.folder):
+    folder = place.folder
+    if (folder / MANIFEST).is_file() or (folder / JOURNAL).is_file() or shards_in(folder):
         return True
-    return not place.in_folder and place.lock.is_file()
+    return not place.in_folder and (folder / LOCK).is_file()
 
 
 def jobs_in(folder: str | Path, depth: int) -> Iterator[JobPlace]:
@@ -145,13 +134,14 @@ def is_running(place: JobPlace, journal: Journal, now: float) -> bool:
     The lock of a process that was killed is no lock any more. Locks of other machines, and of other
     containers, do not show here: their jobs run while the journal has signs of life.
     """
-    if not place.lock.exists():
+    lock = place.folder / LOCK
+    if not lock.exists():
         return False
     last = next((each.start for each in journal.sessions[-1:] if each.end is None), None)
     has_beat = journal.beat_at is not None and now - journal.beat_at < BEAT_WITHIN_S
     if last is not None and last.host != platform.node():
         return has_beat
-    held = is_locked(place.lock, None if last is None else last.pid)
+    held = is_locked(lock, None if last is None else last.pid)
     return last is not None and has_beat if held is None else held
 
 
