@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol, Self
 
 from actors.messages import Finished, Progress, Request
-from actors.processes.observer import StageTrace
+from actors.processes.observer import Observer, StageTrace
 from actors.stage_figures import LayersLoaded, QueueDepth, StageStats
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
@@ -76,24 +76,9 @@ class Live(Protocol):
         """
 
 
-class Observed(Protocol):
-    """Looks at stages in the plan's order without ever harming them, as `Observer`."""
-
-    def figures(self) -> tuple[StageStats, ...] | None:
-        """Return the figures of every stage; None where they do not answer."""
-
-    def loading(self) -> Sequence[LayersLoaded | None]:
-        """Return how far each stage is with loading; None where its pipeline has not begun."""
-
-    def align(self) -> None:
-        """Estimate how the stages' clocks differ from this process's."""
-
-    def traces(self) -> tuple[StageTrace | None, ...]:
-        """Return every stage's micro-batches; None for those that nobody can ask."""
-
-
 class JoinedObserver:
-    """Asks the stages of several pipelines, which have so many `stages` each, as those of one.
+    """Asks the stages of several pipelines, which have so many `stages` each, as `Observer` asks
+    those of one.
 
     `observers` gives that of each, those of pipelines that still load on demand; None where nobody
     answers now: then its last figures are told, with an empty queue. The first stage of each has a
@@ -101,7 +86,7 @@ class JoinedObserver:
     """
 
     def __init__(
-        self, observers: Callable[[bool], Sequence[Observed | None]], stages: Sequence[int]
+        self, observers: Callable[[bool], Sequence[AnyObserver | None]], stages: Sequence[int]
     ) -> None:
         self._observers, self._stages = observers, tuple(stages)
         idle = StageStats()
@@ -130,6 +115,9 @@ class JoinedObserver:
         return tuple(each for one, n in asked for each in (one.traces() if one else (None,) * n))
 
 
+AnyObserver = Observer | JoinedObserver
+
+
 def with_queue(stats: StageStats) -> StageStats:
     """The figures of a first stage that has not led a run yet."""
     return replace(stats, queue=QueueDepth(0, 0, 0, 0))
@@ -140,7 +128,7 @@ class LiveGroup(ABC):
     goes through them, and is read to its end or given up by `abandon`.
     """
 
-    observer: Observed
+    observer: AnyObserver
     can_follow = True
     """Whether another plan may be put in force for the same stages while they generate."""
 

@@ -5,39 +5,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from actors.processes.device import own_gpus
 from planner.cluster.accelerators import Accelerator
+from planner.cluster.device import Device
+from planner.plan.spec import StagePlan
 from quant.common.errors import DeviceError
 
 ACCELERATOR_TYPE = "accelerator_type:"
 CRUMB = 0.001  # Ray offers one unit of an accelerator type a node, for all that ask for the type
 
 
-class Placed(Protocol):
-    """Whatever needs a device: a `planner.plan.spec.StagePlan`, or a measurement."""
+@dataclass(frozen=True)
+class DeviceRequest:
+    """A device for a measurement, asked for as a stage asks for its own: `emulated`, where a CPU
+    stands in for it; `custom_resource`: the Ray resource that names it where Ray has no type for
+    it; `degree`: the number of such devices, of one node, that what is placed is divided among.
+    """
 
-    @property
-    def index(self) -> int: ...
+    index: int
+    kind: Accelerator
+    emulated: bool
+    threads: int
+    custom_resource: str | None
+    degree: int = 1
 
-    @property
-    def kind(self) -> Accelerator: ...
+    @classmethod
+    def of(cls, device: Device) -> DeviceRequest:
+        threads = device.threads or 1
+        return cls(0, device.accelerator, device.emulated, threads, device.custom_resource)
 
-    @property
-    def emulated(self) -> bool:
-        """Whether a CPU stands in for the device."""
 
-    @property
-    def threads(self) -> int: ...
-
-    @property
-    def custom_resource(self) -> str | None:
-        """The Ray resource that names the device where Ray has no type for it."""
-
-    @property
-    def degree(self) -> int:
-        """Number of such devices, of one node, that it is divided among."""
+Placed = StagePlan | DeviceRequest
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,6 @@ class Followers:
         self.get([actor.layers_loaded.remote() for actor in self._actors])
 
     def load(self, importance: Sequence[LayerImportance] | None) -> list[ObjectRef[StageStats]]:
-        """Have each load its part, at the same time."""
         kept = ray.put(importance) if self._actors else None
         return [actor.load.remote(kept) for actor in self._actors]
 

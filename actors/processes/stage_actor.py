@@ -148,7 +148,6 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
             return self._loaded().finish(batch, last_hidden)
 
     def sent(self) -> None:
-        """Note that the last result was passed on."""
         self._meter.sent()
 
     def step(self, message: RayMessage, epoch: int) -> RayMessage:

@@ -292,6 +292,5 @@ class _Loads:
 
 
 def _stack(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers."""
     stack: nn.ModuleList = getattr(model.get_decoder(), architecture_of(model.config).layers)
     return stack

@@ -197,7 +197,6 @@ def measure_hops(
 
 
 def _linked(first: Any, second: Any) -> bool:
-    """Whether both could be connected."""
     ends = (first, second)
     hosts = get_answers([end.host.remote() for end in ends])
     rendezvous = Rendezvous(tuple(hosts), _RENDEZVOUS_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -13,31 +12,12 @@ from ray.exceptions import RayTaskError
 
 from actors.processes.answers import get_answer, get_streamed
 from actors.processes.device import device_here, stage_environment
-from actors.processes.placement import place
+from actors.processes.placement import DeviceRequest, place
 from actors.profiling.layers import LoadTask, MeasuredLoad, time_loading
 from actors.profiling.task import ProfileState, ProfileTask, measure
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from quant.common.errors import DeviceError, LlmpqError
-
-
-@dataclass(frozen=True)
-class DeviceRequest:
-    """A device as placement asks for it."""
-
-    index: int
-    kind: Accelerator
-    emulated: bool
-    threads: int
-    custom_resource: str | None
-    degree: int = 1
-
-    @classmethod
-    def of(cls, device: Device) -> DeviceRequest:
-        """The request of a stage on `device`."""
-        return cls(
-            0, device.accelerator, device.emulated, device.threads or 1, device.custom_resource
-        )
 
 
 def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileState]:

@@ -70,7 +70,6 @@ class ReferenceWork:
         self._memory = torch.ones(elements, device=device)
 
     def run(self) -> ReferenceTimes:
-        """Do the reference work and time it."""
         began = self.now()
         torch.mm(self._left, self._right)
         between = self.now()

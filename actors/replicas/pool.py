@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from actors.live_group import JoinedObserver, LiveGroup, Observed
+from actors.live_group import AnyObserver, JoinedObserver, LiveGroup
 from actors.recovery.policy import OnEvent, Teller, ignore_event
 from actors.replicas.replica import PoolBoard, Replica, Restarts
 from actors.replicas.run import SharedRun
@@ -65,7 +65,7 @@ class ReplicaPool(LiveGroup):
     def ready_plans(self) -> Sequence[PlanSpec]:
         return [each.plan for each in self.replicas if each.status == "ready"]
 
-    def _observers(self, load_too: bool) -> Sequence[Observed | None]:
+    def _observers(self, load_too: bool) -> Sequence[AnyObserver | None]:
         """What looks at the stages of each replica that is loaded, or may still load."""
         return [
             each.group.observer if each.group and (load_too or each.status == "ready") else None
@@ -129,9 +129,6 @@ class ReplicaPool(LiveGroup):
         return run
 
     def abandon(self) -> None:
-        """Give up what is in flight, while nobody waits for it; the replicas, loaded as they are,
-        are ready for another run.
-        """
         if self._board.run is not None:
             self._board.run.interrupt()
         with self._board.changed:

@@ -12,10 +12,10 @@ from typing import Any
 
 import ray
 
-from actors.processes.placement import place
+from actors.processes.placement import DeviceRequest, place
 from actors.profiling.layers import LoadTask
 from actors.profiling.links import measure_hops, measure_sums
-from actors.profiling.on_cluster import DeviceRequest, time_loading_on_cluster
+from actors.profiling.on_cluster import time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device, Place
 from planner.cluster.spec import ClusterSpec, equal_devices, group_of

@@ -28,13 +28,9 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ggml", ".onnx")
 _ORIGINAL = "give the original checkpoint, a Hugging Face folder of safetensors files"
 
 
-def has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (INDEX_FILE, SINGLE_FILE, GGUF_INDEX_FILE))
-
-
 def unread_weights(folder: Path) -> str | None:
     """Why weights cannot be read, and what helps; None where they can be or there are none."""
-    if has_weights(folder):
+    if any((folder / name).is_file() for name in (INDEX_FILE, SINGLE_FILE, GGUF_INDEX_FILE)):
         return None
     if (folder / ADAPTER_CONFIG).is_file() or _first(folder, _ADAPTER_FILES):
         return (

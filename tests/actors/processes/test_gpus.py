@@ -12,9 +12,8 @@ import ray
 from ray._private.thirdparty import pynvml
 
 from actors.processes.device import see_own, stage_environment, visible_gpus
-from actors.processes.placement import place
+from actors.processes.placement import DeviceRequest, place
 from actors.processes.reservation import Reservation
-from actors.profiling.on_cluster import DeviceRequest
 from llmpq.detect import detect_cluster
 from llmpq.remote.session import ray_session
 from planner.cluster.spec import ClusterSpec
