@@ -71,9 +71,7 @@ def _columns(results: Iterable[Result]) -> dict[str, list[Any]]:
 
 
 def _objects(library: Any, values: Sequence[Any]) -> Any:
-    """A column as pandas has it by itself, but one with texts or missing values as objects, in
-    which None stays None.
-    """
+    """A column as pandas makes it, but of objects where it has texts or None, which stays None."""
     plain = all(isinstance(value, bool | int | float) for value in values) and values
     return library.Series(values, dtype=None if plain else object)
 

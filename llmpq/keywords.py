@@ -118,9 +118,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
 
 
 class EvaluationKeywords(TypedDict, total=False):
-    """Options of `Plan.evaluate` that say what weights are rounded by: fields of
-    `EvaluationOptions`.
-    """
+    """Options of `Plan.evaluate` on how weights are rounded: fields of `EvaluationOptions`."""
 
     importance: str | Path | None
     cache_dir: str | Path | None

@@ -271,9 +271,7 @@ def _show_models(options: ModelsCommand) -> int:
 
 
 def weight_bytes(shape: ModelShape, bits: int) -> int:
-    """The bytes of a model's weights with all decoder layers at `bits` on a usual GPU; those of a
-    tied head count once.
-    """
+    """Bytes of a model's weights, layers at `bits` on a usual GPU; a tied head counts once."""
     linears = shape.layer_linears()
     rules = [(rule_for(_USUAL_GPU, bits, linear, _DTYPE), linear) for linear in linears]
     layer = sum(rule.nbytes(linear, _DTYPE) for rule, linear in rules)

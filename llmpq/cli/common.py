@@ -37,9 +37,7 @@ EXIT_TERMINATED = 143
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that prints no markup: as wide as COLUMNS says, else as the terminal of this
-    process, else 80 columns.
-    """
+    """A console without markup: as wide as COLUMNS says, else as the terminal, else 80 columns."""
     from llmpq.cli.terminal import SafeConsole
 
     return SafeConsole(stderr=stderr, markup=False)

@@ -108,9 +108,7 @@ def _plan_workload(call: PlanCall, workload: Workload | Job | InputJob, longest:
 
 
 def _plan_bounded(call: PlanCall) -> int:
-    """Plan under a bound on the latency of requests, or trace throughput over such bounds; print
-    and write what was asked for.
-    """
+    """Plan under a bound on the latency of requests, or trace throughput over such bounds."""
     options = call.options
     with TaskProgress("measuring the prompts"):
         requests = asked_requests(options, call.model)
@@ -142,9 +140,7 @@ def _show(
 
 
 def _check_targets(options: PlanCommand) -> None:
-    """Raise `InputError` for a file that could not be written: before the plan, which takes long,
-    and not after it.
-    """
+    """Raise `InputError` for a file that cannot be written, before a plan, which takes long."""
     targets = (options.output, options.report, options.trace, options.pareto, options.write_cluster)
     for target in targets:
         if target and not names_a_file(Path(target)):
@@ -243,9 +239,7 @@ def _finish(
 
 
 def _write_front_file(options: PlanCommand, write: Callable[[str], None], chosen_by: str) -> None:
-    """Have the front written where a file for it was named; the option `chosen_by` plans a point
-    of it.
-    """
+    """Write the front where a file for it was named; option `chosen_by` plans a point of it."""
     if options.pareto:
         write(options.pareto)
         look = "open it in a browser; " if Path(options.pareto).suffix == ".svg" else ""

@@ -82,9 +82,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = RUN) -> int:
 
 
 def _check(options: RunCommand, given: argparse.Namespace) -> tuple[Plan | Fleet, RunOptions]:
-    """Return the plan, or the fleet, and the options of the run; raises for options that could not
-    be used on any machine.
-    """
+    """The plan or fleet, and the run's options; raises for those that no machine could use."""
     chosen = run_options(given)
     output_options(given)
     plan = load_plan(options.plan)
@@ -140,9 +138,7 @@ def _run_job(
     output: Output,
     seen: Sequence[int],
 ) -> int:
-    """Do what is left of a job and return the exit code; torch and Ray are loaded only if something
-    is left.
-    """
+    """Do what is left of a job, for which alone torch and Ray are loaded; returns the exit code."""
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = options.plan
     first = plans_of(plan.spec)[0]

@@ -199,9 +199,7 @@ def submit_parser(prog: str) -> Parser:
 
 
 def path_parser(prog: str) -> Parser:
-    """The parser of the options with paths, on this machine or on the cluster, and of the cluster
-    itself.
-    """
+    """The parser of options with paths, of here or of the cluster, and of its address."""
     parser = Parser(prog, add_help=False)
     parser.declare({"paths": _PATHS}, RunCommand, RunOptions)
     return parser

@@ -201,9 +201,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _model(named: str | None, plan: PlanSpec) -> str | None:
-    """The job's `--model`: as given, or for a relative path on this machine its absolute one;
-    None to take the plan's own.
-    """
+    """The job's `--model`: as given, but absolute if it is a path here; None for the plan's own."""
     reference = named or plan.stand_in or plan.model.source
     path = local_path(reference, "give a folder or a hub id")
     if path is not None and not path.is_absolute() and is_local_model(path):

@@ -30,9 +30,7 @@ MOST_ROWS = 4096
 
 
 def drawn_windows(windows: Windows, sequences: int, seed: int) -> TokenIds:
-    """At most `sequences` whole windows of a text, drawn by `seed` and kept in its order,
-    `[sequences, length]`.
-    """
+    """At most `sequences` whole windows, drawn by `seed`, in their order: `[sequences, length]`."""
     length = windows.token_ids.shape[1]
     whole = np.flatnonzero(windows.counts == length)
     drawn = np.random.default_rng(seed).permutation(whole)[:sequences]

@@ -39,9 +39,7 @@ _VERBOSE_LOGGERS = (
 
 
 def checked_address(address: str, option: str) -> str:
-    """`address` without a slash at its end; raises `SpecError` naming `option` if it is no
-    dashboard's.
-    """
+    """`address` without a last slash; `SpecError` naming `option` where it is no dashboard's."""
     try:
         parts = urlsplit(address)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -103,9 +103,7 @@ def _shut_down() -> None:
 
 @contextmanager
 def _nothing_left() -> Iterator[None]:
-    """Where a start of Ray does not come to its end, end what it has started: its agents outlive
-    the raylet by a minute.
-    """
+    """Where Ray's start fails, end what it has started: agents outlive the raylet by a minute."""
     from actors.processes.ray_head import below_this, end_all
 
     before = below_this()

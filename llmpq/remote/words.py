@@ -133,9 +133,7 @@ def _redirected(name: str, descriptor: int, file: BinaryIO) -> Iterator[None]:
 
 
 def _descriptor_of(stream: Any) -> int | None:
-    """The descriptor that a stream of `sys` writes to; None for one that a test or notebook put
-    there.
-    """
+    """The descriptor that a stream of `sys` writes to; None for one of a test or a notebook."""
     try:
         number: int = stream.fileno()
     except (AttributeError, OSError, ValueError):

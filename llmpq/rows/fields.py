@@ -200,9 +200,7 @@ def _is_same(value: Any, neutral: Any) -> bool:
 
 
 def _holds_fields(value: Any) -> bool:
-    """Whether an object is one of fields: all its names are some or near misses, or one of them is
-    no plain word.
-    """
+    """Whether an object is of fields: all names are some or near misses, or one no plain word."""
     if not isinstance(value, Mapping):
         return False
     asked = [name for name in value if name in _FOLLOWED or name in _UNFOLLOWED]
@@ -216,11 +214,9 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_schema(value: Any) -> bool:
-    return (
-        value == "json"
-        if isinstance(value, str)
-        else isinstance(value, Mapping) and "type" in value
-    )
+    if isinstance(value, str):
+        return value == "json"
+    return isinstance(value, Mapping) and "type" in value
 
 
 def _is_grammar(value: Any) -> bool:

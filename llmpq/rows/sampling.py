@@ -212,9 +212,7 @@ def _whole(name: str, value: Any) -> Any:
 
 
 def _typed(name: str, given: Any) -> Any:
-    """What is `given` as the type that `Sampling.name` has, or `FieldError`; bias and token ids are
-    checked there.
-    """
+    """`given` as the type of `Sampling.name`, or `FieldError`; bias and ids are checked there."""
     value = _whole(name, plain_value(given))
     if name not in _OF_SAMPLING:
         raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(SAMPLING_FIELDS)}")

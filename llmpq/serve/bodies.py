@@ -125,9 +125,7 @@ class Body(BaseModel):
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
-        """How many alternatives of each token are told with their log-probabilities; None where no
-        log-probabilities are asked for.
-        """
+        """How many alternatives of a token are told; None where log-probabilities are not asked."""
 
     @property
     @abstractmethod

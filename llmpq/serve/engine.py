@@ -36,9 +36,7 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class QueueState:
-    """Generations that wait and those that have one of the `slots`, and token slots of the KV
-    cache.
-    """
+    """Generations that wait and that have one of the `slots`, and token slots of the KV cache."""
 
     waiting: int
     running: int

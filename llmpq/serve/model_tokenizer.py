@@ -79,9 +79,7 @@ class ModelTokenizer:
         return bool(text) and INCOMPLETE not in text
 
     async def _asked(self, token_ids: Sequence[int], before: Sequence[int]) -> str:
-        """The text from the process; all that is asked while it is at work goes to it together,
-        when it is free again.
-        """
+        """The text from the process; what is asked while it works goes to it together, later."""
         asked: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._questions.append(((before[-MOST_BEFORE:], token_ids), asked))
         if self._asking is None:

@@ -1,6 +1,4 @@
-"""The engine over the stages of a plan, or of several pipelines: a live run in a thread of its own,
-and the model's tokenizer.
-"""
+"""The engine over one pipeline or several: a live run in its own thread, and the tokenizer."""
 
 from __future__ import annotations
 

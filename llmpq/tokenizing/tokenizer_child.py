@@ -138,9 +138,7 @@ class RowTokenizer:
                     raise ValueError(f"it has no place for {name}; put them into a message")
 
     def _encoded(self, text: str, adds: bool) -> dict[str, Any]:
-        """Ids of `text`, with special tokens where `adds`: those before it, such as BOS, only where
-        it does not begin so.
-        """
+        """Ids of `text`, with special tokens where `adds`, but not those that it begins with."""
         if self.most_characters is not None and len(text) > self.most_characters:
             return {"characters": len(text)}
         ids = self.tokenizer(text, verbose=False, add_special_tokens=adds)["input_ids"]
@@ -175,9 +173,7 @@ def error_words(error: BaseException) -> str:
 
 
 def _load(folder: Path, chat_template: str | None) -> Any:
-    """Load the tokenizer, with another template if one is given; raises what transformers raises,
-    and `ValueError` without tokens.
-    """
+    """Load the tokenizer; raises what transformers raises, and `ValueError` without tokens."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from transformers import AutoTokenizer
 

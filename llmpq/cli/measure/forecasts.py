@@ -136,9 +136,7 @@ def _profiled_cluster(options: ProfileCommand) -> ClusterSpec:
 
 
 def _print_profile(profile: DeviceProfile, shape: ModelShape) -> None:
-    """Print the fit's error on held-out points, attention beside the rest of layers, and how much
-    the machine's speed varied.
-    """
+    """Print the fit's error on held-out points, the parts of layers, and how much speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     threads = profile.device.threads
     title = (

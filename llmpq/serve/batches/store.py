@@ -176,9 +176,7 @@ class BatchStore:
 
 
 class Arrival:
-    """A file that arrives in parts, of which nothing stays unless it is kept. Methods raise OSError
-    as the disk does.
-    """
+    """A file that arrives in parts; at its end it is gone unless it is kept. Raises OSError."""
 
     def __init__(self, store: BatchStore) -> None:
         self.id = f"file-{secrets.token_hex(16)}"
