@@ -202,9 +202,8 @@ def _session_of(output: Output, tally: Tally, options: RunCommand) -> SessionOf 
     """The session that the journal is told of; None where nothing is kept."""
     if not isinstance(output, JobOutput):
         return None
-    counts = (tally.rows, tally.resumed, tally.resumed_errors)
-    names = (options.command, options.plan)
-    return SessionOf(output.journal, *names, *counts, output.options.overwrite, output.newest_shard)
+    job = (output.journal, options.command, options.plan, tally)
+    return SessionOf(*job, output.options.overwrite, output.newest_shard)
 
 
 def _generate(

@@ -168,29 +168,25 @@ class ColumnKinds:
     """The own columns of many rows, in the order in which they are met, and their kinds."""
 
     def __init__(self) -> None:
-        self._kinds: dict[str, ColumnKind] = {}
+        self.kinds: dict[str, ColumnKind] = {}
 
     def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Note the columns of `rows`, which are read once and not kept."""
         for row in rows:
             for name, value in row.items():
                 if name not in _KNOWN:
-                    kind = self._kinds.get(name, EMPTY)
-                    self._kinds[name] = kind if kind == JSON else joined(kind, kind_of(value))
+                    kind = self.kinds.get(name, EMPTY)
+                    self.kinds[name] = kind if kind == JSON else joined(kind, kind_of(value))
 
     def add(self, other: ColumnKinds) -> None:
-        for name, kind in other._kinds.items():
-            self._kinds[name] = joined(self._kinds.get(name, EMPTY), kind)
-
-    @property
-    def kinds(self) -> Mapping[str, ColumnKind]:
-        return self._kinds
+        for name, kind in other.kinds.items():
+            self.kinds[name] = joined(self.kinds.get(name, EMPTY), kind)
 
     def cells(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row for a table of these columns: JSON text where a column holds that."""
         texts = {
             name: json.dumps(row[name], ensure_ascii=False)
-            for name, kind in self._kinds.items()
+            for name, kind in self.kinds.items()
             if kind == JSON and row.get(name) is not None
         }
         return {**row, **texts}

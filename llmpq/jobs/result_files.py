@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from quant.common.errors import InputError
 FINISHED_FILE = 0
 """Source number of the finished file, before those of the shards."""
 
-_WRITE_BYTES = 2**17
+_LINES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -170,15 +171,8 @@ def _set_aside(shard: Shard, disk: Disk) -> None:
 
 def _fill(sink: Sink, named: FileFormat, lines: Iterator[bytes]) -> None:
     with compressed(sink, named.compression) as stream:
-        block: list[bytes] = []
-        size = 0
-        for line in lines:
-            block.append(line)
-            size += len(line)
-            if size >= _WRITE_BYTES:
-                stream.write(b"".join(block))
-                block, size = [], 0
-        stream.write(b"".join(block))
+        while block := list(islice(lines, _LINES_AT_ONCE)):
+            stream.write(b"".join(block))
 
 
 SHARD_BYTES = 2**24

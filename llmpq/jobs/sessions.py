@@ -61,6 +61,9 @@ class JobSession:
     number: int
     last_at: float
     runs: bool = False
+    rows: int = 0
+    errors: int = 0
+    tokens: int = 0
     loaded: float | None = None
     plans: list[journal.PlanChange] = field(default_factory=list)
     plan_tokens: list[int] = field(default_factory=list)  # of the session when each plan began
@@ -82,6 +85,7 @@ class JobSession:
             self.loaded = self.loaded or entry.at
         elif isinstance(entry, journal.ProgressPoint):
             self.points.append(entry)
+            self.rows, self.errors, self.tokens = entry.rows, entry.errors, entry.tokens
         elif isinstance(entry, journal.WorkDone):
             self.work[len(self.plans) - 1] = entry
         elif isinstance(entry, journal.EventNote):
@@ -92,18 +96,6 @@ class JobSession:
             self.error_notes[entry.what] = entry
         else:
             self.end = entry
-
-    @property
-    def rows(self) -> int:
-        return self.points[-1].rows if self.points else 0
-
-    @property
-    def errors(self) -> int:
-        return self.points[-1].errors if self.points else 0
-
-    @property
-    def tokens(self) -> int:
-        return self.points[-1].tokens if self.points else 0
 
     @property
     def latencies(self) -> LatencyCounts:

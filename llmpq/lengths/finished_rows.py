@@ -28,12 +28,8 @@ FIELD = "output_tokens"
 _TEXTS_AT_ONCE = 64
 
 
-@dataclass(frozen=True)
-class FinishedRow:
-    """A prompt, and how many tokens its answer had."""
-
-    row: Row
-    tokens: int
+FinishedRow = tuple[Row, int]
+"""A prompt, and how many tokens its answer had."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def as_prompts(
     prompts are no texts and there is no model, and where no row is left.
     """
     if model is None:
-        return [_as_text(each) for each in rows]
+        return [_as_text(row, tokens) for row, tokens in rows]
     with opened_tokenizer(model, prompting) as tokenizer:
         learnt = _tokenized(rows, tokenizer)
     if not learnt:
@@ -127,7 +123,7 @@ def _with_lengths(inputs: Sequence[str | Path]) -> Iterator[FinishedRow]:
         tokens = lengths.pop()
         if isinstance(row, BadRow):
             raise SpecError(f"{source.place_name(place)}: {row.error}")
-        yield FinishedRow(row, tokens)
+        yield row, tokens
 
 
 def _without_length(content: Content, place: str) -> tuple[Content, int]:
@@ -151,29 +147,28 @@ def _without_length(content: Content, place: str) -> tuple[Content, int]:
 def _joined(source: JobInput, lengths: Mapping[str, int]) -> Iterator[FinishedRow]:
     for row, _ in source.rows():
         if isinstance(row, Row) and row.custom_id in lengths:
-            yield FinishedRow(row, lengths[row.custom_id])
+            yield row, lengths[row.custom_id]
 
 
-def _as_text(each: FinishedRow) -> LearntRow:
-    row = each.row
+def _as_text(row: Row, tokens: int) -> LearntRow:
     if row.text is None:
         kind = "token ids" if row.messages is None else "messages"
         raise SpecError(
             f"row {row.custom_id!r:.80} has {kind}; name the model whose tokenizer reads them: "
             "--model"
         )
-    return LearntRow(Prompt(row.custom_id, MAX_TOKENS, text=row.text), each.tokens)
+    return LearntRow(Prompt(row.custom_id, MAX_TOKENS, text=row.text), tokens)
 
 
 def _tokenized(rows: Sequence[FinishedRow], tokenizer: TokenizerProcess | None) -> list[LearntRow]:
-    made = requests_of_any_length((each.row for each in rows), tokenizer)
+    made = requests_of_any_length((row for row, _ in rows), tokenizer)
     found = [
-        (each, request.prompt_ids)
-        for each, request in zip(rows, made, strict=True)
+        (row.custom_id, tokens, request.prompt_ids)
+        for (row, tokens), request in zip(rows, made, strict=True)
         if isinstance(request, Request)
     ]
-    texts = texts_of(tokenizer, [ids for _, ids in found])
+    texts = texts_of(tokenizer, [ids for *_, ids in found])
     return [
-        LearntRow(Prompt(each.row.custom_id, MAX_TOKENS, ids, text), each.tokens)
-        for (each, ids), text in zip(found, texts, strict=True)
+        LearntRow(Prompt(custom_id, MAX_TOKENS, ids, text), tokens)
+        for (custom_id, tokens, ids), text in zip(found, texts, strict=True)
     ]

@@ -74,12 +74,9 @@ class PredictorProcess:
             "learning": asdict(learning or LearningLimits()),
         }
         self._child = JsonChild(program, settings, "predicts lengths")
+        self.pid = self._child.pid
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llmpq-lengths")
         self._loaded = self._thread.submit(self._next_answer, LOAD_S, "loading")
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     def wait(self) -> None:
         """Wait until it is loaded; SpecError where it cannot be."""

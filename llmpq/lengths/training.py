@@ -64,12 +64,8 @@ class TrainingOptions:
                 raise SpecError(f"{name} is {value}; give {bound} or more")
 
 
-@dataclass(frozen=True)
-class ServedIds:
-    """The ids that prompts have: `digest` is that of their tokenizer."""
-
-    digest: str
-    vocab_size: int
+ServedIds = tuple[str, int]
+"""The ids that prompts have: digest of their tokenizer, and size of its vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,7 @@ def _trained(
     if options.kind == "boosting":
         from llmpq.lengths.boosting import TreeOptions, train_boosting
 
-        digest = None if ids is None else ids.digest
+        digest = None if ids is None else ids[0]
         return train_boosting(prompts, tokens, buckets, digest, TreeOptions(seed=options.seed))
     from llmpq.lengths import classifier
 
@@ -171,6 +167,7 @@ def _trained(
             "tokenizer makes them (--model), or a pretrained classifier (--base)"
         )
     else:
-        start = classifier.from_nothing(buckets, ids.vocab_size, ids.digest, options.seed)
+        digest, vocab_size = ids
+        start = classifier.from_nothing(buckets, vocab_size, digest, options.seed)
     tuning = classifier.TuningOptions(options.epochs, seed=options.seed)
     return classifier.train_classifier(prompts, tokens, start, tuning)

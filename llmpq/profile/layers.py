@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +32,6 @@ LONG_S = 1.0
 
 BESIDE_S = 0.5
 """Seconds of a workload beside its passes: its inputs, its cache, and the reference work."""
-
-
-@dataclass(frozen=True)
-class DeviceProfile:
-    """One device after its measurement: `rows` of this model on it, old and new."""
-
-    device: Device
-    dtype: str
-    rows: tuple[ProfileRow, ...]
-    state: ProfileState
 
 
 def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
@@ -105,10 +94,13 @@ class Profile:
         """Number of points of the design on `device` that the file lacks."""
         return sum(map(len, self._todo(device, device.compute_dtype(self._options.dtype)).values()))
 
-    def measure(self, device: Device, report: ReportParts) -> DeviceProfile:
+    def measure(
+        self, device: Device, report: ReportParts
+    ) -> tuple[tuple[ProfileRow, ...], ProfileState]:
         """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray.
 
-        `report` is told of points, also of those that are not written yet.
+        Gives all rows of this model on it, old and new, and the state of the measurement at its
+        end. `report` is told of points, also of those that are not written yet.
         """
         from actors.profiling.on_cluster import measure_on_cluster
         from actors.profiling.task import ProfileTask
@@ -134,8 +126,7 @@ class Profile:
                 self._rows = rows
                 write_profiles(self._path, rows)
             report(len(state.measured) + state.too_large + state.under_way, count)
-        kept = tuple(row for row in self._rows if self._is_ours(row, device, dtype))
-        return DeviceProfile(device, dtype, kept, state)
+        return tuple(row for row in self._rows if self._is_ours(row, device, dtype)), state
 
     def _todo(self, device: Device, dtype: str) -> dict[int, tuple[LayerWorkload, ...]]:
         """The design of every bitwidth without what the file has."""

@@ -76,7 +76,8 @@ class RunMeter:
         self._prompts, self._max_tokens = prompts, max_tokens
         self._clock = clock
         self._began_s = self._loaded_s = clock()
-        self._ended = self._ended_tokens = self._ended_limits = self._read = 0
+        self._ended = self._ended_tokens = self._ended_limits = 0
+        self._read = 0  # prompts that a stage has read in micro-batches of their own
         self._stages: tuple[StageStats, ...] = ()
         self._latencies = NO_LATENCIES
         self._samples = deque([_Sample(self._began_s, 0, ())])
@@ -156,21 +157,50 @@ class RunMeter:
 
     def _time_left(self, tokens: int) -> TimeLeft | None:
         """The time to go, unless too little is measured or the run's size is not known."""
-        if self._prompts is None or self._max_tokens is None:
-            return None
-        counts = Counts(
-            self._prompts,
-            self._max_tokens,
-            tokens,
-            self._ended,
-            self._ended_tokens,
-            self._ended_limits,
-            self._read,
-        )
-        last = self._samples[-1]
+        stages, last = self._stages, self._samples[-1]
         measured_s = last.at_s - self._loaded_s
-        share = _shares(last.busy_s, (), measured_s)
-        return time_left(counts, self._stages, share, measured_s)
+        if self._prompts is None or self._max_tokens is None or not stages or measured_s < LEAST_S:
+            return None
+        pipelines, queue = pipelines_of(stages), joined_queue(stages)
+        in_flight, slots = (0, 0) if queue is None else (queue.in_slots, queue.slots)
+        steps_of = [min(_tokens(stage) for stage in each) for each in pipelines]
+        steps = sum(steps_of)
+        is_filled = self._ended >= max(1, slots)
+        if not is_filled and (steps < 1 or steps < LEAST_STEPS * in_flight):
+            return None
+        left, by = self._left(self._prompts, self._max_tokens, tokens, slots)
+        prompts = self._unread(self._prompts, [each[0] for each in pipelines])
+        shares, all_per_s = iter(_shares(last.busy_s, (), measured_s)), 0.0
+        for own_steps, pipeline in zip(steps_of, pipelines, strict=True):
+            work = zip(pipeline, shares, strict=False)
+            alone = [_work_s(stage, prompts, left) / share for stage, share in work if share > 0]
+            if alone and (own_steps or not steps):  # else it has only begun, or is lost
+                all_per_s += 1 / max(*alone, _LEAST_WORK_S)  # of all that is left, alone
+        return TimeLeft(1 / all_per_s, by) if all_per_s else None
+
+    def _unread(self, prompts: int, firsts: Sequence[StageStats]) -> int:
+        """Prompts still to be read, by the first stages: of those in slots some may be."""
+        queue = joined_queue(firsts)
+        in_flight = 0 if queue is None else queue.in_slots
+        outside = max(0, prompts - self._ended - in_flight)
+        is_mixed = any(first.mixed.micro_batches for first in firsts)
+        if is_mixed or not any(first.prefill.requests for first in firsts):
+            return outside
+        return max(outside, prompts - self._read)  # after a fault some are read once more
+
+    def _left(
+        self, prompts: int, max_tokens: int, tokens: int, slots: int
+    ) -> tuple[int, Literal["tokens", "prompts"]]:
+        """New tokens still to come after so many `tokens`, and what that is known by.
+
+        The first answers to end are the short ones, so that those of a whole fill of `slots` count.
+        """
+        ends_early = self._ended_tokens < ENDS_EARLY * self._ended_limits
+        if self._ended >= max(EARLY_PROMPTS, slots) and ends_early:
+            expected = prompts * self._ended_tokens / self._ended
+            return max(prompts - self._ended, round(expected) - tokens), "prompts"
+        unused = self._ended_limits - self._ended_tokens  # tokens that will not come
+        return max(0, max_tokens - unused - tokens), "tokens"
 
 
 def _new_latencies(now: StageStats, before: StageStats) -> LatencyCounts:
@@ -216,71 +246,6 @@ class TimeLeft:
 
     seconds: float
     by: Literal["tokens", "prompts"]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Counts of a run: `prompts` and `max_tokens` in all, `tokens` generated so far, and how many
-    requests `ended`, with `ended_tokens` of the `ended_limits` that they were allowed. `read` is
-    how many prompts a stage has read in micro-batches of their own.
-    """
-
-    prompts: int
-    max_tokens: int
-    tokens: int
-    ended: int
-    ended_tokens: int
-    ended_limits: int
-    read: int
-
-    def unread(self, firsts: Sequence[StageStats]) -> int:
-        """Prompts still to be read, by the first stages: of those in slots some may be."""
-        queue = joined_queue(firsts)
-        in_flight = 0 if queue is None else queue.in_slots
-        outside = max(0, self.prompts - self.ended - in_flight)
-        is_mixed = any(first.mixed.micro_batches for first in firsts)
-        if is_mixed or not any(first.prefill.requests for first in firsts):
-            return outside
-        return max(outside, self.prompts - self.read)  # after a fault some are read once more
-
-    def left(self, slots: int) -> tuple[int, Literal["tokens", "prompts"]]:
-        """New tokens still to come, and what that is known by.
-
-        The first answers to end are the short ones, so that those of a whole fill of `slots` count.
-        """
-        ends_early = self.ended_tokens < ENDS_EARLY * self.ended_limits
-        if self.ended >= max(EARLY_PROMPTS, slots) and ends_early:
-            expected = self.prompts * self.ended_tokens / self.ended
-            return max(self.prompts - self.ended, round(expected) - self.tokens), "prompts"
-        unused = self.ended_limits - self.ended_tokens  # tokens that will not come
-        return max(0, self.max_tokens - unused - self.tokens), "tokens"
-
-
-def time_left(
-    counts: Counts, stages: Sequence[StageStats], busy_share: Sequence[float], elapsed_s: float
-) -> TimeLeft | None:
-    """The time until the run ends; None as long as too little is measured.
-
-    `busy_share` [stages] is that of the whole `elapsed_s` since the stages were loaded.
-    """
-    if not stages or elapsed_s < LEAST_S:
-        return None
-    pipelines, queue = pipelines_of(stages), joined_queue(stages)
-    in_flight, slots = (0, 0) if queue is None else (queue.in_slots, queue.slots)
-    steps_of = [min(_tokens(stage) for stage in each) for each in pipelines]
-    steps = sum(steps_of)
-    is_filled = counts.ended >= max(1, slots)
-    if not is_filled and (steps < 1 or steps < LEAST_STEPS * in_flight):
-        return None
-    tokens, by = counts.left(slots)
-    prompts = counts.unread([each[0] for each in pipelines])
-    shares, all_per_s = iter(busy_share), 0.0
-    for own_steps, pipeline in zip(steps_of, pipelines, strict=True):
-        work = zip(pipeline, shares, strict=False)
-        alone = [_work_s(stage, prompts, tokens) / share for stage, share in work if share > 0]
-        if alone and (own_steps or not steps):  # else it has only begun, or is lost
-            all_per_s += 1 / max(*alone, _LEAST_WORK_S)  # of all that is left, alone
-    return TimeLeft(1 / all_per_s, by) if all_per_s else None
 
 
 def _work_s(stage: StageStats, prompts: int, tokens: int) -> float:

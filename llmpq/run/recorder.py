@@ -16,6 +16,7 @@ from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import StageStats
 from llmpq.jobs import journal
 from llmpq.jobs.result_lines import ErrorCounts, ErrorKind
+from llmpq.jobs.row_database import Tally
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
 from llmpq.run.run import Run
@@ -34,7 +35,7 @@ _ID, _TEXT, _COMMAND = 400, 800, 10_000  # characters
 
 @dataclass(frozen=True)
 class SessionOf:
-    """The job that a session is of: its journal's `path`, rows, and the command that runs it.
+    """The job that a session is of: its journal's `path`, the command that runs it, its rows.
 
     `after`: generation and number of the newest shard that is there.
     """
@@ -42,9 +43,7 @@ class SessionOf:
     path: Path
     command: str
     plan_file: str
-    rows: int
-    resumed: int
-    resumed_errors: int
+    rows: Tally
     anew: bool = False
     after: tuple[int, int] | None = None
 
@@ -231,9 +230,9 @@ def _start(session: SessionOf, plan: PlanSpec, now: float) -> journal.SessionSta
         host=_cut(platform.node()),
         pid=os.getpid(),
         command=_cut(session.command, _COMMAND),
-        rows=session.rows,
-        resumed=session.resumed,
-        resumed_errors=session.resumed_errors,
+        rows=session.rows.rows,
+        resumed=session.rows.resumed,
+        resumed_errors=session.rows.resumed_errors,
         anew=session.anew,
         after=session.after,
         plan_file=_cut(session.plan_file),
@@ -253,4 +252,4 @@ def _cut(text: str, most: int = _TEXT) -> str:
     return printable(text, most)[: 2 * most]
 
 
-_NOBODY = SessionOf(Path(), "", "", 0, 0, 0)
+_NOBODY = SessionOf(Path(), "", "", Tally(0, 0, 0, 0))

@@ -236,7 +236,8 @@ class _InputRows:
         rows, outputs, done = self.rows, self._outputs(), int(self.rows.done.sum())
         fits = fitting(self.source, rows, most)
         cut = self._cut(fits, outputs, rule)
-        above = fits & (rows.total > (most if cut is None else cut.total))
+        most_total, saved = (most, 0.0) if cut is None else cut
+        above = fits & (rows.total > most_total)
         ordinary = fits & ~above
         planned_for = ordinary if rule.handling == LEAVE else fits
         planned = InputJob(
@@ -252,12 +253,12 @@ class _InputRows:
         if rule.handling == ERROR:
             raise InputError(
                 f"{named.are} much longer than the others ({named.shown}), of which all "
-                f"but these have at most {cut.total} tokens; shorten them, give them an input of "
+                f"but these have at most {most_total} tokens; shorten them, give them an input of "
                 f"their own, or pass --long_rows {SEPARATE} or {LEAVE}"
             )
         if rule.handling == LEAVE:
             return replace(planned, left_out=named)
-        long = LongRows(self._job(above, outputs), named, cut.saved)
+        long = LongRows(self._job(above, outputs), named, saved)
         return replace(planned, long_rows=long)
 
     def _cut(self, chosen: BoolArray, outputs: IntArray, rule: LongRowRule) -> RowCut | None:

@@ -47,15 +47,10 @@ class LongRowRule:
             )
 
 
-@dataclass(frozen=True)
-class RowCut:
-    """Rows of at most `total` tokens, prompt and limit together, are ordinary.
-
-    `saved`: share of the KV cache's tokens times time that parting them saves.
-    """
-
-    total: int
-    saved: float
+RowCut = tuple[int, float]
+"""Tokens, prompt and limit together, that ordinary rows have at most, and the share of the KV
+cache's tokens times time that parting them from the others saves.
+"""
 
 
 def cut_at(slot: int, prompts: IntArray, limits: IntArray, outputs: IntArray) -> RowCut | None:
@@ -65,7 +60,7 @@ def cut_at(slot: int, prompts: IntArray, limits: IntArray, outputs: IntArray) ->
     if not above.any():
         return None
     share = float(outputs[above].sum() / outputs.sum())
-    return RowCut(slot, _saved(share, slot, int(total.max())))
+    return slot, _saved(share, slot, int(total.max()))
 
 
 def _saved(share_of_long: float, slot: int, longest: int) -> float:
@@ -91,8 +86,8 @@ def best_cut(prompts: IntArray, limits: IntArray, outputs: IntArray) -> RowCut |
         slot = int(total[order[end - 1]])
         share = outputs[order[end:]].sum() / outputs.sum()
         saved = _saved(float(share), slot, longest)
-        if saved >= LEAST_SAVED and (best is None or saved > best.saved):
-            best = RowCut(slot, saved)
+        if saved >= LEAST_SAVED and (best is None or saved > best[1]):
+            best = slot, saved
     return best
 
 

@@ -36,7 +36,7 @@ from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.predictor import Agreement
 from llmpq.lengths.training import Judgement, ServedIds, TrainingOptions, judge, train
 from llmpq.model_check import checked_shape
-from llmpq.profile.layers import DeviceProfile, Profile, devices_to_profile
+from llmpq.profile.layers import Profile, devices_to_profile
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.report.layout import Fitting, new_table
@@ -52,7 +52,9 @@ from quant.checkpoint.model_reference import resolve
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
+    from actors.profiling.task import ProfileState
     from llmpq.lengths.finished_rows import LearntRow
+    from planner.profiles.rows import ProfileRow
 
 
 def profile_main(arguments: Sequence[str] | None = None, prog: str = PROFILE) -> int:
@@ -85,12 +87,12 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
                 hops = profile_links(target, cluster, progress.say)
                 sums = profile_sums(target, cluster, progress.say)
             beside = [loading_table(loaded), hop_table(hops), sum_table(sums)]
-    for each in done:
-        _print_profile(each, shape)
+    for device, (rows, state) in zip(devices, done, strict=True):
+        _print_profile(shape, device, device.compute_dtype(chosen.dtype), rows, state)
     for table in beside:
         if table.rows:
             console().print(table)
-    left = sum(each.state.left for each in done)  # no budget was left for them
+    left = sum(state.left for _, state in done)  # no budget was left for them
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
     again = command_line("llmpq", "plan", "--model", options.model, "--profiles", target)
@@ -98,7 +100,9 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     return EXIT_DONE
 
 
-def _measure_layers(profile: Profile, device: Device) -> DeviceProfile:
+def _measure_layers(
+    profile: Profile, device: Device
+) -> tuple[tuple[ProfileRow, ...], ProfileState]:
     """Measure layer times of a device; says before how long that takes."""
     name, points = device.accelerator.name, profile.points(device)
     with TaskProgress(f"{name}: layer times", "points") as progress:
@@ -135,20 +139,20 @@ def _profiled_cluster(options: ProfileCommand) -> ClusterSpec:
     return ClusterSpec.from_dict({"name": "this-machine", "nodes": [node]}, "--threads")
 
 
-def _print_profile(profile: DeviceProfile, shape: ModelShape) -> None:
+def _print_profile(
+    shape: ModelShape, device: Device, dtype: str, rows: Sequence[ProfileRow], state: ProfileState
+) -> None:
     """Print the fit's error on held-out points, the parts of layers, and how much speed varied."""
-    errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
-    threads = profile.device.threads
+    errors = held_out_errors(rows, RooflineLatency(shape), device, dtype)
     title = (
-        f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
-        + (f", {threads} threads" if threads else "")
+        f"{shape.name} on {device.accelerator.name}, {dtype}"
+        + (f", {device.threads} threads" if device.threads else "")
         + ": error of the fit on points left out of it"
     )
     console().print(Fitting(title, [lambda: _error_table(errors)]))
-    parts = parts_table(profile.rows)
+    parts = parts_table(rows)
     if parts.rows:
         console().print(parts)
-    state = profile.state
     if state.measured:
         console().print(
             f"the machine's speed varied by {state.speed_spread:.1%} (interquartile); times are "
@@ -220,7 +224,7 @@ def _judge(options: JudgeCommand) -> int:
     _quiet()
     rows, ids = _rows(options)
     if ids is not None:
-        check_tokenizer(file, folder, ids.digest, options.model or "")
+        check_tokenizer(file, folder, ids[0], options.model or "")
     elif file.tokenizer is not None:
         raise SpecError(
             f"the predictor in {folder} reads token ids; name the model whose tokenizer makes "
@@ -246,7 +250,7 @@ def _rows(options: LengthsCommand) -> tuple[list[LearntRow], ServedIds | None]:
         return as_prompts(finished, None), None
     folder = resolve(model, weights=False)
     vocab_size = checked_shape(folder).vocab_size
-    ids = ServedIds(tokenizer_digest(folder, vocab_size), vocab_size)
+    ids = tokenizer_digest(folder, vocab_size), vocab_size
     return as_prompts(finished, folder, prompting), ids
 
 

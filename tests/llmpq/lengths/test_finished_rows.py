@@ -43,8 +43,8 @@ def test_lengths_are_joined_by_id(tmp_path: Path) -> None:
     ours = lines(tmp_path / "out.jsonl", result("a", 3), result("b", 2, "x"), result("zz", 4))
     theirs = lines(tmp_path / "batch.jsonl", answer("c", 9), answer("d", 1, 400), answer("f", 0))
     found = read_finished([prompts], [ours, theirs])
-    assert [(each.row.custom_id, each.tokens) for each in found] == [("a", 3), ("c", 9)]
-    assert found[0].row.text == "is a"
+    assert [(row.custom_id, tokens) for row, tokens in found] == [("a", 3), ("c", 9)]
+    assert found[0][0].text == "is a"
 
 
 def test_rows_may_bring_their_lengths(tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_rows_may_bring_their_lengths(tmp_path: Path) -> None:
     table = tmp_path / "in.csv"
     table.write_text("prompt,output_tokens\nx y,5\n")
     found = read_finished([path, table])
-    assert [each.tokens for each in found] == [3, 4, 5]
-    assert found[1].row.token_ids == (1, 2)
+    assert [tokens for _, tokens in found] == [3, 4, 5]
+    assert found[1][0].token_ids == (1, 2)
 
 
 @pytest.mark.parametrize(

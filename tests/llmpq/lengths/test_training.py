@@ -14,7 +14,7 @@ from llmpq.lengths.boosting import feature_count
 from llmpq.lengths.finished_rows import LearntRow
 from llmpq.lengths.folder import tokenizer_digest
 from llmpq.lengths.predictor import Prompt, buckets_of, confusion_of, likeliest
-from llmpq.lengths.training import HELD_OUT, ServedIds, TrainingOptions, judge, train
+from llmpq.lengths.training import HELD_OUT, TrainingOptions, judge, train
 from planner.assumed_predictor import predictor_file
 from quant.common.errors import LlmpqError, SpecError
 from tests.llmpq.lengths.learnable import (
@@ -28,7 +28,7 @@ from tests.llmpq.lengths.learnable import (
 )
 from tests.paths import DEMO_MODEL
 
-IDS = ServedIds("any", 256)
+IDS = ("any", 256)
 
 
 def test_figures_are_those_of_the_predictions() -> None:

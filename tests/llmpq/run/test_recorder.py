@@ -14,6 +14,7 @@ from actors.stage_figures import NO_LATENCIES, LatencyCounts, PhaseWork, StageSt
 from llmpq import Plan
 from llmpq.jobs.journal import Entry, line_of
 from llmpq.jobs.overview.overview import latency_figures
+from llmpq.jobs.row_database import Tally
 from llmpq.jobs.sessions import read_journal
 from llmpq.report.formatting import plain
 from llmpq.rows.results import Result
@@ -28,7 +29,7 @@ STAGE = StageStats(
     8.0, 900, 900, 90, 10, 10, prefill=PhaseWork(9, 9, 90, 0.9, 4, 0.6, 4.0, 9), decode=PhaseWork()
 )
 SCHEDULE = RequestSchedule("rra", 4, 9, 3, 3, 2, 8.0)
-SESSION = SessionOf(Path(), "llmpq run --plan plan.json", "plan.json", 1000, 10, 1)
+SESSION = SessionOf(Path(), "llmpq run --plan plan.json", "plan.json", Tally(1000, 10, 1, 0))
 
 
 def state(elapsed_s: float, tokens: int, stages: int = 3) -> RunState:

@@ -45,7 +45,7 @@ def test_no_other_cut_is_better(seed: int) -> None:
         assert found is None
     else:
         assert found is not None
-        assert found.saved == pytest.approx(1 - best / whole)
+        assert found[1] == pytest.approx(1 - best / whole)
 
 
 def test_rows_that_are_alike_or_too_many_are_not_cut() -> None:
