@@ -18,7 +18,13 @@ from actors.processes.ranks import Followers, KeysValuesKeeper, RankActor, Shard
 from actors.schedule.driver import LatencyRecord, Pipeline
 from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
-from actors.stage.emulation import EmulatedDevice, EmulatedStage, ScaledTimes
+from actors.stage.emulation import (
+    EmulatedClock,
+    EmulatedLink,
+    EmulatedStage,
+    ScaledTimes,
+    warm_up,
+)
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
@@ -71,7 +77,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         super().__init__()
         torch.set_num_threads(options.threads)
         self._spec = spec
-        self._emulated = None if options.emulated is None else EmulatedDevice(options.emulated)
+        self._emulated, self._clock = options.emulated, EmulatedClock()
         self._meter = StageMeter(options.telemetry)
         self._followers = Followers(spec.index, followers)
         self._stage: Stage | None = None
@@ -113,7 +119,9 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         loading = self._followers.load(importance)
         stage = self._loader.load(importance)
         self._ranks_held = self._followers.get(loading)
-        self._held_back = None if self._emulated is None else self._emulated.stage(stage)
+        if self._emulated is not None:
+            warm_up(stage, self._emulated.times)
+            self._held_back = EmulatedStage(stage, self._emulated, self._clock)
         self._stage = stage
         self._publish()
         return self._held()
@@ -126,7 +134,8 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         return self._followers.layers_loaded(self._loader.progress)
 
     def _make_codec(self, limits: Limits | None = None) -> Codec:
-        return Codec(limits) if self._emulated is None else self._emulated.link(limits)
+        times = self._emulated
+        return Codec(limits) if times is None else EmulatedLink(times, self._clock, limits)
 
     def _publish(self) -> None:
         tags = {
@@ -302,9 +311,9 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         """Give a sign of life; the first stage's `with_tokens` of the requests in its slots."""
         leader = self._leader
         tokens = leader.slot_tokens() if with_tokens and leader is not None else None
-        is_held = self._emulated is not None and self._emulated.is_waiting
         ranks = self._followers.signs()
-        return replace(self._health.heartbeat(tokens), is_held=is_held, ranks=ranks)
+        sign = self._health.heartbeat(tokens)
+        return replace(sign, is_held=self._clock.is_waiting, ranks=ranks)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:

@@ -211,23 +211,3 @@ def _compute(stage: Stage, batch: MicroBatch) -> None:
         stage.step(batch, torch.zeros(tokens, dtype=torch.int64))
     else:
         stage.step(batch, torch.zeros(tokens, stage.hidden_size))
-
-
-class EmulatedDevice:
-    """Puts a stage and the messages that it sends and receives under one modelled time."""
-
-    def __init__(self, times: ScaledTimes) -> None:
-        self._times = times
-        self._clock = EmulatedClock()
-
-    def stage(self, stage: Stage) -> EmulatedStage:
-        """`stage`, warmed up, and held to its modelled times."""
-        warm_up(stage, self._times.times)
-        return EmulatedStage(stage, self._times, self._clock)
-
-    def link(self, limits: Limits | None) -> EmulatedLink:
-        return EmulatedLink(self._times, self._clock, limits)
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._clock.is_waiting

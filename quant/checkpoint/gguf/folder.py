@@ -208,18 +208,16 @@ def folder_of_gguf(path: Path) -> Path | None:
 class _Described:
     def __init__(self, files: Sequence[Path]) -> None:
         headers = [read_gguf_header(each) for each in files]
-        count = headers[0].metadata.get("split.count", 1)
+        values, _ = headers[0]
+        count = values.get("split.count", 1)
         if count not in (0, 1, len(files)):
             raise CheckpointError(
                 f"{files[0]} is part 1 of {count} by its metadata, but not by its name; give its "
                 "parts the names that they had "
                 f"({model_name(files[0])}-00001-of-{count:05d}.gguf)"
             )
-        self.stored = [
-            (part, each) for part, header in enumerate(headers) for each in header.tensors
-        ]
+        self.stored = [(part, each) for part, (_, own) in enumerate(headers) for each in own]
         self.by_name: Mapping[str, StoredBlocks] = {each.name: each for _, each in self.stored}
-        values = headers[0].metadata
         self.architecture = _architecture(files[0], values.get("general.architecture"))
         name = str(values["general.architecture"])
         self.entries = Entries(files[0], values, name)

@@ -93,12 +93,6 @@ class StoredBlocks:
     stop: int
 
 
-@dataclass(frozen=True)
-class GgufHeader:
-    metadata: Metadata
-    tensors: tuple[StoredBlocks, ...]
-
-
 class _MalformedError(Exception):
     pass
 
@@ -107,7 +101,7 @@ _FAULTS = (_MalformedError, struct.error, ValueError, IndexError, OverflowError,
 """Errors of parsing bytes of any content; `UnicodeDecodeError` is a ValueError."""
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
+def read_gguf_header(path: Path) -> tuple[Metadata, list[StoredBlocks]]:
     """Read the header, mapped, and check that the file has all bytes of its tensors;
     CheckpointError for another format or version, or a cut file.
     """
@@ -133,7 +127,7 @@ class _Parser:
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at = content, 0
 
-    def header(self) -> GgufHeader:
+    def header(self) -> tuple[Metadata, list[StoredBlocks]]:
         if self._take(len(_MAGIC)) != _MAGIC:
             raise _MalformedError("it does not begin with GGUF")
         version = self._number("I")
@@ -148,7 +142,7 @@ class _Parser:
         if type(alignment) is not int or alignment < 1:
             raise _MalformedError(f"{_ALIGNMENT_KEY} is {alignment!r:.40}")
         data = -(-self._at // alignment) * alignment
-        return GgufHeader(metadata, tuple(self._placed(data, *each) for each in found))
+        return metadata, [self._placed(data, *each) for each in found]
 
     def _placed(
         self, data: int, name: str, type_number: int, shape: tuple[int, ...], offset: int
