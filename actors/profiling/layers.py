@@ -63,7 +63,11 @@ class TimedLayers:
     def __init__(self, config: PretrainedConfig, form: LayerForm, seed: int = 0) -> None:
         self._form = form
         self._generator = torch.Generator().manual_seed(seed)
-        self._model, self._layers = self._empty_layers(config)
+        self._model = _middle_stage(with_layers(config, _DECODE_COPIES))
+        rotary = getattr(self._model.get_decoder(), "rotary_emb", None)
+        if rotary is not None:
+            rotary.to(form.device)
+        self._layers = list(_stack(self._model))
         self._fill(self._layers[0])
         self.weight_bytes = module_nbytes(self._layers[0])
         if self.weight_bytes > _LARGE_LAYER_BYTES:
@@ -100,13 +104,6 @@ class TimedLayers:
         kv_heads, width = kv_shape(config)
         element = torch.empty(0, dtype=self._form.dtype).element_size()
         return 2 * copies * workload.tokens * kv_heads * width * element
-
-    def _empty_layers(self, config: PretrainedConfig) -> tuple[PreTrainedModel, list[nn.Module]]:
-        model = _middle_stage(with_layers(config, _DECODE_COPIES))
-        rotary = getattr(model.get_decoder(), "rotary_emb", None)
-        if rotary is not None:
-            rotary.to(self._form.device)
-        return model, list(_stack(model))
 
     def _fill(self, layer: nn.Module) -> None:
         """Give `layer` random weights in the form."""

@@ -142,7 +142,9 @@ def linear_by_blocks(
     at most `rows_at_once` of them, in the same memory if it likes. Sums are multiplied by
     `row_scale` `[rows]`.
     """
-    compute = _compute_type(x)
+    # CPUs without float16 arithmetic are far faster in float32.
+    half_on_cpu = x.device.type == "cpu" and x.dtype == torch.float16
+    compute = torch.float32 if half_on_cpu else x.dtype
     tokens = x.reshape(-1, x.shape[-1]).to(compute)
     step = rows_at_once(x.shape[-1], x.device)
     few = compute == torch.float32 and len(tokens) < _MANY_TOKENS
@@ -176,9 +178,3 @@ class DecodeMemory:
         shape = (min(rows_at_once(x.shape[-1], x.device), rows), x.shape[-1])
         self.codes = torch.empty(shape, dtype=torch.uint8, device=x.device)
         self.values = torch.empty(shape, device=x.device)
-
-
-def _compute_type(x: torch.Tensor) -> torch.dtype:
-    """The type to multiply in: CPUs without float16 arithmetic are far faster in float32."""
-    half_on_cpu = x.device.type == "cpu" and x.dtype == torch.float16
-    return torch.float32 if half_on_cpu else x.dtype

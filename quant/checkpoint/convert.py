@@ -83,7 +83,9 @@ def _convert_files(
 ) -> list[_Shard]:
     shards: list[_Shard] = []
     for number, file in enumerate(files, start=1):
-        shards.append(_convert_file(source / file, target / _shard_name(number, len(files)), tied))
+        several = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = SINGLE_FILE if len(files) == 1 else several
+        shards.append(_convert_file(source / file, target / name, tied))
         if progress is not None:
             progress(number, len(files))
     if len(files) > 1:
@@ -121,10 +123,6 @@ def _ties_embeddings(source: Path) -> bool:
         raise CheckpointError(f"{source} has no config.json, without which nothing can load it")
     values = read_json_object(path, "download it again", CheckpointError)
     return bool(values.get("tie_word_embeddings", True))
-
-
-def _shard_name(number: int, count: int) -> str:
-    return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _convert_file(source: Path, target: Path, tied: bool) -> _Shard:

@@ -186,16 +186,12 @@ def _read_linear(
     try:
         packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        if _is_out_of_memory(error):
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise  # the file is not at fault
         raise DamagedFileError(f"{name}: {type(error).__name__}: {error}") from error
     linear = QuantizedLinear(packed, shape, None, form.dtype, rule)
     linear.bias = meta.bias
     return linear
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _backends(module: nn.Module, form: LayerForm, cuts: Mapping[str, Cut]) -> dict[str, str]:

@@ -82,7 +82,9 @@ def quantize_part(
     if cut.dimension == ROWS:
         return _quantized(weight[cut.index], way, None)
     span = cut.whole_groups(way.group)
-    way, inner = way.of_columns(span), cut.within(span)
+    if way.importance is not None:
+        way = replace(way, importance=way.importance[span.start : span.stop])
+    inner = cut.within(span)
     group = cut.length if bits == 8 else part_group(way.group, inner)
     result = _empty(len(weight), cut.length, group, bits, way.device)
     region = weight[:, span.start : span.stop]
@@ -141,11 +143,6 @@ class _Way:
             return cls(bits, group, device, None)
         importance = column_importance(rounding.inputs, columns)
         return cls(bits, group, device, importance, is_compiled(weight, device))
-
-    def of_columns(self, span: range) -> _Way:
-        if self.importance is None:
-            return self
-        return replace(self, importance=self.importance[span.start : span.stop])
 
 
 def _quantized(weight: torch.Tensor, way: _Way, draws: torch.Generator | None) -> CanonicalWeight:

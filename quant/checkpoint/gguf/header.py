@@ -167,7 +167,9 @@ class _Parser:
             return self._array(self._number("I"), self._number("Q"))
         if kind not in _NUMBERS:
             raise _MalformedError(f"metadata of unknown type {kind}")
-        return _shortest(self._number(_NUMBERS[kind]), kind)
+        value = self._number(_NUMBERS[kind])
+        # A float32 as the decimal that its makers wrote: 1e-05, not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if _NUMBERS[kind] == "f" else value
 
     def _array(self, kind: int, count: int) -> list[Any]:
         if kind in _NUMBERS:
@@ -193,11 +195,6 @@ class _Parser:
         taken = self._content[self._at : stop]
         self._at = stop
         return taken
-
-
-def _shortest(value: Any, kind: int) -> Any:
-    """A float32 as the decimal that its makers wrote: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value))) if _NUMBERS[kind] == "f" else value
 
 
 def _stored_bytes(name: str, type_number: int, shape: tuple[int, ...]) -> tuple[str, int]:
