@@ -24,7 +24,7 @@ from planner.option_rules import refuse_ignored
 from planner.options import AUTO, UNBOUNDED, PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.planning_rules import FRONT_RULES
-from planner.search.find import FrontPoint, find_priced_plan, trace_front
+from planner.search.find import FrontPoint, find_plan, trace_front
 from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
 
@@ -103,7 +103,7 @@ class Cluster:
             )
         ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
         with naming(workload.longest if isinstance(workload, InputJob) else None):
-            found = find_priced_plan(self.spec, shape, str(model), ordinary, chosen)
+            found = find_plan(self.spec, shape, str(model), ordinary, chosen)
         plan = found.plan
         if isinstance(workload, InputJob) and workload.long_rows is not None:
             plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, chosen))
@@ -156,9 +156,7 @@ class Cluster:
         """The plan of long rows; sizes that were fixed for the others are open again."""
         chosen = replace(chosen, in_flight=AUTO, prefill_micro_batch=None, decode_micro_batch=None)
         try:
-            return find_priced_plan(
-                self.spec, checked_shape(model), str(model), long.job, chosen
-            ).plan
+            return find_plan(self.spec, checked_shape(model), str(model), long.job, chosen).plan
         except InfeasibleError as error:
             raise InfeasibleError(
                 f"{long.rows.are} much longer than the others ({long.rows.shown}), and there is no "

@@ -44,14 +44,13 @@ from benchmarks.planning.job_cases import (
 )
 from benchmarks.reproduction.paper_tables import DATA
 from planner.costs.model import CostModel
-from planner.costs.pass_times import PassTable, occupied_stages
 from planner.explanation.planned_assignment import PlannedAssignment, planned_assignment
 from planner.optimiser.assignment import stage_times
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.schedule.passes import JobRows
 from planner.search.baselines import baseline
-from planner.search.find import PricedPlan, find_plan, find_priced_plan
+from planner.search.find import PricedPlan, find_plan
 from planner.search.request import PlanningRequest, costs_of
 from planner.simulation.job_simulation import simulate_job, simulate_job_assignment
 from planner.workload import Job
@@ -107,9 +106,7 @@ class Contest:
     def _timed(self) -> tuple[PricedPlan, float]:
         began = time.process_time()
         setting = self.setting
-        found = find_priced_plan(
-            setting.cluster, setting.shape, setting.model, self.job, PlanOptions()
-        )
+        found = find_plan(setting.cluster, setting.shape, setting.model, self.job, PlanOptions())
         return found, time.process_time() - began
 
     @property
@@ -133,7 +130,7 @@ class Contest:
         setting, batch = self.setting, self.job.in_flight(BEFORE_IN_FLIGHT)
         options = PlanOptions(theta=setting.theta)
         try:
-            return find_plan(setting.cluster, setting.shape, setting.model, batch, options)
+            return find_plan(setting.cluster, setting.shape, setting.model, batch, options).plan
         except InfeasibleError:
             return None
 
@@ -145,9 +142,7 @@ class Contest:
         options = PlanOptions(theta=setting.theta)
         costs, _ = costs_of(PlanningRequest(setting.cluster, setting.shape, plan.workload, options))
         placed = _with_job(planned_assignment(plan, costs), self.job)
-        run = simulate_job_assignment(
-            placed.costs, placed.devices, placed.sizes, placed.first_layer, placed.bitwidth
-        )
+        run = simulate_job_assignment(placed.pass_table, placed.sizes)
         return Figures(plan.workload.global_batch, bits_of(plan), run.tokens_per_s)
 
     def baselines(self) -> Mapping[str, Figures | None]:
@@ -174,16 +169,14 @@ class Contest:
         slots = plan.workload.global_batch
         job = self.lengths.job(FILLS * slots)
         placed = _with_job(planned_assignment(plan, found.costs), job)
-        layers = placed.first_layer, placed.bitwidth
         problem = placed.costs.problem(placed.devices, placed.sizes)
-        closed_s = stage_times(problem, *layers).latency_s
-        planned = simulate_job_assignment(placed.costs, placed.devices, placed.sizes, *layers)
+        closed_s = stage_times(problem, placed.first_layer, placed.bitwidth).latency_s
+        table = placed.pass_table
+        planned = simulate_job_assignment(table, placed.sizes)
         pairs = self.lengths.draw(FILLS * slots, CHECK_SEED)
         prompts, outputs = zip(*pairs, strict=True)
-        stages = occupied_stages(placed.devices, placed.first_layer)
-        timing = PassTable(placed.costs, stages, placed.bitwidth)
-        rows, count = JobRows(prompts, outputs), len(stages.devices)
-        run = simulate_job(rows, slots, placed.sizes, count, timing.seconds)
+        rows = JobRows(prompts, outputs)
+        run, *_ = simulate_job(rows, slots, placed.sizes, table.stages, table.seconds)
         return Checked(
             job.output_tokens / closed_s / run.tokens_per_s - 1,
             planned.tokens_per_s / run.tokens_per_s - 1,

@@ -186,7 +186,7 @@ def defaults_table() -> Iterator[str]:
 
 def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> str:
     start = time.process_time()
-    plan = find_plan(cluster, model_shape(name), name, WORKLOAD, PlanOptions(theta=theta))
+    plan = find_plan(cluster, model_shape(name), name, WORKLOAD, PlanOptions(theta=theta)).plan
     cpu_s = time.process_time() - start
     cells = (
         what,

@@ -101,7 +101,7 @@ def planned(case: Case, method: str, setting: Setting) -> Played | None:
     options = replace(METHODS[method], theta=case.theta, dtype="float16", profiles=setting.profiles)
     shape = model_shape(case.model)
     try:
-        plan = find_plan(cluster, shape, case.model, case.workload, options)
+        plan = find_plan(cluster, shape, case.model, case.workload, options).plan
     except InfeasibleError:
         return None
     costs, _ = costs_of(PlanningRequest(cluster, shape, case.workload, options))

@@ -119,7 +119,9 @@ class Inputs:
         options = replace(paper_options(case, self.profiles), search_time_limit=LIMIT_S, **changes)
         shape = model_shape(case.model)
         try:
-            return find_plan(cluster, shape, case.model, case.workload, options, time.process_time)
+            return find_plan(
+                cluster, shape, case.model, case.workload, options, time.process_time
+            ).plan
         except InfeasibleError:
             return None
 

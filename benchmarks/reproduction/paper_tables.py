@@ -174,7 +174,7 @@ def cluster_of(case: Case, less_gib: int = 0) -> ClusterSpec:
 
 def _planned(case: Case, cluster: ClusterSpec, options: PlanOptions) -> Scheme:
     try:
-        plan = find_plan(cluster, model_shape(case.model), case.model, case.workload, options)
+        plan = find_plan(cluster, model_shape(case.model), case.model, case.workload, options).plan
     except InfeasibleError:
         return Scheme(None, "")
     return Scheme(plan.predicted.latency_s, bits_by_layers(plan))

@@ -95,13 +95,13 @@ def _planned(
         found = _within_bound(plan, cluster, shape, options, _requests(plan, workload))
         return replace(found, origin=origin, importance=plan.importance)
     try:
-        found = find_plan(cluster, shape, source, workload, options)
+        priced = find_plan(cluster, shape, source, workload, options)
     except InfeasibleError:
         if options.max_latency_s is None:
             raise
-        found = find_plan(cluster, shape, source, workload, replace(options, max_latency_s=None))
+        priced = find_plan(cluster, shape, source, workload, replace(options, max_latency_s=None))
         _warn(f"max_latency_s {options.max_latency_s:g} cannot be kept with what is left")
-    return replace(found, origin=origin, importance=plan.importance)  # the same codes again
+    return replace(priced.plan, origin=origin, importance=plan.importance)  # the same codes again
 
 
 def _shape_of(plan: PlanSpec, model: str | None) -> ModelShape:

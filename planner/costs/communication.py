@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +159,8 @@ class Transfers:
         return prefill, decode
 
 
+_Tokens = TypeVar("_Tokens", float, FloatArray)
+
 COPY_LAUNCH_S = 10e-6
 """Seconds of a copy beside its bytes: what a kernel or a DMA transfer takes to start on a GPU."""
 
@@ -170,13 +173,9 @@ class HostCopies:
     tensors: int
     host_link_bytes_per_s: float
 
-    def one_way_s(self, tokens: int) -> float:
+    def one_way_s(self, tokens: _Tokens) -> _Tokens:
         bytes_s = tokens * self.kv_bytes_per_token / self.host_link_bytes_per_s
         return bytes_s + self.tensors * COPY_LAUNCH_S
-
-    def both_ways_s(self, longest: int) -> FloatArray:
-        """Seconds of copying 1, 2, 3, ... tokens there and back, `[longest]`."""
-        return np.array([2 * self.one_way_s(each) for each in range(1, longest + 1)])
 
 
 def cache_tensors(kv_bits: int, layers: int) -> int:
@@ -189,7 +188,8 @@ def park_tokens_from(copies: Sequence[HostCopies], compute_s: Sequence[FloatArra
     1, 2, ... tokens, on the slowest stage; 0 for never.
     """
     longest = len(compute_s[0])
-    copy_s = np.max([each.both_ways_s(longest) for each in copies], axis=0)
+    tokens = np.arange(1.0, longest + 1)
+    copy_s = np.max([2 * each.one_way_s(tokens) for each in copies], axis=0)
     dearer = np.flatnonzero(copy_s >= np.max(compute_s, axis=0))
     least = int(dearer[-1]) + 2 if len(dearer) else 1
     return least if least <= longest else 0

@@ -11,6 +11,7 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import grouped_cluster
 from planner.costs.model import CostModel, expanded, grouped
+from planner.costs.pass_times import PassTable
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
@@ -86,15 +87,15 @@ class PlannedAssignment:
 
     def simulate(self) -> Simulated:
         rows = first_rows(self.costs.job, self.costs.workload.global_batch)
-        return simulate_assignment(self.costs, self.devices, self.sizes, *self._by_layer, rows)
+        return simulate_assignment(self.pass_table, self.sizes, rows)
 
     def forecast(self) -> Forecast:
-        return forecast_assignment(self.costs, self.devices, self.sizes, *self._by_layer)
+        return forecast_assignment(self.pass_table, self.sizes)
 
     @property
-    def _by_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        found = Assignment(self.first_layer, self.bitwidth, 0.0, 0.0, "optimal", 0.0)
-        return expanded(found, self.group)
+    def pass_table(self) -> PassTable:
+        placed = expanded(Assignment(self.first_layer, self.bitwidth, 0.0), self.group)
+        return PassTable.of(self.costs, self.devices, *placed)
 
 
 def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:

@@ -201,11 +201,9 @@ def fleet_plans(
 
 
 def _example_plan(priced: Priced, source: str, sensitivity_source: str) -> PlanSpec:
-    plan = build_plan(priced.costs, source, priced.solution, sensitivity_source, ())
-    if not plan.needs_importance(priced.costs.shape.stored is not None):
-        return plan
-    importance = planned_importance(priced.costs.options, priced.costs.shape)
-    return replace(plan, importance=importance)
+    costs = priced.costs
+    plan = build_plan(costs, source, priced.solution, sensitivity_source)
+    return replace(plan, importance=planned_importance(plan, costs.options, costs.shape))
 
 
 def _renamed(plan: PlanSpec, names: Mapping[str, str]) -> PlanSpec:

@@ -145,9 +145,7 @@ def find_bounded_plan(
             raise  # there are no remedies beside those that it names
         with naming_remedies(planned):
             raise
-    importance = None
-    if found.needs_importance(shape.stored is not None):
-        importance = planned_importance(options, shape)
+    importance = planned_importance(found, options, shape)
     origin = origin_of(cluster, options, files_of_costs(options))
     return replace(found, origin=origin, importance=importance)
 

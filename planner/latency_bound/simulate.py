@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 
 import numpy as np
@@ -41,23 +42,15 @@ class DrawnRequest:
 class RequestQueue:
     def __init__(self, lengths: RequestLengths, generator: np.random.Generator) -> None:
         self.lengths, self._generator = lengths, generator
-        self._waiting: list[DrawnRequest] = []
-        self._next = 0
+        self._waiting: deque[DrawnRequest] = deque()
 
     def take(self, schedule: RequestSchedule, wanted: int, most: int) -> list[DrawnRequest]:
         """Take about `wanted` requests, at most `most`, with even prompts (ExeGPT section 5.2)."""
-        prompts = [self._prompt(place) for place in range(most)]
-        count = evened(schedule, wanted, most, prompts)
-        taken = self._waiting[self._next : self._next + count]
-        self._next += count
-        return taken
-
-    def _prompt(self, place: int) -> int:
-        if self._next + place >= len(self._waiting):
-            self._waiting = self._waiting[self._next :]
+        while len(self._waiting) < most:
             self._waiting += drawn_requests(self.lengths, _DRAWN_AT_ONCE, self._generator)
-            self._next = 0
-        return self._waiting[self._next + place].prompt
+        prompts = [each.prompt for each in islice(self._waiting, most)]
+        count = evened(schedule, wanted, most, prompts)
+        return [self._waiting.popleft() for _ in range(count)]
 
 
 def drawn_requests(

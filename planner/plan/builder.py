@@ -109,8 +109,8 @@ def forecast_solution(
     """Simulate the batch, or of a long job about `most_passes` passes."""
     costs = solution.costs(costs)
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
-    placed = costs, solution.devices, solution.sizes, first_layer, bitwidth
-    return forecast_assignment(*placed, most_passes=most_passes)
+    table = PassTable.of(costs, solution.devices, first_layer, bitwidth)
+    return forecast_assignment(table, solution.sizes, most_passes)
 
 
 def _prediction(forecast: Forecast, objective_latency_s: float) -> Prediction:

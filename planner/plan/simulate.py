@@ -265,6 +265,7 @@ def _turns_and_steps(schedule: RequestSchedule, cycles: int) -> Iterator[Pass]:
     """Yield the passes of so many cycles; groups follow each other in one order for ever."""
     groups, steps = schedule.decode_micro_batches, schedule.decode_steps
     size = max(1, round(schedule.decode_requests / groups))
+    newcomers = _shares(schedule.prefill_requests, groups)
     waiting = deque((group, 0, 0) for group in range(groups))
     submitted = prefills = 0
     while waiting:
@@ -275,20 +276,18 @@ def _turns_and_steps(schedule: RequestSchedule, cycles: int) -> Iterator[Pass]:
         if step:
             yield Pass("decode", group, cycle * steps + step, size, 1, 0, results_before)
             submitted += 1
-        for requests in () if step else _micro_batches(_newcomers(schedule, group), schedule):
+        for requests in () if step else _micro_batches(newcomers[group], schedule):
             yield Pass("prefill", prefills, 0, requests, 1, 0, results_before)
             submitted, prefills = submitted + 1, prefills + 1
         waiting.append((group, done + 1, submitted))
 
 
-def _newcomers(schedule: RequestSchedule, group: int) -> int:
-    groups, all_groups = schedule.decode_micro_batches, schedule.prefill_requests
-    return all_groups * (group + 1) // groups - all_groups * group // groups
+def _shares(requests: int, count: int) -> list[int]:
+    return [requests * (i + 1) // count - requests * i // count for i in range(count)]
 
 
 def _micro_batches(requests: int, schedule: RequestSchedule) -> list[int]:
-    count = -(-requests // schedule.prefill_micro_batch)
-    return [requests * (i + 1) // count - requests * i // count for i in range(count)]
+    return _shares(requests, -(-requests // schedule.prefill_micro_batch))
 
 
 def _divided(

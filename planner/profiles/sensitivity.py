@@ -19,6 +19,7 @@ import numpy.typing as npt
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.plan.parts import PlannedImportance
+from planner.plan.spec import PlanSpec
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
 from quant.rounding.importance_header import read_importance_header
@@ -330,8 +331,12 @@ FINGERPRINT_ENTRY = "importance"
 """Entries of an omega file's provenance; the file is named as seen from the omega file's folder."""
 
 
-def planned_importance(options: PlanOptions, shape: ModelShape) -> PlannedImportance | None:
-    """What a plan rounds by; None: what stages measure when they load."""
+def planned_importance(
+    plan: PlanSpec, options: PlanOptions, shape: ModelShape
+) -> PlannedImportance | None:
+    """What `plan` rounds by; None: nothing, or what stages measure when they load."""
+    if not plan.needs_importance(shape.stored is not None):
+        return None
     if options.importance is not None:
         return _of_file(Path(options.importance), shape)
     if options.omega_file is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from planner.schedule.passes import JobRows, Pass, prefill_pass, rounded_mean
 from planner.scheduling import Phase
-from planner.workload import MicroBatches, Workload
+from planner.workload import MicroBatches
 
 UNDER_WAY_PER_STAGE = 2
 """Micro-batches of the policy that may be under way, per stage: enough to hide the hops."""
@@ -153,11 +153,6 @@ class StaticPolicy:
             elif not group.under_way and not group.is_ready:
                 group.is_ready = True
                 self._ready.append(group)
-
-
-def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tuple[Pass, ...]:
-    schedule = JobSchedule(JobRows.alike(workload), workload.global_batch, sizes, stages)
-    return tuple(schedule.passes())
 
 
 @dataclass(slots=True)

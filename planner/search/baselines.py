@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassTable
 from planner.optimiser.assignment import (
     Assignment,
     AssignmentCosts,
@@ -75,8 +76,9 @@ class BaselineChoice:
         return float(max(self.times.prefill_s.max(), floor_s))
 
     def forecast(self) -> Forecast:
-        placed = self.costs, self.sized.devices, self.sized.sizes
-        return forecast_assignment(*placed, self.assignment.first_layer, self.assignment.bitwidth)
+        found = self.assignment.first_layer, self.assignment.bitwidth
+        table = PassTable.of(self.costs, self.sized.devices, *found)
+        return forecast_assignment(table, self.sized.sizes)
 
 
 @dataclass(frozen=True)

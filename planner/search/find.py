@@ -47,30 +47,16 @@ def find_plan(
     workload: Workload | Job,
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
-) -> PlanSpec:
-    """The best plan for `shape`, found at `source`; SpecError for what cannot be planned,
-    InfeasibleError if nothing fits.
-    """
-    return find_priced_plan(cluster, shape, source, workload, options, clock).plan
-
-
-def find_priced_plan(
-    cluster: ClusterSpec,
-    shape: ModelShape,
-    source: str,
-    workload: Workload | Job,
-    options: PlanOptions,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> PricedPlan:
-    """As `find_plan`, with the plan's cost model."""
+    """The best plan for `shape`, found at `source`, and its costs; SpecError for what cannot be
+    planned, InfeasibleError if nothing fits.
+    """
     check_stored(shape, options)
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request):
         found = with_fitting_cache(request, lambda each: _find(each, source, clock))
     origin = origin_of(cluster, options, files_of_costs(options))
-    importance = None
-    if found.plan.needs_importance(shape.stored is not None):
-        importance = planned_importance(options, shape)
+    importance = planned_importance(found.plan, options, shape)
     return replace(found, plan=replace(found.plan, origin=origin, importance=importance))
 
 

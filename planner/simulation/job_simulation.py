@@ -11,17 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cluster.device import Device
 from planner.costs.latency_model import near_length
-from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds, PassTable
 from planner.optimiser.problem import FloatArray
-from planner.schedule.exegpt import RraSchedule
 from planner.schedule.job_passes import job_passes
-from planner.schedule.orca import MixedPass, OrcaSchedule
+from planner.schedule.orca import MixedPass
 from planner.schedule.passes import JobRows, Pass, Sizes, TurnSizes
 from planner.schedule.s3 import most_waiting
-from planner.schedule.static import JobSchedule
 from planner.simulation.simulation import (
     PipelineClock,
     Simulated,
@@ -94,18 +90,6 @@ class _Busy:
         return busy_s
 
 
-def simulate_job(
-    rows: JobRows,
-    slots: int,
-    sizes: Sizes,
-    stages: int,
-    seconds_of: Callable[[Pass], PassSeconds],
-) -> SimulatedJob:
-    """Run all requests of `rows`; `seconds_of` a pass gives `stages` entries each."""
-    schedule = job_schedule(rows, slots, sizes, stages)
-    return _simulate(schedule, rows, stages, seconds_of)[0]
-
-
 def forecast_job(
     job: Job,
     slots: int,
@@ -124,8 +108,7 @@ def forecast_job(
     passes = _passes(job, slots, sizes, stages)
     count = _simulated_rows(job, slots, passes, most_passes, waiting)
     rows = JobRows.of(job, count)
-    schedule = job_schedule(rows, slots, sizes, stages)
-    part, marks, busy = _simulate(schedule, rows, stages, seconds_of)
+    part, marks, busy = simulate_job(rows, slots, sizes, stages, seconds_of)
     if count == job.prompts:  # the sample may not come a whole number of times
         return replace(part, generated_tokens=job.output_tokens)
     ends = marks[_nearest(marks, count - waiting)] if waiting else marks[-1]
@@ -149,22 +132,15 @@ def forecast_job(
 
 
 def simulate_job_assignment(
-    costs: CostModel,
-    devices: Sequence[Device],
-    sizes: MicroBatches,
-    first_layer: Sequence[int],
-    bitwidth: Sequence[int],
-    *,
-    most_passes: int = MOST_PASSES,
+    table: PassTable, sizes: MicroBatches, most_passes: int = MOST_PASSES
 ) -> SimulatedJob:
-    """Forecast `costs.job`, or the batch as one, with `costs.workload.global_batch` in flight.
-    Assignments as in `simulate_assignment`; lengths within one percent share a time.
+    """Forecast the job of `table.costs`, or its batch as one, with as many requests in flight as
+    its workload has; lengths within one percent share a time.
     """
-    job = costs.job
+    costs, job = table.costs, table.costs.job
     if job is None:
         batch = costs.workload
         job = Job.of(batch.global_batch, batch.prompt_length, batch.new_tokens)
-    table = PassTable.of(costs, devices, first_layer, bitwidth)
     decode: dict[tuple[int, int], PassSeconds] = {}
 
     def seconds(each: Pass) -> PassSeconds:
@@ -179,12 +155,15 @@ def simulate_job_assignment(
     return forecast_job(job, slots, policy, table.stages, seconds, most_passes)
 
 
-def _simulate(
-    schedule: JobSchedule | OrcaSchedule | RraSchedule,
+def simulate_job(
     rows: JobRows,
+    slots: int,
+    sizes: Sizes,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
 ) -> tuple[SimulatedJob, list[_Mark], _Busy]:
+    """Run all requests of `rows`; `seconds_of` a pass gives `stages` entries each."""
+    schedule = job_schedule(rows, slots, sizes, stages)
     clock, busy = PipelineClock(stages), _Busy(stages)
     marks: list[_Mark] = []
     passes = decoded = 0
@@ -274,16 +253,9 @@ class Forecast:
 
 
 def forecast_assignment(
-    costs: CostModel,
-    devices: Sequence[Device],
-    sizes: MicroBatches,
-    first_layer: Sequence[int],
-    bitwidth: Sequence[int],
-    *,
-    most_passes: int = MOST_PASSES,
+    table: PassTable, sizes: MicroBatches, most_passes: int = MOST_PASSES
 ) -> Forecast:
-    """Simulate the batch or the job of `costs` as the two functions named here do."""
-    placed = costs, devices, sizes, first_layer, bitwidth
-    if costs.job is None and costs.options.policy == "static":
-        return Forecast.of_batch(simulate_assignment(*placed))
-    return Forecast.of_job(simulate_job_assignment(*placed, most_passes=most_passes))
+    """Simulate the batch or the job of `table.costs` as the two functions named here do."""
+    if table.costs.job is None and table.costs.options.policy == "static":
+        return Forecast.of_batch(simulate_assignment(table, sizes))
+    return Forecast.of_job(simulate_job_assignment(table, sizes, most_passes))

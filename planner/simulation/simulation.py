@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassSeconds, PassTable
 from planner.optimiser.problem import FloatArray
@@ -185,17 +184,8 @@ def passed_s(
 
 
 def simulate_assignment(
-    costs: CostModel,
-    devices: Sequence[Device],
-    sizes: MicroBatches,
-    first_layer: Sequence[int],
-    bitwidth: Sequence[int],
-    rows: JobRows | None = None,
+    table: PassTable, sizes: MicroBatches, rows: JobRows | None = None
 ) -> Simulated:
-    """Simulate the batch, or `rows`, on `devices` in stage order as the runtime runs it.
-    `first_layer` [N+1] and `bitwidth` [L] (indices into `costs.options.bits`) are by layer;
-    SpecError where they do not cover the model.
-    """
-    table = PassTable.of(costs, devices, first_layer, bitwidth)
-    policy = sizes_of_policy(costs, sizes)
-    return simulate(costs.workload, policy, table.stages, table.seconds, rows)
+    """Simulate the batch, or `rows`, on the stages of `table` as the runtime runs it."""
+    policy = sizes_of_policy(table.costs, sizes)
+    return simulate(table.costs.workload, policy, table.stages, table.seconds, rows)

@@ -129,7 +129,9 @@ def plans(
     memory = uniform[FULL_BITS].stages[0].memory
     room = memory.total - round((1 - WEIGHTS_WITH_ROOM) * memory.weights)
     tight = replace(spec, devices=(replace(spec.devices[0], memory_bytes=room),))
-    chosen = find_plan(tight, model_shape(folder), str(folder), workload, PlanOptions(theta=1.0))
+    chosen = find_plan(
+        tight, model_shape(folder), str(folder), workload, PlanOptions(theta=1.0)
+    ).plan
     yield _described(chosen), chosen, tight
 
 
@@ -138,7 +140,7 @@ def fixed_plan(
 ) -> PlanSpec:
     """The plan of these bitwidths on one device, in the micro-batches that suit it best."""
     shape, options = model_shape(folder), PlanOptions(theta=0.0, bits=tuple(set(bitwidths)))
-    found = find_plan(spec, shape, str(folder), workload, options)
+    found = find_plan(spec, shape, str(folder), workload, options).plan
     return priced(costs_of(PlanningRequest(spec, shape, workload, options))[0], found, bitwidths)
 
 

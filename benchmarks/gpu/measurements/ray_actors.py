@@ -96,7 +96,7 @@ def plan_for_two(
 ) -> PlanSpec:
     """A plan that takes both devices."""
     options = replace(options, keep_all_devices=True)
-    return find_plan(spec, model_shape(folder), str(folder), workload, options)
+    return find_plan(spec, model_shape(folder), str(folder), workload, options).plan
 
 
 def _check_tokens(findings: Findings, table: Table, spec: ClusterSpec, place: Place) -> None:

@@ -128,7 +128,9 @@ def compared(label: str, cluster: ClusterSpec, model: str) -> Compared:
 
 def _one(cluster: ClusterSpec, model: str, options: PlanOptions) -> PlanSpec | None:
     try:
-        return find_plan(cluster, model_shape(model), model, _job(), options, time.process_time)
+        return find_plan(
+            cluster, model_shape(model), model, _job(), options, time.process_time
+        ).plan
     except InfeasibleError:
         return None
 

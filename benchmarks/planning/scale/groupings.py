@@ -69,7 +69,7 @@ def _timed(number: int, degree: int | str) -> tuple[PlanSpec, float]:
     cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
     options = PlanOptions(theta=theta, tensor_parallel=degree)
     began_s = time.process_time()
-    plan = find_plan(cluster, model_shape(name), name, WORKLOAD, options)
+    plan = find_plan(cluster, model_shape(name), name, WORKLOAD, options).plan
     return plan, time.process_time() - began_s
 
 
@@ -125,7 +125,7 @@ def mixed_plans() -> Iterator[Way]:
 def _one_pipeline(model: str, work: Workload | Job, options: PlanOptions, text: str) -> Way:
     cluster, shape = ClusterSpec.from_yaml(CLUSTERS / MIXED), model_shape(model)
     began_s = time.process_time()
-    plan = find_plan(cluster, shape, model, work, options, time.process_time)
+    plan = find_plan(cluster, shape, model, work, options, time.process_time).plan
     cpu_s, rate = time.process_time() - began_s, plan.predicted.tokens_per_s
     return Way(text, model, cpu_s, plan.solver.gap, rate, (plan,))
 

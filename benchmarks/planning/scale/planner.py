@@ -75,7 +75,7 @@ def planned(devices: int, is_fleet: bool, model: str) -> Planned:
         figures = fleet.record.gap, fleet.tokens_per_s, len(fleet.replicas)
         unused = len(fleet.unused_devices)
     else:
-        plan = find_plan(cluster, shape, model, job, options, time.process_time)
+        plan = find_plan(cluster, shape, model, job, options, time.process_time).plan
         figures, unused = (
             (plan.solver.gap, plan.predicted.tokens_per_s, 1),
             len(plan.unused_devices),

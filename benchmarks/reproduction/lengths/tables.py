@@ -33,7 +33,7 @@ from benchmarks.reproduction.orca.pipelines import (
 from benchmarks.reproduction.orca.traces import Lengths
 from planner.lengths import Lengths as JobLengths
 from planner.options import PlanOptions
-from planner.search.find import find_priced_plan
+from planner.search.find import find_plan
 from planner.workload import Job
 
 GPU = "A100-SXM4-80GB"
@@ -145,7 +145,7 @@ def planned_memory(setting: ClusterSetting, rows: Rows) -> Memory:
     pairs = zip(rows.prompts.tolist(), rows.answers.tolist(), strict=True)
     job = Job(len(rows), JobLengths.of(pairs, "answers", rows.limit))
     options = PlanOptions.of({"quality": "fast", "policy": "orca"})
-    priced = find_priced_plan(setting.cluster, setting.shape, setting.model, job, options)
+    priced = find_plan(setting.cluster, setting.shape, setting.model, job, options)
     devices = ", ".join(stage.accelerator for stage in priced.plan.stages)
     named = Setting(setting.model, len(priced.plan.stages), f"{setting.name}: {devices}")
     times = stage_times_of(priced, MIXED_BATCH)

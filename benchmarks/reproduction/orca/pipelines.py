@@ -12,7 +12,7 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
-from planner.search.find import PricedPlan, find_priced_plan
+from planner.search.find import PricedPlan, find_plan
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError
 
@@ -99,9 +99,7 @@ def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | 
     )
     workload = Workload(in_flight, longest.prompt, longest.new)
     try:
-        return find_priced_plan(
-            cluster, model_shape(setting.model), setting.model, workload, options
-        )
+        return find_plan(cluster, model_shape(setting.model), setting.model, workload, options)
     except InfeasibleError:
         return None
 

@@ -184,7 +184,7 @@ def test_planned_stages_hold_the_planned_bytes() -> None:
     folder = EXAMPLES / "demo_model"
     cluster = ClusterSpec.from_yaml(EXAMPLES.parent / "cluster_specs" / "demo_mixed_cpu.yaml")
     workload, options = Workload(32, 100, 48), PlanOptions(kv_bits=8)
-    plan = find_plan(cluster, model_shape(folder), str(folder), workload, options)
+    plan = find_plan(cluster, model_shape(folder), str(folder), workload, options).plan
     assert len(plan.stages) > 1
     for planned in plan.stages:
         stage = Stage(stage_spec(plan, planned), folder, CPU, Processor())

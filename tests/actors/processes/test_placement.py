@@ -28,7 +28,7 @@ def stages() -> tuple[StagePlan, ...]:
         "opt-13b",
         workload,
         PlanOptions(bits=(8,), keep_all_devices=True),
-    )
+    ).plan
     return plan.stages
 
 

@@ -32,7 +32,7 @@ def plan() -> PlanSpec:
     cluster = ClusterSpec.from_counts(["T4"], [2])
     options = PlanOptions(bits=(4, 16), keep_all_devices=True, group=4)
     workload = Workload(5, 128, 10, slot_tokens=132)
-    return find_plan(cluster, model_shape("opt-6.7b"), "opt-6.7b", workload, options)
+    return find_plan(cluster, model_shape("opt-6.7b"), "opt-6.7b", workload, options).plan
 
 
 def test_a_plans_policy_makes_the_scheduler(plan: PlanSpec) -> None:

@@ -32,7 +32,6 @@ from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.plan.spec import PlanSpec
 from planner.schedule.passes import Pass
-from planner.schedule.static import static_schedule
 from planner.search.find import find_plan
 from planner.simulation.simulation import simulate
 from planner.workload import MicroBatches, Workload
@@ -164,7 +163,7 @@ def test_emulated_stages_take_what_the_simulation_says(stages: int, late_s: floa
 
     simulated = simulate(workload, sizes, stages, seconds)
     emulated = [Emulated(ScaledTimes(t, SCALE), Clock(late_s=late_s), 1e-3) for t in times]
-    found = played(emulated, static_schedule(workload, sizes, stages))
+    found = played(emulated, simulated.passes)
     assert len(simulated.passes) > 20
     assert found >= simulated.latency_s
     assert found == pytest.approx(simulated.latency_s, abs=late_s + 20 * Clock.spin_s, rel=2e-4)
@@ -288,7 +287,7 @@ def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> PlanSpec:
     workload = Workload(global_batch=4, prompt_length=16, new_tokens=8)
     options = PlanOptions(theta=0.0, keep_all_devices=True)
     cluster = ClusterSpec.from_yaml(path)
-    return find_plan(cluster, model_shape("opt-13b"), "opt-13b", workload, options)
+    return find_plan(cluster, model_shape("opt-13b"), "opt-13b", workload, options).plan
 
 
 def test_modelled_times_follow_the_plan(emulated_plan: PlanSpec) -> None:
@@ -354,7 +353,9 @@ def test_tokens_that_are_parked_and_restored_take_the_time_of_their_way() -> Non
         "test",
     )
     options = PlanOptions(bits=(4,), dtype="float16")
-    plan = find_plan(cluster, model_shape("opt-1.3b"), "opt-1.3b", Workload(4, 64, 16), options)
+    plan = find_plan(
+        cluster, model_shape("opt-1.3b"), "opt-1.3b", Workload(4, 64, 16), options
+    ).plan
     (stage,) = plan.stages
     times = emulated_times(plan, stage)
     assert times is not None

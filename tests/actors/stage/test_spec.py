@@ -24,7 +24,7 @@ def plan() -> PlanSpec:
     """OPT-13b over a group of two T4."""
     cluster = ClusterSpec.from_counts(["T4"], [2])
     options = PlanOptions(bits=(8,), tensor_parallel=2)
-    return find_plan(cluster, model_shape("opt-13b"), "opt-13b", Workload(4, 64, 16), options)
+    return find_plan(cluster, model_shape("opt-13b"), "opt-13b", Workload(4, 64, 16), options).plan
 
 
 def test_a_group_has_the_limit_of_each_of_its_ranks(plan: PlanSpec) -> None:

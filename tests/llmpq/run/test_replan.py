@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,7 +191,7 @@ def test_measured_lengths_are_planned_as_a_job_of_the_prompts_left(
 
     def find(cluster: object, shape: object, source: str, workload: object, options: Any) -> Any:
         asked.append(workload)
-        return replace(planned((1, 1)), origin=None)
+        return SimpleNamespace(plan=replace(planned((1, 1)), origin=None))
 
     lengths = Lengths((128, 64), (32, 8))
     monkeypatch.setattr("llmpq.run.replan.find_plan", find)

@@ -287,13 +287,13 @@ def test_outputs_are_of_the_first_rows_where_a_job_goes_on(
 def test_long_rows_that_do_not_fit_are_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from llmpq import cluster as module
 
-    find = module.find_priced_plan
+    find = module.find_plan
 
     def refused(spec: Any, shape: Any, source: str, workload: Any, options: Any) -> Any:
         if workload.lengths.longest_prompt == 700:
             raise InfeasibleError("0.1 GiB short")
         return find(spec, shape, source, workload, options)
 
-    monkeypatch.setattr(module, "find_priced_plan", refused)
+    monkeypatch.setattr(module, "find_plan", refused)
     with pytest.raises(InfeasibleError, match=r"2 rows are much longer .*'long'.*0\.1 GiB short"):
         Cluster.from_counts(["T4"], [1]).plan(MODEL, job_of_input(source, MODEL), in_flight=8)

@@ -355,7 +355,7 @@ def test_a_small_model_is_planned_on_every_entry() -> None:
         cluster = ClusterSpec.from_dict({"name": "one", "nodes": [node]})
         for bits in (16, 8, 4, 3):
             options = PlanOptions(theta=0.0, bits=(bits,))
-            plan = find_plan(cluster, shape, shape.name, workload, options)
+            plan = find_plan(cluster, shape, shape.name, workload, options).plan
             (stage,) = plan.stages
             assert "estimated" in stage.provenance
             assert stage.dtype == entry.default_dtype

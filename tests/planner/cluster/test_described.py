@@ -52,7 +52,7 @@ def planned(cluster: ClusterSpec, model: str = "opt-13b", **options: object) -> 
     shape = model_shape(model)
     workload = Workload(8, 128, 32)
     chosen = PlanOptions.of({"theta": 0.0, **options})
-    return find_plan(cluster, shape, shape.name, workload, chosen)
+    return find_plan(cluster, shape, shape.name, workload, chosen).plan
 
 
 def test_figures_are_those_stated_or_follow_from_the_capability(tmp_path: Path) -> None:
@@ -151,7 +151,9 @@ def test_a_plan_has_what_it_needs_without_the_cluster_file(tmp_path: Path) -> No
     check_plan(alone, model_shape("opt-30b"))
     assert back.origin is not None
     left = back.origin.without([f"a/{MINE}:1"]).cluster_spec()
-    again = find_plan(left, model_shape("opt-30b"), "opt-30b", plan.workload, back.origin.options)
+    again = find_plan(
+        left, model_shape("opt-30b"), "opt-30b", plan.workload, back.origin.options
+    ).plan
     assert {stage.kind for stage in again.stages} <= {each.kind for each in back.stages}
 
 

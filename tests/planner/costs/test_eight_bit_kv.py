@@ -28,7 +28,7 @@ FEW, MANY = Workload(8, 512, 100), Workload(40, 512, 100)
 
 
 def plan_for(workload: Workload, kv_bits: int | str) -> PlanSpec:
-    return find_plan(T4, SHAPE, "opt-6.7b", workload, PlanOptions(kv_bits=kv_bits))
+    return find_plan(T4, SHAPE, "opt-6.7b", workload, PlanOptions(kv_bits=kv_bits)).plan
 
 
 def test_what_does_not_fit_at_16_bits_fits_at_8() -> None:

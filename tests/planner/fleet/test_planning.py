@@ -65,7 +65,7 @@ def test_each_device_is_in_one_pipeline_or_unused(fleet: FleetSpec, tmp_path: Pa
 def test_fleet_is_below_the_ceiling_and_not_below_one_pipeline(fleet: FleetSpec) -> None:
     costs, _ = costs_of(PlanningRequest.of(CLUSTER, SHAPE, JOB, OPTIONS))
     ceiling = ceiling_tokens_per_s(costs, JOB, CLUSTER.devices)
-    one = find_plan(CLUSTER, SHAPE, "opt-13b", JOB, OPTIONS, ticking())
+    one = find_plan(CLUSTER, SHAPE, "opt-13b", JOB, OPTIONS, ticking()).plan
     assert fleet.record.ceiling_tokens_per_s == pytest.approx(ceiling)
     assert one.predicted.tokens_per_s < ceiling
     assert 0.98 * one.predicted.tokens_per_s < fleet.tokens_per_s < ceiling

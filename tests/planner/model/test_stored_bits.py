@@ -138,7 +138,7 @@ def test_the_weights_tell_what_rules_have_changed(tmp_path: Path) -> None:
     assert (gate.stored_group, up.stored_group) == (128, 32)
     assert with_stored_bits(PlanOptions(), found).bits == (4,)
     cluster = ClusterSpec.from_counts(["T4"], [1])
-    plan = find_plan(cluster, found, str(tmp_path), Workload(2, 8, 4), PlanOptions())
+    plan = find_plan(cluster, found, str(tmp_path), Workload(2, 8, 4), PlanOptions()).plan
     check_plan(plan, found, "it")
 
 
@@ -184,5 +184,5 @@ def test_backends_hold_codes(tmp_path: Path) -> None:
     assert backend_name(turing, 4, "float16") == "bnb_nf4"
     assert backend_name(turing, 4, "float16", is_stored=True) != "bnb_nf4"
     cluster = ClusterSpec.from_counts(["T4"], [1])
-    plan = find_plan(cluster, shape(tmp_path), "here", Workload(2, 8, 4), PlanOptions())
+    plan = find_plan(cluster, shape(tmp_path), "here", Workload(2, 8, 4), PlanOptions()).plan
     assert plan.stages[0].backends[4] == backend_name(turing, 4, "float16", is_stored=True)

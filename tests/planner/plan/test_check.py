@@ -50,7 +50,7 @@ def planned(
     shape = model_shape(model) if isinstance(model, str) else model
     quick = {} if "method" in options else QUICK  # the baselines decide without a gap
     chosen = PlanOptions.of({**quick, "theta": 1.0, **options})
-    return find_plan(cluster, shape, shape.name, workload, chosen), shape
+    return find_plan(cluster, shape, shape.name, workload, chosen).plan, shape
 
 
 def assert_agrees(plan: PlanSpec, shape: ModelShape) -> None:
@@ -208,7 +208,9 @@ def made_for_a_job() -> tuple[PlanSpec, ModelShape]:
         model_shape("opt-125m"),
         Job(30, Lengths((64, 20, 40), (4, 16, 8), longest_total=68)),
     )
-    plan = find_plan(ClusterSpec.from_dict(MIXED), shape, shape.name, job, PlanOptions.of(QUICK))
+    plan = find_plan(
+        ClusterSpec.from_dict(MIXED), shape, shape.name, job, PlanOptions.of(QUICK)
+    ).plan
     return plan, shape
 
 

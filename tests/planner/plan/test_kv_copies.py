@@ -30,7 +30,9 @@ KV_BYTES_PER_TOKEN = 32 * 2 * 4096 * 2  # opt-6.7b in fp16
 def plan_of(text: str, **options: object) -> PlanSpec:
     cluster = ClusterSpec.from_dict(yaml.safe_load(text), "test")
     given = PlanOptions(bits=(4,), keep_all_devices=True, group=4, **options)  # type: ignore[arg-type]
-    return find_plan(cluster, model_shape("opt-6.7b"), "opt-6.7b", Workload(8, 256, 200), given)
+    return find_plan(
+        cluster, model_shape("opt-6.7b"), "opt-6.7b", Workload(8, 256, 200), given
+    ).plan
 
 
 @pytest.fixture(scope="module")

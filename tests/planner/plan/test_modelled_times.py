@@ -22,7 +22,8 @@ from planner.plan.spec import PlanSpec
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.profiles.sensitivity import default_sensitivity
-from planner.schedule.static import static_schedule
+from planner.schedule.passes import JobRows
+from planner.schedule.static import JobSchedule
 from planner.scheduling import Phase
 from planner.search.baselines import baselines
 from planner.search.find import find_plan
@@ -86,7 +87,7 @@ def test_passes_of_the_planned_batch_take_what_they_take_in_the_simulation(
     stages = OccupiedStages(costs.cluster.devices, (0, 5, 30, 48))
     timing = PassTable(costs, stages, [i % 4 for i in range(48)])
     times = modelled_times(costs, stages.devices, SIZES, timing.compute_s)
-    for each in static_schedule(WORKLOAD, SIZES, 3):
+    for each in JobSchedule(JobRows.alike(WORKLOAD), WORKLOAD.global_batch, SIZES, 3).passes():
         expected = timing.seconds(each)
         length = each.tokens if each.phase == "prefill" else each.context_length
         lengths = np.full(each.requests, length)
@@ -144,7 +145,7 @@ def test_curves_that_are_none_are_refused(
 
 def test_a_plan_with_a_stand_in_is_that_of_the_real_cluster() -> None:
     emulated, real = (
-        find_plan(cluster_of(emulate), SHAPE, "opt-30b", WORKLOAD, QUICK)
+        find_plan(cluster_of(emulate), SHAPE, "opt-30b", WORKLOAD, QUICK).plan
         for emulate in ({"time_scale": 0.1, "stand_in": "small"}, None)
     )
     assert emulated.stand_in == "small"
@@ -160,7 +161,7 @@ def test_a_plan_with_a_stand_in_is_that_of_the_real_cluster() -> None:
 
 def test_older_plans_and_those_without_a_time_scale_carry_none() -> None:
     cluster = cluster_of({"time_scale": 0})
-    plan = find_plan(cluster, SHAPE, "opt-30b", WORKLOAD, QUICK)
+    plan = find_plan(cluster, SHAPE, "opt-30b", WORKLOAD, QUICK).plan
     assert plan.stand_in is None
     content = content_of(plan)
     del content["stand_in"]
@@ -170,7 +171,7 @@ def test_older_plans_and_those_without_a_time_scale_carry_none() -> None:
 
 
 def test_a_bad_table_is_named_by_its_field() -> None:
-    plan = find_plan(cluster_of({}), SHAPE, "opt-30b", WORKLOAD, QUICK)
+    plan = find_plan(cluster_of({}), SHAPE, "opt-30b", WORKLOAD, QUICK).plan
     content = content_of(plan)
     content["stages"][0]["modelled"]["decode"][0]["seconds"].append(1.0)
     with pytest.raises(SpecError, match=r"stages\.0\.modelled\.decode\.0.*ascending"):
@@ -181,7 +182,7 @@ def test_a_bad_table_is_named_by_its_field() -> None:
 def test_baselines_make_plans_that_can_be_run(method: str, tmp_path: Path) -> None:
     options = replace(QUICK, method=method, group=2)
     cluster = cluster_of(None)
-    plan = find_plan(cluster, SHAPE, "opt-30b", WORKLOAD, options)
+    plan = find_plan(cluster, SHAPE, "opt-30b", WORKLOAD, options).plan
     costs, _ = costs_of_request(PlanningRequest(cluster, SHAPE, WORKLOAD, options))
     named = {baseline.name: baseline for baseline in baselines(costs)}
     assert plan.predicted.latency_s == pytest.approx(named[method].latency_s)

@@ -12,6 +12,7 @@ import pytest
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel, expanded
+from planner.costs.pass_times import PassTable
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment
@@ -49,7 +50,7 @@ def made(group: int = 1) -> tuple[PlanSpec, Simulated]:
     baselines = (Baseline("uniform", 16, 3.5, 34.0, 0.0), Baseline("other", None, None, None, None))
     plan = build_plan(costs, "opt-1.3b", solution, "default", baselines)
     first_layer, bits = expanded(assignment, group)
-    return plan, simulate_assignment(costs, cluster.devices, sizes, first_layer, bits)
+    return plan, simulate_assignment(PassTable.of(costs, cluster.devices, first_layer, bits), sizes)
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

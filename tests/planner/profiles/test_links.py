@@ -95,9 +95,9 @@ def test_a_plan_takes_them_from_beside_the_profile(tmp_path: Path) -> None:
     cluster = ClusterSpec.from_counts(["T4", "V100-32G"], [1, 1], internode_gbit_per_s=8)
     shape, workload = model_shape("opt-13b"), Workload(8, 128, 10)
     options = PlanOptions(profiles=profile, keep_all_devices=True, group=10)
-    before = find_plan(cluster, shape, "opt-13b", workload, options)
+    before = find_plan(cluster, shape, "opt-13b", workload, options).plan
     write_table(links_path(profile), LinkRow, line(0.0, 1e12))
-    after = find_plan(cluster, shape, "opt-13b", workload, options)
+    after = find_plan(cluster, shape, "opt-13b", workload, options).plan
     assert "measured" not in before.stages[0].provenance
     assert "measured (gloo, times.links.csv)" in after.stages[0].provenance
     first = after.stages[0]
@@ -168,7 +168,7 @@ def load(bits: int, origin: Origin, seconds: float, device: str = "T4") -> LoadR
 def plan() -> PlanSpec:
     cluster = ClusterSpec.from_counts(["T4"], [3])
     options = PlanOptions(bits=(4, 16), keep_all_devices=True, group=4)
-    return find_plan(cluster, model_shape("opt-30b"), "opt-30b", Workload(8, 128, 10), options)
+    return find_plan(cluster, model_shape("opt-30b"), "opt-30b", Workload(8, 128, 10), options).plan
 
 
 def test_the_slowest_stage_counts(plan: PlanSpec) -> None:

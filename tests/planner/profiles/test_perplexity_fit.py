@@ -128,7 +128,7 @@ def planned(path: Path, gib: float = 0.76, **options: object) -> PlanSpec:
         SHAPE.name,
         WORKLOAD,
         PlanOptions.of({"omega_file": path, "decode_micro_batch": 4, **quick, **options}),
-    )
+    ).plan
 
 
 def test_plan_stays_within_the_perplexity_asked_for(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def profile(path: Path, kinds: Iterable[tuple[str, int]] = WHOLE, **other: str) 
 
 def planned(path: Path, **options: object) -> PlanSpec:
     given = {"profiles": path, "bits": [8, 16], **options}
-    return find_plan(CPU, SHAPE, "opt-125m", Workload(8, 64, 16), PlanOptions.of(given))
+    return find_plan(CPU, SHAPE, "opt-125m", Workload(8, 64, 16), PlanOptions.of(given)).plan
 
 
 DATASHEET = "CPU estimated: roofline of the datasheet"

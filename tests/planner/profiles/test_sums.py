@@ -82,9 +82,9 @@ def test_a_plan_of_groups_is_made_with_them(tmp_path: Path) -> None:
     profile.write_text(LAYER_HEADER + "\n")
     shape, workload = model_shape("opt-13b"), Workload(8, 128, 10)
     options = PlanOptions(profiles=profile, group=10, tensor_parallel=2)
-    before = find_plan(CLUSTER, shape, "opt-13b", workload, options)
+    before = find_plan(CLUSTER, shape, "opt-13b", workload, options).plan
     write_table(sums_path(profile), SumRow, line(2, 5e-3, 0.0))
-    after = find_plan(CLUSTER, shape, "opt-13b", workload, options)
+    after = find_plan(CLUSTER, shape, "opt-13b", workload, options).plan
     assert after.predicted.latency_s > before.predicted.latency_s
     assert "measured (times.sums.csv)" in after.stages[0].provenance
 

@@ -117,7 +117,9 @@ def seconds(stages: int) -> PassSeconds:
 
 def test_a_simulated_job_and_its_events_take_the_same_time() -> None:
     case = Case(3)
-    found = simulate_job(case.rows, 1, case.sizes, case.stages, lambda each: seconds(case.stages))
+    found, *_ = simulate_job(
+        case.rows, 1, case.sizes, case.stages, lambda each: seconds(case.stages)
+    )
     assert found.generated_tokens == sum(case.outputs)
     events = simulate(
         Workload(1, 1, 1), case.sizes, case.stages, lambda each: seconds(case.stages), case.rows
@@ -152,7 +154,7 @@ def test_a_long_job_goes_on_as_its_part_did() -> None:
     sizes = TurnSizes.of(schedule, 10**5)
     job = Job(3000, lengths)
     part = forecast_job(job, 24, sizes, 2, modelled, most_passes=1500)
-    whole = simulate_job(JobRows.of(job, 3000), 24, sizes, 2, modelled)
+    whole, *_ = simulate_job(JobRows.of(job, 3000), 24, sizes, 2, modelled)
     assert len(part.ended_s) < 1000
     assert part.seconds == pytest.approx(whole.seconds, rel=0.02)
 

@@ -143,7 +143,7 @@ def test_a_simulated_job_takes_the_seconds_of_the_run(seed: int) -> None:
     case = Case(seed)
     pipeline = driven(case)
     times = seconds(case.stages, pipeline.batches)
-    found = simulate_job(case.rows, 1, case.sizes, case.stages, times)
+    found, *_ = simulate_job(case.rows, 1, case.sizes, case.stages, times)
     assert found.seconds == pytest.approx(pipeline.now_s, rel=1e-12)
     assert found.generated_tokens == sum(case.outputs)
     events = simulate(Workload(1, 1, 1), case.sizes, case.stages, times, case.rows)

@@ -36,7 +36,7 @@ def cluster(t4: int = 1, v100: int = 1, gib: float = 0.74) -> ClusterSpec:
 
 
 def planned(where: ClusterSpec, work: Job | Workload, **options: Any) -> PlanSpec:
-    return find_plan(where, SHAPE, "opt-125m", work, PlanOptions(bits=BITS, **options))
+    return find_plan(where, SHAPE, "opt-125m", work, PlanOptions(bits=BITS, **options)).plan
 
 
 @cache

@@ -13,6 +13,7 @@ from llmpq.cluster import Cluster
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassTable
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import SolveOptions, evaluate, stage_times
 from planner.optimiser.transfer import solve_adabits
@@ -57,7 +58,9 @@ def even_latencies(cluster: ClusterSpec, model: str, bits: int) -> list[float]:
             counts = [layers // stages + (stage in more) for stage in range(stages)]
             first_layer = [sum(counts[:stage]) for stage in range(stages + 1)]
             if math.isfinite(evaluate(problem, first_layer, [0] * layers)):
-                run = simulate_assignment(costs, devices, sizes, first_layer, [0] * layers)
+                run = simulate_assignment(
+                    PassTable.of(costs, devices, first_layer, [0] * layers), sizes
+                )
                 found.append(run.latency_s)
     return found
 
@@ -124,7 +127,9 @@ def test_adabits_is_the_fastest_of_equally_good_plans(number: int) -> None:
         problem = costs.problem(devices, sizes)
         plan = solve_adabits(problem, SolveOptions(relative_gap=1e-4))
         times = stage_times(problem, plan.first_layer, plan.bitwidth)
-        run = simulate_assignment(costs, devices, sizes, plan.first_layer, plan.bitwidth)
+        run = simulate_assignment(
+            PassTable.of(costs, devices, plan.first_layer, plan.bitwidth), sizes
+        )
         plans.append((times.quality, times.latency_s, run.latency_s))
     least = min(quality for quality, *_ in plans)
     _, simulated_s = min(rest for quality, *rest in plans if quality <= least * (1 + 1e-4))

@@ -23,7 +23,7 @@ PAPER = PlanOptions(objective="paper", head="last", keep_all_devices=True, group
 
 
 def plan(options: PlanOptions) -> PlanSpec:
-    return find_plan(CLUSTER, SHAPE, "opt-13b", WORKLOAD, options)
+    return find_plan(CLUSTER, SHAPE, "opt-13b", WORKLOAD, options).plan
 
 
 @pytest.mark.parametrize("objective", ["pipeline", "paper"])
@@ -69,7 +69,7 @@ def test_an_unreachable_quality_is_refused_with_what_is_reachable() -> None:
     with pytest.raises(BoundNotMetError, match="--max_omega ") as caught:
         find_plan(CLUSTER, shape, "opt-30b", workload, asked)
     named = float(str(caught.value).partition("--max_omega ")[2].split(",")[0])
-    found = find_plan(CLUSTER, shape, "opt-30b", workload, replace(asked, max_omega=named))
+    found = find_plan(CLUSTER, shape, "opt-30b", workload, replace(asked, max_omega=named)).plan
     assert found.solver.sensitivity <= named * (1 + 1e-6)
 
 

@@ -32,7 +32,7 @@ RARE_SEEDS = [pytest.param(seed, marks=pytest.mark.rare) for seed in SEEDS if se
 
 
 def planned(request: PlanningRequest) -> PlanSpec:
-    return find_plan(request.cluster, request.shape, "m", request.workload, request.options)
+    return find_plan(request.cluster, request.shape, "m", request.workload, request.options).plan
 
 
 @dataclass(frozen=True)

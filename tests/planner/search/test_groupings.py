@@ -14,7 +14,7 @@ from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.search.candidate_search import search
-from planner.search.find import find_plan, find_priced_plan
+from planner.search.find import find_plan
 from planner.search.fitting import first_sets, groupings, neighbours
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
@@ -64,7 +64,7 @@ def test_best_grouping_is_that_of_brute_force() -> None:
         cluster = grouped_cluster(MIXED, tuple(device.member_names for device in devices))
         alone = replace(OPTIONS, tensor_parallel=1, keep_all_devices=True)
         each_s.append(search(costs(cluster, alone)).assignment.objective)
-    plan = find_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, keep_all_devices=True))
+    plan = find_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, keep_all_devices=True)).plan
     assert plan.solver.status == "optimal"
     assert plan.solver.objective == pytest.approx(min(each_s), rel=1e-4)
     assert len({round(each, 6) for each in each_s}) > 4
@@ -83,7 +83,7 @@ def test_auto_is_no_worse_than_any_degree_where_time_runs_out() -> None:
 
 
 def test_plan_with_groups_is_written_read_checked_and_explained(tmp_path) -> None:
-    found = find_priced_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, tensor_parallel=2))
+    found = find_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, tensor_parallel=2))
     plan = found.plan
     assert {stage.degree for stage in plan.stages} == {2}
     plan.save(tmp_path / "plan.json")

@@ -14,6 +14,7 @@ import pytest
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassTable
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
 from planner.optimiser.solve import solve
@@ -103,7 +104,7 @@ def test_no_plan_has_both_more_tokens_per_s_and_less_sensitivity() -> None:
             omega = problem.sensitivity[np.arange(problem.layers), list(found.bitwidth)].sum()
             if omega < point.omega * (1 - ONE_PERCENT):
                 simulated = forecast_assignment(
-                    here, one.devices, one.sizes, found.first_layer, found.bitwidth
+                    PassTable.of(here, one.devices, found.first_layer, found.bitwidth), one.sizes
                 )
                 assert simulated.seconds > point.predicted_s * (1 - ONE_PERCENT)
                 seen += 1
@@ -112,7 +113,9 @@ def test_no_plan_has_both_more_tokens_per_s_and_less_sensitivity() -> None:
 
 def planned(job: Job, **options: Any) -> PlanSpec:
     shape = model_shape("opt-125m")
-    return find_plan(CLUSTER, shape, "opt-125m", job, PlanOptions.of({"theta": 0.0, **options}))
+    return find_plan(
+        CLUSTER, shape, "opt-125m", job, PlanOptions.of({"theta": 0.0, **options})
+    ).plan
 
 
 def test_no_more_are_in_flight_than_the_job_has() -> None:
@@ -146,7 +149,7 @@ def test_a_device_that_does_not_help_is_not_said_to_harm() -> None:
     """One prompt is fastest on one device, which another can only keep waiting."""
     plan = find_plan(
         CLUSTER, model_shape("opt-125m"), "opt-125m", Job.of(1, 128, 16), PlanOptions()
-    )
+    ).plan
     assert len(plan.stages) == 1
     more = plan.beside.more_devices
     assert len(more) == 2

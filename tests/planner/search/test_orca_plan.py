@@ -20,7 +20,7 @@ from planner.plan.simulate import simulate_plan
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, PolicyOptions
-from planner.search.find import PricedPlan, find_priced_plan
+from planner.search.find import PricedPlan, find_plan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of
@@ -33,7 +33,7 @@ def planned(policy: str, **options: object) -> PricedPlan:
     cluster = ClusterSpec.from_counts(["V100"], [2])
     given = {"quality": "fast", "bits": (8, 16), "relative_gap": 0.02, **options}
     chosen = PlanOptions.of({"policy": policy, **given})
-    return find_priced_plan(cluster, model_shape(MODEL), MODEL, Job(200, LENGTHS), chosen)
+    return find_plan(cluster, model_shape(MODEL), MODEL, Job(200, LENGTHS), chosen)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_emulated_devices_keep_to_the_times_of_the_forecast() -> None:
     }
     options = PlanOptions(policy="orca", theta=1.0, bits=(8,), in_flight=24)
     cluster, shape = ClusterSpec.from_dict(values, "played"), model_shape("opt-1.3b")
-    found = find_priced_plan(cluster, shape, "opt-1.3b", Job(60, LENGTHS), options)
+    found = find_plan(cluster, shape, "opt-1.3b", Job(60, LENGTHS), options)
     assert all(stage.modelled is not None for stage in found.plan.stages)
     forecast = planned_assignment(found.plan, found.costs).simulate()
     by_file = simulate_plan(found.plan)

@@ -116,7 +116,7 @@ def planned(
 ) -> PlanSpec:
     cluster = ClusterSpec.from_counts(list(devices), list(devices.values()))
     asked = PlanOptions(group=8, head="last", keep_all_devices=True, **options)
-    return find_plan(cluster, model_shape(model), model, workload, asked)
+    return find_plan(cluster, model_shape(model), model, workload, asked).plan
 
 
 def least_bits(plan: PlanSpec) -> int:

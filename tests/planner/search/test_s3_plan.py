@@ -17,7 +17,7 @@ from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
-from planner.search.find import PricedPlan, find_plan, find_priced_plan
+from planner.search.find import PricedPlan, find_plan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of
@@ -33,7 +33,7 @@ def planned(policy: str, lengths: Lengths = LENGTHS, **options: object) -> Price
     cluster, shape = ClusterSpec.from_counts(["V100"], [2]), model_shape(MODEL)
     given = {"theta": 0.0, "bits": (8, 16), "relative_gap": 0.02, **options}
     chosen = PlanOptions.of({"policy": policy, **given})
-    return find_priced_plan(cluster, shape, MODEL, Job(200, lengths), chosen)
+    return find_plan(cluster, shape, MODEL, Job(200, lengths), chosen)
 
 
 def folder_of_predictor(folder: Path, **changed: object) -> Path:
@@ -147,7 +147,7 @@ def test_a_predictors_folder_says_how_often_it_is_right(tmp_path: Path) -> None:
     (folder / PREDICTOR_FILE).unlink()
     cluster, shape = ClusterSpec.from_counts(["V100"], [1]), model_shape(MODEL)
     options = replace(plan.origin.options, in_flight=5)
-    again = find_plan(cluster, shape, MODEL, plan.job.job, options)
+    again = find_plan(cluster, shape, MODEL, plan.job.job, options).plan
     assert again.job is not None
     assert again.job.job.predictor == assumed
 
@@ -170,5 +170,5 @@ def test_a_predictor_where_nothing_is_predicted_is_refused() -> None:
     shape, batch = model_shape("opt-125m"), Workload(4, 30, 20)
     with pytest.raises(SpecError, match="predictor is oracle beside a batch of 4"):
         find_plan(cluster, shape, "opt-125m", batch, replace(options, predictor=ORACLE))
-    alike = find_plan(cluster, shape, "opt-125m", batch, replace(options, theta=1.0))
+    alike = find_plan(cluster, shape, "opt-125m", batch, replace(options, theta=1.0)).plan
     assert (alike.policy.name, alike.workload) == ("s3", batch)

@@ -16,6 +16,7 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
+from planner.costs.pass_times import PassTable
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment, stage_times
 from planner.optimiser.solve import pipeedge_assignment, solve, uniform_assignment
@@ -142,11 +143,11 @@ def test_out_of_time_the_best_plan_so_far_comes_with_its_gap() -> None:
     cluster = ClusterSpec.from_counts(names, [1] * 4)
     options = PlanOptions(theta=20.0, search_time_limit=60.0, keep_all_devices=True, group=GROUP)
     shape = model_shape("opt-30b")
-    optimum = find_plan(cluster, shape, "opt-30b", WORKLOAD, options)
+    optimum = find_plan(cluster, shape, "opt-30b", WORKLOAD, options).plan
     assert optimum.solver.status == "optimal"
     for limit_s in (1e-3, 20.0):
         limited = replace(options, search_time_limit=limit_s)
-        early = find_plan(cluster, shape, "opt-30b", WORKLOAD, limited, Steps())
+        early = find_plan(cluster, shape, "opt-30b", WORKLOAD, limited, Steps()).plan
         assert early.solver.status == "time_limit"
         assert early.solver.solved < optimum.solver.solved
         assert 1e-4 < early.solver.gap < 1
@@ -198,7 +199,7 @@ def test_an_infeasible_model_is_explained_with_what_would_fit() -> None:
 
 def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Assignment) -> float:
     run = simulate_assignment(
-        costs, candidate.devices, candidate.sizes, plan.first_layer, plan.bitwidth
+        PassTable.of(costs, candidate.devices, plan.first_layer, plan.bitwidth), candidate.sizes
     )
     return run.latency_s
 
@@ -226,7 +227,7 @@ def test_baselines_are_those_of_the_paper() -> None:
 
 def test_a_plan_states_its_gap_over_the_whole_search() -> None:
     options = PlanOptions(theta=1.0, relative_gap=1e-4)
-    plan = find_plan(CLUSTER, model_shape("opt-30b"), "opt-30b", WORKLOAD, options)
+    plan = find_plan(CLUSTER, model_shape("opt-30b"), "opt-30b", WORKLOAD, options).plan
     assert plan.solver.status == "optimal"
     assert 0 <= plan.solver.gap <= 1.01e-4
     assert plan.solver.solved <= plan.solver.candidates
@@ -247,9 +248,9 @@ def test_a_device_that_only_slows_the_pipeline_is_left_out(tmp_path: Path) -> No
     cluster = ClusterSpec.from_yaml(path)
     shape = model_shape("opt-13b")
     options = PlanOptions(theta=1.0)
-    plan = find_plan(cluster, shape, "opt-13b", WORKLOAD, options)
+    plan = find_plan(cluster, shape, "opt-13b", WORKLOAD, options).plan
     kept = replace(options, keep_all_devices=True)
-    forced = find_plan(cluster, shape, "opt-13b", WORKLOAD, kept)
+    forced = find_plan(cluster, shape, "opt-13b", WORKLOAD, kept).plan
     assert "far/P100-SXM2-16GB:0" in plan.unused_devices
     assert "far/P100-SXM2-16GB:0" in [stage.device for stage in forced.stages]
     assert plan.predicted.latency_s < forced.predicted.latency_s
@@ -274,7 +275,9 @@ def test_leaving_out_is_the_best_of_every_subset() -> None:
 def test_a_cluster_whose_smallest_device_holds_nothing_is_still_planned() -> None:
     big, small = ClusterSpec.from_counts(["A100-80GB", "T4-16GB"], [1, 1]).devices
     cluster = replace(CLUSTER, devices=(big, replace(small, memory_bytes=2**28)))
-    plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, PlanOptions(theta=1.0))
+    plan = find_plan(
+        cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, PlanOptions(theta=1.0)
+    ).plan
     assert [stage.device for stage in plan.stages] == [big.name]
 
 
@@ -285,7 +288,7 @@ def test_the_head_goes_where_it_is_better(name: str) -> None:
     by_head = {
         head: find_plan(
             cluster, shape, name, WORKLOAD, PlanOptions(head=head, theta=5.0, keep_all_devices=True)
-        )
+        ).plan
         for head in ("first", "last", "auto")
     }
     assert by_head["first"].head_on_first
@@ -302,7 +305,7 @@ def test_bounds_on_quality_and_latency_are_kept() -> None:
 
     def plan(**options: Any) -> PlanSpec:
         chosen = PlanOptions(**options, head="last", keep_all_devices=True)
-        return find_plan(cluster, shape, "opt-13b", WORKLOAD, chosen)
+        return find_plan(cluster, shape, "opt-13b", WORKLOAD, chosen).plan
 
     fast, fine = plan(theta=0.0), plan(theta=1e6)
     assert fast.solver.sensitivity > fine.solver.sensitivity
@@ -337,6 +340,6 @@ def test_a_missing_solver_is_replaced_and_said_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pulp.GUROBI, "available", lambda self: False)
     options = PlanOptions(solver="gurobi", keep_all_devices=True)
     with pytest.warns(UserWarning, match="gurobi.*going on with highs"):
-        plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, options)
+        plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, options).plan
     assert plan.solver.solver == "highs"
     assert plan.solver.status == "optimal"

@@ -8,7 +8,7 @@ import pytest
 from planner.assumed_predictor import AssumedPredictor
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.costs.pass_times import PassSeconds
+from planner.costs.pass_times import PassSeconds, PassTable
 from planner.costs.roofline import RooflineLatency
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
@@ -45,7 +45,7 @@ def test_agrees_with_an_event_simulation(seed: int) -> None:
     rows = JobRows(rng.integers(1, 40, count).tolist(), outputs)
     events = EventSimulation(pipeline, rows, sizes, slots)
     seconds = events.run()
-    simulated = simulate_job(rows, slots, sizes, pipeline.stages, pipeline.seconds)
+    simulated, *_ = simulate_job(rows, slots, sizes, pipeline.stages, pipeline.seconds)
     assert simulated.seconds == pytest.approx(seconds, rel=1e-12)
     np.testing.assert_allclose(simulated.ended_s, sorted(events.ended_s.values()), rtol=1e-12)
     assert simulated.generated_tokens == sum(outputs)
@@ -73,7 +73,7 @@ def test_prefills_alone_wait_where_slots_allow_fewer_than_stages(
     ones = (1.0,) * stages
     pipeline = Pipeline(ones, ones, (0.0,) * stages, (0.0,) * stages, 0.0)
     rows = JobRows([20] * job.prompts, [1] * job.prompts)
-    simulated = simulate_job(rows, slots, sizes, stages, pipeline.seconds)
+    simulated, *_ = simulate_job(rows, slots, sizes, stages, pipeline.seconds)
     assert objective_seconds(pipeline, job, slots, sizes) == pytest.approx(
         simulated.seconds, rel=0.12
     )
@@ -118,7 +118,7 @@ def test_objective_is_near_the_events_of_balanced_pipelines() -> None:
         pipeline = balanced_pipeline(rng, case.stages)
         job = Job(len(case.outputs), Lengths.of((9, output) for output in case.outputs))
         rows = JobRows([9] * job.prompts, case.outputs)
-        events = simulate_job(rows, case.slots, case.sizes, case.stages, pipeline.seconds)
+        events, *_ = simulate_job(rows, case.slots, case.sizes, case.stages, pipeline.seconds)
         seconds = objective_seconds(pipeline, job, case.slots, case.sizes)
         mean_of_sample = (job.output_tokens - job.prompts) / (sum(case.outputs) - job.prompts)
         errors.append(abs(seconds / mean_of_sample / events.seconds - 1))
@@ -136,7 +136,7 @@ def test_forecast_of_a_long_job_is_near_all_of_its_events(kind: str) -> None:
     )
     job = Job(6_000, lengths)
     whole = JobRows(*(each.tolist() for each in lengths.rows(job.prompts)))
-    expected = simulate_job(whole, 24, sizes, 3, pipeline.seconds)
+    expected, *_ = simulate_job(whole, 24, sizes, 3, pipeline.seconds)
     forecast = forecast_job(job, 24, sizes, 3, pipeline.seconds)
     assert len(forecast.ended_s) < job.prompts / 8
     assert forecast.seconds == pytest.approx(expected.seconds, rel=0.01)
@@ -163,7 +163,7 @@ def test_forecast_with_predicted_lengths_is_near_all_of_its_events(seed: int) ->
         taken = decode_s + 0.02 * (each.all_tokens - each.decodes)
         return PassSeconds((taken,) * 3, (0.1,) * 3, (decode_s,) * 3)
 
-    expected = simulate_job(JobRows.of(job, job.prompts), 24, sizes, 3, seconds)
+    expected, *_ = simulate_job(JobRows.of(job, job.prompts), 24, sizes, 3, seconds)
     forecast = forecast_job(job, 24, sizes, 3, seconds)
     assert len(forecast.ended_s) < job.prompts / 2
     assert forecast.seconds == pytest.approx(expected.seconds, rel=0.05)
@@ -190,7 +190,9 @@ def test_assignment_takes_the_latency_models_times_at_each_length() -> None:
     job, sizes, slots = Job(7, lengths), MicroBatches(2, 2), 4
     costs = cost_model(job, slots)
     (device, *_), layers = costs.cluster.devices, costs.shape.layers
-    simulated = simulate_job_assignment(costs, (device,), sizes, (0, layers), [3] * layers)
+    simulated = simulate_job_assignment(
+        PassTable.of(costs, (device,), (0, layers), [3] * layers), sizes
+    )
     one_second = Pipeline((1.0,), (1.0,), (0.0,), (0.0,), size_matters=False)
     rows = JobRows(lengths.prompt_tokens, lengths.output_tokens)
     events = EventSimulation(one_second, rows, sizes, slots)
@@ -219,8 +221,8 @@ def test_a_job_of_one_batch_takes_what_the_batch_takes() -> None:
     job, sizes = Job.of(12, 128, 20), MicroBatches(5, 8)
     costs, bitwidth = cost_model(job, 12), [0] * 10 + [3] * 14
     devices, bounds = costs.cluster.devices, (0, 8, 12, 12, 24)
-    batch = simulate_assignment(costs, devices, sizes, bounds, bitwidth)
-    simulated = simulate_job_assignment(costs, devices, sizes, bounds, bitwidth)
+    batch = simulate_assignment(PassTable.of(costs, devices, bounds, bitwidth), sizes)
+    simulated = simulate_job_assignment(PassTable.of(costs, devices, bounds, bitwidth), sizes)
     assert simulated.seconds == pytest.approx(batch.latency_s, rel=0.002)
     np.testing.assert_allclose(simulated.prefill_busy_s, batch.busy_s("prefill"), rtol=1e-9)
     np.testing.assert_allclose(simulated.busy_share, batch.busy_share, rtol=0.005)

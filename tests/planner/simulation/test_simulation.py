@@ -10,7 +10,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
-from planner.costs.pass_times import PassSeconds
+from planner.costs.pass_times import PassSeconds, PassTable
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import evaluate
@@ -18,7 +18,7 @@ from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.profiles.sensitivity import default_sensitivity
 from planner.schedule.passes import JobRows
-from planner.schedule.static import static_schedule
+from planner.schedule.static import JobSchedule
 from planner.simulation.simulation import Simulated, simulate, simulate_assignment
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
@@ -98,7 +98,9 @@ def test_order_is_that_of_the_scheduler(
     for _ in drive(scheduler, recorded):
         pass
     sizes = {"prefill": prefill, "decode": decode}
-    passes = static_schedule(workload, MicroBatches(prefill, decode), stages)
+    passes = JobSchedule(
+        JobRows.alike(workload), workload.global_batch, MicroBatches(prefill, decode), stages
+    ).passes()
     assert recorded.submitted == [
         (
             [each.index * sizes[each.phase] + i for i in range(each.requests)],
@@ -225,7 +227,9 @@ def test_assignment_takes_the_latency_models_times() -> None:
     """Every pass against the model asked anew, for its own size and context."""
     costs, sizes = cost_model(), MicroBatches(5, 8)
     bitwidth = [0] * 10 + [3] * 4 + [2] * 10
-    s = simulate_assignment(costs, costs.cluster.devices, sizes, (0, 8, 12, 24), bitwidth)
+    s = simulate_assignment(
+        PassTable.of(costs, costs.cluster.devices, (0, 8, 12, 24), bitwidth), sizes
+    )
     t4, _, v100 = costs.cluster.devices
     layers = ((t4, {3: 8}), (t4, {3: 2, 16: 2}), (v100, {16: 2, 8: 10}))
     contexts = set()
@@ -259,8 +263,10 @@ def test_assignment_takes_the_latency_models_times() -> None:
 def test_empty_stages_are_left_out() -> None:
     costs, sizes = cost_model(), MicroBatches(3, 6)
     first, _, last = costs.cluster.devices
-    whole = simulate_assignment(costs, costs.cluster.devices, sizes, (0, 9, 9, 24), [3] * 24)
-    without = simulate_assignment(costs, (first, last), sizes, (0, 9, 24), [3] * 24)
+    whole = simulate_assignment(
+        PassTable.of(costs, costs.cluster.devices, (0, 9, 9, 24), [3] * 24), sizes
+    )
+    without = simulate_assignment(PassTable.of(costs, (first, last), (0, 9, 24), [3] * 24), sizes)
     assert whole.stages == 2
     np.testing.assert_array_equal(whole.link_end_s, without.link_end_s)
 
@@ -269,5 +275,5 @@ def test_assignment_of_another_model_is_refused() -> None:
     costs = cost_model()
     with pytest.raises(SpecError, match="24 layers"):
         simulate_assignment(
-            costs, costs.cluster.devices, MicroBatches(1, 1), (0, 1, 2, 12), [0] * 12
+            PassTable.of(costs, costs.cluster.devices, (0, 1, 2, 12), [0] * 12), MicroBatches(1, 1)
         )
