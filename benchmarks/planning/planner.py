@@ -27,8 +27,9 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
+from planner.optimiser.assignment import SolveOptions
 from planner.optimiser.problem import AssignmentProblem, FloatArray
-from planner.optimiser.solve import solve
+from planner.optimiser.solve import solve_by
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.profiles.sensitivity import default_sensitivity
@@ -145,7 +146,7 @@ def clusters_table(numbers: Sequence[int], samples: int, limit_s: float) -> Iter
 
 def check_agreement(problem: AssignmentProblem, published: PublishedOutcome) -> None:
     """Stop where the two formulations contradict each other."""
-    ours = solve(problem, relative_gap=GAP)
+    ours = solve_by("auto", problem, SolveOptions(relative_gap=GAP))
     worse = ours.objective > published.objective * (1 + GAP + 1e-6)
     missed = published.finished and published.objective > ours.objective * (1 + GAP + 1e-6)
     if worse or missed or published.bound > ours.objective * (1 + 1e-6):

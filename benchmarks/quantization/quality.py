@@ -47,7 +47,8 @@ from llmpq.quality.text_windows import Document, Windows, read_documents, token_
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
-from planner.optimiser.solve import AssignmentProblem, solve
+from planner.optimiser.assignment import SolveOptions
+from planner.optimiser.solve import AssignmentProblem, solve_by
 from planner.profiles.sensitivity import default_sensitivity
 from quant.backends.table import fallback_rule
 from quant.loading.emulated_kernels import LayerScheme
@@ -191,7 +192,8 @@ def choose(omega: Matrix, setting: Setting, budget_bytes: float) -> Bits:
         decode_micro_batches=1,
         new_tokens=1,
     )
-    return tuple(BITWIDTHS[index] for index in solve(problem, relative_gap=0.0).bitwidth)
+    found = solve_by("auto", problem, SolveOptions(relative_gap=0.0))
+    return tuple(BITWIDTHS[index] for index in found.bitwidth)
 
 
 def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:

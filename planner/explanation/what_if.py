@@ -14,9 +14,9 @@ from typing import Literal
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.explanation.planned_assignment import PlannedAssignment
-from planner.optimiser.assignment import evaluate
+from planner.optimiser.assignment import SolveOptions, evaluate
 from planner.optimiser.relaxation import lower_bound
-from planner.optimiser.solve import solve
+from planner.optimiser.solve import solve_by
 from planner.search.fitting import SizedProblem, fitting_sizes
 from planner.workload import MicroBatches
 from quant.common.errors import InfeasibleError
@@ -177,14 +177,8 @@ def _search(
             break
         left_s = min(options.solve_s, max(deadline - options.clock(), SHORTEST_SOLVE_S))
         try:
-            found = solve(
-                problem,
-                method=METHOD,
-                solver=costs.options.solver,
-                time_limit_s=left_s,
-                relative_gap=costs.options.relative_gap,
-                upper_bound=target,
-            )
+            limits = SolveOptions(costs.options.solver, left_s, costs.options.relative_gap, target)
+            found = solve_by(METHOD, problem, limits)
         except InfeasibleError:
             continue
         proven = proven and found.status in ("optimal", "cutoff")

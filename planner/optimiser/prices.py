@@ -162,26 +162,23 @@ class PricedStages:
 
     def onward(self, before: FloatArray, kind: int, is_end: bool) -> FloatArray:
         """The least price [L+1] with one more stage; the ends, `is_end`, hold a layer at least."""
-        running, lowest = self.running[kind], before
+        return self._with_one_more(before, self.running[kind], kind, is_end)
+
+    def back(self, after: FloatArray, kind: int, is_end: bool) -> FloatArray:
+        """The least price [L+1] with one more stage, from that of the stages after it."""
+        running = -self.running[kind, ::-1]
+        return self._with_one_more(after[::-1], running, kind, is_end)[::-1]
+
+    def _with_one_more(
+        self, lowest: FloatArray, running: FloatArray, kind: int, is_end: bool
+    ) -> FloatArray:
         if self.able[kind]:
-            lowest = np.minimum.accumulate(before - running)
+            lowest = np.minimum.accumulate(lowest - running)
             if is_end:
                 lowest = np.concatenate([[np.inf], lowest[:-1]])
             lowest = lowest + running
         elif is_end:
-            lowest = np.full_like(before, np.inf)
-        return np.asarray(lowest + self.fixed[kind])
-
-    def back(self, after: FloatArray, kind: int, is_end: bool) -> FloatArray:
-        """The least price [L+1] with one more stage, from that of the stages after it."""
-        running, lowest = self.running[kind], after
-        if self.able[kind]:
-            lowest = np.minimum.accumulate((after + running)[::-1])[::-1]
-            if is_end:
-                lowest = np.concatenate([lowest[1:], [np.inf]])
-            lowest = lowest - running
-        elif is_end:
-            lowest = np.full_like(after, np.inf)
+            lowest = np.full_like(lowest, np.inf)
         return np.asarray(lowest + self.fixed[kind])
 
 

@@ -1,6 +1,6 @@
 """Solving one assignment problem by a method of the table: the face of the optimiser.
 
-`AssignmentProblem` says what layers cost on each stage, `solve` finds which go where at which
+`AssignmentProblem` says what layers cost on each stage, `solve_by` finds which go where at which
 bitwidth (LLM-PQ section 4.3), `planner.optimiser.assignment.evaluate` prices any assignment. The
 baselines of section 6.1 with one bitwidth, Uniform, PipeEdge and FlexGen, are here too.
 """
@@ -176,30 +176,18 @@ def estimate_offloading(
 TRANSFER_SHARE = 0.2  # of a time limit, kept for the heuristic
 
 
-def solve(
-    problem: AssignmentProblem,
-    method: str = "auto",
-    solver: str = DEFAULT_SOLVER,
-    time_limit_s: float | None = None,
-    relative_gap: float = 1e-4,
-    upper_bound: float = math.inf,
-) -> Assignment:
-    """Assign layers to stages and bitwidths by a `method` of `METHODS`; "auto" searches exactly
-    without an integer programme, unless `solver` names another than HiGHS. Exact methods stop when
-    proven within `relative_gap` ("optimal"), out of time ("time_limit"), or when nothing beats
-    `upper_bound` seconds by the gap ("cutoff", no assignment). InfeasibleError where nothing fits,
-    SpecError for options that cannot be used.
-    """
-    return solve_by(method, problem, SolveOptions(solver, time_limit_s, relative_gap, upper_bound))
-
-
 def solve_by(
     method: str,
     problem: AssignmentProblem,
     options: SolveOptions,
     tables: SensitivityTables | None = None,
 ) -> Assignment:
-    """Solve as `solve` does; `tables` of the problem's sensitivity may be handed in."""
+    """Assign layers to stages and bitwidths by a `method` of `METHODS`; "auto" searches exactly
+    without an integer programme, unless options name another solver than HiGHS. Exact methods stop
+    when proven within the gap ("optimal"), out of time ("time_limit"), or when nothing beats the
+    upper bound by the gap ("cutoff", no assignment). `tables` are those of the problem's
+    sensitivity. InfeasibleError where nothing fits, SpecError for options that cannot be used.
+    """
     if method not in METHODS:
         raise SpecError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     require_known(options.solver)

@@ -164,8 +164,7 @@ ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of laye
 @dataclass(frozen=True, eq=False)
 class StageOptions:
     """The options [M] of one kind of stage. `run` is start * (layers + 1) + stop, `row` the row in
-    its length's lattice; times are seconds with the fixed part. `runs` [R] are the distinct runs,
-    `first` [R] where each begins.
+    its length's lattice; times are seconds with the fixed part.
     """
 
     run: IntArray
@@ -173,22 +172,18 @@ class StageOptions:
     prefill_s: FloatArray
     decode_s: FloatArray
     loss_s: FloatArray
-    runs: IntArray
-    first: IntArray
 
-    @classmethod
-    def of(
-        cls,
-        run: IntArray,
-        row: IntArray,
-        prefill_s: FloatArray,
-        decode_s: FloatArray,
-        loss_s: FloatArray,
-    ) -> StageOptions:
-        begins = np.ones(run.size, dtype=bool)
-        np.not_equal(run[1:], run[:-1], out=begins[1:])
-        first = begins.nonzero()[0]
-        return cls(run, row, prefill_s, decode_s, loss_s, run[first], first)
+    @cached_property
+    def first(self) -> IntArray:
+        """Where each run begins [R]."""
+        begins = np.ones(self.run.size, dtype=bool)
+        np.not_equal(self.run[1:], self.run[:-1], out=begins[1:])
+        return begins.nonzero()[0]
+
+    @cached_property
+    def runs(self) -> IntArray:
+        """The distinct runs [R]."""
+        return self.run[self.first]
 
     @cached_property
     def end(self) -> IntArray:
@@ -199,7 +194,7 @@ class StageOptions:
         if kept.all():
             return self
         seconds = self.prefill_s[kept], self.decode_s[kept], self.loss_s[kept]
-        return StageOptions.of(self.run[kept], self.row[kept], *seconds)
+        return StageOptions(self.run[kept], self.row[kept], *seconds)
 
 
 class StageLister:
@@ -237,7 +232,7 @@ class StageLister:
         starts, stops = np.isfinite(self._around[kind]).nonzero()
         lengths = np.unique(stops - starts).tolist()
         if not lengths:
-            return StageOptions.of(*(np.zeros(0, dtype=np.int64),) * 2, *(np.zeros(0),) * 3)
+            return StageOptions(*(np.zeros(0, dtype=np.int64),) * 2, *(np.zeros(0),) * 3)
         self._tables.fill(self._longest_runs)
         counts = [self._tables.counts(length) for length in lengths]
         # Nothing is cheaper than no loss of quality, wherever the run lies.
@@ -250,7 +245,7 @@ class StageLister:
             self._of_length(kind, length, row[i:j] - offset, *(each[i:j] for each in seconds))
             for length, (i, j), offset in zip(lengths, cuts, offsets, strict=False)
         ]
-        return StageOptions.of(*map(np.concatenate, zip(*parts, strict=True)))
+        return StageOptions(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _around_runs(self, kind: int, longest: int, stages: PricedStages) -> FloatArray:
         """The least price of all other stages [L+1, L+1]; infinite if none is below the target."""

@@ -23,9 +23,10 @@ from dataclasses import dataclass, field, replace
 from planner.cluster.device import Device
 from planner.cluster.spec import grown, kinds_of_devices
 from planner.costs.model import CostModel, expanded
+from planner.optimiser.assignment import SolveOptions
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import typical_objective_s
-from planner.optimiser.solve import solve
+from planner.optimiser.solve import solve_by
 from planner.options import PLAN_TIME, PlanOptions, Quality
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.plan.parts import MoreDevices, PlanChoice, PlansBeside, Prediction, QualityChoice
@@ -287,7 +288,8 @@ def _at_number(plan: _Plan, job: Job, number: int) -> Solution | None:
     problem = costs.grouped_problem(solution.devices, sizes)
     try:
         limit_s = min(CURVE_SOLVE_S, plan.time_left.next_s())
-        found = solve(problem, time_limit_s=limit_s, relative_gap=ANSWER_GAP)
+        limits = SolveOptions(time_limit_s=limit_s, relative_gap=ANSWER_GAP)
+        found = solve_by("auto", problem, limits)
     except InfeasibleError:
         return None
     return replace(solution, workload=costs.workload, sizes=sizes, assignment=found)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import transfer_terms
-from planner.optimiser.assignment import Assignment, is_feasible
+from planner.optimiser.assignment import Assignment, SolveOptions, is_feasible
 from planner.optimiser.names import Objective
 from planner.optimiser.problem import AssignmentProblem, JobPasses
+from planner.optimiser.solve import solve_by
 
 PRECISION = 1e-6  # relative difference to brute force
 
@@ -189,6 +191,10 @@ def _sensitivity(rng: np.random.Generator, layers: int, bits: np.ndarray) -> np.
     if rng.random() < 0.5:
         values *= rng.uniform(0.5, 1.5, values.shape)
     return -np.sort(-values, axis=1)
+
+
+def solve(problem: AssignmentProblem, method: str = "auto", **options: Any) -> Assignment:
+    return solve_by(method, problem, SolveOptions(**options))
 
 
 def check_cutoff(solve: Callable[..., Assignment], problem: AssignmentProblem) -> None:

@@ -2,7 +2,7 @@
 to a gap of 1e-7 by the exact method and by HiGHS.
 
 *Staircase* is the model of `planner.optimiser.milp` as a whole, which HiGHS solves alone; *ilp* is
-the same with boundaries held in windows, as `solve(method="ilp")` has it. Three candidates a
+the same with boundaries held in windows, as `solve_by("ilp", …)` has it. Three candidates a
 cluster: most, middling and least promising. Seconds are CPU seconds of one process; those of the
 exact method are the median of three runs. All must agree.
 """
@@ -21,10 +21,10 @@ import numpy as np
 
 from benchmarks.lab import header, processor_name, show, table_row
 from benchmarks.planning.planner import GAP, PAPER, paper_costs, sampled
-from planner.optimiser.assignment import assign_bits
+from planner.optimiser.assignment import SolveOptions, assign_bits
 from planner.optimiser.milp import build_model
 from planner.optimiser.problem import AssignmentProblem
-from planner.optimiser.solve import solve
+from planner.optimiser.solve import solve_by
 from planner.optimiser.solvers import solve_model
 from planner.options import PlanOptions
 from planner.search.candidates import Candidates
@@ -79,10 +79,11 @@ def _timed(problem: AssignmentProblem, limit_s: float) -> tuple[float, float, fl
     exact_s = []
     for _ in range(TURNS):
         began_s = clock()
-        found = solve(problem, relative_gap=TIGHT_GAP)
+        found = solve_by("auto", problem, SolveOptions(relative_gap=TIGHT_GAP))
         exact_s.append(clock() - began_s)
     began_s = clock()
-    ilp = solve(problem, method="ilp", relative_gap=TIGHT_GAP, time_limit_s=limit_s)
+    limits = SolveOptions(time_limit_s=limit_s, relative_gap=TIGHT_GAP)
+    ilp = solve_by("ilp", problem, limits)
     ilp_s = clock() - began_s
     began_s = clock()
     whole, cut = _staircase(problem, limit_s)

@@ -15,7 +15,7 @@ from planner.optimiser.names import Objective
 from planner.optimiser.prices import PricedProblem, Prices, stage_kinds
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import relax
-from planner.optimiser.solve import solve, solve_automatically
+from planner.optimiser.solve import solve_automatically
 from planner.optimiser.stage_options import SensitivityTables, lattice_size, rank_of_counts
 from tests.planner.problems import (
     PRECISION,
@@ -24,6 +24,7 @@ from tests.planner.problems import (
     check_cutoff,
     cluster_problem,
     feasible_problems,
+    solve,
 )
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper", "job")

@@ -8,7 +8,6 @@ import numpy as np
 import pulp
 import pytest
 
-from planner.optimiser import solve as solving
 from planner.optimiser.assignment import (
     SolveOptions,
     assign_bits,
@@ -21,6 +20,7 @@ from planner.optimiser.names import DEFAULT_SOLVER, Objective
 from planner.optimiser.relaxation import lower_bound
 from planner.optimiser.solvers import SOLVERS
 from quant.common.errors import InfeasibleError, SpecError
+from tests.planner import problems
 from tests.planner.problems import (
     PRECISION,
     Shape,
@@ -36,7 +36,7 @@ INSTALLED = [
     for name, solver in SOLVERS.items()
     if name != DEFAULT_SOLVER and solver.create(0.0, None).available()
 ]
-solve = partial(solving.solve, method="ilp")
+solve = partial(problems.solve, method="ilp")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

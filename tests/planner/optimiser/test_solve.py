@@ -14,9 +14,9 @@ from planner.optimiser.assignment import (
     stage_times,
 )
 from planner.optimiser.problem import AssignmentProblem, JobPasses
-from planner.optimiser.solve import even_sizes, solve
+from planner.optimiser.solve import even_sizes
 from quant.common.errors import InfeasibleError, SpecError
-from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
+from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem, solve
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from planner.optimiser.assignment import evaluate, stage_times
 from planner.optimiser.names import BATCH_OBJECTIVES, Objective
 from planner.optimiser.problem import AssignmentProblem
-from planner.optimiser.solve import estimate_offloading, solve
+from planner.optimiser.solve import estimate_offloading
 from quant.common.errors import InfeasibleError, SpecError
-from tests.planner.problems import Shape, cluster_problem, feasible_problems, small_problem
+from tests.planner.problems import Shape, cluster_problem, feasible_problems, small_problem, solve
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper", "job")
 TWO_PERCENT = 0.02

@@ -17,7 +17,6 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.lengths import Lengths
 from planner.model.finding import model_shape
-from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.profiles.sensitivity import default_sensitivity
@@ -30,6 +29,7 @@ from planner.search.request import cost_model
 from planner.simulation.job_simulation import forecast_assignment
 from planner.workload import Job
 from quant.common.errors import DoesNotFitError, SpecError
+from tests.planner.problems import solve
 
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32GB"], [1, 1])
 ONE_PERCENT = 0.01

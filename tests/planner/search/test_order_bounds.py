@@ -12,7 +12,6 @@ from planner.costs.model import CostModel
 from planner.model.finding import model_shape
 from planner.optimiser.prices import PricedProblem
 from planner.optimiser.relaxation import relax
-from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.profiles.sensitivity import default_sensitivity
 from planner.search import order_bounds
@@ -20,6 +19,7 @@ from planner.search.candidates import OrdersByEnds, SharedPrices, SizedOrders
 from planner.search.orders import canonical_devices, order_tree
 from planner.search.request import cost_model
 from planner.workload import MicroBatches, Workload
+from tests.planner.problems import solve
 
 SIZES = MicroBatches(2, 4)
 MIXED = {

@@ -19,7 +19,7 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment, stage_times
-from planner.optimiser.solve import pipeedge_assignment, solve, uniform_assignment
+from planner.optimiser.solve import pipeedge_assignment, uniform_assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.plan.spec import PlanSpec
@@ -34,6 +34,7 @@ from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError
+from tests.planner.problems import solve
 
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
 WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
