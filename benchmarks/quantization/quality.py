@@ -166,7 +166,7 @@ def layer_bytes(shape: ModelShape) -> npt.NDArray[np.float64]:
     """Bytes `[K]` of one decoder layer's linears by the kernel rules, 16 bit in float16."""
     return np.array(
         [
-            sum(fallback_rule(bits).nbytes(linear, "float16") for linear in shape.layer_linears())
+            sum(fallback_rule(bits).nbytes(linear, "float16") for linear in shape.layer_linears)
             for bits in BITWIDTHS
         ],
         dtype=np.float64,

@@ -46,7 +46,7 @@ class Row:
 
 def print_rows(rows: Sequence[Row], shape: ModelShape) -> None:
     """Perplexity and divergence of each indicator's choice, and of the random ones."""
-    weights = shape.layers * sum(linear.parameters for linear in shape.layer_linears())
+    weights = shape.layers * sum(linear.parameters for linear in shape.layer_linears)
     names, drawn = list(rows[0].chosen), len(rows[0].drawn)
     more = f", {drawn} random seeds" if drawn else ""
     columns = [*names, "random", "best seed"] if drawn else names

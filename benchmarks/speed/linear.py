@@ -114,7 +114,7 @@ def distinct_shapes(models: Sequence[str]) -> dict[LinearShape, list[str]]:
     """Weights of the models' decoder layers, each with the models that have it."""
     found: dict[LinearShape, list[str]] = {}
     for model in models:
-        for shape in dict.fromkeys(model_shape(model).layer_linears()):
+        for shape in dict.fromkeys(model_shape(model).layer_linears):
             found.setdefault(shape, []).append(model)
     return found
 

@@ -272,7 +272,7 @@ def _show_models(options: ModelsCommand) -> int:
 
 def weight_bytes(shape: ModelShape, bits: int) -> int:
     """Bytes of a model's weights, layers at `bits` on a usual GPU; a tied head counts once."""
-    linears = shape.layer_linears()
+    linears = shape.layer_linears
     rules = [(rule_for(_USUAL_GPU, bits, linear, _DTYPE), linear) for linear in linears]
     layer = sum(rule.nbytes(linear, _DTYPE) for rule, linear in rules)
     others = shape.total_parameters - shape.layers * shape.layer_linear_parameters

@@ -28,8 +28,7 @@ from planner.profiles.links import (
     SumRow,
     links_path,
     loading_path,
-    read_links,
-    read_sums,
+    read_measured,
     sums_path,
 )
 from planner.profiles.rows import read_table, write_table
@@ -104,7 +103,7 @@ def profile_links(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[
     A pair that the Ray cluster cannot place is reported and left out. Needs an initialised Ray.
     """
     path = links_path(profile)
-    rows = read_links(path, cluster.own_accelerators) if path.exists() else ()
+    rows = read_measured(path, LinkRow, cluster.own_accelerators)
     wanted = pairs(cluster)
     for link, (one, other) in wanted.items():
         if link in {row.link for row in rows}:
@@ -153,7 +152,7 @@ def profile_sums(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[S
     A group that the Ray cluster cannot place is reported and left out. Needs an initialised Ray.
     """
     path = sums_path(profile)
-    rows = read_sums(path, cluster.own_accelerators) if path.exists() else ()
+    rows = read_measured(path, SumRow, cluster.own_accelerators)
     wanted = groups(cluster)
     for kind, group in wanted.items():
         if kind in {row.group for row in rows}:

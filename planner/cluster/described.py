@@ -70,8 +70,7 @@ class AcceleratorEntry(BaseModel):
 
     @model_serializer
     def stated(self) -> dict[str, Any]:
-        values = {key: getattr(self, key) for key in type(self).model_fields}
-        return {key: value for key, value in values.items() if value is not None}
+        return {key: value for key, value in self if value is not None}
 
 
 class DescriptionError(Exception):
@@ -96,10 +95,6 @@ def described_accelerator(
     if (accelerator.compute_capability or LEAST_CAPABILITY) < LEAST_CAPABILITY:
         raise DescriptionError("compute_capability", TOO_OLD)
     return accelerator
-
-
-def entry_of(accelerator: Accelerator) -> AcceleratorEntry:
-    return AcceleratorEntry(**_values_of(accelerator))
 
 
 def _check_name(name: str, before: Sequence[Accelerator]) -> None:
@@ -132,7 +127,7 @@ def _base(like: str, before: Sequence[Accelerator]) -> Accelerator:
 
 
 def _derived(values: Mapping[str, Any], base: Accelerator) -> dict[str, Any]:
-    same = _values_of(base)
+    same = entry_of(base).stated()
     same["reported_as"] = [base.name, *base.aliases, *base.reported_as]
     if "inline_ecc" in values:
         del same["usable_memory_gib"]
@@ -175,19 +170,21 @@ def _with_links(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _values_of(accelerator: Accelerator) -> dict[str, Any]:
+def entry_of(accelerator: Accelerator) -> AcceleratorEntry:
     capability = accelerator.compute_capability
     amounts = ((key, unit, getattr(accelerator, field)) for field, (key, unit) in FIGURES.items())
-    values = {
-        **{key: None if amount is None else _short(amount, unit) for key, unit, amount in amounts},
-        "bf16": accelerator.bf16,
-        "compute_capability": None if capability is None else "{}.{}".format(*capability),
-        "rocm_architecture": accelerator.rocm_architecture,
-        "ray_type": accelerator.ray_type,
-        "reported_as": list(accelerator.reported_as) or None,
-        "source": accelerator.source or None,
+    figures: dict[str, Any] = {
+        key: None if amount is None else _short(amount, unit) for key, unit, amount in amounts
     }
-    return {key: value for key, value in values.items() if value is not None}
+    return AcceleratorEntry(
+        **figures,
+        bf16=accelerator.bf16,
+        compute_capability=None if capability is None else "{}.{}".format(*capability),
+        rocm_architecture=accelerator.rocm_architecture,
+        ray_type=accelerator.ray_type,
+        reported_as=list(accelerator.reported_as) or None,
+        source=accelerator.source or None,
+    )
 
 
 def _short(amount: float, unit: float) -> float:

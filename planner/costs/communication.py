@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.cluster.device import Device, MeasuredSum
 from planner.cluster.spec import ClusterSpec
+from planner.lengths import FloatArray
 from planner.model.shape import ModelShape
 from quant.scheme import DTYPE_BYTES, FULL_BITS
 
@@ -92,8 +92,6 @@ class Collectives:
 
 
 TOKEN_ID_BYTES = 4
-
-FloatArray = npt.NDArray[np.float64]
 
 
 def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:

@@ -65,14 +65,12 @@ class LatencyModel(ABC):
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """Seconds of one decoder layer over the prompts of a micro-batch."""
         parts = self.layer_seconds(device, bits, "prefill", micro_batch, prompt_length, dtype)
         return parts.whole_s
 
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """Seconds of one decoder layer for a new token a request after `context_length` others."""
         parts = self.layer_seconds(device, bits, "decode", micro_batch, context_length, dtype)
         return parts.whole_s
 

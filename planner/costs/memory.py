@@ -119,7 +119,7 @@ def _packed_bytes(
         rule_for(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
         if linear.stored_bits is None
         else rule_for(processor, linear.stored_bits, linear, dtype).nbytes(linear, dtype)
-        for linear in shape.layer_linears()
+        for linear in shape.layer_linears
     )
 
 
@@ -278,7 +278,7 @@ def _mlp_bytes(work: StageWork) -> int:
     per_token = 2 * shape.hidden_size + buffers * shape.intermediate_size
     total = tokens * per_token * element
     if work.quantized:
-        linears = shape.layer_linears()
+        linears = shape.layer_linears
         restored = max(linear.parameters for linear in linears) * element
         sums = max(linear.out_features for linear in linears) * tokens * _FLOAT32_BYTES
         total += max(restored, sums)

@@ -163,7 +163,6 @@ class CostModel:
         return self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
 
     def grouped_problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
-        """The problem whose layers are decided in the groups that options ask for."""
         return grouped(self.problem(devices, sizes), self.options.group)
 
     def problem_of_parts(

@@ -202,7 +202,6 @@ class PassTable:
         return self._between("decode", requests, context_tokens)
 
     def prefill_hop_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        """Seconds of the transfers behind the stages for the prompts of a micro-batch [N]."""
         latency_s, per_token_s, per_request_s = np.array(self._links).T
         tokens = requests * prompt_tokens
         return np.asarray(latency_s + tokens * per_token_s + requests * per_request_s)

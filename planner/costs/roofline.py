@@ -130,7 +130,7 @@ class RooflineLatency(LatencyModel):
         shape = self.shape
         linears = sum(
             machine.linear_s(linear, linear.stored_bits or bits, tokens)
-            for linear in shape.layer_linears()
+            for linear in shape.layer_linears
         )
         widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
@@ -159,7 +159,7 @@ def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS) -> int:
     has_rms_norms = shape.norm_parameters == shape.hidden_size
     rotates = not shape.position_rows and not shape.alibi
     return (
-        len(shape.layer_linears())
+        len(shape.layer_linears)
         + norms * (_RMS_NORM_LAUNCHES if has_rms_norms else 1)
         + rotates * _ROTATION_LAUNCHES
         + shape.gated_mlp

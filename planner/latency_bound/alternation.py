@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import (
@@ -30,7 +30,7 @@ from planner.latency_bound.schedules import BoundRequest
 from planner.latency_bound.simulate import ObservedRequests
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.scheduling import RequestSchedule, ScheduleKind
-from planner.search.candidate_search import SearchTime
+from planner.search.candidate_search import SearchTime, search
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
 
@@ -78,7 +78,6 @@ class ScheduleSpace(ABC):
 
     @property
     def key(self) -> Hashable:
-        """A key that is equal for equal placements."""
         return tuple(each.key for each in self.placements)
 
     @property
@@ -157,6 +156,10 @@ class KindPlanner(ABC):
     @abstractmethod
     def placed(self, start: PlacingGoal, theta: float, limit_s: float) -> ScheduleSpace:
         """The best placement for a schedule; InfeasibleError where none fits."""
+
+    def _best_layers(self, costs: CostModel, start: PlacingGoal) -> PlacedLayers:
+        usable_bits = start.usable_bits or costs.usable_bits
+        return PlacedLayers(costs, search(replace(costs, usable_bits=usable_bits), self.clock))
 
 
 def scaled_count(count: int, ratio: float) -> int:

@@ -238,8 +238,6 @@ def _front(
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A kind of schedule that cannot be had, and the problem with it."""
-
     kind: ScheduleKind
     problem: str
 
@@ -295,11 +293,7 @@ class KindFronts:
 
 
 def kind_fronts(
-    cluster: ClusterSpec,
-    shape: ModelShape,
-    request: BoundRequest,
-    options: PlanOptions,
-    clock: Callable[[], float] = time.perf_counter,
+    cluster: ClusterSpec, shape: ModelShape, request: BoundRequest, options: PlanOptions
 ) -> KindFronts:
     """The fronts of the kinds asked for, each with its own time limit; raises where no kind can be
     had.
@@ -309,7 +303,7 @@ def kind_fronts(
     for kind in request.kinds:
         own = replace(request, kinds=(kind,))
         try:
-            points += latency_front(cluster, shape, own, options, clock)
+            points += latency_front(cluster, shape, own, options)
         except InfeasibleError as error:
             errors[kind] = error
     if not points:

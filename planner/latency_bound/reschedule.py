@@ -112,10 +112,6 @@ def _placement(plan: PlanSpec, costs: CostModel) -> PlacedLayers:
         devices=devices,
         sizes=plan.micro_batches,
         assignment=assignment,
-        lower_bound=0.0,
-        candidates=1,
-        solved=0,
-        seconds=0.0,
         head_on_first=plan.head_on_first,
     )
     return PlacedLayers(costs, solution)
@@ -124,9 +120,6 @@ def _placement(plan: PlanSpec, costs: CostModel) -> PlacedLayers:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunningRra(RraSpace):
     sizes: RunningSizes
-
-    def has_room(self, schedule: RequestSchedule) -> bool:
-        return self._has_room(schedule, self.sizes.prefill_micro_batch)
 
     def _reservable_tokens(self, schedule: RequestSchedule) -> int:
         return self.sizes.reservable_tokens

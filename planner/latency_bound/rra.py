@@ -34,7 +34,6 @@ from planner.latency_bound.schedules import (
 from planner.latency_bound.simulate import ObservedRequests, RequestWatch, simulate_rra
 from planner.latency_bound.timeline import Performance, Timeline
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule, ScheduleKind
-from planner.search.candidate_search import search
 from planner.workload import Job, MicroBatches
 
 SHARES, FEW, MANY = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 64), 1 / 8, 3 / 4
@@ -73,11 +72,8 @@ class RraPlanner(KindPlanner):
                 decode_micro_batch=None if start.free else most_in_group(schedule),
                 keep_all_devices=start.on_all or self.costs.options.keep_all_devices,
             ),
-            usable_bits=start.usable_bits or self.costs.usable_bits,
         )
-        solution = search(costs, self.clock)
-        costs = replace(costs, usable_bits=self.costs.usable_bits)
-        return RraSpace(PlacedLayers(costs, solution), self.job, self.request)
+        return RraSpace(self._best_layers(costs, start), self.job, self.request)
 
     def _sharing(self, share: float, usable_bits: tuple[int, ...] | None = None) -> RequestSchedule:
         lengths, stages = self.request.lengths, len(self.costs.cluster.devices)

@@ -53,10 +53,10 @@ class DecodeRounds:
         self._steps: dict[int, PassTimes] = {}
 
     def step(self, place: int) -> PassTimes:
-        row = min(int(np.searchsorted(self._timed, place)), len(self._timed) - 1)
-        if row not in self._steps:
-            self._steps[row] = PassTimes.of(*(each[row] for each in self._seconds))
-        return self._steps[row]
+        if place not in self._steps:
+            row = min(int(np.searchsorted(self._timed, place)), len(self._timed) - 1)
+            self._steps[place] = PassTimes.of(*(each[row] for each in self._seconds))
+        return self._steps[place]
 
     def seconds(self) -> FloatArray:
         """Mean seconds of each round beside no turn [decode_steps]."""
@@ -160,7 +160,6 @@ class _Run:
     def __init__(self, rounds: DecodeRounds, turns: NewcomersTurns, limits: Turns) -> None:
         self._rounds, self._newcomers, self._limits = rounds, turns, limits
         self._last = len(rounds.phases.reached) - 1
-        self._step_times: dict[int, PassTimes] = {}
         self._tandem = Tandem(rounds.stages)
         self._groups = [_Group() for _ in range(rounds.groups)]
         self._begun = 0
@@ -238,9 +237,7 @@ class _Run:
 
     def _step(self, group: _Group) -> None:
         since_s, place = group.back_s, min(group.steps, self._last)
-        if place not in self._step_times:
-            self._step_times[place] = self._rounds.step(place)
-        group.back_s = self._tandem.run(self._step_times[place], since_s)
+        group.back_s = self._tandem.run(self._rounds.step(place), since_s)
         self.steps_s.setdefault(place, []).append(group.back_s - since_s)
         group.steps += 1
         group.steps_left = max(0, group.steps_left - 1)

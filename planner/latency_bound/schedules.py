@@ -38,6 +38,7 @@ from planner.lengths import (
     Lengths,
     RequestLengths,
 )
+from planner.options import QUANTILE
 from planner.schedule.job_passes import SteadyCycle
 from planner.schedule.turns import Turns
 from planner.scheduling import SCHEDULE_KINDS, RequestSchedule, ScheduleKind
@@ -164,12 +165,8 @@ class Completions:
         return padded.reshape(phases, self.decode_steps)
 
 
-@lru_cache(maxsize=4096)
-def completions(outputs: LengthDistribution, decode_steps: int) -> Completions:
-    return Completions(outputs, decode_steps)
+completions = lru_cache(maxsize=4096)(Completions)
 
-
-QUANTILE = 0.99
 
 BOUND = "max_request_latency_s"
 """The option's name."""

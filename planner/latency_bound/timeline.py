@@ -59,14 +59,12 @@ _HIGHEST_REQUESTS, _HIGHEST_LENGTH = 1 << 16, 1 << 17
 
 class ManyTimes(ABC):
     @abstractmethod
-    def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray:
-        """Mean compute seconds [N] of a micro-batch with prompts of these lengths."""
+    def mean_prefill_s(self, requests: float, prompts: LengthDistribution) -> FloatArray: ...
 
     @abstractmethod
     def decodes_s(
         self, requests: FloatArray, context_tokens: FloatArray
-    ) -> tuple[FloatArray, FloatArray]:
-        """Compute and transfer seconds of decode steps [n], both [n, N]."""
+    ) -> tuple[FloatArray, FloatArray]: ...
 
 
 class GridTimes(ManyTimes):
@@ -76,18 +74,11 @@ class GridTimes(ManyTimes):
         self.stages, self.prefill_hop_s = exact.stages, exact.prefill_hop_s
         self._prefill, self._decode = _Grid(exact.prefill_s), _Grid(exact.decode_s)
         self._attention = _Grid(exact.attention_s)
+        self.prefill_s, self.decode_s = self._prefill.one, self._decode.one
+        self.attention_s = self._attention.one
         self._one_hop_s = exact.decode_hop_s(1.0)
         self._more_hop_s = exact.decode_hop_s(2.0) - self._one_hop_s
         self._means: dict[tuple[float, LengthDistribution], FloatArray] = {}
-
-    def prefill_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        return np.asarray(self._prefill.at(np.array([requests]), np.array([prompt_tokens]))[0])
-
-    def attention_s(self, requests: float, prompt_tokens: float) -> FloatArray:
-        return np.asarray(self._attention.at(np.array([requests]), np.array([prompt_tokens]))[0])
-
-    def decode_s(self, requests: float, context_tokens: float) -> FloatArray:
-        return np.asarray(self._decode.at(np.array([requests]), np.array([context_tokens]))[0])
 
     def decode_hop_s(self, requests: float) -> FloatArray:
         return np.asarray(self._one_hop_s + (requests - 1) * self._more_hop_s)
@@ -175,6 +166,10 @@ class _Grid:
         low = low_low + across * (low_high - low_low)
         high = high_low + across * (high_high - high_low)
         return np.asarray(low + along * (high - low))
+
+    def one(self, requests: float, tokens: float) -> FloatArray:
+        """Seconds [N] of one such pass."""
+        return np.asarray(self.at(np.array([requests]), np.array([tokens]))[0])
 
     def _fill(self, rows: IntArray, columns: IntArray) -> None:
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):

@@ -45,7 +45,6 @@ from planner.latency_bound.waa_sides import LEAST_STEPS, WaaSides
 from planner.latency_bound.waa_timeline import waa_timeline
 from planner.schedule.job_passes import SteadyCycle
 from planner.scheduling import STATIC, RequestSchedule, ScheduleKind
-from planner.search.candidate_search import search
 from planner.workload import MAX_REQUESTS, Job, MicroBatches, Workload
 from quant.common.errors import InfeasibleError
 
@@ -81,21 +80,12 @@ class WaaPlanner(KindPlanner):
         if division is None:
             raise InfeasibleError("no division of the devices")
         prefill, decode = (
-            replace(
-                self.costs.on(devices),
-                theta=theta / 2 * slack,
-                usable_bits=start.usable_bits or self.costs.usable_bits,
-            )
+            replace(self.costs.on(devices), theta=theta / 2 * slack)
             for devices, slack in zip((division.prefill, division.decode), start.slack, strict=True)
         )
         prefill = _prefilling(prefill, schedule, self.job, limit_s)
         decode = _decoding(decode, schedule, self.job, limit_s, start.free)
-        of_decode, of_prefill = (
-            PlacedLayers(
-                replace(costs, usable_bits=self.costs.usable_bits), search(costs, self.clock)
-            )
-            for costs in (decode, prefill)
-        )
+        of_decode, of_prefill = (self._best_layers(costs, start) for costs in (decode, prefill))
         return WaaSpace(self.kind, division, of_decode, of_prefill, self.job, self.request)
 
     @cached_property
@@ -152,12 +142,10 @@ class WaaSpace(ScheduleSpace):
 
     @property
     def placements(self) -> tuple[PlacedLayers, ...]:
-        """That of the stages that decode, then that of those that prefill."""
         return self.decode, self.prefill
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
-        """The numbers of requests that decode."""
         most = 1
         while most < self.job.prompts and self._decodes(self._of(2 * most)):
             most *= 2
@@ -208,7 +196,6 @@ class WaaSpace(ScheduleSpace):
 
     @cached_property
     def sides(self) -> WaaSides:
-        """The times of both sides, and of the way between them."""
         handover = handover_of(self.prefill, self.decode)
         return WaaSides(self.prefill.times, self.decode.times, handover, self.request.lengths)
 

@@ -82,8 +82,6 @@ class PrefillSide(ABC):
 
 
 class _Sized(Protocol):
-    """A group of so many requests."""
-
     size: int
 
 

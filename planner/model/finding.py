@@ -66,7 +66,7 @@ def as_stored(config: GptqConfig, shape: ModelShape, folder: Path) -> GptqConfig
     if not tensors:
         return config
     names = FAMILIES[shape.model_type].architecture
-    linears = list(zip(_linear_names(shape), shape.layer_linears(), strict=True))
+    linears = list(zip(_linear_names(shape), shape.layer_linears, strict=True))
     layers = list[list[StoredLinear]]()
     for index in range(shape.layers):
         layer = f"{names.layers_path}.{index}"
@@ -113,12 +113,12 @@ def _of_linears(
 ) -> GptqConfig:
     """Return `config` with what differs in `linears`; its bits are then those of most weights."""
     weights = Counter[int]()
-    for stored, linear in zip(linears, shape.layer_linears(), strict=True):
+    for stored, linear in zip(linears, shape.layer_linears, strict=True):
         weights[stored.bits] += linear.parameters
     usual = config.bits if config.bits in weights else weights.most_common(1)[0][0]
     plain = replace(config, bits=usual, linears=())
     made = replace(plain, linears=tuple(linears))
-    shapes = [replace(shape, stored=each).layer_linears() for each in (plain, made)]
+    shapes = [replace(shape, stored=each).layer_linears for each in (plain, made)]
     return plain if shapes[0] == shapes[1] else made
 
 

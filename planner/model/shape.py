@@ -104,12 +104,9 @@ class ModelShape:
         """Elements of one token's keys, and as many values, in one layer."""
         return self.kv_heads * self.head_dim
 
+    @cached_property
     def layer_linears(self) -> tuple[LinearShape, ...]:
         """Weight matrices of a decoder layer, fused where transformers fuses them."""
-        return self._layer_linears
-
-    @cached_property
-    def _layer_linears(self) -> tuple[LinearShape, ...]:
         output = LinearShape(self.query_width, self.hidden_size)
         plain = (*self._qkv_linears(), output, *self._mlp_linears())
         linears = [self._as_stored(place, linear) for place, linear in enumerate(plain)]
@@ -119,7 +116,7 @@ class ModelShape:
 
     @property
     def output_linear(self) -> LinearShape:
-        return self._layer_linears[self._output_place]
+        return self.layer_linears[self._output_place]
 
     @property
     def _output_place(self) -> int:
@@ -130,11 +127,11 @@ class ModelShape:
         """Bytes of the indices of a layer's inputs where the columns of a group lie apart."""
         if self.stored is None or not self.stored.desc_act:
             return 0
-        return sum(4 * linear.in_features for linear in self.layer_linears())
+        return sum(4 * linear.in_features for linear in self.layer_linears)
 
     @property
     def layer_linear_parameters(self) -> int:
-        return sum(linear.parameters for linear in self.layer_linears())
+        return sum(linear.parameters for linear in self.layer_linears)
 
     @property
     def layer_other_parameters(self) -> int:

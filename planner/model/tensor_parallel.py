@@ -98,7 +98,7 @@ def cut_groups(shape: ModelShape, degree: int) -> tuple[int, int]:
     """Columns that share a scale on every rank, of attention's output and the MLP's last linear:
     those of the undivided linear, or finer where a cut between two ranks falls inside.
     """
-    output, down = shape.output_linear.group, shape.layer_linears()[-1].group
+    output, down = shape.output_linear.group, shape.layer_linears[-1].group
     shares = [rank_share(shape, degree, rank) for rank in range(degree)]
     heads = [share.heads.stop * shape.head_dim for share in shares]
     columns = [share.mlp.stop for share in shares]
@@ -158,7 +158,7 @@ def _heads(shape: ModelShape, degree: int) -> list[tuple[range, range]]:
 
 def _mlp_unit(shape: ModelShape, degree: int) -> int:
     """Columns of the MLP that no cut takes apart: a group of its last linear, if it has enough."""
-    stored = shape.layer_linears()[-1].stored_group
+    stored = shape.layer_linears[-1].stored_group
     groups = [*GROUP_SIZES] if stored is None else [stored, *GROUP_SIZES]
     columns = shape.intermediate_size
     for unit in (*groups, *_FINER_UNITS):

@@ -219,7 +219,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
     output = len(names.attention) - 1
     has_bias = [shape.qkv_bias] * output + [shape.output_bias] + [shape.mlp_bias] * len(names.mlp)
     found: Shapes = {}
-    for name, linear, bias in zip(modules, shape.layer_linears(), has_bias, strict=True):
+    for name, linear, bias in zip(modules, shape.layer_linears, has_bias, strict=True):
         found[f"{name}.weight"] = (linear.out_features, linear.in_features)
         if bias:
             found[f"{name}.bias"] = (linear.out_features,)

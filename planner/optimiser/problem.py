@@ -21,7 +21,7 @@ coefficients, an entry in `OBJECTIVES`, and its name in `names.Objective`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar, get_args
 
@@ -254,35 +254,29 @@ def _pipeline(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
 
 def _paper(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
     """LLM-PQ eq. 4 to 8: transfers count in the maxima only, and no token waits for another."""
-    return LatencyForm(
-        prefill_max=problem.prefill_micro_batches - 1,
-        prefill_each=1.0,
+    return replace(
+        _pipeline(problem, decode_rounds),
         decode_max=(problem.decode_micro_batches - 1) * decode_rounds,
         decode_each=1.0,
         round_trips=0.0,
         transfer_each=0.0,
         constant_s=0.0,
         trip_s=0.0,
-        prefill_floor_s=float(problem.prefill_comm_s.max()),
-        decode_floor_s=float(problem.decode_comm_s.max()),
     )
 
 
-def _job(problem: AssignmentProblem, _: int) -> LatencyForm:
+def _job(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
     """A job whose slots are refilled; stages idle while a burst's first prefill goes through."""
-    passes = problem.passes
+    passes, batch = problem.passes, _pipeline(problem, decode_rounds)
     assert passes is not None, "a problem of a job counts its passes"
-    return LatencyForm(
+    return replace(
+        batch,
         prefill_max=passes.prefills - passes.bursts,
         prefill_each=passes.bursts,
         decode_max=passes.decode_steps,
-        decode_each=0.0,
         round_trips=passes.rounds,
         transfer_each=passes.bursts,
-        constant_s=passes.bursts * float(problem.prefill_comm_s.sum()),
-        trip_s=float(problem.decode_comm_s.sum()),
-        prefill_floor_s=float(problem.prefill_comm_s.max()),
-        decode_floor_s=float(problem.decode_comm_s.max()),
+        constant_s=passes.bursts * batch.constant_s,
     )
 
 

@@ -228,7 +228,6 @@ class StageLister:
         return sum(runs * lattice_size(length, choices) for length, runs in counted)
 
     def options(self, kind: int) -> StageOptions:
-        """The options of a stage of this kind."""
         starts, stops = np.isfinite(self._around[kind]).nonzero()
         lengths = np.unique(stops - starts).tolist()
         if not lengths:

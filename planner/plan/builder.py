@@ -32,10 +32,10 @@ class Solution:
     devices: tuple[Device, ...]
     sizes: MicroBatches
     assignment: Assignment
-    lower_bound: float
-    candidates: int
-    solved: int
-    seconds: float
+    lower_bound: float = 0.0
+    candidates: int = 1
+    solved: int = 1
+    seconds: float = 0.0
     head_on_first: bool = False
     solver: str = DEFAULT_SOLVER
     max_batch_size: int | None = None

@@ -11,12 +11,12 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import (
-    FloatArray,
     HostCopies,
     cache_tensors,
     handover_terms,
     park_tokens_from,
 )
+from planner.lengths import FloatArray
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import InfeasibleError, SpecError
 

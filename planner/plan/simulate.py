@@ -19,7 +19,7 @@ from planner.plan.spec import PlanSpec, StagePlan
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import JobRows, Pass, policy_sizes
 from planner.scheduling import Phase, RequestSchedule
-from planner.simulation.pictures import MICROSECONDS, named_tracks, simulated_events
+from planner.simulation.pictures import named_tracks, simulated_events, span
 from planner.simulation.simulation import Simulated, simulate, simulate_passes
 from planner.workload import Job
 from quant.common.errors import InputError, SpecError
@@ -192,7 +192,7 @@ def _notes(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> dict[str, 
 
 
 def _events(index: int, stage: MeasuredStage, zero_s: float) -> Iterator[dict[str, object]]:
-    free_s = zero_s
+    free_s, track = zero_s, (RUN_PROCESS, index)
     numbers: Counter[str] = Counter()
     columns = (stage.began_s, stage.ended_s, stage.sent_s, stage.decode_requests, stage.requests)
     rows = (*columns, stage.tokens, stage.context_length)
@@ -203,25 +203,13 @@ def _events(index: int, stage: MeasuredStage, zero_s: float) -> Iterator[dict[st
         details = dict(zip(("requests", "tokens", "context_length"), sizes, strict=True))
         details |= {"wait_ms": (began_s - free_s) * 1e3, "send_ms": (sent_s - ended_s) * 1e3}
         if began_s - free_s >= SHOWN_S:
-            yield _span(index, "wait", "wait", free_s - zero_s, began_s - zero_s)
+            yield span(track, "wait", "wait", free_s - zero_s, began_s - zero_s)
         name = f"{kind} {numbers[kind]}"
-        yield _span(index, name, kind, began_s - zero_s, ended_s - zero_s) | {"args": details}
+        yield span(track, name, kind, began_s - zero_s, ended_s - zero_s) | {"args": details}
         if sent_s - ended_s >= SHOWN_S:
-            yield _span(index, "send", "send", ended_s - zero_s, sent_s - zero_s)
+            yield span(track, "send", "send", ended_s - zero_s, sent_s - zero_s)
         numbers[kind] += 1
         free_s = sent_s
-
-
-def _span(thread: int, name: str, category: str, start_s: float, end_s: float) -> dict[str, object]:
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": RUN_PROCESS,
-        "tid": thread,
-        "ts": start_s * MICROSECONDS,
-        "dur": (end_s - start_s) * MICROSECONDS,
-    }
 
 
 CYCLES_BEFORE, CYCLES_SHOWN = 2, 2

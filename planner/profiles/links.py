@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field
@@ -36,7 +36,7 @@ def _full_name(name: str) -> str:
 AcceleratorName = Annotated[str, AfterValidator(_full_name)]
 PositiveSeconds = Annotated[float, Field(gt=0, lt=1e6)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
-_Row = TypeVar("_Row")
+_Row = TypeVar("_Row", "LinkRow", "SumRow")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -44,6 +44,8 @@ class LinkRow:
     """A measured hop: median `seconds` for hidden states of `payload_bytes`, half of a round trip
     with packing and copies. `spread`: interquartile range over the median of `repetitions`.
     """
+
+    ACCELERATORS: ClassVar = ("sender", "receiver")
 
     sender: AcceleratorName
     receiver: AcceleratorName
@@ -64,16 +66,15 @@ def links_path(profile: str | Path) -> Path:
     return table_beside(profile, "links")
 
 
-def read_links(path: Path, own: Iterable[Accelerator] = ()) -> tuple[LinkRow, ...]:
-    """Read every row, which may name `own` accelerators; SpecError names the first bad one."""
-    return _known(path, read_table(path, LinkRow), ("sender", "receiver"), own)
-
-
-def _known(
-    path: Path, rows: tuple[_Row, ...], columns: tuple[str, ...], own: Iterable[Accelerator]
+def read_measured(
+    path: Path, kind: type[_Row], own: Iterable[Accelerator] = ()
 ) -> tuple[_Row, ...]:
+    """Read every link or sum, which may name `own` accelerators; SpecError names the first bad one,
+    and there is none without the file.
+    """
+    rows = read_table(path, kind) if path.exists() else ()
     for index, row in enumerate(rows):
-        for column in columns:
+        for column in kind.ACCELERATORS:
             name = getattr(row, column)
             try:
                 find_accelerator(name, own)
@@ -86,7 +87,7 @@ def _known(
 def links_beside(profile: str | Path, own: Iterable[Accelerator] = ()) -> tuple[MeasuredLink, ...]:
     """Fit the links that were measured with a profile; none where there is no file of them."""
     path = links_path(profile)
-    return fit_links(read_links(path, own), path.name) if path.exists() else ()
+    return fit_links(read_measured(path, LinkRow, own), path.name)
 
 
 def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, ...]:
@@ -121,6 +122,8 @@ def fitted_line(payload_bytes: Sequence[int], seconds: Sequence[float]) -> tuple
 class SumRow:
     """A measured all-reduce: median `seconds` of `degree` devices of a node, in 16-bit numbers."""
 
+    ACCELERATORS: ClassVar = ("accelerator",)
+
     accelerator: AcceleratorName
     degree: Annotated[int, Field(ge=2, le=max(DEGREES))]
     summed_bytes: Count
@@ -137,15 +140,10 @@ def sums_path(profile: str | Path) -> Path:
     return table_beside(profile, "sums")
 
 
-def read_sums(path: Path, own: Iterable[Accelerator] = ()) -> tuple[SumRow, ...]:
-    """Read every row as `read_links` does."""
-    return _known(path, read_table(path, SumRow), ("accelerator",), own)
-
-
 def sums_beside(profile: str | Path, own: Iterable[Accelerator] = ()) -> tuple[MeasuredSum, ...]:
     """Fit the sums that were measured with a profile; none where there is no file of them."""
     path = sums_path(profile)
-    return fit_sums(read_sums(path, own), path.name) if path.exists() else ()
+    return fit_sums(read_measured(path, SumRow, own), path.name)
 
 
 def fit_sums(rows: Sequence[SumRow], source: str = "") -> tuple[MeasuredSum, ...]:

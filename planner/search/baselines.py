@@ -213,7 +213,7 @@ def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
     costs, sized = found.costs, found.sized
     assignment = solve_by(name, costs.problem(sized.devices, sized.sizes), SolveOptions())
     placed = costs.workload, sized.devices, sized.sizes
-    return costs, Solution(*placed, assignment, assignment.bound, 1, 1, 0.0)
+    return costs, Solution(*placed, assignment, assignment.bound)
 
 
 def _at_best_number(costs: CostModel, job: Job) -> BaselineChoice:

@@ -56,7 +56,6 @@ def smallest_sizes(options: PlanOptions) -> MicroBatches:
 
 
 def sizes_near_share(costs: CostModel, devices: Sequence[Device], fits: Fits) -> list[MicroBatches]:
-    """Sizes near the even share of the batch with which an order fits."""
     near = searched_sizes(costs, len(devices))
     return [each for each in near if _holds(costs, devices, each, fits)]
 

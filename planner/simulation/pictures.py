@@ -16,6 +16,7 @@ from quant.common.files import write_whole
 
 MICROSECONDS = 1e6  # Chrome's trace format counts in them
 STAGES_PROCESS, LINKS_PROCESS = 0, 1
+SHOWN_FIGURES = ("step", "requests", "tokens", "context_length")
 
 
 def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
@@ -55,6 +56,22 @@ def named_tracks(process: int, name: str, labels: Sequence[str]) -> Iterator[dic
         yield {"name": "thread_sort_index", **where, "args": {"sort_index": thread}}
 
 
+def span(
+    track: tuple[int, int], name: str, category: str, start_s: float, end_s: float
+) -> dict[str, object]:
+    """Chrome's event of what lasts some time on a `track`, process and thread."""
+    process, thread = track
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": process,
+        "tid": thread,
+        "ts": start_s * MICROSECONDS,
+        "dur": (end_s - start_s) * MICROSECONDS,
+    }
+
+
 def _complete_events(simulated: Simulated, first_process: int) -> Iterator[dict[str, object]]:
     spans = (
         (STAGES_PROCESS, simulated.stage_start_s.tolist(), simulated.stage_end_s.tolist()),
@@ -64,19 +81,9 @@ def _complete_events(simulated: Simulated, first_process: int) -> Iterator[dict[
         for each, begins, finishes in zip(simulated.passes, starts, ends, strict=True):
             for stage, (start_s, end_s) in enumerate(zip(begins, finishes, strict=True)):
                 if process == STAGES_PROCESS or end_s > start_s:
-                    yield {
-                        "name": f"{each.phase} {each.index}",
-                        "cat": each.phase,
-                        "ph": "X",
-                        "pid": first_process + process,
-                        "tid": stage,
-                        "ts": start_s * MICROSECONDS,
-                        "dur": (end_s - start_s) * MICROSECONDS,
-                        "args": {
-                            name: getattr(each, name)
-                            for name in ("step", "requests", "tokens", "context_length")
-                        },
-                    }
+                    track, name = (first_process + process, stage), f"{each.phase} {each.index}"
+                    details = {figure: getattr(each, figure) for figure in SHOWN_FIGURES}
+                    yield span(track, name, each.phase, start_s, end_s) | {"args": details}
 
 
 def check_labels(simulated: Simulated, labels: Sequence[str]) -> None:

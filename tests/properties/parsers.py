@@ -206,7 +206,7 @@ def _config(data: bytes, folder: Path) -> bool:
     found = model_shape(_file(folder, "config.json", data))
     found.fingerprint()
     assert 0 < found.total_parameters < 1e30
-    assert len(found.layer_linears()) >= 4
+    assert len(found.layer_linears) >= 4
     assert found.sliding_window is None or found.sliding_window > 0
     return True
 

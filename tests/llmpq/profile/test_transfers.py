@@ -15,7 +15,14 @@ from actors.processes.placement import Placement
 from actors.profiling.links import PAYLOADS_BYTES, SUMMED_BYTES, measure_hops, measure_sums
 from llmpq.profile.transfers import groups, pairs, profile_links, profile_sums
 from planner.cluster.spec import ClusterSpec
-from planner.profiles.links import fit_sums, links_path, read_links, read_sums, sums_path
+from planner.profiles.links import (
+    LinkRow,
+    SumRow,
+    fit_sums,
+    links_path,
+    read_measured,
+    sums_path,
+)
 from quant.common.errors import DeviceError
 
 HERE = Placement({}, num_gpus=0.0, num_cpus=1.0, threads=1)
@@ -67,7 +74,7 @@ def test_hops_are_timed_both_ways_and_only_once(
     }
     assert all(0 < row.seconds < 1 and row.place == "node" for row in rows)
     assert any("not measured: the Ray cluster has one node only" in line for line in told)
-    assert read_links(links_path(tmp_path / "t.csv")) == rows
+    assert read_measured(links_path(tmp_path / "t.csv"), LinkRow) == rows
     told.clear()
     assert profile_links(tmp_path / "t.csv", cluster, told.append) == rows
     assert not any("on one node" in line for line in told)
@@ -123,7 +130,7 @@ def test_sums_of_two_processes_are_timed_only_once(
     assert told == ["sums of 2 CPU"]
     assert [(row.degree, row.summed_bytes) for row in rows] == [(2, size) for size in SUMMED_BYTES]
     assert all(0 < row.seconds < 10 and row.repetitions == 5 for row in rows)
-    assert read_sums(sums_path(tmp_path / "t.csv")) == rows
+    assert read_measured(sums_path(tmp_path / "t.csv"), SumRow) == rows
     (fit,) = fit_sums(rows)
     assert fit.s_per_byte > 0
     told.clear()

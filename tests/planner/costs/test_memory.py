@@ -218,7 +218,7 @@ def test_quantized_layer_bytes_follow_the_kernels() -> None:
     others = 2 * OPT_30B.layer_other_parameters
     weights = OPT_30B.layer_linear_parameters
     t4 = layer_weight_bytes(OPT_30B, 8, device(), "float16") - others
-    rows = sum(linear.out_features for linear in OPT_30B.layer_linears())
+    rows = sum(linear.out_features for linear in OPT_30B.layer_linears)
     assert t4 == weights + 4 * rows
     emulated = replace(device(), emulated=True)
     three = layer_weight_bytes(OPT_30B, 3, emulated, "bfloat16") - others

@@ -109,7 +109,7 @@ def test_nf4_restores_weights_where_the_library_does(
     """For more than nine tenths of the parameters of models of many widths."""
     library, processor = fused_rows_of_the_library(), Processor(compute_capability=capability)
     names = ("llama-7b", "llama-13b", "llama-3-8b", "opt-30b", "qwen2.5-14b", "llama-2-70b")
-    linears = [linear for name in names for linear in model_shape(name).layer_linears()]
+    linears = [linear for name in names for linear in model_shape(name).layer_linears]
     same = 0
     for linear in linears:
         rule = rule_for(processor, 4, linear, "float16", "bnb_nf4")

@@ -95,7 +95,7 @@ def test_saved_config_gives_the_librarys_parameters(model_type: str, tmp_path: P
         if isinstance(module, torch.nn.Linear)
     ]
     assert sorted(linears) == sorted(
-        (linear.in_features, linear.out_features) for linear in shape.layer_linears()
+        (linear.in_features, linear.out_features) for linear in shape.layer_linears
     )
     assert shape.layer_parameters == sum(weight.numel() for weight in layer.parameters())
     assert (shape.tied_embeddings, shape.layers) == (model.config.tie_word_embeddings, 3)

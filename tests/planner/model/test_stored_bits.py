@@ -97,9 +97,9 @@ def test_modules_that_are_left_out_count_in_full(tmp_path: Path) -> None:
     every = shape(tmp_path, modules_in_block_to_quantize=[*IN_BLOCK, ["mlp.down_proj"]])
     flat = [f"model.layers.0.{name}" for names in IN_BLOCK for name in names]
     some, same = (shape(tmp_path, modules_in_block_to_quantize=m) for m in (IN_BLOCK, flat))
-    assert every.layer_linears() == shape(tmp_path).layer_linears()
-    assert some.layer_linears() == same.layer_linears()
-    assert [linear.stored_bits for linear in some.layer_linears()] == [None] * 6 + [16]
+    assert every.layer_linears == shape(tmp_path).layer_linears
+    assert some.layer_linears == same.layer_linears
+    assert [linear.stored_bits for linear in some.layer_linears] == [None] * 6 + [16]
     assert with_stored_bits(PlanOptions(), some).bits == (4,)
     packed = DOWN * 4 // 8 + 4 * DOWN // 128
     assert packed_bytes(some) - packed_bytes(every) == 2 * DOWN - packed
@@ -132,7 +132,7 @@ def test_the_weights_tell_what_rules_have_changed(tmp_path: Path) -> None:
         with_stored_bits(PlanOptions(), shape(tmp_path, dynamic=rules))
     kinds = {"down_proj": (16, 0), "o_proj": (8, 128), "up_proj": (4, 32)}
     found = with_weights(tmp_path, kinds, dynamic=rules)
-    q, k, v, o, gate, up, down = found.layer_linears()
+    q, k, v, o, gate, up, down = found.layer_linears
     assert [each.stored_bits for each in (q, k, v, gate, up)] == [None] * 5
     assert (o.stored_bits, down.stored_bits) == (8, 16)
     assert (gate.stored_group, up.stored_group) == (128, 32)
@@ -147,7 +147,7 @@ def test_bits_that_none_but_a_few_have_are_not_those_of_a_layer(tmp_path: Path) 
     found = with_weights(tmp_path, {"k_proj": (3, 64), "": (8, 128)}, dynamic={".*": {"bits": 8}})
     assert found.stored is not None
     assert found.stored.bits == 8
-    assert [each.stored_bits for each in found.layer_linears()] == [None, 3, *[None] * 5]
+    assert [each.stored_bits for each in found.layer_linears] == [None, 3, *[None] * 5]
 
 
 def test_layers_of_different_bits_need_their_plan(tmp_path: Path) -> None:

@@ -135,10 +135,10 @@ def test_linears_of_a_rank_are_those_of_its_shape() -> None:
         architecture = FAMILIES[shape.model_type].architecture
         for rank in range(degree):
             share = rank_share(shape, degree, rank)
-            sized = rank_shape(shape, degree, rank).layer_linears()
+            sized = rank_shape(shape, degree, rank).layer_linears
             cuts = layer_cuts(shape, share, architecture)
             names = (*architecture.attention, *architecture.mlp)
-            for name, whole, other in zip(names, shape.layer_linears(), sized, strict=True):
+            for name, whole, other in zip(names, shape.layer_linears, sized, strict=True):
                 own = part_shape(whole, cuts[name])
                 assert (own.in_features, own.out_features) == (
                     other.in_features,
@@ -158,7 +158,7 @@ def test_the_last_linears_are_cut_along_their_columns(model_type: str) -> None:
     assert set(cuts) == {*architecture.attention, *architecture.mlp}
     by_columns = {name for name, cut in cuts.items() if cut.dimension == COLUMNS}
     assert by_columns == {architecture.attention[-1], architecture.mlp[-1]}
-    wholes = dict(zip(cuts, shape.layer_linears(), strict=False))
+    wholes = dict(zip(cuts, shape.layer_linears, strict=False))
     sizes = {**dict.fromkeys(architecture.mlp, 80)}
     assert all(cuts[name].size == size for name, size in sizes.items())
     first = cuts[architecture.attention[0]]

@@ -23,7 +23,7 @@ from planner.profiles.links import (
     links_path,
     loading_path,
     loading_s,
-    read_links,
+    read_measured,
 )
 from planner.profiles.rows import read_table, write_table
 from planner.profiles.sensitivity import default_sensitivity
@@ -130,7 +130,7 @@ def test_rows_come_back_and_none_are_needed(tmp_path: Path) -> None:
     assert links_beside(tmp_path / "times.csv") == ()
     rows = (*line(2e-4, 3e9), hop(7, 1 / 3, "ray"))
     write_table(path, LinkRow, rows)
-    assert read_links(path) == rows
+    assert read_measured(path, LinkRow) == rows
     with pytest.raises(InputError, match="cannot write"):
         write_table(tmp_path / "none" / "x.csv", LinkRow, rows)
 
@@ -154,7 +154,7 @@ def test_bad_rows_are_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "times.links.csv"
     path.write_text(text)
     with pytest.raises(SpecError, match=message.replace("(", r"\(")):
-        read_links(path)
+        read_measured(path, LinkRow)
 
 
 def load(bits: int, origin: Origin, seconds: float, device: str = "T4") -> LoadRow:

@@ -12,7 +12,7 @@ from planner.options import PlanOptions
 from planner.profiles.links import (
     SumRow,
     fit_sums,
-    read_sums,
+    read_measured,
     sums_beside,
     sums_path,
 )
@@ -95,7 +95,7 @@ def test_rows_come_back_and_none_are_needed(tmp_path: Path) -> None:
     assert sums_beside(tmp_path / "times.csv") == ()
     rows = (*line(2, 1e-4, 1e-9), *line(8, 1 / 3, 1e-9))
     write_table(path, SumRow, rows)
-    assert read_sums(path) == rows
+    assert read_measured(path, SumRow) == rows
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_bad_rows_are_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "times.sums.csv"
     path.write_text(text)
     with pytest.raises(SpecError, match=message):
-        read_sums(path)
+        read_measured(path, SumRow)

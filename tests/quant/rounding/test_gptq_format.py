@@ -356,7 +356,7 @@ def test_modules_of_other_bits_and_those_left_out_are_taken_as_they_are(
     assert not shape.stored.mixed
     planned = [
         rule_for(PLAIN_CPU, each.stored_bits or 4, each, "float32").nbytes(each, "float32")
-        for each in shape.layer_linears()
+        for each in shape.layer_linears
     ]
     assert sum(planned) + 4 * shape.layer_other_parameters == module_nbytes(layer)
 
