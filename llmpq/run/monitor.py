@@ -18,8 +18,8 @@ from actors.stage_figures import LayersLoaded, StageStats
 from llmpq.run.meter import INTERVAL_S, RunMeter, RunState
 from planner.plan.simulate import MeasuredStage, run_trace
 from planner.plan.spec import PlanSpec
-from planner.simulation.pictures import write_text
 from quant.common.errors import HeadLostError, InputError
+from quant.common.files import write_text
 
 if TYPE_CHECKING:
     from actors.live_group import LiveGroup

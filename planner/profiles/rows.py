@@ -17,8 +17,8 @@ from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
 from planner.model.shape import ModelShape
 from planner.scheduling import PHASES, Phase
-from quant.common.errors import InputError, SpecError
-from quant.common.files import write_whole
+from quant.common.errors import SpecError
+from quant.common.files import write_text
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 VERSION = 1
@@ -65,10 +65,7 @@ def write_lines(path: Path, columns: Sequence[str], rows: Iterable[Sequence[obje
     writer = csv.writer(stream)
     writer.writerow(columns)
     writer.writerows(rows)
-    try:
-        write_whole(path, stream.getvalue())
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    write_text(path, stream.getvalue())
 
 
 def table_beside(profile: str | Path, name: str) -> Path:

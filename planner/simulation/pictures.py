@@ -11,8 +11,8 @@ from xml.sax.saxutils import escape
 from planner.schedule.passes import Pass
 from planner.scheduling import Phase
 from planner.simulation.simulation import Simulated
-from quant.common.errors import InputError, SpecError
-from quant.common.files import write_whole
+from quant.common.errors import SpecError
+from quant.common.files import write_text
 
 MICROSECONDS = 1e6  # Chrome's trace format counts in them
 STAGES_PROCESS, LINKS_PROCESS = 0, 1
@@ -91,14 +91,6 @@ def check_labels(simulated: Simulated, labels: Sequence[str]) -> None:
         raise SpecError(
             f"{len(labels)} labels for {simulated.stages} stages; give one name for each stage"
         )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` whole or not at all; raises InputError where that is not possible."""
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 # Prefill blue, decode orange, each in shades that tell neighbouring micro-batches apart.

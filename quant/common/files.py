@@ -13,7 +13,7 @@ from pathlib import Path
 from time import sleep, time
 from typing import Any
 
-from quant.common.errors import LlmpqError
+from quant.common.errors import InputError, LlmpqError
 
 
 def names_a_file(path: Path) -> bool:
@@ -39,6 +39,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with suppress(OSError, ValueError):
             aside.unlink()
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as `write_whole` does; InputError where that is not possible."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 MAX_BYTES = 1 << 26

@@ -25,11 +25,10 @@ from llmpq.cli.measure.checkpoints import convert_main
 from llmpq.jobs.job import OpenJob
 from llmpq.jobs.job_output import JobOutput
 from llmpq.rows.results import Result
-from planner.simulation.pictures import write_text
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import INDEX_FILE
 from quant.common.errors import CheckpointError
-from quant.common.files import write_whole
+from quant.common.files import write_text, write_whole
 from quant.common.text import printable
 from quant.loading.cache_folder import CacheKey, NewEntry, ShardCache
 from tests.llmpq.fake_jobs import IDENTITY
