@@ -99,7 +99,6 @@ class Contest:
 
     @cached_property
     def job(self) -> Job:
-        """The job that is planned."""
         return self.lengths.job(self.prompts)
 
     @cached_property
@@ -111,7 +110,6 @@ class Contest:
 
     @property
     def plan(self) -> PlanSpec:
-        """The default plan."""
         return self._timed[0].plan
 
     @property
@@ -121,7 +119,6 @@ class Contest:
 
     @property
     def default(self) -> Figures:
-        """The default plan's figures."""
         return figures(self.plan)
 
     @cached_property

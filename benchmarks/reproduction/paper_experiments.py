@@ -117,11 +117,9 @@ class Inputs:
         Its seconds are CPU seconds.
         """
         options = replace(paper_options(case, self.profiles), search_time_limit=LIMIT_S, **changes)
-        shape = model_shape(case.model)
+        asked = cluster, model_shape(case.model), case.model, case.workload, options
         try:
-            return find_plan(
-                cluster, shape, case.model, case.workload, options, time.process_time
-            ).plan
+            return find_plan(*asked, time.process_time).plan
         except InfeasibleError:
             return None
 

@@ -120,7 +120,8 @@ def plans(
     spec: ClusterSpec, folder: Path, workload: Workload
 ) -> Iterator[tuple[str, PlanSpec, ClusterSpec]]:
     """The plans to run, each with its name and the cluster it was planned for."""
-    layers = model_shape(folder).layers
+    shape = model_shape(folder)
+    layers = shape.layers
     uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in BITWIDTHS}
     for bits in reversed(BITWIDTHS):
         yield f"{bits}", uniform[bits], spec
@@ -129,9 +130,7 @@ def plans(
     memory = uniform[FULL_BITS].stages[0].memory
     room = memory.total - round((1 - WEIGHTS_WITH_ROOM) * memory.weights)
     tight = replace(spec, devices=(replace(spec.devices[0], memory_bytes=room),))
-    chosen = find_plan(
-        tight, model_shape(folder), str(folder), workload, PlanOptions(theta=1.0)
-    ).plan
+    chosen = find_plan(tight, shape, str(folder), workload, PlanOptions(theta=1.0)).plan
     yield _described(chosen), chosen, tight
 
 
@@ -161,7 +160,7 @@ def priced(costs: CostModel, like: PlanSpec, bitwidths: Sequence[int]) -> PlanSp
     objective = evaluate(problem, bounds, choices)
     assignment = Assignment(bounds, choices, objective, objective, "uniform", 0.0)
     placed = like.workload, costs.cluster.devices, like.micro_batches
-    solution = Solution(*placed, assignment, objective, candidates=1, solved=1, seconds=0.0)
+    solution = Solution(*placed, assignment, objective)
     return build_plan(costs, like.model.source, solution, like.sensitivity_source, ())
 
 

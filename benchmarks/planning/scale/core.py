@@ -108,7 +108,6 @@ def _staircase(problem: AssignmentProblem, limit_s: float) -> tuple[float, bool]
 
 
 def table(rows: Sequence[Beside]) -> Iterator[str]:
-    """Yield the lines of the table."""
     yield header("cluster | stages, layers | exact (CPU s) | ilp | staircase | exact / staircase")
     for row in rows:
         cells = (

@@ -127,18 +127,16 @@ def compared(label: str, cluster: ClusterSpec, model: str) -> Compared:
 
 
 def _one(cluster: ClusterSpec, model: str, options: PlanOptions) -> PlanSpec | None:
+    asked = cluster, model_shape(model), model, _job(), options
     try:
-        return find_plan(
-            cluster, model_shape(model), model, _job(), options, time.process_time
-        ).plan
+        return find_plan(*asked, time.process_time).plan
     except InfeasibleError:
         return None
 
 
 def _many(cluster: ClusterSpec, model: str, options: PlanOptions) -> FleetSpec:
-    return find_fleet(
-        FleetRequest(cluster, model_shape(model), model, _job(), options), time.process_time
-    )
+    request = FleetRequest(cluster, model_shape(model), model, _job(), options)
+    return find_fleet(request, time.process_time)
 
 
 def _job() -> Job:
