@@ -169,7 +169,8 @@ def _preempted(scheduler: Scheduler) -> tuple[int, int]:
     if isinstance(scheduler, OnDemandScheduler):
         return scheduler.preemptions, scheduler.computed_again
     if isinstance(scheduler, S3Scheduler):
-        return scheduler.supervision.preemptions, scheduler.supervision.recomputed_tokens
+        done = scheduler.supervision
+        return done.parked + done.recomputed, done.recomputed_tokens
     return 0, 0
 
 
