@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.llmpq.forked_workers import fork_server
+from tests.shared_loops import loops_beside, share
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Workers that Ray starts before anyone asks are of no use: those of tests are forks.
@@ -51,8 +52,11 @@ settings.load_profile("llmpq")
 gc.disable()  # next to nothing of what is imported and collected is garbage
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: no search for garbage need look through it."""
+    shared = getattr(session.config, "workerinput", {}).get("fork_server")
+    if shared is not None:
+        share(loops_beside(Path(shared)))
     gc.freeze()
     gc.enable()
 
@@ -63,7 +67,7 @@ SHARED = ExitStack()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Have all processes of pytest-xdist fork Ray's workers from one."""
+    """Have all processes of pytest-xdist fork Ray's workers from one, and share compiled loops."""
     config = node.config
     if not hasattr(config, "fork_server"):
         folder = SHARED.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))

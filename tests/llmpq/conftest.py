@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
 from planner.plan.file import PLAN_VERSION
 from tests.actors.models import CONFIGS, save_tiny
+from tests.llmpq import forked_tokenizers
 from tests.llmpq.forked_workers import SET_UP, fork_server, forked_workers
 
 NEW_TOKENS = 8
@@ -108,6 +111,13 @@ def tiny_plan(folder: Path, cluster_file: Path, **options: object) -> Plan:
     workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
     given = {"dtype": "float32", "bits": [16], "keep_all_devices": True, **options}
     return Cluster.from_yaml(cluster_file).plan(folder, workload, **given)
+
+
+@pytest.fixture(autouse=True)
+def tokenizer_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers start fast, but for tests of their processes."""
+    pretend = SimpleNamespace(**vars(subprocess) | {"Popen": forked_tokenizers.start})
+    monkeypatch.setattr("llmpq.tokenizing.child_process.subprocess", pretend)
 
 
 @pytest.fixture

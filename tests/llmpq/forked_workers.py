@@ -58,7 +58,7 @@ def forked_workers(address: Path) -> dict[str, str]:
 
 def serve(address: str) -> None:
     """Fork a worker for every connection."""
-    prepare()
+    prepare(Path(address))
     gc.freeze()  # a fork that searches for garbage would copy all pages of what is imported
     assert "ray" not in sys.modules, "Ray cannot be imported before a fork"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -75,7 +75,7 @@ def serve(address: str) -> None:
             connection.close()
 
 
-def prepare() -> None:
+def prepare(address: Path) -> None:
     """Import and compile what takes long, with what Ray imports of others' packages."""
     import asyncio  # noqa: F401
     from unittest.mock import patch
@@ -88,6 +88,9 @@ def prepare() -> None:
 
     from actors.attention.cpu import warm_up
     from actors.stage import emulation  # noqa: F401
+    from tests.shared_loops import loops_beside, share
+
+    share(loops_beside(address))
 
     torch.set_num_threads(1)
     with patch("numba.set_num_threads"):  # it starts threads, which do not survive a fork

@@ -195,8 +195,11 @@ def test_without_numba_one_message_says_so(
         pytest.param("llama", 16, marks=pytest.mark.rare),
     ],
 )
-def test_the_first_token_finds_its_loop_compiled(name: str, kv_bits: int, tmp_path: Path) -> None:
+def test_the_first_token_finds_its_loop_compiled(
+    name: str, kv_bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu._kernel.cache_clear()  # of other tests
+    monkeypatch.setattr(cpu, "compiled_loop", numba_loops.compiled_loop)  # shared with no process
     save_tiny(tmp_path, CONFIGS[name])
     stages = stages_of(tmp_path, (0, 3, 5), slots=4, max_tokens=32, kv_bits=kv_bits)
     with install_recorder("numba:compile") as compiled:

@@ -87,6 +87,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.fixture
+def tokenizer_forks() -> None:
+    """Processes are started as users have them."""
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_tokenizer(tmp_path / "model")
 
