@@ -68,14 +68,16 @@ class CostModel:
 
     @property
     def _is_usable(self) -> BoolArray:
-        return np.isin(self.options.bits, self.bits)
+        usable = self.bits
+        return np.array([bits in usable for bits in self.options.bits])
 
     def head_stage(self, stages: int) -> int:
         return 0 if self.head_on_first else stages - 1
 
     def shape_on(self, device: Device) -> ModelShape:
         """The model as `device` holds it: of a group what its first rank has."""
-        return largest_rank_shape(self.shape, device.degree)
+        # to look a shape up takes longer than all else that is asked of one device
+        return self.shape if device.degree == 1 else largest_rank_shape(self.shape, device.degree)
 
     def dtype(self, device: Device) -> str:
         return device.compute_dtype(self.options.dtype)

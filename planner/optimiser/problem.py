@@ -162,9 +162,9 @@ def _broadcast(
 
 def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:
     """Check that more bits never hurt quality."""
-    rising = np.argwhere(np.diff(sensitivity, axis=1) > 0)
-    if rising.size:
-        layer, choice = (int(index) for index in rising[0])
+    rising = sensitivity[:, 1:] > sensitivity[:, :-1]
+    if rising.any():
+        layer, choice = (int(index) for index in np.argwhere(rising)[0])
         low, high = sensitivity[layer, choice], sensitivity[layer, choice + 1]
         raise SpecError(
             f"sensitivity of layer {layer} rises from {low:g} at {bitwidths[choice]} bit to "

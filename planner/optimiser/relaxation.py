@@ -75,7 +75,7 @@ class LinearProgramme:
         self._priced = priced
         form, kinds = priced.form, priced.kinds
         self._scale = OBJECTIVE_UNITS / typical_objective_s(priced.problem)
-        distinct, repeats = np.unique(priced.loss_s, axis=0, return_counts=True)
+        distinct, repeats = distinct_rows(priced.loss_s)
         self._cells, losses = priced.prefill_s.size, distinct.size
         self._columns = self._cells + losses + 2
         each = form.prefill_each * priced.prefill_s + form.decode_each * priced.decode_s
@@ -200,6 +200,15 @@ class LinearProgramme:
             rows[distinct + choice, choice:cells:choices] = -1.0
             rows[distinct + choice, cells + choice : cells + distinct * choices : choices] = 1.0
         return rows
+
+
+def distinct_rows(rows: FloatArray) -> tuple[FloatArray, IntArray]:
+    """The distinct rows in lexicographic order, and how often each is there: as `np.unique` along
+    an axis, which takes four times as long.
+    """
+    ordered = rows[np.lexsort(rows.T[::-1])]
+    begins = np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1)).nonzero()[0]
+    return ordered[begins], np.diff(begins, append=len(rows))
 
 
 class LinearOutcome(NamedTuple):
