@@ -7,7 +7,7 @@ estimated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
@@ -85,6 +85,10 @@ class RooflineLatency(LatencyModel):
 
     shape: ModelShape
     kv_bits: int = FULL_BITS
+    _rests: dict[tuple[_Machine, int, int], float] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+    """Seconds of all but attention, which are the same at any length of context."""
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
@@ -99,7 +103,10 @@ class RooflineLatency(LatencyModel):
             tokens = micro_batch
             pairs = kv_tokens = micro_batch * min(length + 1, window or length + 1)
         attention_s = self._attention_s(machine, pairs, tokens, kv_tokens)
-        return LayerSeconds(attention_s, self._rest_s(machine, bits, tokens))
+        key = machine, bits, tokens
+        if key not in self._rests:
+            self._rests[key] = self._rest_s(*key)
+        return LayerSeconds(attention_s, self._rests[key])
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         machine = _Machine.of(device, dtype)
