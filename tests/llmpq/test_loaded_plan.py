@@ -26,6 +26,7 @@ from planner.simulation.simulation import Simulated
 from planner.workload import Job
 from quant.scheme import BITWIDTHS
 from tests.planner.edits import change, content_of
+from tests.planner.plan_alone import alone
 
 MODEL = "opt-125m"
 WORKLOAD = Workload(8, 64, 16)
@@ -46,21 +47,50 @@ T4,opt-125m,768,3072,1,70,decode,16,2,0.5
 LINKS = "sender,receiver,place,way,payload_bytes,seconds,spread,repetitions\n"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The present folder, with a profile and an omega file."""
-    (tmp_path / "times.csv").write_text(PROFILE)
+def write_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a profile and an omega file in what is the present folder from then on."""
+    (folder / "times.csv").write_text(PROFILE)
     shape = model_shape(MODEL)
     matrix = 3 * default_sensitivity(shape, BITWIDTHS)
     content = OmegaContent(tuple(BITWIDTHS), shape.fingerprint(), matrix)
-    save_omega(tmp_path / "omega.json", content)
-    monkeypatch.chdir(tmp_path)
+    save_omega(folder / "omega.json", content)
+    monkeypatch.chdir(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The present folder, with a profile and an omega file."""
+    write_files(tmp_path, monkeypatch)
     return tmp_path
 
 
 def made(cluster: object = CLUSTER, **options: object) -> Plan:
     spec = ClusterSpec.from_dict(cluster)  # type: ignore[arg-type]
     return Cluster(spec).plan(MODEL, WORKLOAD, keep_all_devices=True, **options)
+
+
+@pytest.fixture(scope="module")
+def made_of_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A folder, and the files that belong there: those of `folder`, and a plan made of them."""
+    where = tmp_path_factory.mktemp("of_files")
+    with pytest.MonkeyPatch.context() as patch, alone():
+        write_files(where, patch)
+        made(profiles="times.csv", omega_file="omega.json").save("plan.json")
+    return where, {path.name: path.read_bytes() for path in where.iterdir()}
+
+
+@pytest.fixture
+def with_plan(
+    made_of_files: tuple[Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The present folder, with a profile, an omega file and a plan made of both."""
+    where, files = made_of_files
+    for path in where.iterdir():
+        path.unlink()
+    for name, content in files.items():
+        (where / name).write_bytes(content)
+    monkeypatch.chdir(where)
+    return where
 
 
 def loaded(plan: Plan) -> Plan:
@@ -138,7 +168,8 @@ def assert_first_fills(plan: Plan, simulated: Simulated) -> None:
 
 def test_so_does_one_that_was_planned_again(folder: Path) -> None:
     """For devices that are left, which the origin names."""
-    first = Cluster.from_counts(["T4", "P100"], [2, 1]).plan(MODEL, WORKLOAD, theta=1.0)
+    with alone():
+        first = Cluster.from_counts(["T4", "P100"], [2, 1]).plan(MODEL, WORKLOAD, theta=1.0)
     again = loaded(Plan(replan(first.spec, ["node0/T4-16GB:1"])))
     assert len(again.costs.cluster.devices) == 2
     again.report("page.html")
@@ -146,7 +177,8 @@ def test_so_does_one_that_was_planned_again(folder: Path) -> None:
 
 
 def test_costs_of_a_plan_that_was_just_made_are_not_computed_again(folder: Path) -> None:
-    plan = made(profiles="times.csv", theta=1.0)
+    with alone():
+        plan = made(profiles="times.csv", theta=1.0)
     (folder / "times.csv").unlink()
     assert plan.explain(ONE_QUESTION).stages == plan.limits
 
@@ -188,10 +220,9 @@ def edited(*path: str | int, to: object) -> Callable[[Path], None]:
     ],
 )
 def test_what_is_gone_or_changed_is_named(
-    harm: Callable[[Path], None], message: str, folder: Path
+    harm: Callable[[Path], None], message: str, with_plan: Path
 ) -> None:
-    made(profiles="times.csv", omega_file="omega.json").save("plan.json")
-    harm(folder)
+    harm(with_plan)
     plan = Plan.load("plan.json")
     for use in (plan.explain, lambda: plan.trace("t.svg")):
         with pytest.raises(SpecError, match=message):
@@ -202,8 +233,8 @@ def test_what_is_gone_or_changed_is_named(
     assert "Memory of each stage" in page
 
 
-def test_files_that_were_only_moved_and_put_back_are_taken(folder: Path) -> None:
-    plan = loaded(made(profiles="times.csv"))
+def test_files_that_were_only_moved_and_put_back_are_taken(with_plan: Path) -> None:
+    plan = Plan.load("plan.json")
     shutil.copy("times.csv", "kept.csv")
     Path("times.csv").unlink()
     Path("kept.csv").rename("times.csv")
@@ -212,7 +243,8 @@ def test_files_that_were_only_moved_and_put_back_are_taken(folder: Path) -> None
 
 def test_a_plan_file_of_before_is_read(folder: Path) -> None:
     """Its origin names no digests: figures alone are compared."""
-    plan = made()
+    with alone():
+        plan = made()
     assert plan.spec.origin is not None
     origin = replace(plan.spec.origin, files={})
     content = content_of(replace(plan.spec, origin=origin))

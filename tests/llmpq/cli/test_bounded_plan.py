@@ -24,6 +24,10 @@ ASKED = [
     "rra",
     "--search_time_limit",
     "1",
+    "--bits",
+    "8",
+    "--theta",
+    "0",
 ]
 ON_ONE = [*ASKED, "--cluster", str(ROOT / "tests/llmpq/one_device.yaml")]
 NORMAL = ["--prompt_lengths", "30", "10", "64", "--output_lengths", "12", "5", "24"]

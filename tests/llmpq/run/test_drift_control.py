@@ -33,13 +33,15 @@ from planner.scheduling import RequestSchedule
 from planner.workload import Job
 from quant.common.errors import BoundNotMetError, InfeasibleError
 from tests.planner.bounded import bounded
+from tests.planner.plan_alone import alone
 
 PROMPT, PLANNED_OUTPUT, ROWS = 128, 64, 100_000
 
 
 def planned(slots: int, output: int = PLANNED_OUTPUT) -> PlanSpec:
     cluster = Cluster.from_counts(["T4"], [2])
-    spec = cluster.plan("opt-6.7b", Workload(slots, PROMPT, 256), bits=[8]).spec
+    with alone():
+        spec = cluster.plan("opt-6.7b", Workload(slots, PROMPT, 256), bits=[8]).spec
     job = Job(ROWS, Lengths((PROMPT,), (output,)))
     rate, sizes = spec.predicted.tokens_per_s, spec.micro_batches
     passes = JobPasses(1, 1, 1, 1, sizes.prefill, sizes.decode)

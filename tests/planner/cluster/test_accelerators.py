@@ -16,10 +16,10 @@ from planner.cluster.accelerators import (
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.units import GIB
+from tests.planner.plan_alone import find_plan
 
 # What `torch.cuda.get_device_name` and nvidia-smi call these GPUs.
 REPORTED = {

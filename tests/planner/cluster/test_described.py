@@ -16,11 +16,11 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
-from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 from tests.planner.edits import content_of
+from tests.planner.plan_alone import find_plan
 
 MINE = "My-3080-20GB"
 FILE = f"""\

@@ -18,9 +18,10 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.scheduling import Phase
-from planner.search.find import find_plan, trace_front
+from planner.search.find import trace_front
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError, SpecError
+from tests.planner.plan_alone import find_plan
 
 T4 = ClusterSpec.from_counts(["T4"], [1])
 SHAPE = model_shape("opt-6.7b")

@@ -16,10 +16,10 @@ from planner.fleet.pricing import ceiling_tokens_per_s
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.search.find import find_plan
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
+from tests.planner.plan_alone import find_plan
 
 CLUSTER = ClusterSpec.from_dict(
     {

@@ -20,12 +20,12 @@ from planner.model.shape import ModelShape
 from planner.model.weight_check import end_tensors, layer_tensors
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.search.find import find_plan
 from planner.search.request import with_stored_bits
 from planner.workload import Workload
 from quant.backends.table import backend_name
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
+from tests.planner.plan_alone import find_plan
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -26,6 +26,7 @@ from planner.workload import Job, Workload
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
 from tests.paths import SPECS
+from tests.planner import plan_alone
 from tests.planner.edits import change, content_of
 
 QUICK = {"theta": 0.0, "relative_gap": 0.05, "search_time_limit": 5.0}
@@ -50,7 +51,7 @@ def planned(
     shape = model_shape(model) if isinstance(model, str) else model
     quick = {} if "method" in options else QUICK  # the baselines decide without a gap
     chosen = PlanOptions.of({**quick, "theta": 1.0, **options})
-    return find_plan(cluster, shape, shape.name, workload, chosen).plan, shape
+    return plan_alone.find_plan(cluster, shape, shape.name, workload, chosen).plan, shape
 
 
 def assert_agrees(plan: PlanSpec, shape: ModelShape) -> None:

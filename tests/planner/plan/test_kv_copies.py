@@ -20,8 +20,8 @@ from planner.plan.kv_copies import (
     parking,
 )
 from planner.plan.spec import PlanSpec
-from planner.search.find import find_plan
 from planner.workload import Workload
+from tests.planner.plan_alone import find_plan
 
 NODE = "name: one\nnodes: [{name: a, accelerators: {T4: 2}%s}]\n"
 KV_BYTES_PER_TOKEN = 32 * 2 * 4096 * 2  # opt-6.7b in fp16

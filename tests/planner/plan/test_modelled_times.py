@@ -26,12 +26,12 @@ from planner.schedule.passes import JobRows
 from planner.schedule.static import JobSchedule
 from planner.scheduling import Phase
 from planner.search.baselines import baselines
-from planner.search.find import find_plan
 from planner.search.request import PlanningRequest
 from planner.search.request import costs_of as costs_of_request
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.edits import content_of
+from tests.planner.plan_alone import find_plan
 
 SHAPE = model_shape("opt-30b")
 WORKLOAD = Workload(global_batch=11, prompt_length=90, new_tokens=23)

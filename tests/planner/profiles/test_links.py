@@ -27,11 +27,11 @@ from planner.profiles.links import (
 )
 from planner.profiles.rows import read_table, write_table
 from planner.profiles.sensitivity import default_sensitivity
-from planner.search.find import find_plan
 from planner.search.request import cost_model
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 from quant.common.units import MIB
+from tests.planner.plan_alone import find_plan
 from tests.planner.problems import transfer_s
 
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32G"], [2, 1], internode_gbit_per_s=8)

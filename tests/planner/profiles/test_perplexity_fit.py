@@ -20,9 +20,9 @@ from planner.profiles.sensitivity import (
     default_sensitivity,
     save_omega,
 )
-from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
+from tests.planner.plan_alone import find_plan
 
 FULL = WeighedPoint(0.0, 20.0, 0.0)
 

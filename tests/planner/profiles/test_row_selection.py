@@ -12,9 +12,9 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from tests.planner.plan_alone import find_plan
 
 SHAPE = model_shape("opt-125m")
 CPU = ClusterSpec.from_dict(

@@ -18,10 +18,10 @@ from planner.profiles.links import (
 )
 from planner.profiles.rows import write_table
 from planner.profiles.sensitivity import default_sensitivity
-from planner.search.find import find_plan
 from planner.search.request import cost_model, files_of_costs
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from tests.planner.plan_alone import find_plan
 
 CLUSTER = ClusterSpec.from_counts(["T4"], [4])
 SIZES = (4096, 65536, 1 << 20, 16 << 20)

@@ -16,6 +16,7 @@ from planner.plan.parts import PlanChoice
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.workload import Job, Workload
+from tests.planner.plan_alone import alone
 
 SHAPE = replace(model_shape("opt-125m"), layers=4)
 JOB = Job(40, Lengths((40, 200, 90, 20), (8, 30, 14, 60)))
@@ -37,6 +38,11 @@ def cluster(t4: int = 1, v100: int = 1, gib: float = 0.74) -> ClusterSpec:
 
 def planned(where: ClusterSpec, work: Job | Workload, **options: Any) -> PlanSpec:
     return find_plan(where, SHAPE, "opt-125m", work, PlanOptions(bits=BITS, **options)).plan
+
+
+def planned_alone(where: ClusterSpec, work: Job | Workload, **options: Any) -> PlanChoice:
+    with alone():
+        return own_choice(planned(where, work, **options))
 
 
 @cache
@@ -65,8 +71,8 @@ def test_the_curve_has_the_best_plans_of_its_numbers() -> None:
     assert len(numbers) > 3
     assert plan.workload.global_batch not in numbers
     each = curve[1]
-    alone = planned(cluster(), JOB, in_flight=each.in_flight, theta=theta, keep_all_devices=True)
-    best_s = cost_s(own_choice(alone), theta)
+    options = {"in_flight": each.in_flight, "theta": theta, "keep_all_devices": True}
+    best_s = cost_s(planned_alone(cluster(), JOB, **options), theta)
     assert best_s * 0.9 <= cost_s(each, theta) <= best_s * 1.15
 
 
@@ -77,10 +83,10 @@ def test_one_more_device_brings_what_planning_with_it_brings(
     plan = job_plan()
     assert plan.beside is not None
     theta, answer = plan.solver.theta, plan.beside.more_devices[number]
-    grown = planned(cluster(**more), JOB, theta=theta, keep_all_devices=True)
+    grown = planned_alone(cluster(**more), JOB, theta=theta, keep_all_devices=True)
     assert answer.count == 1
     assert answer.accelerator == ("T4-16GB", "V100-SXM2-32GB")[number]
-    found_s, best_s = cost_s(answer.plan, theta), cost_s(own_choice(grown), theta)
+    found_s, best_s = cost_s(answer.plan, theta), cost_s(grown, theta)
     assert best_s * (1 - SOLVED_TO) <= found_s <= best_s * (1 + QUICK_TO)
     assert found_s < cost_s(own_choice(plan), theta) * (1 - SOLVED_TO)
 
@@ -101,7 +107,7 @@ def test_full_precision_has_a_theta_that_gives_it_again() -> None:
     high = next(each for each in plan.beside.qualities if each.quality == "high")
     assert high.plan.mean_bits == 16.0, "the case must have full precision as its best quality"
     assert plan.solver.sensitivity > 0
-    again = own_choice(planned(roomy, JOB, theta=high.theta))
+    again = planned_alone(roomy, JOB, theta=high.theta)
     assert again.sensitivity == 0
     assert again.tokens_per_s == pytest.approx(high.plan.tokens_per_s, rel=SOLVED_TO)
 
@@ -115,9 +121,9 @@ def test_a_batch_for_which_bits_fall_is_beaten_by_a_smaller_one() -> None:
     assert beaten_by.tokens_per_s > own.tokens_per_s
     assert beaten_by.sensitivity < own.sensitivity
     theta = 0.01 * beaten_by.in_flight / 32
-    alone = own_choice(planned(cluster(), Workload(beaten_by.in_flight, 200, 60), theta=theta))
-    assert alone.tokens_per_s == pytest.approx(beaten_by.tokens_per_s, rel=SOLVED_TO)
-    assert alone.sensitivity == pytest.approx(beaten_by.sensitivity, rel=SOLVED_TO)
+    smaller = planned_alone(cluster(), Workload(beaten_by.in_flight, 200, 60), theta=theta)
+    assert smaller.tokens_per_s == pytest.approx(beaten_by.tokens_per_s, rel=SOLVED_TO)
+    assert smaller.sensitivity == pytest.approx(beaten_by.sensitivity, rel=SOLVED_TO)
 
 
 def test_a_batch_with_room_is_beaten_by_none() -> None:

@@ -11,10 +11,11 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.search.find import find_plan, trace_front
+from planner.search.find import trace_front
 from planner.search.pareto import ThetaPoint, finest_within
 from planner.workload import Workload
 from quant.common.errors import BoundNotMetError
+from tests.planner.plan_alone import find_plan
 
 SHAPE = model_shape("opt-13b")
 CLUSTER = ClusterSpec.from_counts(["T4"], [3])

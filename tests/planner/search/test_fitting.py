@@ -25,6 +25,7 @@ from planner.search.request import PlanningRequest, costs_of
 from planner.workload import MicroBatches, Workload, pairs_up_to
 from quant.common.errors import DoesNotFitError, InfeasibleError
 from quant.common.units import MIB
+from tests.planner import plan_alone
 
 SHAPE = model_shape("opt-125m")
 SEEDS = range(24)
@@ -32,7 +33,9 @@ RARE_SEEDS = [pytest.param(seed, marks=pytest.mark.rare) for seed in SEEDS if se
 
 
 def planned(request: PlanningRequest) -> PlanSpec:
-    return find_plan(request.cluster, request.shape, "m", request.workload, request.options).plan
+    return plan_alone.find_plan(
+        request.cluster, request.shape, "m", request.workload, request.options
+    ).plan
 
 
 @dataclass(frozen=True)
@@ -204,8 +207,7 @@ def test_logits_of_the_whole_batch_need_not_fit() -> None:
     """10,000 requests on a T4: near the even share their logits alone take 24 GB."""
     cluster, workload = ClusterSpec.from_counts(["T4"], [1]), Workload(10_000, 16, 16)
     for method in ("auto", "uniform", "pipeedge"):
-        request = PlanningRequest(cluster, SHAPE, workload, PlanOptions(method=method))
-        found = planned(request)
+        found = find_plan(cluster, SHAPE, "m", workload, PlanOptions(method=method)).plan
         assert found.stages[0].memory_bytes <= found.stages[0].memory_limit_bytes
         assert {baseline.name for baseline in found.baselines if baseline.latency_s is None} <= {
             "flexgen",

@@ -14,12 +14,12 @@ from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.search.candidate_search import search
-from planner.search.find import find_plan
 from planner.search.fitting import first_sets, groupings, neighbours
 from planner.search.request import PlanningRequest, costs_of
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
 from tests.paths import SPECS
+from tests.planner.plan_alone import find_plan
 
 SHAPE = replace(model_shape("opt-13b"), layers=4, name="four layers of opt-13b")
 WORK = Workload(global_batch=8, prompt_length=128, new_tokens=16)

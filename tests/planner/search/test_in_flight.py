@@ -29,6 +29,7 @@ from planner.search.request import cost_model
 from planner.simulation.job_simulation import forecast_assignment
 from planner.workload import Job
 from quant.common.errors import DoesNotFitError, SpecError
+from tests.planner import plan_alone
 from tests.planner.problems import solve
 
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32GB"], [1, 1])
@@ -113,9 +114,8 @@ def test_no_plan_has_both_more_tokens_per_s_and_less_sensitivity() -> None:
 
 def planned(job: Job, **options: Any) -> PlanSpec:
     shape = model_shape("opt-125m")
-    return find_plan(
-        CLUSTER, shape, "opt-125m", job, PlanOptions.of({"theta": 0.0, **options})
-    ).plan
+    chosen = PlanOptions.of({"theta": 0.0, **options})
+    return plan_alone.find_plan(CLUSTER, shape, "opt-125m", job, chosen).plan
 
 
 def test_no_more_are_in_flight_than_the_job_has() -> None:

@@ -20,10 +20,11 @@ from planner.plan.simulate import simulate_plan
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, PolicyOptions
-from planner.search.find import PricedPlan, find_plan
+from planner.search.find import PricedPlan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of
+from tests.planner.plan_alone import find_plan
 
 LENGTHS = Lengths((200,) * 31 + (1500,), (40,) * 31 + (400,))
 MODEL = "opt-13b"

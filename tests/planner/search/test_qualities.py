@@ -30,6 +30,7 @@ from planner.search.request import cost_model
 from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import NEAR_FULL_BITS
+from tests.planner.plan_alone import alone
 
 NEAR = 2e-4  # accepted gaps of both plans that are compared
 
@@ -114,6 +115,15 @@ BATCH, JOB = Workload(32, 512, 100), Job.of(150, 512, 100)
 def planned(
     model: str, devices: dict[str, int], workload: Workload | Job, **options: Any
 ) -> PlanSpec:
+    """The plan alone."""
+    with alone():
+        return with_others(model, devices, workload, **options)
+
+
+def with_others(
+    model: str, devices: dict[str, int], workload: Workload | Job, **options: Any
+) -> PlanSpec:
+    """The plan and those beside it."""
     cluster = ClusterSpec.from_counts(list(devices), list(devices.values()))
     asked = PlanOptions(group=8, head="last", keep_all_devices=True, **options)
     return find_plan(cluster, model_shape(model), model, workload, asked).plan
@@ -145,7 +155,7 @@ def test_layers_have_no_fewer_bits_than_memory_forces(
 ) -> None:
     floors = [each for each in (8, 4, 3) if fits(model, devices, workload, each, 16)]
     assert floors[0] == least, "the case is what it should be"
-    plan = planned(model, devices, workload)
+    plan = with_others(model, devices, workload)
     assert least_bits(plan) >= least
     assert {each.quality for each in plan.beside.qualities} == {"high", "balanced", "fast"}
     word = quality_word(plan).word
@@ -159,7 +169,7 @@ def test_who_asks_for_fewer_bits_has_them(options: dict[str, Any]) -> None:
 
 def test_the_qualities_of_a_batch_are_the_best_of_their_bits() -> None:
     """Against plans of 8 and 16 bit only, at thetas of a wide range."""
-    plan = planned("qwen2.5-14b", FOUR_T4, BATCH)
+    plan = with_others("qwen2.5-14b", FOUR_T4, BATCH)
     high, balanced, fast = (each.plan for each in plan.beside.qualities)
     assert fast.tokens_per_s >= balanced.tokens_per_s >= high.tokens_per_s
     found = [

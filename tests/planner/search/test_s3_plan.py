@@ -17,10 +17,11 @@ from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
-from planner.search.find import PricedPlan, find_plan
+from planner.search.find import PricedPlan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of
+from tests.planner.plan_alone import find_plan
 
 OUTPUTS = (10, 40, 25, 90) * 7 + (20, 30, 15, 400)
 LENGTHS = Lengths((200, 60, 300, 100) * 8, OUTPUTS, "seen", 400)

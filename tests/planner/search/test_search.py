@@ -28,12 +28,13 @@ from planner.search.baselines import baselines
 from planner.search.candidate_search import CandidateSearch
 from planner.search.candidate_search import search as whole_search
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.find import find_plan, front_json, trace_front
+from planner.search.find import front_json, trace_front
 from planner.search.orders import canonical_devices, order_tree
 from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import InfeasibleError
+from tests.planner.plan_alone import find_plan
 from tests.planner.problems import solve
 
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
