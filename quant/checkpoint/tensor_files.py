@@ -155,6 +155,7 @@ class SafetensorsFiles:
     def __init__(self, folder: Path, before_open: Callable[[str], object]) -> None:
         self._folder, self._before_open = folder, before_open
         self._opened: dict[str, Any] = {}
+        self._names: dict[str, frozenset[str]] = {}
         self._places: dict[str, Mapping[str, TensorPlace]] = {}
         self.file_of = self._list_tensors()
 
@@ -192,7 +193,7 @@ class SafetensorsFiles:
     def _handle(self, name: str) -> Any:
         file = self.file_of[name]
         handle = self._open(file)
-        if name not in handle.keys():  # noqa: SIM118  (the handle is no mapping)
+        if name not in self._names[file]:
             raise CheckpointError(
                 f"{self._folder / INDEX_FILE} places tensor {name} in {file}, which lacks it; "
                 "download the checkpoint again"
@@ -205,6 +206,7 @@ class SafetensorsFiles:
             self._before_open(file)
             try:
                 self._opened[file] = safe_open(path, framework="pt")
+                self._names[file] = frozenset(self._opened[file].keys())
             except (SafetensorError, RuntimeError, OSError) as error:
                 raise unreadable(self._folder / file, error) from error
         return self._opened[file]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.report.pages import Page
 
 
-@pytest.mark.parametrize("plan", [rra_plan(), waa_plan()], ids=["rra", "waa"])
-def test_every_stage_of_both_plans_is_on_the_page(plan: PlanSpec) -> None:
+@pytest.mark.parametrize("made", [rra_plan, waa_plan], ids=["rra", "waa"])
+def test_every_stage_of_both_plans_is_on_the_page(made: Callable[[], PlanSpec]) -> None:
+    plan = made()
     page = Page(report_page(plan, None, FRONTS))
     stages = plan.stages + (plan.prefill_plan.stages if plan.prefill_plan else ())
     assert len(page.all_of("li", "card")) == len(stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +29,9 @@ def spans(simulated: Simulated, stage: int) -> list[tuple[float, float]]:
     return sorted((a, b) for a, b in zip(starts.tolist(), ends.tolist(), strict=True) if b > a)
 
 
-@pytest.mark.parametrize("plan", [rra_plan(), waa_plan()], ids=["rra", "waa"])
-def test_a_stage_does_one_thing_at_a_time(plan: PlanSpec) -> None:
-    simulated, labels = simulated_cycles(plan)
+@pytest.mark.parametrize("made", [rra_plan, waa_plan], ids=["rra", "waa"])
+def test_a_stage_does_one_thing_at_a_time(made: Callable[[], PlanSpec]) -> None:
+    simulated, labels = simulated_cycles(made())
     assert len(labels) == simulated.stages
     for stage in range(simulated.stages):
         for (_, end), (start, _) in itertools.pairwise(spans(simulated, stage)):
