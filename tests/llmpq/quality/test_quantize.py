@@ -37,6 +37,7 @@ from tests.actors.models import (
     stages_of,
 )
 
+pytestmark = pytest.mark.usefixtures("short_measurement")
 PLAIN_CPU = Processor(instruction_sets=frozenset())
 """Without kernels that round activations."""
 

@@ -33,7 +33,7 @@ CLUSTER = ClusterSpec.from_dict(
 )
 SHAPE = model_shape("opt-13b")
 JOB = Job.of(2000, 256, 64)
-OPTIONS = PlanOptions(search_time_limit=3.0, quality="fast", bits=(4, 8))
+OPTIONS = PlanOptions(search_time_limit=1.5, quality="fast", bits=(4, 8))
 
 
 def ticking() -> Callable[[], float]:
@@ -113,7 +113,7 @@ def test_model_that_fits_nowhere_says_so() -> None:
 
 LARGE = replace(model_shape("bloom-176b"), layers=40, name="40 layers of bloom-176b")
 T4_NODES = [{"accelerators": {"T4": 4}}] * 12
-SIXTEEN_BIT = PlanOptions(search_time_limit=3.0, quality="fast", bits=(16,))
+SIXTEEN_BIT = PlanOptions(search_time_limit=1.5, quality="fast", bits=(16,))
 
 
 def large_request(nodes: list[dict[str, object]]) -> FleetRequest:

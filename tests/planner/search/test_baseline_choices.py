@@ -105,11 +105,12 @@ def test_16_bit_keeps_no_memory_for_kernels_of_fewer_bits() -> None:
 
 def test_a_baseline_tries_one_order_for_each_pair_of_ends_and_the_most_promising() -> None:
     """Of ten nodes with a device of their own each, as of 24 devices of four kinds."""
+    sizes = PlanOptions(prefill_micro_batch=1, decode_micro_batch=2)
     kinds = ("T4", "P100", "V100-32GB", "A100-40GB", "L4")
     nodes = [{"accelerators": {kind: 1}} for kind in kinds * 2]
     mixed = {"name": "ten", "nodes": nodes, "network": {"internode_gbit_per_s": 25}}
     for cluster in (ClusterSpec.from_dict(mixed), ClusterSpec.from_yaml(SPECS / "mixed_24.yaml")):
-        found = baseline_orders(costs_on(cluster, "opt-30b", PlanOptions()))
+        found = baseline_orders(costs_on(cluster, "opt-30b", sizes))
         names = {device.cost_kind for device in cluster.devices}
         ends = {(order[0].cost_kind, order[-1].cost_kind) for order in found}
         assert len(ends) == len(names) ** 2 <= len(found) <= len(names) ** 2 + 1

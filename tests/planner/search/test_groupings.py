@@ -22,7 +22,7 @@ from tests.paths import SPECS
 from tests.planner.plan_alone import find_plan
 
 SHAPE = replace(model_shape("opt-13b"), layers=4, name="four layers of opt-13b")
-WORK = Workload(global_batch=8, prompt_length=128, new_tokens=16)
+WORK = Workload(global_batch=4, prompt_length=128, new_tokens=16)
 MIXED = ClusterSpec.from_counts(["V100", "T4"], [2, 4])
 OPTIONS = PlanOptions(tensor_parallel="auto", theta=1.0, bits=(4, 8, 16), head="last")
 

@@ -133,7 +133,7 @@ def test_numbers_in_flight_fill_the_micro_batches_that_are_fixed(name: str) -> N
 
 @pytest.mark.parametrize("method", ["uniform", "pipeedge"])
 def test_a_baseline_has_its_own_best_number_in_flight(method: str) -> None:
-    job = Job(24, UNLIKE)
+    job = Job(12, UNLIKE)
     costs = costs_of(job, [1, 1], 0.9)
     costs = replace(costs, options=replace(costs.options, method=method))
     rates = [

@@ -84,9 +84,10 @@ def test_each_order_comes_once_with_the_bound_of_its_own_shortest_path(
 
 def test_no_plan_lies_below_the_bounds() -> None:
     costs = costs_of(all_orders=False, objective="pipeline")
-    costs = replace(costs, cluster=replace(costs.cluster, devices=costs.cluster.devices[2:]))
+    few = replace(costs.cluster, devices=costs.cluster.devices[2:])
+    costs = replace(costs, cluster=few, options=replace(costs.options, group=4))
     for ends in every_end(costs):
         ends.refine()
         while ends.bound < np.inf:
             bound, devices = ends.pop()
-            assert 0 < bound <= solve(costs.problem(devices, SIZES)).objective
+            assert 0 < bound <= solve(costs.grouped_problem(devices, SIZES)).objective

@@ -43,7 +43,7 @@ def costs_of(scale: float = 1.0, tokens: float = 1.0) -> CostModel:
     )
     cluster = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
     omega = default_sensitivity(shape, options.bits) * np.linspace(3, 0.5, shape.layers)[:, None]
-    workload = Workload(8, 128, round(32 * tokens))
+    workload = Workload(4, 128, round(32 * tokens))
     return cost_model(cluster, shape, workload, options, scale * omega)
 
 
@@ -109,7 +109,7 @@ def test_no_quality_is_beaten_by_the_plan_of_another() -> None:
 
 
 FOUR_T4, TWO_T4 = {"T4-16GB": 4}, {"T4-16GB": 2}
-BATCH, JOB = Workload(32, 512, 100), Job.of(150, 512, 100)
+BATCH, JOB = Workload(16, 512, 100), Job.of(60, 512, 100)
 
 
 def planned(

@@ -30,11 +30,13 @@ BUCKETS = (40, 100, 400)
 CONFUSION = ((20, 3, 1), (2, 6, 0), (0, 1, 1))
 
 
-def planned(policy: str, lengths: Lengths = LENGTHS, **options: object) -> PricedPlan:
+def planned(
+    policy: str, lengths: Lengths = LENGTHS, prompts: int = 200, **options: object
+) -> PricedPlan:
     cluster, shape = ClusterSpec.from_counts(["V100"], [2]), model_shape(MODEL)
     given = {"theta": 0.0, "bits": (8, 16), "relative_gap": 0.02, **options}
     chosen = PlanOptions.of({"policy": policy, **given})
-    return find_plan(cluster, shape, MODEL, Job(200, lengths), chosen)
+    return find_plan(cluster, shape, MODEL, Job(prompts, lengths), chosen)
 
 
 def folder_of_predictor(folder: Path, **changed: object) -> Path:
@@ -79,7 +81,8 @@ def test_what_prediction_frees_becomes_requests_in_flight(
     ],
 )
 def test_where_memory_is_scarce_no_oracle_is_below_orca(lengths: Lengths) -> None:
-    with_oracle, without = planned("s3", lengths, predictor=ORACLE), planned("orca", lengths)
+    with_oracle = planned("s3", lengths, prompts=100, predictor=ORACLE)
+    without = planned("orca", lengths, prompts=100)
     faster = with_oracle.plan.predicted.tokens_per_s
     assert faster >= without.plan.predicted.tokens_per_s
 

@@ -38,7 +38,7 @@ from tests.planner.plan_alone import find_plan
 from tests.planner.problems import solve
 
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
-WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
+WORKLOAD = Workload(global_batch=4, prompt_length=128, new_tokens=32)
 GROUP = 4  # layers decided together, so that all candidates are solved in little time
 
 
@@ -187,16 +187,17 @@ def test_the_order_of_nodes_in_the_file_changes_nothing(
         values = {"name": "links", "nodes": [NODES[node] for node in nodes], "network": network}
         return whole_search(costs_of(options, ClusterSpec.from_dict(values)))
 
-    first, *others = (found(nodes) for nodes in permutations(chosen))
+    orders = permutations(chosen) if len(chosen) == 2 else list(permutations(chosen))[::2]
+    first, *others = (found(nodes) for nodes in orders)  # each node comes first once
     for other in others:
         assert other.assignment.objective == first.assignment.objective
         assert [d.name for d in other.devices] == [d.name for d in first.devices]
 
 
 def test_an_infeasible_model_is_explained_with_what_would_fit() -> None:
-    small = ClusterSpec.from_counts(["T4-16GB"], [1])
+    small, twice = ClusterSpec.from_counts(["T4-16GB"], [1]), replace(WORKLOAD, global_batch=8)
     with pytest.raises(InfeasibleError, match=r"does not fit.*more T4-16GB"):
-        find_plan(small, model_shape("opt-30b"), "opt-30b", WORKLOAD, PlanOptions(theta=1.0))
+        find_plan(small, model_shape("opt-30b"), "opt-30b", twice, PlanOptions(theta=1.0))
 
 
 def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Assignment) -> float:
@@ -218,7 +219,7 @@ def test_baselines_are_those_of_the_paper() -> None:
         uniform_s.append((times.latency_s, simulated_s(costs, candidate, plan)))
     assert named["uniform"].latency_s == pytest.approx(min(uniform_s)[1])
     latencies = []
-    share = MicroBatches(3, 3)
+    share = MicroBatches(2, 2)
     for devices in all_device_orders(costs, all_orders=False):
         problem = costs.problem(devices, share)
         candidate = SearchCandidate(WORKLOAD, devices, share, problem, 0.0)
@@ -328,7 +329,7 @@ def test_bounds_on_quality_and_latency_are_kept() -> None:
 
 def test_the_front_runs_from_fastest_to_finest() -> None:
     options = PlanOptions(head="last", keep_all_devices=True)
-    points = trace_front(CLUSTER, model_shape("opt-30b"), WORKLOAD, options, most_points=5)
+    points = trace_front(CLUSTER, model_shape("opt-30b"), WORKLOAD, options, most_points=4)
     assert len(points) >= 2
     for near, far in pairwise(points):
         assert near.objective_latency_s < far.objective_latency_s
