@@ -116,6 +116,7 @@ class Addresses:
     in_place: EvenRanges | None
     most_copied: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
+    _tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by group and rows
 
     @classmethod
     def of(
@@ -174,6 +175,28 @@ class Addresses:
             mask = scoring.mask(self.positions[:, None], self.longest, dtype)
             self._masks[scoring.window] = mask
         return self._masks[scoring.window]
+
+    def tiles(self, group: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The requests as a GPU's attention is told of them, int32 `[requests, 4]`: where the range
+        begins, then position, row in the batch and number of new tokens; and its tiles `[tiles,
+        2]`: a request, and the first of `rows` rows out of `group` times its new tokens.
+        """
+        if (group, rows) not in self._tiles:
+            counts = -(-self.batch.counts * group // rows)
+            requests = np.repeat(np.arange(len(counts)), counts)
+            firsts = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)
+            self._tiles[group, rows] = self._on_device(requests, firsts * rows)
+        return self._requests, self._tiles[group, rows]
+
+    @cached_property
+    def _requests(self) -> Tensor:
+        batch = self.batch
+        firsts = np.cumsum(batch.counts) - batch.counts
+        return self._on_device(batch.begins, batch.starts, firsts, batch.counts)
+
+    def _on_device(self, *columns: TokenIds) -> Tensor:
+        table = torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
+        return table.to(self.device, non_blocking=True)
 
     @cached_property
     def positions(self) -> Tensor:

@@ -26,6 +26,7 @@ from actors.attention.cpu import (
     can_attend,
     prefers_blocks,
 )
+from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import KVCache, Stored
 from actors.messages import MicroBatch, TokenIds
 
@@ -202,6 +203,9 @@ def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: S
     """Attention of `part`, `[tokens of the part, heads, head_dim]`; all keys are stored."""
     where = part.where
     scoring = scoring.within(where.longest)
+    own_kernels = range_attention(new.query, keys)
+    if own_kernels is not None and not (part.kind == "prompts" and scoring.is_plain):
+        return own_kernels.attend(new.query[part.tokens], where, scoring, (keys, values))
     if part.kind == "decode":
         query = new.query[part.tokens]
         if can_attend(keys.numbers):

@@ -5,30 +5,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("cuda_kernels.cu")
-KERNELS = ("one_token", "four_tokens", "eight_tokens", "restore")
+NUMBERS = Path(__file__).with_name("cuda_numbers.cuh")
+"""Stands before every source."""
+
 THREADS = 128
-"""Threads of a block, for which the source is written."""
+"""Threads of a block, for which the sources are written."""
+
+Argument = torch.Tensor | int | ctypes.Structure | None
+"""A kernel's: a tensor's memory, a 32-bit number, a struct of the source, or a null pointer."""
 
 _NO_CONTEXT = 201
 """Code of CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU before."""
-
-
-class Width(ctypes.Structure):
-    """The struct `Width` of the source: octets and groups of a row, log2 of a group's octets."""
-
-    _fields_ = (
-        ("octets", ctypes.c_uint),
-        ("groups", ctypes.c_uint),
-        ("group_shift", ctypes.c_uint),
-    )
 
 
 @dataclass(frozen=True)
@@ -38,18 +32,20 @@ class Kernels:
     device: torch.device
 
     @classmethod
-    def load(cls, driver: ctypes.CDLL, image: bytes, device: torch.device) -> Kernels:
+    def load(
+        cls, driver: ctypes.CDLL, image: bytes, names: Iterable[str], device: torch.device
+    ) -> Kernels:
         module = ctypes.c_void_p()
         _check(driver, driver.cuModuleLoadData(ctypes.byref(module), image))
         functions = {}
-        for name in KERNELS:
+        for name in names:
             function = ctypes.c_void_p()
             found = driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
             _check(driver, found)
             functions[name] = function
         return cls(driver, functions, device)
 
-    def launch(self, name: str, blocks: int, *arguments: torch.Tensor | int | Width) -> None:
+    def launch(self, name: str, blocks: int, *arguments: Argument) -> None:
         """Queue a kernel on torch's current stream. The tensors live on `device`; the allocator
         gives their memory to no other stream before the kernel has run.
         """
@@ -73,27 +69,41 @@ class Kernels:
 
 
 @functools.cache
-def kernels_for(bits: int, dtype: torch.dtype, device: torch.device) -> Kernels:
-    definitions = {"BITS": bits, "BFLOAT16": int(dtype == torch.bfloat16)}
-    capability = torch.cuda.get_device_capability(device)
-    image = compile_cuda(SOURCE.read_text(), capability, definitions)
+def kernels_for(
+    source: Path,
+    names: tuple[str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    **definitions: int,
+) -> Kernels:
+    """Compile `source` for activations of `dtype` and the GPU, once a process; CudaError says why
+    that cannot be done here.
+    """
+    definitions["BFLOAT16"] = int(dtype == torch.bfloat16)
+    image = compile_cuda(text_of(source), torch.cuda.get_device_capability(device), definitions)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CudaError(f"the CUDA driver cannot be loaded: {error}") from error
     with _current(device):
         torch.cuda.synchronize(device)  # makes torch's context this thread's
-        return Kernels.load(driver, image, device)
+        return Kernels.load(driver, image, names, device)
+
+
+def text_of(source: Path) -> str:
+    return NUMBERS.read_text() + source.read_text()
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _as_parameter(argument: torch.Tensor | int | Width) -> ctypes._CData:
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    return argument if isinstance(argument, Width) else ctypes.c_uint(argument)
+def _as_parameter(argument: Argument) -> ctypes._CData:
+    if isinstance(argument, int):
+        return ctypes.c_uint(argument)
+    if isinstance(argument, ctypes.Structure):
+        return argument
+    return ctypes.c_void_p(None if argument is None else argument.data_ptr())
 
 
 def _check(driver: ctypes.CDLL, code: int) -> None:

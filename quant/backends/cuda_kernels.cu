@@ -1,7 +1,7 @@
 // Products of a few tokens with a 3-, 4- or 8-bit weight, and the weight restored to 16 bit.
 //
-// Compiled at run time by NVRTC for one GPU, with -D BITS=3|4|8 and -D BFLOAT16=0|1 (the type of
-// activations). No header is included: NVRTC's wheel has none. Sums are in float32.
+// Compiled at run time by NVRTC for one GPU, behind cuda_numbers.cuh, with -D BITS=3|4|8 and
+// -D BFLOAT16=0|1 (the type of activations). Sums are in float32.
 //
 // Eight consecutive columns, an octet, take BITS bytes of a row: code i is at bit BITS * i of that
 // little-endian number. At 4 and 8 bit a row is its octets one after another. At 3 bit four octets
@@ -12,20 +12,7 @@
 #error "BITS is 3, 4 or 8"
 #endif
 
-#ifdef __CUDACC_RTC__  // elsewhere whoever includes this file defines these
-
-// The lower and the upper half of a word.
-__device__ __forceinline__ void halves_to_floats(unsigned int word, float& low, float& high) {
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(low), "=f"(high)
-        : "r"(word));
-}
-
-__device__ __forceinline__ unsigned short float_to_half(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
+#ifdef __CUDACC_RTC__  // elsewhere whoever includes this file defines this
 
 // (word & mask) ^ other in one instruction, which takes one constant only: NVRTC makes two of it
 // rather than keep the other in a register.
@@ -37,10 +24,6 @@ __device__ __forceinline__ unsigned int and_xor(
 }
 
 #endif
-
-constexpr int LANES = 32;
-constexpr int WARPS = 4;
-constexpr int OCTET = 8;
 
 // Codes become floats without a conversion, which would run at a quarter of the rate or less: code
 // bits are put into the mantissa of a float whose exponent makes their unit 2^-BITS. A 32-bit
@@ -114,53 +97,6 @@ __device__ __forceinline__ Octet load_octet(
     if (BITS == 4) return {__ldg(packed + index), 0};
     const uint2 both = __ldg(reinterpret_cast<const uint2*>(packed) + index);
     return {both.x, both.y};
-}
-
-__device__ __forceinline__ unsigned short to_activation(float value) {
-#if BFLOAT16
-    const unsigned int bits = __float_as_uint(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN
-    return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-#else
-    return float_to_half(value);
-#endif
-}
-
-// `x` is aligned to 16 bytes, and so is each octet of each token.
-__device__ __forceinline__ void load_activations(
-    const unsigned short* __restrict__ x, float (&values)[OCTET]) {
-    const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(x));
-    const unsigned int words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-#pragma unroll
-    for (int i = 0; i < OCTET; i += 2) {
-#if BFLOAT16
-        values[i] = __uint_as_float(words[i / 2] << 16);
-        values[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
-#else
-        halves_to_floats(words[i / 2], values[i], values[i + 1]);
-#endif
-    }
-}
-
-// Adds the sums of all lanes. Each exchange halves the sums that a lane is left with, from 2 * LEFT:
-// lane l ends with sum l * SUMS / LANES of SUMS, a power of two and at most LANES, in `sums[0]`.
-template <int SUMS, int LEFT>
-__device__ __forceinline__ void add_lanes(float (&sums)[SUMS], unsigned int lane) {
-    if constexpr (LEFT > 0) {
-        constexpr int DISTANCE = LANES * LEFT / SUMS;
-        const bool upper = lane & DISTANCE;
-#pragma unroll
-        for (int i = 0; i < LEFT; ++i) {
-            const float given = upper ? sums[i] : sums[i + LEFT];
-            const float kept = upper ? sums[i + LEFT] : sums[i];
-            sums[i] = kept + __shfl_xor_sync(0xffffffffu, given, DISTANCE);
-        }
-        add_lanes<SUMS, LEFT / 2>(sums, lane);
-    } else {
-#pragma unroll
-        for (int distance = LANES / SUMS / 2; distance > 0; distance /= 2)
-            sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], distance);
-    }
 }
 
 // Adds the sums of all lanes, then those of the `ACROSS` warps that share rows, and writes them.

@@ -11,18 +11,23 @@ three 32-bit words, and a row holds all first words, all second, all third. 8-bi
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
 from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
-from quant.backends.cuda_driver import THREADS, Kernels, Width, kernels_for
+from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
 from quant.backends.table import FUSED_TOKENS
 from quant.common.errors import SpecError
 from quant.rounding.canonical import CanonicalWeight, dequantize, row_blocks
 from quant.scheme import GROUP_SIZES
+
+SOURCE = Path(__file__).with_name("cuda_kernels.cu")
+KERNELS = ("one_token", "four_tokens", "eight_tokens", "restore")
 
 _OCTET = 8
 _RUN = 32
@@ -71,6 +76,16 @@ _ALIGNMENT = 16
 _KERNEL_TYPES = (torch.float16, torch.bfloat16)
 
 
+class Width(ctypes.Structure):
+    """The struct `Width` of the source: octets and groups of a row, log2 of a group's octets."""
+
+    _fields_ = (
+        ("octets", ctypes.c_uint),
+        ("groups", ctypes.c_uint),
+        ("group_shift", ctypes.c_uint),
+    )
+
+
 @dataclass(frozen=True)
 class CudaPacked(CanonicalPacked):
     packed: torch.Tensor
@@ -93,7 +108,7 @@ class CudaPacked(CanonicalPacked):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES:
             return self._multiply_decoded(x)
-        return self.multiply(x, kernels_for(self.bits, x.dtype, x.device))
+        return self.multiply(x, kernels_for(SOURCE, KERNELS, x.dtype, x.device, BITS=self.bits))
 
     def multiply(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         tokens = x.reshape(-1, self.in_features).contiguous()

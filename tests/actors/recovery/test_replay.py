@@ -106,7 +106,7 @@ def driver_error(code: int) -> CudaError:
         cuModuleLoadData=lambda *_: code, cuGetErrorString=lambda *_: None
     )
     with pytest.raises(CudaError) as raised:
-        Kernels.load(driver, b"", torch.device("cpu"))
+        Kernels.load(driver, b"", (), torch.device("cpu"))
     return raised.value
 
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from quant.backends.cuda_driver import SOURCE, CudaError, Kernels
-from quant.backends.cuda_packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, CudaPacked
+from quant.backends.cuda_driver import CudaError, Kernels
+from quant.backends.cuda_packed import KERNELS, SOURCE, Cuda3Bit, Cuda4Bit, Cuda8Bit, CudaPacked
 from quant.backends.kernel_classes import self_test
 from quant.backends.table import FUSED_TOKENS
 from quant.rounding import canonical as canonical_module
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
+from tests.cuda_emulation import CPU, emulated, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+pytestmark = needs_compiler
 
-CPU = torch.device("cpu")
-EMULATOR = Path(__file__).with_name("cuda_emulator.cpp")
 BACKENDS = {3: Cuda3Bit, 4: Cuda4Bit, 8: Cuda8Bit}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SHAPES = ((8, 32), (11, 96), (21, 192), (16, 1056), (9, 4224))
@@ -33,21 +29,11 @@ TOKENS = (1, 2, 3, 4, 5, 8, 9, 24, 25)
 Emulate = Callable[[int, torch.dtype], Kernels]
 
 
-@pytest.fixture(scope="module")
-def emulate(tmp_path_factory: pytest.TempPathFactory) -> Emulate:
-    """Compiles the source for the CPU, once for each bitwidth and type."""
-    built: dict[tuple[int, torch.dtype], Kernels] = {}
-
-    def build(bits: int, dtype: torch.dtype) -> Kernels:
-        if (bits, dtype) not in built:
-            library = tmp_path_factory.mktemp("emulator") / "kernels.so"
-            command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"']
-            command += [f"-DBITS={bits}", f"-DBFLOAT16={int(dtype == torch.bfloat16)}"]
-            subprocess.run([*command, "-o", str(library), str(EMULATOR)], check=True)
-            built[bits, dtype] = Kernels.load(ctypes.CDLL(str(library)), b"image", CPU)
-        return built[bits, dtype]
-
-    return build
+@pytest.fixture
+def emulate() -> Emulate:
+    return lambda bits, dtype: emulated(
+        SOURCE, KERNELS, BITS=bits, BFLOAT16=int(dtype == torch.bfloat16)
+    )
 
 
 def make(bits: int, shape: tuple[int, int]) -> tuple[CudaPacked, CanonicalWeight]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quant.backends import cuda_driver as nvrtc
-from quant.backends.cuda_driver import SOURCE, CudaError, compile_cuda, nvrtc_library
-from quant.backends.cuda_packed import Cuda3Bit
+from quant.backends.cuda_driver import CudaError, compile_cuda, nvrtc_library, text_of
+from quant.backends.cuda_packed import SOURCE, Cuda3Bit
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable import Torch3Bit
 
@@ -35,7 +35,7 @@ Each takes about a third of a second."""
 @needs_nvrtc
 @pytest.mark.parametrize(("capability", "bits", "bfloat16"), TARGETS)
 def test_compiles_to_machine_code(capability: tuple[int, int], bits: int, bfloat16: int) -> None:
-    image = compile_cuda(SOURCE.read_text(), capability, {"BITS": bits, "BFLOAT16": bfloat16})
+    image = compile_cuda(text_of(SOURCE), capability, {"BITS": bits, "BFLOAT16": bfloat16})
     assert image.startswith(b"\x7fELF")
     for name in (b"one_token", b"four_tokens", b"eight_tokens", b"restore"):
         assert b".text." + name in image
@@ -57,7 +57,7 @@ def test_a_gpu_that_the_compiler_has_dropped() -> None:
 @needs_nvrtc
 def test_what_the_compiler_complains_about_is_told() -> None:
     with pytest.raises(CudaError, match='"BITS is 3, 4 or 8"'):
-        compile_cuda(SOURCE.read_text(), (7, 0), {"BITS": 5, "BFLOAT16": 0})
+        compile_cuda(text_of(SOURCE), (7, 0), {"BITS": 5, "BFLOAT16": 0})
 
 
 def test_without_nvrtc_pure_torch_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_without_nvrtc_pure_torch_takes_over(monkeypatch: pytest.MonkeyPatch) ->
 
     class OnGpu(Cuda3Bit):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            compile_cuda(SOURCE.read_text(), (7, 0), {})
+            compile_cuda(text_of(SOURCE), (7, 0), {})
             return super().forward(x)
 
     monkeypatch.setattr(nvrtc, "_candidates", lambda majors: iter(("libnvrtc.so.none",)))

@@ -1,17 +1,24 @@
-// Runs the CUDA source on the CPU, behind those functions of the CUDA driver that the backend calls.
+// Runs a CUDA source on the CPU, behind those functions of the CUDA driver that its users call.
 //
-// Compiled with the options of the GPU's compiler and -D SOURCE="cuda_kernels.cu". Each thread of a
-// block is a fiber, and blocks run one after another. A fiber runs until it meets a barrier or a shuffle
-// and goes on when all that have to meet there have come; if some never come, or an address is not
-// aligned to what is loaded from it or outside the memory that `allow` named, the launch returns the
-// driver's error code.
+// Compiled with the options of the GPU's compiler, -D SOURCE="file.cu" and -D KERNELS="KERNEL(name) ...".
+// Each thread of a block is a fiber, and blocks run one after another, both in the order that `seed`
+// draws. Shared memory begins as NaN. A fiber runs until it meets a barrier or a shuffle and goes on
+// when all that have to meet there have come; if some never come, or an address is not aligned to what
+// is loaded from it or outside the memory that `allow` named, the launch returns the driver's error code.
+// `moved_bytes` counts what blocks have moved since it was asked last: of each block every sector of
+// 32 bytes that it loads, once.
 
+#include <link.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
+#include <random>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -29,7 +36,7 @@ static Position threadIdx, blockIdx;
 
 namespace emulator {
 
-constexpr unsigned int WARP = 32;
+constexpr unsigned int WARP = 32, SECTOR = 32;
 constexpr size_t STACK_BYTES = 64 * 1024;
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, TIMEOUT = 702,
               MISALIGNED = 716;
@@ -47,6 +54,10 @@ std::vector<Fiber> fibers;
 ucontext_t scheduler;
 unsigned int running;
 int error;
+std::mt19937 order;
+bool shuffled = false;
+size_t moved = 0;
+std::unordered_set<uintptr_t> sectors;  // of the block that runs
 std::vector<std::pair<uintptr_t, uintptr_t>> allowed;  // half-open; empty: all is
 void (*kernel)(void**);
 void** arguments;
@@ -84,11 +95,22 @@ bool release(size_t first, size_t count, State state, bool may_have_ended) {
     return any;
 }
 
+std::vector<unsigned int> turns(size_t count) {
+    std::vector<unsigned int> found(count);
+    std::iota(found.begin(), found.end(), 0u);
+    if (shuffled) std::shuffle(found.begin(), found.end(), order);
+    return found;
+}
+
+void spoil_shared();
+
 void run_block() {
+    spoil_shared();
     for (Fiber& fiber : fibers) start(fiber);
     for (bool progress = true; progress;) {
         progress = false;
-        for (running = 0; running < fibers.size(); ++running) {
+        for (unsigned int turn : turns(fibers.size())) {
+            running = turn;
             if (fibers[running].state != State::runnable) continue;
             threadIdx.x = running;
             swapcontext(&scheduler, &fibers[running].context);
@@ -117,11 +139,12 @@ To bits_as(From from) {
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __restrict__
-#define __shared__ static
+#define __shared__ static thread_local  // nothing else is: spoil_shared finds it by that
 
 using std::fmaf;
+using std::max;
 using std::min;
 
 static void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
@@ -142,6 +165,7 @@ static T __ldg(const T* address) {
     bool legal = emulator::allowed.empty();
     for (const auto& [start, end] : emulator::allowed)
         legal |= first >= start && first + sizeof(T) <= end;
+    emulator::sectors.insert(first / emulator::SECTOR);
     if (!legal) emulator::error = emulator::ILLEGAL_ADDRESS;
     if (first % sizeof(T) != 0) emulator::error = emulator::MISALIGNED;
     return emulator::error == emulator::SUCCESS ? *address : T{};
@@ -178,6 +202,29 @@ extern "C" void allow(const void* start, size_t bytes) {
 
 extern "C" void allow_everything() { emulator::allowed.clear(); }
 
+extern "C" void seed(unsigned int number) {
+    emulator::shuffled = number != 0;
+    emulator::order.seed(number);
+}
+
+extern "C" size_t moved_bytes() { return std::exchange(emulator::moved, 0); }
+
+void emulator::spoil_shared() {
+    dl_iterate_phdr([](dl_phdr_info* info, size_t, void*) {
+        const uintptr_t here = reinterpret_cast<uintptr_t>(&spoil_shared);
+        bool ours = false;
+        size_t bytes = 0;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+            const auto& part = info->dlpi_phdr[i];
+            const uintptr_t first = info->dlpi_addr + part.p_vaddr;
+            ours |= part.p_type == PT_LOAD && here >= first && here < first + part.p_memsz;
+            if (part.p_type == PT_TLS) bytes = part.p_memsz;
+        }
+        if (ours && info->dlpi_tls_data != nullptr) std::memset(info->dlpi_tls_data, 0xff, bytes);
+        return ours ? 1 : 0;
+    }, nullptr);
+}
+
 // --- The driver.
 
 namespace emulator {
@@ -200,12 +247,8 @@ struct Kernel {
     void (*run)(void**);
 };
 
-Kernel KERNELS[] = {
-    {"one_token", Caller<one_token>::run},
-    {"four_tokens", Caller<four_tokens>::run},
-    {"eight_tokens", Caller<eight_tokens>::run},
-    {"restore", Caller<restore>::run},
-};
+#define KERNEL(name) {#name, Caller<name>::run},
+Kernel kernels[] = {KERNELS};
 
 }  // namespace emulator
 
@@ -215,7 +258,7 @@ extern "C" int cuModuleLoadData(void** module, const void* image) {
 }
 
 extern "C" int cuModuleGetFunction(void** function, void*, const char* name) {
-    for (emulator::Kernel& kernel : emulator::KERNELS) {
+    for (emulator::Kernel& kernel : emulator::kernels) {
         if (kernel.name == name) {
             *function = &kernel;
             return emulator::SUCCESS;
@@ -235,8 +278,12 @@ extern "C" int cuLaunchKernel(
     kernel = static_cast<Kernel*>(function)->run;
     emulator::arguments = arguments;
     fibers.resize(threads);
-    for (blockIdx.x = 0; blockIdx.x < blocks && error == SUCCESS; ++blockIdx.x)
-        run_block();
+    for (unsigned int turn : turns(blocks)) {
+        blockIdx.x = turn;
+        if (error == SUCCESS) run_block();
+        moved += SECTOR * sectors.size();
+        sectors.clear();
+    }
     return error;
 }
 

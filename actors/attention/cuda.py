@@ -1,0 +1,202 @@
+"""Attention on GPUs by a kernel of our own: new tokens over the ranges of their requests.
+
+PyTorch's kernels take requests of one length, or masks and copies of all keys, and on GPUs below
+8.0 repeat the heads of keys that queries share. This one reads every key and value once where it
+lies, codes as codes, and so serves decode steps and parts of prompts of any lengths alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.attention.addresses import Addresses, Scoring
+from actors.attention.kv_cache import Stored, quantized
+from actors.messages import MicroBatch
+from quant.backends.cuda_driver import CudaError, Kernels, kernels_for
+
+SOURCE = Path(__file__).with_name("cuda_attention.cu")
+KERNELS = ("attend_1", "attend_2", "attend_4", "attend_8", "merge")
+
+_MOST_ROWS = 8
+"""Rows of a block, which share what it reads."""
+
+_LARGEST_HEAD = 256
+_OCTET = 8
+
+_SPLIT_TOKENS = 256
+"""Fewest tokens of a range's split: what blocks leave for `merge` is a twelfth of what they read,
+or less."""
+
+_MOST_SPLITS = 32
+
+_BLOCKS = 4
+"""Blocks a multiprocessor that splitting goes for; by registers it holds about as many at once."""
+
+_TOLERANCE = 0.01
+"""Largest relative error of the self-test; rounding to bfloat16 costs 0.002."""
+
+
+class Shape(ctypes.Structure):
+    """The struct `Shape` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("heads", "kv_heads", "slots", "splits", "window")),
+        *((name, ctypes.c_uint) for name in ("token_stride", "head_stride")),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+    )
+
+
+@dataclass(frozen=True)
+class RangeAttention:
+    """The compiled kernels for one head size and type; `blocks` keep the GPU busy."""
+
+    kernels: Kernels
+    blocks: int
+
+    def attend(
+        self,
+        query: Tensor,
+        where: Addresses,
+        scoring: Scoring,
+        held: tuple[Stored, Stored],
+        sinks: Tensor | None = None,
+        soft_cap: float = 0.0,
+    ) -> Tensor:
+        """Attention of the new tokens of `where`, `[sum(counts), heads, head_dim]` as `query`, over
+        the keys and values of a layer, which are all stored.
+
+        `sinks` `[heads]` take part in each row's softmax as scores without values (gpt-oss); a
+        `soft_cap` c bounds scores s by c tanh(s / c) (Gemma 2).
+        """
+        if query.stride(2) != 1 or any(
+            at % _OCTET for at in (*query.stride()[:2], query.storage_offset())
+        ):
+            query = query.clone(memory_format=torch.contiguous_format)
+        tokens, heads, head_dim = query.shape
+        keys, values = held
+        kv_heads, slots, _ = keys.numbers.shape
+        rows = _rows_at_once(where.batch, heads // kv_heads)
+        requests, tiles = where.tiles(heads // kv_heads, rows)
+        splits = self._splits(len(tiles) * kv_heads, where.longest)
+        shape = Shape(
+            heads, kv_heads, slots, splits, scoring.window or 0, *query.stride()[:2],
+            scoring.scale, soft_cap,
+        )  # fmt: skip
+        out = query.new_empty(tokens, heads, head_dim)
+        left = [tokens, heads, splits, head_dim + 2]
+        partial = None if splits == 1 else query.new_empty(left, dtype=torch.float32)
+        slopes = _as_floats(scoring.alibi_slopes, query.device)
+        sinks = _as_floats(sinks, query.device)
+        memory = (keys.numbers, keys.scales, values.numbers, values.scales)
+        self.kernels.launch(
+            f"attend_{rows}", len(tiles) * kv_heads * splits,
+            query, *memory, requests, tiles, slopes, sinks, out, partial, shape,
+        )  # fmt: skip
+        if partial is not None:
+            self.kernels.launch("merge", tokens * heads, partial, sinks, out, shape)
+        return out
+
+    def _splits(self, blocks: int, longest: int) -> int:
+        most = min(_MOST_SPLITS, longest // _SPLIT_TOKENS)
+        return max(1, min(most, -(-self.blocks // blocks)))
+
+
+def _rows_at_once(batch: MicroBatch, group: int) -> int:
+    """Rows of a tile: as few as hold a request's rows of one head of keys, at most 8."""
+    needed = group * int(batch.counts.max())
+    return min(_MOST_ROWS, 1 << (needed - 1).bit_length())
+
+
+def _as_floats(numbers: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if numbers is None else numbers.to(device, torch.float32).contiguous()
+
+
+def range_attention(query: Tensor, keys: Stored) -> RangeAttention | None:
+    """The kernels that attend from `query` over a cache like `keys`; None where PyTorch's have to:
+    on a CPU, in float32, for other head sizes, or where ours failed their self-test here.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    head_dim = query.shape[-1]
+    if head_dim % _OCTET or head_dim > _LARGEST_HEAD:
+        return None
+    return _usable(head_dim, query.dtype, keys.scales is not None, query.device)
+
+
+@functools.cache
+def _usable(
+    head_dim: int, dtype: torch.dtype, coded: bool, device: torch.device
+) -> RangeAttention | None:
+    try:
+        kernels = kernels_for(SOURCE, KERNELS, dtype, device, HEAD_DIM=head_dim, CODED=int(coded))
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        found = RangeAttention(kernels, _BLOCKS * processors)
+        complaint = self_test(found, head_dim, dtype, coded, device)
+    except CudaError as error:
+        complaint = str(error)
+    if complaint is None:
+        return found
+    warnings.warn(
+        f"llmpq's attention kernel is not usable for {dtype} and heads of {head_dim} on {device}: "
+        f"{complaint}; PyTorch's take its place and are slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def self_test(
+    attention: RangeAttention,
+    head_dim: int,
+    dtype: torch.dtype,
+    coded: bool,
+    device: torch.device,
+) -> str | None:
+    """Compare a few ranges with float32 on the host; say what is wrong, None if nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    begins, starts = np.array([700, 3, 1400]), np.array([649, 0, 70])
+    batch = MicroBatch(np.arange(3), starts, np.array([1, 5, 1]), begins)
+    held = [torch.randn(2, 1500, head_dim, generator=generator) for _ in range(2)]
+    stored = as_stored(held[0], dtype, coded, device), as_stored(held[1], dtype, coded, device)
+    query = torch.randn(7, 8, head_dim, generator=generator).to(device, dtype)
+    where = Addresses.of(batch, device)
+    found = attention.attend(query, where, Scoring(head_dim**-0.5), stored).float().cpu()
+    keys, values = (each.read(lambda part: part, torch.float32).float().cpu() for each in stored)
+    wanted = reference(query.float().cpu(), batch, Scoring(head_dim**-0.5), keys, values)
+    error = float((found - wanted).norm() / wanted.norm())
+    return None if error <= _TOLERANCE else f"its result is off by {error:.1%}"
+
+
+def as_stored(numbers: Tensor, dtype: torch.dtype, coded: bool, device: torch.device) -> Stored:
+    if coded:
+        return Stored(*(part.to(device) for part in quantized(numbers)))
+    return Stored(numbers.to(device, dtype))
+
+
+def reference(
+    query: Tensor, batch: MicroBatch, scoring: Scoring, keys: Tensor, values: Tensor
+) -> Tensor:
+    """The same attention request by request, in the type of its arguments."""
+    kv_heads = len(keys)
+    parts = []
+    for own, begin, start, count in zip(
+        query.split(batch.counts.tolist()),
+        *(each.tolist() for each in (batch.begins, batch.starts, batch.counts)),
+        strict=True,
+    ):
+        end = start + count
+        mask = scoring.mask(torch.arange(start, end)[None], end, query.dtype)
+        grouped = own.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        scores = grouped @ keys[:, None, begin : begin + end].transpose(-1, -2) * scoring.scale
+        heads = scores.flatten(0, 1) + mask[0]
+        shares = heads.softmax(-1).view_as(scores)
+        parts.append((shares @ values[:, None, begin : begin + end]).flatten(0, 1).transpose(0, 1))
+    return torch.cat(parts)

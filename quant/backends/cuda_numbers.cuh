@@ -1,0 +1,73 @@
+// What our CUDA sources share: 16-bit numbers, blocks and their lanes.
+//
+// It stands before each of them when NVRTC compiles it, with -D BFLOAT16=0|1 for the type of
+// activations. No header is included: NVRTC's wheel has none.
+
+#ifdef __CUDACC_RTC__  // elsewhere whoever compiles this defines these
+
+// The lower and the upper half of a word.
+__device__ __forceinline__ void halves_to_floats(unsigned int word, float& low, float& high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+#endif
+
+constexpr int LANES = 32;
+constexpr int WARPS = 4;
+constexpr int OCTET = 8;
+
+__device__ __forceinline__ unsigned short to_activation(float value) {
+#if BFLOAT16
+    const unsigned int bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN
+    return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#else
+    return float_to_half(value);
+#endif
+}
+
+// `x` is aligned to 16 bytes, and so is each octet of each token.
+__device__ __forceinline__ void load_activations(
+    const unsigned short* __restrict__ x, float (&values)[OCTET]) {
+    const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(x));
+    const unsigned int words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < OCTET; i += 2) {
+#if BFLOAT16
+        values[i] = __uint_as_float(words[i / 2] << 16);
+        values[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
+#else
+        halves_to_floats(words[i / 2], values[i], values[i + 1]);
+#endif
+    }
+}
+
+// Adds the sums of WIDTH neighbouring lanes. Each exchange halves the sums that a lane is left with,
+// from 2 * LEFT: lane l of them ends with sum l * SUMS / WIDTH of SUMS, a power of two and at most
+// WIDTH, in `sums[0]`.
+template <int SUMS, int LEFT, int WIDTH = LANES>
+__device__ __forceinline__ void add_lanes(float (&sums)[SUMS], unsigned int lane) {
+    if constexpr (LEFT > 0) {
+        constexpr int DISTANCE = WIDTH * LEFT / SUMS;
+        const bool upper = lane & DISTANCE;
+#pragma unroll
+        for (int i = 0; i < LEFT; ++i) {
+            const float given = upper ? sums[i] : sums[i + LEFT];
+            const float kept = upper ? sums[i + LEFT] : sums[i];
+            sums[i] = kept + __shfl_xor_sync(0xffffffffu, given, DISTANCE);
+        }
+        add_lanes<SUMS, LEFT / 2, WIDTH>(sums, lane);
+    } else {
+#pragma unroll
+        for (int distance = WIDTH / SUMS / 2; distance > 0; distance /= 2)
+            sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], distance);
+    }
+}

@@ -1,0 +1,40 @@
+"""CUDA sources compiled for the CPU, behind an emulator of blocks, warps and their barriers."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from quant.backends.cuda_driver import Kernels, text_of
+
+EMULATOR = Path(__file__).with_name("cuda_emulator.cpp")
+CPU = torch.device("cpu")
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+
+
+@functools.cache
+def emulated(
+    source: Path, names: tuple[str, ...], sanitized: bool = False, **definitions: int
+) -> Kernels:
+    """The kernels of `source`, compiled once a process; with the undefined-behaviour sanitizer,
+    which ends the process, if `sanitized`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        text, library = Path(folder, "source.cu"), Path(folder, "kernels.so")
+        text.write_text(text_of(source))
+        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f'-DSOURCE="{text}"']
+        command.append("-fno-gnu-unique")  # the shared memory of one library is not another's
+        command += [f"-D{name}={value}" for name, value in definitions.items()]
+        command.append(f"-DKERNELS={' '.join(f'KERNEL({name})' for name in names)}")
+        if sanitized:
+            command += ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+        subprocess.run([*command, "-o", str(library), str(EMULATOR)], check=True)
+        return Kernels.load(ctypes.CDLL(str(library)), b"image", names, CPU)
