@@ -37,6 +37,7 @@ from planner.search.candidates import Candidates
 from planner.search.fitting import (
     Fits,
     SizedProblem,
+    check_fixed_sizes,
     end_choices,
     equal_problems,
     fitting_sizes,
@@ -44,6 +45,7 @@ from planner.search.fitting import (
     smaller_equal_problems,
     smallest_sizes,
 )
+from planner.search.orders import canonical_devices, order_tree
 from planner.simulation.job_simulation import Forecast, forecast_assignment
 from planner.workload import MAX_REQUESTS, Job, MicroBatches
 from quant.common.errors import DoesNotFitError, InfeasibleError
@@ -118,12 +120,15 @@ def with_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
 
 def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:
     """One order for each pair of kinds at the ends, on which memory depends, and the most promising
-    one by the search's bounds; stages between change little.
+    one by the search's bounds; stages between change little. SpecError for sizes that are wrong.
     """
+    check_fixed_sizes(costs)
     together = replace(costs, options=replace(costs.options, all_orders=False))
     orders = list(end_choices(together))
-    with suppress(DoesNotFitError):
-        orders.append(Candidates(together).pop().devices)
+    every = order_tree(canonical_devices(costs.cluster.devices), all_orders=False)
+    if every.count > len(orders):  # of few devices these are all orders
+        with suppress(DoesNotFitError):
+            orders.append(Candidates(together).pop().devices)
     return list(dict.fromkeys(orders))
 
 

@@ -39,12 +39,17 @@ class SizedProblem(NamedTuple):
         return cls(tuple(devices), sizes, costs.grouped_problem(devices, sizes))
 
 
-def searched_sizes(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
-    batch, options = costs.workload.global_batch, costs.options
+def check_fixed_sizes(costs: CostModel) -> None:
+    """Raise SpecError for micro-batches that are fixed and larger than the batch."""
     for name in ("prefill_micro_batch", "decode_micro_batch"):
-        fixed = getattr(options, name)
+        fixed, batch = getattr(costs.options, name), costs.workload.global_batch
         if fixed is not None and fixed > batch:
             raise SpecError(f"{name} is {fixed}, more than the batch of {batch}")
+
+
+def searched_sizes(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
+    check_fixed_sizes(costs)
+    batch, options = costs.workload.global_batch, costs.options
     if costs.job is None:
         return _with_fixed(micro_batch_pairs(batch, stages), options)
     return _with_fixed(pairs_of_job(batch, stages, costs.job.lengths.mean_prompt), options)
