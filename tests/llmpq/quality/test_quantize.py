@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def make(
     return Checkpoint(target)
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with a model and what was made of it, `model` and `made`, and the model."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = save_tiny(folder / "model", CONFIGS["llama"])
+    make(folder / "model", folder / "made")
+    return folder, model
+
+
 def calibrated(bits: tuple[int, ...] = BITS) -> Quantization:
     return Quantization(bits, tokens(), IN_FLOAT32, GptqOptions())
 
@@ -105,8 +115,14 @@ def stored_bits(made: Checkpoint, layers_name: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(
+    ("family", "symmetric"),
+    [
+        *((family, False) for family in CONFIGS),
+        ("llama", True),
+        *(pytest.param(name, True, marks=pytest.mark.rare) for name in CONFIGS if name != "llama"),
+    ],
+)
 def test_stages_compute_what_the_checkpoint_stands_for(
     family: str, symmetric: bool, tmp_path: Path
 ) -> None:
@@ -125,12 +141,11 @@ def test_stages_compute_what_the_checkpoint_stands_for(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_are_those_of_the_library(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "model", CONFIGS["llama"])
-    made = make(tmp_path / "model", tmp_path / "made")
-    patch(model, made, BITS)
+def test_tokens_are_those_of_the_library(llama: tuple[Path, Any]) -> None:
+    folder, model = llama[0] / "made", deepcopy(llama[1])
+    patch(model, Checkpoint(folder), BITS)
     prompts = random_prompts((5, 9, 14))
-    stages = stages_of(tmp_path / "made", (0, 2, 5), 3, 24, bits=BITS, processor=PLAIN_CPU)
+    stages = stages_of(folder, (0, 2, 5), 3, 24, bits=BITS, processor=PLAIN_CPU)
     assert generate(stages, prompts, 8, 2, 3) == [reference(model, p, 8) for p in prompts]
 
 
@@ -191,14 +206,13 @@ def test_what_is_not_quantized_is_copied_under_the_librarys_names(tmp_path: Path
     assert set(tensors) - set(kept) == {f"{name}weight" for name in quantized}
 
 
-def test_configuration(tmp_path: Path) -> None:
+def test_configuration(llama: tuple[Path, Any]) -> None:
     """Most layers' bits, and rules in GPTQModel's order: the first that matches decides."""
-    save_tiny(tmp_path / "model", CONFIGS["llama"])
-    make(tmp_path / "model", tmp_path / "made")
-    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    made = llama[0] / "made"
+    config = json.loads((made / "config.json").read_text())
     entries = config["quantization_config"]
     assert config["hidden_size"] == 64
-    assert entries == json.loads((tmp_path / "made" / "quantize_config.json").read_text())
+    assert entries == json.loads((made / "quantize_config.json").read_text())
     assert (entries["bits"], entries["group_size"]) == (4, 64)
     assert entries["checkpoint_format"] == "gptq_v2"
     rules = entries["dynamic"]
@@ -209,11 +223,9 @@ def test_configuration(tmp_path: Path) -> None:
     assert list(rules).index(own_group) < list(rules).index(r"+:model\.layers\.0\..*")
 
 
-def test_another_plan_is_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", CONFIGS["llama"])
-    make(tmp_path / "model", tmp_path / "made")
+def test_another_plan_is_refused(llama: tuple[Path, Any]) -> None:
     with pytest.raises(PlanMismatchError, match=r"layers\.0.* 3 bits, .* gives its layer 4"):
-        stages_of(tmp_path / "made", (0, 5), 1, 8, bits=4)
+        stages_of(llama[0] / "made", (0, 5), 1, 8, bits=4)
 
 
 def replaced(path: Path) -> None:
@@ -339,11 +351,9 @@ def test_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_mixed_checkpoints_are_not_planned_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_tiny(tmp_path / "model", CONFIGS["llama"])
-    make(tmp_path / "model", tmp_path / "made")
-    arguments = ["--model", str(tmp_path / "made"), "--device_names", "T4", "--device_numbers", "1"]
+    arguments = ["--model", str(llama[0] / "made"), "--device_names", "T4", "--device_numbers", "1"]
     assert plan_cli.main(arguments) == 2
     assert "different bits for some of its layers" in capsys.readouterr().err
 
