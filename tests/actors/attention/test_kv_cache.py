@@ -183,7 +183,8 @@ def test_planned_stages_hold_the_planned_bytes() -> None:
     """From the options to the tensors: uneven layers on three devices."""
     folder = EXAMPLES / "demo_model"
     cluster = ClusterSpec.from_yaml(EXAMPLES.parent / "cluster_specs" / "demo_mixed_cpu.yaml")
-    workload, options = Workload(32, 100, 48), PlanOptions(kv_bits=8)
+    options = PlanOptions(kv_bits=8, theta=1.0, keep_all_devices=True)
+    workload = Workload(32, 100, 48)
     plan = find_plan(cluster, model_shape(folder), str(folder), workload, options).plan
     assert len(plan.stages) > 1
     for planned in plan.stages:
