@@ -119,22 +119,18 @@ def _as_floats(numbers: Tensor | None, device: torch.device) -> Tensor | None:
     return None if numbers is None else numbers.to(device, torch.float32).contiguous()
 
 
-def range_attention(query: Tensor, keys: Stored) -> RangeAttention | None:
-    """The kernels that attend from `query` over a cache like `keys`; None where PyTorch's have to:
-    on a CPU, in float32, for other head sizes, or where ours failed their self-test here.
-    """
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    head_dim = query.shape[-1]
-    if head_dim % _OCTET or head_dim > _LARGEST_HEAD:
-        return None
-    return _usable(head_dim, query.dtype, keys.scales is not None, query.device)
-
-
 @functools.cache
-def _usable(
+def range_attention(
     head_dim: int, dtype: torch.dtype, coded: bool, device: torch.device
 ) -> RangeAttention | None:
+    """The kernels for queries of `dtype` and a cache of it or, if `coded`, of 8-bit codes; they are
+    compiled when they are first asked for, in about a second. None where PyTorch's attend: on a
+    CPU, in float32, for other head sizes, or where ours failed their self-test, which warns.
+    """
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    if head_dim % _OCTET or head_dim > _LARGEST_HEAD:
+        return None
     try:
         kernels = kernels_for(SOURCE, KERNELS, dtype, device, HEAD_DIM=head_dim, CODED=int(coded))
         processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -203,7 +203,9 @@ def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: S
     """Attention of `part`, `[tokens of the part, heads, head_dim]`; all keys are stored."""
     where = part.where
     scoring = scoring.within(where.longest)
-    own_kernels = range_attention(new.query, keys)
+    own_kernels = range_attention(
+        new.query.shape[-1], new.query.dtype, keys.scales is not None, new.query.device
+    )
     if own_kernels is not None and not (part.kind == "prompts" and scoring.is_plain):
         return own_kernels.attend(new.query[part.tokens], where, scoring, (keys, values))
     if part.kind == "decode":

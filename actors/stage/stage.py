@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.cpu import can_attend, warm_up
+from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
 from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
@@ -74,7 +75,8 @@ class Stage:
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
         form = CacheForm(self.dtype, device, spec.kv_bits)
-        own = range(kv_shape(config)[0])
+        kv_heads, head_dim = kv_shape(config)
+        own = range(kv_heads)
         if spec.degree > 1:
             own = share_of(spec, tensors).kv_heads
             form = replace(form, kv_heads=len(own))
@@ -86,6 +88,7 @@ class Stage:
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
+        range_attention(head_dim, self.dtype, form.held_dtype == torch.int8, device)  # compiles it
         samples = spec.has_head and spec.rank == 0
         ends = end_tokens(checkpoint).sources if samples else ()
         self._sampler = Sampler(tuple(ends), folder=checkpoint) if samples else None

@@ -239,8 +239,7 @@ def test_the_self_test_finds_a_wrong_kernel() -> None:
 
 
 def test_pytorch_attends_on_a_cpu() -> None:
-    case = Case(ragged((3, 1)), (2, 2), 64)
-    assert range_attention(case.query, case.keys) is None
+    assert range_attention(64, torch.float16, False, CPU) is None
 
 
 PASSES = (
@@ -261,9 +260,9 @@ def test_a_stage_computes_by_it_what_it_does_without(
     save_tiny(tmp_path, CONFIGS[name])
     calls = []
 
-    def emulation(query: Tensor, keys: Stored) -> RangeAttention:
-        calls.append(query.shape)
-        return attention(query.shape[-1], torch.float16, keys.scales is not None)
+    def emulation(head_dim: int, dtype: torch.dtype, coded: bool, _: object) -> RangeAttention:
+        calls.append(head_dim)
+        return attention(head_dim, dtype, coded)
 
     def states() -> list[Tensor]:
         bounds = (0, 2, LAYERS)
@@ -330,7 +329,7 @@ def test_on_a_gpu(requests: tuple[tuple[int, int], ...], coded: bool) -> None:
             for each in (case.keys, case.values)
         ),
     )
-    kernels = range_attention(query, keys)
+    kernels = range_attention(128, query.dtype, coded, device)
     assert kernels is not None
     found = kernels.attend(query, Addresses.of(case.batch, device), scoring, (keys, values))
     case.check(found.cpu(), case.exact(scoring))
