@@ -143,9 +143,12 @@ def test_every_field_of_a_plan(seed: int, share: int, tmp_path: Path) -> None:
     """Removed, and replaced by every hostile value: the place is named, or the plan round-trips."""
     parser = parsers()["plan JSON"]
     plan = _two_of_each(json.loads(plan_seeds()[seed]))
-    places = len(places_in(plan))
-    assert places > 80
-    for number in range(places):
+    # the plan of long rows has the fields of the plan around it, so that some of them are enough
+    inner = {id(holder) for holder, _ in places_in(plan.get("long_rows"))}
+    holders = [id(holder) for holder, _ in places_in(plan)]
+    numbers = [n for n, holder in enumerate(holders) if n % 4 == 0 or holder not in inner]
+    assert len(numbers) > 80
+    for number in numbers:
         spoiled = deepcopy(plan)
         holder, key = places_in(spoiled)[number]
         del holder[key]

@@ -20,6 +20,7 @@ from llmpq.run.options import RunOptions
 from planner.cluster.spec import ClusterSpec
 from tests.llmpq.fake_jobs import SMALL_SHARDS, QuickDisk, answer
 from tests.paths import ROOT, SPECS
+from tests.planner.plan_alone import alone
 
 DEMO_CLUSTER = SPECS / "demo_mixed_cpu.yaml"
 MODEL = ROOT / "examples/demo_model"
@@ -52,7 +53,9 @@ for arguments in json.loads(sys.argv[2]):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's plan, an input with an id twice, and the output of a demo job that is done."""
     made = tmp_path_factory.mktemp("cheap")
-    plan = Cluster.from_yaml(DEMO_CLUSTER).plan(MODEL, job_of_input(PROMPTS, MODEL, 48))
+    with alone():
+        job = job_of_input(PROMPTS, MODEL, 48)
+        plan = Cluster.from_yaml(DEMO_CLUSTER).plan(MODEL, job, theta=1.0)
     plan.save(made / "plan.json")
     lines = PROMPTS.read_text().splitlines(keepends=True)
     (made / "twice.jsonl").write_text("".join([*lines, lines[0]]))

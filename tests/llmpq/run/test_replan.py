@@ -105,6 +105,7 @@ def test_a_bound_on_requests_holds_for_fewer_devices_or_is_said_to_be_missed(
         "bits": [8],
         "theta": 0.0,
         "group": 8,
+        "keep_all_devices": True,
         "schedule": "rra",
         "quantile": 0.9,
     }

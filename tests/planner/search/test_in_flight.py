@@ -92,7 +92,7 @@ def test_the_plan_is_near_the_best_of_all_numbers(
 
 def test_no_plan_has_both_more_tokens_per_s_and_less_sensitivity() -> None:
     """Of all candidates, each solved for speed alone, for quality alone and in between."""
-    job = Job(6, UNLIKE)
+    job = Job(5, UNLIKE)
     costs = costs_of(job, [1, 1], 0.85)
     chosen = chosen_by_quality(costs, "balanced", lambda: 0.0)
     point = chosen.qualities["balanced"]
