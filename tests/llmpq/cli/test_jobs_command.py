@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.data
 
 from llmpq import Plan
 from llmpq.cli import jobs
@@ -118,6 +117,8 @@ def check_a_job_that_is_done(
 
 def test_streams_of_results(one_stage: Plan, tiny: tuple[Path, Any], local_ray: None) -> None:
     """Rows are taken in as they are needed; `async for`, context manager, a Ray Dataset."""
+    from ray import data  # half a second, which processes without this test need not spend
+
     expected = reference(tiny[1], (5, 6, 7), NEW_TOKENS)
     with one_stage.run([5, 6, 7] for _ in range(9)) as results:
         first = next(results)
@@ -131,7 +132,7 @@ def test_streams_of_results(one_stage: Plan, tiny: tuple[Path, Any], local_ray: 
     assert sorted(asyncio.run(collect())) == ["row-0", "row-1", "row-2"]
     rows = [{"prompt": [5, 6, 7], "max_new_tokens": None}, {"prompt": [5], "max_new_tokens": 2}]
     rows = [row | {"topic": len(row["prompt"])} for row in rows]
-    made = one_stage.run_dataset(ray.data.from_items(rows)).take_all()
+    made = one_stage.run_dataset(data.from_items(rows)).take_all()
     assert sorted(len(row["token_ids"]) for row in made) == [2, len(expected)]
     assert expected in [list(row["token_ids"]) for row in made]
     assert sorted(row["topic"] for row in made) == [1, 3]
