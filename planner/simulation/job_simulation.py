@@ -81,13 +81,18 @@ class _Busy:
         """Seconds of each stage in prefill and in decode [2, N] after so many passes."""
         known = {id(taken): taken for taken in self._taken[:passes]}
         pairs = zip(map(id, self._taken[:passes]), self._decodes[:passes], strict=True)
-        counts, busy_s = Counter(pairs), np.zeros((2, self._stages))
-        for (key, is_decode), times in counts.items():
-            compute_s, decode_s = np.array(known[key].compute), np.array(known[key].decode)
-            if not decode_s.size:
-                decode_s = is_decode * compute_s
-            busy_s += times * np.array([compute_s - decode_s, decode_s])
-        return busy_s
+        counts, none = Counter(pairs), (0.0,) * self._stages
+        if not counts:
+            return np.zeros((2, self._stages))
+        both = [(known[key], is_decode) for key, is_decode in counts]
+        compute_s = np.array([taken.compute for taken, _ in both])
+        decode_s = np.array(
+            [taken.decode or (taken.compute if is_decode else none) for taken, is_decode in both]
+        )
+        times = np.array([*counts.values()])[:, np.newaxis, np.newaxis]
+        # one after the other, so that the last digit is that of the order of passes
+        sums = np.add.accumulate(times * np.stack([compute_s - decode_s, decode_s], axis=1))
+        return np.asarray(sums[-1])
 
 
 def forecast_job(
