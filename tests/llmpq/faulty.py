@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from actors.messages import MicroBatch, Sampled
 from actors.processes.ranks import RankActor
 from actors.processes.stage_actor import StageActor
+from actors.stage_figures import StageStats
+from quant.rounding.importance import LayerImportance
 
 LARGEST = 2  # requests of a decode micro-batch for which there is memory
 ASKED_BYTES = 2 * 2**30
@@ -42,12 +46,15 @@ def break_at(ids: list[str]) -> None:
 class FaultyRank(RankActor):
     """Breaks as `FaultyActor`, as rank 1 of stage 0."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self._ids: dict[int, str] = {}
+    def load(self, importance: Sequence[LayerImportance] | None) -> StageStats:
+        found = super().load(importance)
+        stage, ids = self._loaded(), dict[int, str]()
+        computed = stage.step
 
-    def step(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
-        self._ids |= {admission.slot: admission.custom_id for admission in batch.admitted}
-        with self._health.computing(batch):
-            break_at([self._ids[slot] for slot in batch.slots.tolist()])
-        return super().step(batch, inputs)
+        def step(batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
+            ids.update({each.slot: each.custom_id for each in batch.admitted})
+            break_at([ids[slot] for slot in batch.slots.tolist()])
+            return computed(batch, inputs)
+
+        stage.step = step  # type: ignore[method-assign]
+        return found
