@@ -217,6 +217,8 @@ class _Run:
         if best is not None:
             at = min(best.workload.global_batch, most)
             numbers = [at, *(() if known else _halves(at)[1:FEW_HALVES])]
+            if self._costs.job is not None and most == self._costs.job.prompts:
+                numbers.append(most)  # the whole job at once, which neighbours may not lead to
         for number in numbers:
             self._try(devices, max(min(number, most), self._job.least))
         gap = EXPLORING_GAP if known else COARSE_GAP
