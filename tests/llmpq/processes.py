@@ -47,3 +47,28 @@ def wait_until_gone(pids: set[int]) -> None:
     while alive(pids):
         assert time.monotonic() < deadline, [name_of(pid) for pid in pids]
         time.sleep(0.05)
+
+
+class NewActors:
+    """Counts Ray's actors that are not dead and were not there when it was made: those that others
+    left may still be dying. From the control store; `ray.util.state` would need the dashboard.
+    """
+
+    def __init__(self) -> None:
+        self._others = frozenset[str]()
+        self._others = frozenset(self._alive())
+
+    def _alive(self) -> list[str]:
+        import ray
+
+        actors = ray._private.state.actors().items()
+        return [
+            key for key, actor in actors if actor["State"] != "DEAD" and key not in self._others
+        ]
+
+    def become(self, count: int) -> bool:
+        """Whether there are so many, at the latest after some seconds: the store is told late."""
+        deadline = time.monotonic() + 10
+        while len(self._alive()) != count and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return len(self._alive()) == count

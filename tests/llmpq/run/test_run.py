@@ -26,6 +26,7 @@ from quant.common.errors import (
 )
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
+from tests.llmpq.processes import NewActors
 
 LENGTHS = (5, 11, 1, 8, 16, 2, 11, 3, 7, 4)
 ONE_DEVICE = """
@@ -109,21 +110,15 @@ def test_a_long_run_of_bad_rows_is_not_gathered(one_stage: Plan) -> None:
     assert most <= BAD_ROWS_AT_ONCE + 2
 
 
-def actors_alive() -> int:
-    """From the control store itself; `ray.util.state` would need the dashboard."""
-    actors = ray._private.state.actors().values()
-    return sum(actor["State"] != "DEAD" for actor in actors)
-
-
 def test_actors_are_given_back_when_the_iteration_is_left(plan: Plan) -> None:
-    before = actors_alive()
+    actors = NewActors()
     results = plan.run(rows_for(random_prompts(LENGTHS)))
     next(results)
-    assert actors_alive() == before + 3
+    assert actors.become(3)
     results.close()
     with pytest.raises(StopIteration):
         next(results)
-    assert actors_alive() == before
+    assert actors.become(0)
 
 
 @pytest.mark.rare  # `test_stage_group.py` kills one too, and looks at the time
@@ -142,11 +137,11 @@ def test_errors_while_loading_reach_the_caller_bare(plan: Plan, tmp_path: Path) 
     save_tiny(tmp_path, CONFIGS["llama"])
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    before = actors_alive()
+    actors = NewActors()
     group = StageGroup(plan.spec, str(tmp_path))
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         group.__enter__()
-    assert actors_alive() == before
+    assert actors.become(0)
 
 
 def test_a_relative_folder_is_found_by_actors_that_start_elsewhere(

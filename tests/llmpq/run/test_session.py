@@ -20,6 +20,7 @@ from llmpq.run.session import Session
 from quant.common.errors import DeviceLostError, InputError, SpecError, StageLostError
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
+from tests.llmpq.processes import NewActors
 
 LENGTHS = (5, 11, 1, 8, 16, 2, 11, 3, 7, 4)
 PROMPTS = random_prompts(LENGTHS)
@@ -52,12 +53,6 @@ def greedy(tiny: tuple[Path, Any]) -> list[list[int]]:
 def tokens_of(results: Any) -> list[list[int]]:
     found = {result.custom_id: list(result.token_ids) for result in results}
     return [found[f"row-{i}"] for i in range(len(found))]
-
-
-def actors_alive() -> int:
-    """From the control store itself; `ray.util.state` would need the dashboard."""
-    actors = ray._private.state.actors().values()
-    return sum(actor["State"] != "DEAD" for actor in actors)
 
 
 def test_calls_give_the_tokens_of_generate_and_of_runs_of_their_own(
@@ -179,9 +174,10 @@ def test_twenty_calls_leave_nothing_behind(session: Session) -> None:
     """Threads, open files, processes and actors; one in two calls is left half-way."""
     me = psutil.Process()
 
-    def held() -> tuple[int, int, int, int]:
-        children = len(me.children(recursive=True))
-        return me.num_threads(), me.num_fds(), children, actors_alive()
+    actors = NewActors()
+
+    def held() -> tuple[int, int, int]:
+        return me.num_threads(), me.num_fds(), len(me.children(recursive=True))
 
     def call(number: int) -> None:
         results = session.run(ROWS, seed=number)
@@ -197,43 +193,44 @@ def test_twenty_calls_leave_nothing_behind(session: Session) -> None:
     for number in range(RUNS):
         call(number)
     assert all(now <= then for now, then in zip(held(), before, strict=True)), (before, held())
+    assert actors.become(0)
 
 
 def test_stages_that_are_lost_for_good_are_made_anew(
     one_stage: Plan, greedy: list[list[int]]
 ) -> None:
     """Also those of a session that is not a context manager, which starts with its first run."""
-    before = actors_alive()
+    actors = NewActors()
     session = one_stage.session(retries=0)
-    assert actors_alive() == before
+    assert actors.become(0)
     results = session.run(MANY)
     next(results)
     ray.kill(session._shared.stages.of(one_stage.spec).stages[0].actor)
     with pytest.raises(StageLostError):
         list(results)
     assert tokens_of(session.run(ROWS)) == greedy
-    assert actors_alive() == before + 1
+    assert actors.become(1)
     session.close()
     session.close()
-    assert actors_alive() == before
+    assert actors.become(0)
     with pytest.raises(SpecError, match="session is closed"):
         session.run(ROWS)
 
 
 def test_it_is_freed_however_its_body_ends(one_stage: Plan) -> None:
-    before = actors_alive()
+    actors = NewActors()
     begun: list[Any] = []
 
     def fail() -> None:
         with one_stage.session() as session:
             begun.append(session.run(MANY))
             next(begun[0])
-            assert actors_alive() == before + 1
+            assert actors.become(1)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert actors_alive() == before
+    assert actors.become(0)
     with pytest.raises(SpecError, match="or it was closed"):
         next(begun[0])
 
