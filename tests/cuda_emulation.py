@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -25,7 +26,7 @@ def emulated(
     source: Path, names: tuple[str, ...], sanitized: bool = False, **definitions: int
 ) -> Kernels:
     """The kernels of `source`, compiled once a process; with the undefined-behaviour sanitizer,
-    which ends the process, if `sanitized`.
+    which ends the process, if `sanitized`, and with the address sanitizer too where that is loaded.
     """
     with tempfile.TemporaryDirectory() as folder:
         text, library = Path(folder, "source.cu"), Path(folder, "kernels.so")
@@ -34,7 +35,22 @@ def emulated(
         command.append("-fno-gnu-unique")  # the shared memory of one library is not another's
         command += [f"-D{name}={value}" for name, value in definitions.items()]
         command.append(f"-DKERNELS={' '.join(f'KERNEL({name})' for name in names)}")
-        if sanitized:
+        if sanitized or address_sanitizer_is_loaded():
             command += ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+        if address_sanitizer_is_loaded():
+            command.append("-fsanitize=address")
         subprocess.run([*command, "-o", str(library), str(EMULATOR)], check=True)
         return Kernels.load(ctypes.CDLL(str(library)), b"image", names, CPU)
+
+
+def address_sanitizer_is_loaded() -> bool:
+    return "libasan" in os.environ.get("LD_PRELOAD", "")
+
+
+def environment_with_address_sanitizer() -> dict[str, str]:
+    """Variables for a process of which every allocation, torch's tensors too, has an end that
+    emulated kernels cannot pass unnoticed.
+    """
+    command = ["g++", "-print-file-name=libasan.so"]
+    library = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0"}

@@ -2,13 +2,14 @@
 //
 // Compiled with the options of the GPU's compiler, -D SOURCE="file.cu" and -D KERNELS="KERNEL(name) ...".
 // Each thread of a block is a fiber, and blocks run one after another, both in the order that `seed`
-// draws. Shared memory begins as NaN. A fiber runs until it meets a barrier or a shuffle and goes on
-// when all that have to meet there have come; if some never come, or an address is not aligned to what
+// draws. Shared memory begins as NaN. A fiber runs until it meets a barrier or an exchange within its
+// warp (a shuffle, a matrix instruction) and goes on when all that have to meet there have come; if some never come, or an address is not aligned to what
 // is loaded from it or outside the memory that `allow` named, the launch returns the driver's error code.
 // `moved_bytes` counts what blocks have moved since it was asked last: of each block every sector of
 // 32 bytes that it loads, once.
 
 #include <link.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -21,6 +22,11 @@
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
 
 struct uint2 {
     unsigned int x, y;
@@ -41,17 +47,24 @@ constexpr size_t STACK_BYTES = 64 * 1024;
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, TIMEOUT = 702,
               MISALIGNED = 716;
 
-enum class State { runnable, at_shuffle, at_barrier, done };
+enum class State { fresh, runnable, at_exchange, at_barrier, done };
+
+#ifdef __SANITIZE_ADDRESS__
+using Place = ucontext_t;
+#else
+using Place = jmp_buf;  // whose changes make no system calls, as those of contexts do
+#endif
 
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    Place place;
     std::vector<char> stack;
-    State state;
-    float offered;
+    State state = State::fresh;
+    const void* offered;
 };
 
 std::vector<Fiber> fibers;
-ucontext_t scheduler;
+Place scheduler;
 unsigned int running;
 int error;
 std::mt19937 order;
@@ -62,23 +75,84 @@ std::vector<std::pair<uintptr_t, uintptr_t>> allowed;  // half-open; empty: all 
 void (*kernel)(void**);
 void** arguments;
 
+#ifdef __SANITIZE_ADDRESS__
+
+const void* scheduler_stack;
+size_t scheduler_bytes;
+
+void switch_to(Place& from, Place& to, const void* stack, size_t bytes) {
+    void* own = nullptr;
+    __sanitizer_start_switch_fiber(&own, stack, bytes);
+    swapcontext(&from, &to);
+    __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
+}
+
+void resume(Fiber& fiber, bool begins) {
+    Place& to = begins ? fiber.context : fiber.place;
+    switch_to(scheduler, to, fiber.stack.data(), STACK_BYTES);
+}
+
+void leave(Fiber& fiber) { switch_to(fiber.place, scheduler, scheduler_stack, scheduler_bytes); }
+
+#else
+
+void resume(Fiber& fiber, bool begins) {
+    if (_setjmp(scheduler) != 0) return;
+    if (begins) setcontext(&fiber.context);
+    _longjmp(fiber.place, 1);
+}
+
+void leave(Fiber& fiber) {
+    if (_setjmp(fiber.place) == 0) _longjmp(scheduler, 1);
+}
+
+#endif
+
 void wait(State state) {
     fibers[running].state = state;
-    swapcontext(&fibers[running].context, &scheduler);
+    leave(fibers[running]);
 }
 
+// Runs the kernel block after block.
 void fiber_main() {
-    kernel(arguments);
-    wait(State::done);
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_bytes);
+#endif
+    for (;;) {
+        kernel(arguments);
+        wait(State::done);
+    }
 }
 
+// What every lane of the warp offers here, `use`d while all of them wait: `use(of)` reads lane l's as
+// `of(l)`.
+template <class T, class Use>
+auto exchange(const T& offered, Use use) {
+    const unsigned int first = running / WARP * WARP;
+    fibers[running].offered = &offered;
+    wait(State::at_exchange);
+    const auto result = use([first](unsigned int lane) -> const T& {
+        return *static_cast<const T*>(fibers[first + lane].offered);
+    });
+    wait(State::at_exchange);  // nobody offers anew before all have read
+    return result;
+}
+
+// A fiber that is not done with the block before, after an error, begins anew.
 void start(Fiber& fiber) {
+    if (fiber.state == State::done) {
+        fiber.state = State::runnable;
+        return;
+    }
     getcontext(&fiber.context);
     fiber.stack.resize(STACK_BYTES);
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(fiber.stack.data(), STACK_BYTES);
+#endif
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = STACK_BYTES;
     fiber.context.uc_link = nullptr;
-    fiber.state = State::runnable;
+    fiber.state = State::fresh;
     makecontext(&fiber.context, fiber_main, 0);
 }
 
@@ -110,14 +184,14 @@ void run_block() {
     for (bool progress = true; progress;) {
         progress = false;
         for (unsigned int turn : turns(fibers.size())) {
-            running = turn;
-            if (fibers[running].state != State::runnable) continue;
-            threadIdx.x = running;
-            swapcontext(&scheduler, &fibers[running].context);
+            Fiber& fiber = fibers[turn];
+            if (fiber.state != State::fresh && fiber.state != State::runnable) continue;
+            running = threadIdx.x = turn;
+            resume(fiber, std::exchange(fiber.state, State::runnable) == State::fresh);
             progress = true;
         }
         for (size_t warp = 0; warp < fibers.size(); warp += WARP)
-            progress |= release(warp, WARP, State::at_shuffle, false);
+            progress |= release(warp, WARP, State::at_exchange, false);
         progress |= release(0, fibers.size(), State::at_barrier, true);
     }
     for (const Fiber& fiber : fibers)
@@ -149,14 +223,27 @@ using std::min;
 
 static void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
 
-static float __shfl_xor_sync(unsigned int mask, float value, int distance) {
+// Blocks run one after another, and the threads of each in turns.
+[[maybe_unused]] static void __threadfence() {}
+[[maybe_unused]] static unsigned int atomicAdd(unsigned int* address, unsigned int value) {
+    return std::exchange(*address, *address + value);
+}
+[[maybe_unused]] static int atomicAdd(int* address, int value) {
+    return std::exchange(*address, *address + value);
+}
+
+template <class T>
+static T shuffled(unsigned int mask, T value, unsigned int lane) {
     if (mask != 0xffffffffu) emulator::error = emulator::INVALID_VALUE;
-    const unsigned int self = emulator::running;
-    emulator::fibers[self].offered = value;
-    emulator::wait(emulator::State::at_shuffle);
-    const float received = emulator::fibers[self ^ distance].offered;
-    emulator::wait(emulator::State::at_shuffle);  // nobody offers anew before all have received
-    return received;
+    return emulator::exchange(value, [lane](auto of) { return of(lane % emulator::WARP); });
+}
+template <class T>
+static T __shfl_xor_sync(unsigned int mask, T value, int distance) {
+    return shuffled(mask, value, emulator::running % emulator::WARP ^ distance);
+}
+template <class T>
+static T __shfl_sync(unsigned int mask, T value, int lane) {
+    return shuffled(mask, value, lane);
 }
 
 template <class T>
@@ -181,6 +268,11 @@ static uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned
 static unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int shift) {
     const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
     return static_cast<unsigned int>(both >> (shift % 32));
+}
+[[maybe_unused]] static int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 32; i += 8)
+        sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
+    return sum;
 }
 static unsigned int and_xor(unsigned int word, unsigned int mask, unsigned int other) {
     return (word & mask) ^ other;
