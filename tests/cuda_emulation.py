@@ -13,12 +13,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant.backends.cuda_driver import Kernels, text_of
+from quant.backends.cuda_driver import CudaError, Kernels, nvrtc_library, text_of
 
 EMULATOR = Path(__file__).with_name("cuda_emulator.cpp")
 CPU = torch.device("cpu")
 
+
+def address_sanitizer_is_loaded() -> bool:
+    return "libasan" in os.environ.get("LD_PRELOAD", "")
+
+
+def _has_nvrtc() -> bool:
+    """Whether it can be loaded; with the address sanitizer it does not find its own files."""
+    try:
+        return bool(nvrtc_library()) and not address_sanitizer_is_loaded()
+    except CudaError:
+        return False
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC is not installed")
 
 
 @functools.cache
@@ -41,10 +55,6 @@ def emulated(
             command.append("-fsanitize=address")
         subprocess.run([*command, "-o", str(library), str(EMULATOR)], check=True)
         return Kernels.load(ctypes.CDLL(str(library)), b"image", names, CPU)
-
-
-def address_sanitizer_is_loaded() -> bool:
-    return "libasan" in os.environ.get("LD_PRELOAD", "")
 
 
 def environment_with_address_sanitizer() -> dict[str, str]:

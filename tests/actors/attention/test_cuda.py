@@ -26,8 +26,7 @@ from actors.attention.kv_cache import Stored
 from actors.messages import MicroBatch
 from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
 from tests.actors.models import CONFIGS, LAYERS, save_tiny, stages_of
-from tests.cuda_emulation import CPU, emulated, needs_compiler
-from tests.quant.backends.test_cuda_nvrtc import needs_nvrtc
+from tests.cuda_emulation import CPU, emulated, needs_compiler, needs_nvrtc
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FEW, MANY = 1, 1000

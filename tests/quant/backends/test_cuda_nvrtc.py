@@ -10,17 +10,7 @@ from quant.backends.cuda_driver import CudaError, compile_cuda, nvrtc_library, t
 from quant.backends.cuda_packed import SOURCE, Cuda3Bit
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable import Torch3Bit
-
-
-def _nvrtc_missing() -> bool:
-    try:
-        nvrtc_library()
-    except CudaError:
-        return True
-    return False
-
-
-needs_nvrtc = pytest.mark.skipif(_nvrtc_missing(), reason="NVRTC is not installed")
+from tests.cuda_emulation import needs_nvrtc
 
 TARGETS = (
     [((6, 0), bits, 0) for bits in (3, 4, 8)]
