@@ -52,4 +52,3 @@ def test_a_row_too_few_is_caught() -> None:
     result = run("-c", A_ROW_TOO_FEW)
     assert result.stdout == "9 rows are there\n"
     assert "heap-buffer-overflow" in result.stderr
-    assert "one_token" in result.stderr
