@@ -107,7 +107,8 @@ class Addresses:
 
     `blocks` are written as such: a fifth of the time of single addresses on a CPU. `in_place`: the
     whole requests where they are read without a copy. One copy has at most `most_copied` tokens:
-    those of the cache.
+    those of the cache, or where plans count on attention without copies, which a failed self-test
+    took away, those of the longest request.
     """
 
     batch: MicroBatch
@@ -120,7 +121,11 @@ class Addresses:
 
     @classmethod
     def of(
-        cls, batch: MicroBatch, device: torch.device, own_ends: TokenIds | None = None
+        cls,
+        batch: MicroBatch,
+        device: torch.device,
+        own_ends: TokenIds | None = None,
+        reads_ranges: bool = False,
     ) -> Addresses:
         """Addresses of `batch` on `device`.
 
@@ -135,6 +140,8 @@ class Addresses:
             if ends is None or (ends < batch.begins + longest).any():
                 in_place = None
         most_copied = len(lengths) * longest if own_ends is None else len(own_ends)
+        if reads_ranges:
+            most_copied = longest
         return cls(batch, device, _blocks(batch, device), in_place, most_copied)
 
     @cached_property

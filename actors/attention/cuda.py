@@ -18,24 +18,16 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Addresses, Scoring
-from actors.attention.kv_cache import Stored, quantized
+from actors.attention.kv_cache import Stored, counts_on_ranges, quantized
 from actors.messages import MicroBatch
 from quant.backends.cuda_driver import CudaError, Kernels, kernels_for
+from quant.backends.table import MOST_SPLITS, RANGE_OCTET, SPLIT_TOKENS
 
 SOURCE = Path(__file__).with_name("cuda_attention.cu")
 KERNELS = ("attend_1", "attend_2", "attend_4", "attend_8", "merge")
 
 _MOST_ROWS = 8
 """Rows of a block, which share what it reads."""
-
-_LARGEST_HEAD = 256
-_OCTET = 8
-
-_SPLIT_TOKENS = 256
-"""Fewest tokens of a range's split: what blocks leave for `merge` is a twelfth of what they read,
-or less."""
-
-_MOST_SPLITS = 32
 
 _BLOCKS = 4
 """Blocks a multiprocessor that splitting goes for; by registers it holds about as many at once."""
@@ -77,7 +69,7 @@ class RangeAttention:
         `soft_cap` c bounds scores s by c tanh(s / c) (Gemma 2).
         """
         if query.stride(2) != 1 or any(
-            at % _OCTET for at in (*query.stride()[:2], query.storage_offset())
+            at % RANGE_OCTET for at in (*query.stride()[:2], query.storage_offset())
         ):
             query = query.clone(memory_format=torch.contiguous_format)
         tokens, heads, head_dim = query.shape
@@ -105,7 +97,7 @@ class RangeAttention:
         return out
 
     def _splits(self, blocks: int, longest: int) -> int:
-        most = min(_MOST_SPLITS, longest // _SPLIT_TOKENS)
+        most = min(MOST_SPLITS, longest // SPLIT_TOKENS)
         return max(1, min(most, -(-self.blocks // blocks)))
 
 
@@ -127,9 +119,7 @@ def range_attention(
     compiled when they are first asked for, in about a second. None where PyTorch's attend: on a
     CPU, in float32, for other head sizes, or where ours failed their self-test, which warns.
     """
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return None
-    if head_dim % _OCTET or head_dim > _LARGEST_HEAD:
+    if not counts_on_ranges(head_dim, dtype, device):
         return None
     try:
         kernels = kernels_for(SOURCE, KERNELS, dtype, device, HEAD_DIM=head_dim, CODED=int(coded))

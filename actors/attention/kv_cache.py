@@ -22,6 +22,8 @@ from torch import Tensor
 from actors.attention.addresses import Addresses, Rooms, as_array
 from actors.attention.parked import ParkedTokens
 from actors.messages import MicroBatch, Move, TokenRange
+from quant.backends.table import reads_ranges
+from quant.devices import local_processor
 from quant.scheme import FULL_BITS
 
 _USUAL = 4.0
@@ -198,6 +200,12 @@ class CacheForm:
         return self.dtype if self.kv_bits == FULL_BITS else torch.int8
 
 
+def counts_on_ranges(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether plans count on `actors.attention.cuda.range_attention` there."""
+    name = str(dtype).removeprefix("torch.")
+    return device.type == "cuda" and reads_ranges(local_processor(device), name, head_dim)
+
+
 class KVCache:
     """Keys and values of the stage's `layers` in token slots.
 
@@ -232,6 +240,7 @@ class KVCache:
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
         self._rooms = Rooms(shape.tokens)
         self.parked = ParkedTokens(parked_tokens, form.device)
+        self._reads_ranges = counts_on_ranges(shape.head_dim, form.dtype, form.device)
 
     @property
     def nbytes(self) -> int:
@@ -284,7 +293,7 @@ class KVCache:
             self._own_ends[move.to] = move.to + move.tokens
 
     def addresses(self, batch: MicroBatch) -> Addresses:
-        return Addresses.of(batch, self._device, self._own_ends)
+        return Addresses.of(batch, self._device, self._own_ends, self._reads_ranges)
 
     def append(
         self, layer: int, where: Addresses, key: Tensor, value: Tensor

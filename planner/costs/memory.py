@@ -12,7 +12,7 @@ from functools import cache
 from planner.cluster.device import Device
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
-from quant.backends.table import rule_for
+from quant.backends.table import MOST_SPLITS, SPLIT_TOKENS, reads_ranges, rule_for
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
 
@@ -25,6 +25,10 @@ _ALLOCATOR_SLACK = 0.02
 
 _ORDERED_BITS = (3, 4)
 """Bitwidths whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
+
+_SPLIT_ROWS = 8 * 2 * 4 * 192
+"""Rows of sums that split ranges leave: 8 for each block, of at most twice as many blocks as keep a
+GPU busy, 4 a multiprocessor of up to 192 (`actors.attention.cuda`)."""
 
 _FLOAT32_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
@@ -154,14 +158,15 @@ def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
     return 0 if shared else shape.head_parameters * DTYPE_BYTES[dtype]
 
 
-def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
+def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | None = None) -> int:
     """Peak bytes of activations without padding, and of hidden states between stages."""
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
     peaks = [
         prefill_bytes + _bias_bytes(shape, work.workload.prompt_length, element),
-        _attention_bytes(work, work.decode_requests, _decode_keys(work), False)
-        + _decode_index_bytes(work),
+        _attention_bytes(work, work.decode_requests, _decode_keys(work, processor), False)
+        + _decode_index_bytes(work)
+        + _split_bytes(work),
         _mlp_bytes(work),
     ]
     if ends.embedding:
@@ -175,11 +180,25 @@ def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
     return max(peaks) + under_way
 
 
-def _decode_keys(work: StageWork) -> int:
-    """Most tokens that a decode step copies at once
+def _decode_keys(work: StageWork, processor: Processor | None) -> int:
+    """Most tokens that a decode step copies at once; on GPUs that read ranges where they lie those
+    of one request, as what takes its place after a failed self-test does
     (`actors.attention.addresses.Addresses.read_together`).
     """
-    return min(work.decode_requests * work.workload.total_length, work.workload.kv_tokens)
+    shape, longest = work.shape, work.workload.total_length
+    copied = work.decode_requests * longest
+    if processor is not None and reads_ranges(processor, work.dtype, shape.head_dim):
+        copied = longest
+    return min(copied, work.workload.kv_tokens)
+
+
+def _split_bytes(work: StageWork) -> int:
+    """Bytes of the sums that splits of ranges leave."""
+    splits = min(MOST_SPLITS, work.workload.total_length // SPLIT_TOKENS)
+    if splits < 2:
+        return 0
+    rows = min(_SPLIT_ROWS, work.decode_requests * work.shape.heads * splits)
+    return rows * (work.shape.head_dim + 2) * _FLOAT32_BYTES
 
 
 def _decode_index_bytes(work: StageWork) -> int:
@@ -206,7 +225,7 @@ def fixed_stage_memory(work: StageWork, device: Device, ends: StageEnds) -> Stag
         kv_cache=0,
         embedding=embedding_bytes(shape, dtype) if ends.embedding else 0,
         final=norm + head,
-        temporary=temporary_bytes(work, ends),
+        temporary=temporary_bytes(work, ends, device.processor),
         runtime=runtime_bytes(device),
     )
 

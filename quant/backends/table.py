@@ -23,6 +23,14 @@ FUSED_TOKENS = 24
 measured: their multiply-adds, at half the float32 rate, take as long as writing and reading the
 weight in 16 bit at about 16 rows (H200), 25 (P100, A100), 30 (V100) and 40 (T4)."""
 
+RANGE_OCTET = 8
+RANGE_LARGEST_HEAD = 256
+"""Sizes of heads that `actors/attention/cuda_attention.cu` is written for."""
+
+SPLIT_TOKENS, MOST_SPLITS = 256, 32
+"""Fewest tokens of a split of a range, where there are too few ranges for a GPU: what blocks leave
+to be put together is a twelfth of what they read, or less. And the most splits."""
+
 NF4_BLOCK = 64
 """bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
 
@@ -136,6 +144,14 @@ def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool
     if least is None or not _has_capability(processor, least):
         return False
     return shape.group in GROUP_SIZES and shape.out_features >= 8
+
+
+def reads_ranges(processor: Processor, dtype: str, head_dim: int) -> bool:
+    """Whether a GPU has llmpq's attention (`actors.attention.cuda`), which reads keys and values
+    where they lie.
+    """
+    known = head_dim % RANGE_OCTET == 0 and head_dim <= RANGE_LARGEST_HEAD
+    return known and dtype in ("float16", "bfloat16") and _has_capability(processor, (6, 0))
 
 
 def _has_capability(processor: Processor, least: tuple[int, int]) -> bool:

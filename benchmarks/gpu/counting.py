@@ -1,0 +1,229 @@
+"""A decode step of the real decoder on tensors without memory: what it launches and moves."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import mul
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.attention import cuda as range_kernels
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
+from actors.attention.ragged import RaggedContext
+from actors.messages import MicroBatch
+from actors.stage.model_config import with_layers
+from actors.stage.partial_model import empty_model, keep_stage
+from actors.stage.stage import kv_shape, run_decoder
+from quant.backends import cuda_driver
+from quant.backends.base import CanonicalPacked
+from quant.backends.cuda_driver import Argument, Kernels
+from quant.backends.kernel_classes import BACKENDS
+from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.linear import QuantizedLinear
+from quant.loading.cached_layer import put_submodule
+from quant.rounding.canonical import CanonicalWeight
+from quant.scheme import FULL_BITS, LinearShape, Processor
+
+META = torch.device("meta")
+VIEWS = {
+    *("chunk", "detach", "dropout", "empty", "empty_like", "expand", "flatten", "permute"),
+    *("new_empty", "narrow", "reshape", "select", "slice", "split", "squeeze", "t", "transpose"),
+    *("unbind", "unflatten", "unsqueeze", "view", "_unsafe_view", "as_strided", "alias"),
+    *("split_with_sizes", "empty_strided", "_reshape_alias", "tensor_split", "clone_view"),
+}
+"""Operations that start no kernel: views, memory that is not filled, dropout of no training."""
+
+
+@dataclass
+class Started:
+    """Kernels that were started, by name, and the bytes of what each reads and writes, once."""
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, moved_bytes: int) -> None:
+        self.kernels[name] += 1
+        self.moved_bytes[name] += moved_bytes
+
+    def __sub__(self, other: Started) -> Started:
+        kernels, moved_bytes = Counter(self.kernels), Counter(self.moved_bytes)
+        kernels.subtract(other.kernels)
+        moved_bytes.subtract(other.moved_bytes)
+        return Started(+kernels, +moved_bytes)
+
+
+@dataclass(frozen=True)
+class Recorded(Kernels):
+    """Kernels of ours that are counted, not launched. Attention reads the whole cache, others touch
+    `new_share` of it.
+    """
+
+    started: Started
+    cache: set[int]
+    new_share: float
+
+    def launch(self, name: str, blocks: int, *arguments: Argument) -> None:
+        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        shares = [self._share(name, each) for each in tensors]
+        moved = sum(map(mul, map(_bytes, tensors), shares))
+        self.started.add(name, round(moved))
+
+    def _share(self, name: str, tensor: Tensor) -> float:
+        in_cache = tensor.untyped_storage()._cdata in self.cache
+        return self.new_share if in_cache and not name.startswith("attend") else 1.0
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations that start a kernel."""
+
+    def __init__(self, started: Started) -> None:
+        super().__init__()
+        self._started = started
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        out = func(*args, **(kwargs or {}))
+        if name not in VIEWS and not (name == "to" and out is args[0]):
+            self._started.add(name, _moved_bytes(name, args, kwargs, out))
+        return out
+
+
+def _moved_bytes(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an operation reads and writes; of what it picks from, what it picks."""
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    written = sum(_bytes(each) for each in tree_leaves(out) if isinstance(each, Tensor))
+    if name in ("index_select", "index", "embedding"):
+        return 2 * written
+    if name in ("index_put", "index_put_"):
+        return 2 * _bytes(tensors[-1])
+    if name == "copy_":
+        return _bytes(tensors[0]) + _bytes(tensors[1])
+    return written + sum(map(_bytes, tensors))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of its numbers, those of expanded dimensions once."""
+    sizes = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return int(np.prod(sizes, dtype=np.int64)) * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of requests of these `lengths`, the new token counted in, whose ranges fill the
+    cache; weights of `bits`, of those of a GPU of `capability` with so many multiprocessors.
+    """
+
+    lengths: tuple[int, ...]
+    bits: int = FULL_BITS
+    kv_bits: int = FULL_BITS
+    dtype: torch.dtype = torch.float16
+    capability: tuple[int, int] = (7, 0)
+    multiprocessors: int = 80
+    own_kernels: bool = True
+
+    def count(self, config: PretrainedConfig, layers: int) -> Started:
+        """What so many layers of the model of `config` start."""
+        config = with_layers(config, layers)
+        model = empty_model(config)
+        keep_stage(model, range(layers), is_first=False, is_last=False, has_head=False)
+        model.to_empty(device=META).to(self.dtype)
+        if self.bits != FULL_BITS:
+            self._pack_linears(model)
+        form = CacheForm(self.dtype, META, self.kv_bits)
+        lengths = np.array(self.lengths)
+        cache = KVCache(range(layers), CacheShape(int(lengths.sum()), *kv_shape(config)), form)
+        begins = np.cumsum(lengths) - lengths
+        ones = np.ones_like(lengths)
+        batch = MicroBatch(np.arange(len(lengths)), lengths - 1, ones, begins)
+        hidden = torch.empty(len(lengths), config.hidden_size, dtype=self.dtype, device=META)
+        started = Started()
+        with torch.inference_mode(), self._pretended(cache, started), Operations(started):
+            run_decoder(model, RaggedContext.of(cache, batch), hidden)
+        return started
+
+    def _pack_linears(self, model: PreTrainedModel) -> None:
+        processor = Processor(compute_capability=self.capability)
+        dtype = str(self.dtype).removeprefix("torch.")
+        for name, linear in list(model.get_decoder().named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            shape = LinearShape(linear.in_features, linear.out_features)
+            rule = _own_rule(processor, self.bits, shape, dtype)
+            kernel = BACKENDS[rule.name]
+            assert issubclass(kernel, CanonicalPacked)
+            packed = kernel.from_canonical(_codes(shape, self.bits))
+            bias = None if linear.bias is None else linear.bias.detach()
+            quantized = QuantizedLinear(packed, shape, bias, self.dtype, rule)
+            put_submodule(model.get_decoder(), name, quantized)
+
+    @contextmanager
+    def _pretended(self, cache: KVCache, started: Started) -> Iterator[None]:
+        """Let torch's other half believe that there is such a GPU."""
+        share = len(self.lengths) / sum(self.lengths)
+        recorded = Recorded(ctypes.CDLL(None), {}, META, started, _memory(cache), share)
+        blocks = range_kernels._BLOCKS * self.multiprocessors
+        attention = range_kernels.RangeAttention(recorded, blocks) if self.own_kernels else None
+        properties = SimpleNamespace(multi_processor_count=self.multiprocessors)
+        with ExitStack() as stack:
+            for name, value in (
+                ("get_device_capability", lambda *_: self.capability),
+                ("get_device_properties", lambda *_: properties),
+            ):
+                stack.enter_context(patch.object(torch.cuda, name, value))
+            for module, name in _users(cuda_driver.kernels_for):
+                stack.enter_context(patch.object(module, name, lambda *_, **__: recorded))
+            for module, name in _users(range_kernels.range_attention):
+                stack.enter_context(patch.object(module, name, lambda *_: attention))
+            yield
+
+
+def _own_rule(processor: Processor, bits: int, shape: LinearShape, dtype: str) -> KernelRule:
+    """The first of our own kernels that serves there."""
+    return next(
+        rule
+        for rule in KERNEL_RULES
+        if rule.bits == bits
+        and (rule.kernel or "").startswith("cuda_")
+        and rule.supports(processor, shape, dtype)
+    )
+
+
+def _codes(shape: LinearShape, bits: int) -> CanonicalWeight:
+    rows, columns = shape.out_features, shape.in_features
+
+    def empty(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, width, dtype=dtype, device=META)
+
+    if bits == 8:
+        return CanonicalWeight(
+            empty(columns, torch.int8), empty(1, torch.float32), None, 8, columns
+        )
+    scale, zero = (empty(columns // shape.group, torch.bfloat16) for _ in range(2))
+    return CanonicalWeight(empty(columns, torch.uint8), scale, zero, bits, shape.group)
+
+
+def _memory(cache: KVCache) -> set[int]:
+    return {each.untyped_storage()._cdata for each in cache.of_tokens(0, 1)}
+
+
+def _users(function: object) -> list[tuple[Any, str]]:
+    """Modules that have imported a function, and their names of it."""
+    return [
+        (module, name)
+        for module in list(sys.modules.values())
+        for name, value in list(vars(module).items())
+        if value is function
+    ]
