@@ -46,12 +46,12 @@ class GroupOptions:
     """Options for starting and driving a group's stages.
 
     `cache` is where each node keeps packed layers. `transport` takes hidden states from stage to
-    stage: "gloo" (torch.distributed), "ray", or "auto", which is gloo where the stages can be
-    connected by it. `telemetry`: what stages note; the sizes of its micro-batches are the plan's.
-    `recovery` says how `generate` goes on after faults, which `on_event` is told of. `policy`
-    schedules the requests. `importance`: where that of the model is found, or kept once it is
-    measured, for this group and others. `placement_s`: seconds to wait for resources to be granted.
-    `deterministic` as in `StageSpec`.
+    stage: "gloo" (torch.distributed), "ray", or "auto": gloo where the stages can be connected by
+    it, with NCCL between GPUs. `telemetry`: what stages note; the sizes of its micro-batches are
+    the plan's. `recovery` says how `generate` goes on after faults, which `on_event` is told of.
+    `policy` schedules the requests. `importance`: where that of the model is found, or kept once it
+    is measured, for this group and others. `placement_s`: seconds to wait for resources to be
+    granted. `deterministic` as in `StageSpec`.
     """
 
     cache: CacheSettings = NO_CACHE

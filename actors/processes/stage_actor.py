@@ -28,9 +28,10 @@ from actors.stage.emulation import (
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
-from actors.transport.gloo_links import CONTROL, Links, Rendezvous
+from actors.transport.gloo_links import CONTROL, Rendezvous
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
+from actors.transport.nccl_links import NcclLinks
 from actors.transport.pipelines import (
     BoardKeeper,
     GlooPipeline,
@@ -83,7 +84,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         self._stage: Stage | None = None
         self._held_back: EmulatedStage | None = None  # to modelled times, around the stage
         self._ranks_held: list[StageStats] = []
-        self._links: Links | None = None
+        self._links: NcclLinks | None = None
         self._codec = self._make_codec()
         self._leader: Leader | None = None
         self._supervised = NO_SUPERVISION  # by the leaders before
@@ -175,9 +176,10 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         """
         mine = self._spec.is_first  # a call to itself would wait for this one
         board = self.board(rendezvous.secret) if mine else RemoteBoard(first, rendezvous)
-        spec, columns = self._spec, self._loaded().max_columns
-        self._codec = self._make_codec(sizes.limits(spec.max_tokens, spec.kv_tokens, columns))
-        self._links = Links(rendezvous, self._spec.index, board)
+        spec, stage = self._spec, self._loaded()
+        limits = sizes.limits(spec.max_tokens, spec.kv_tokens, stage.max_columns)
+        self._codec = self._make_codec(limits)
+        self._links = NcclLinks(rendezvous, spec.index, board, stage.device)
 
     def serve(self) -> None:
         """Compute what comes over the links until one breaks; for all but the first stage."""
@@ -196,6 +198,8 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         if self._leader is not None:
             tokens = self._leader.slot_tokens()
             self._supervised = replace(self._leader.supervision, parked_now=0)
+        if self._links is not None:
+            self._links.close()
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()
         return RunReport(self._health.take_failure() or failed, tokens)
@@ -326,7 +330,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         if links is not None:
             links.stop()
 
-    def _linked(self) -> Links:
+    def _linked(self) -> NcclLinks:
         if self._links is None:
             raise RuntimeError(f"stage {self._spec.index} was used before it was linked")
         return self._links

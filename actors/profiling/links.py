@@ -23,10 +23,13 @@ from actors.processes.placement import CRUMB, Placement
 from actors.profiling.on_cluster import bare_errors
 from actors.profiling.task import median_and_spread
 from actors.transport.collectives import DistributedGroup, Meeting
-from actors.transport.gloo_links import CONTROL, Links, Rendezvous
+from actors.transport.gloo_links import CONTROL, Rendezvous
 from actors.transport.message_format import decode, encode
+from actors.transport.nccl import GpuLink
+from actors.transport.nccl_links import NcclLinks
 from actors.transport.pipelines import BoardKeeper, RayMessage, RemoteBoard, from_ray
 from planner.cluster.device import Place, Way
+from planner.profiles.links import WAYS
 from quant.common.errors import DeviceError
 
 _PLACING_S = 60.0
@@ -97,30 +100,38 @@ class End(BoardKeeper):
         torch.set_num_threads(1)
         self._device = device_here("cuda" if on_gpu else "cpu")
         torch.zeros(1, device=self._device)  # from here on host memory is pinned for a GPU
-        self._links: Links
+        self._links: NcclLinks
 
     def host(self) -> str:
         return str(ray.util.get_node_ip_address())
 
-    def connect(self, rendezvous: Rendezvous, index: int, first: Any) -> None:
-        """Link to the other end, which does the same now; the `first` one keeps the board."""
+    def connect(self, rendezvous: Rendezvous, index: int, first: Any) -> tuple[Way, ...]:
+        """Link to the other end, which does the same now; the `first` one keeps the board. Returns
+        the ways on which hidden states can go over the links.
+        """
         board = RemoteBoard(first, rendezvous) if index else self.board(rendezvous.secret)
-        self._links = Links(rendezvous, index, board)
+        self._links = NcclLinks(rendezvous, index, board, self._device)
+        self._sender = self._links.sender(1 - index)
+        self._receiver = self._links.receiver(1 - index, _ANSWER_S)
+        return ("gloo",) if self._gpu_link("nccl") is None else ("nccl", "gloo")
+
+    def _gpu_link(self, way: Way) -> GpuLink | None:
+        return self._links.gpu_link(1 - self._links.index) if way == "nccl" else None
 
     def echo(self, message: RayMessage) -> RayMessage:
         """Move the hidden states that Ray brought to the device, and send them back from there."""
         returned: RayMessage = self._returned(from_ray(message)).numpy()
         return returned
 
-    def serve(self, messages: int) -> None:
-        """Send so many `messages` back that come over the link."""
-        receiver, sender = self._links.receiver(0, _ANSWER_S), self._links.sender(0)
+    def serve(self, way: Way, messages: int) -> None:
+        """Send so many `messages` back that come over the links."""
+        link = self._gpu_link(way)
         for _ in range(messages):
-            sender.send(self._returned(receiver.receive()))
+            self._sender.send(self._returned(self._receiver.receive(), link))
 
-    def _returned(self, message: Tensor) -> Tensor:
-        batch, hidden = _hidden(message)
-        return encode(batch, self._arrived(hidden))
+    def _returned(self, message: Tensor, link: GpuLink | None = None) -> Tensor:
+        batch, hidden = _hidden(message, link)
+        return encode(batch, self._arrived(hidden), link)
 
     def by_ray(self, other: Any, turns: int) -> list[MeasuredHop]:
         """Time round trips of every payload by object references."""
@@ -131,15 +142,15 @@ class End(BoardKeeper):
 
         return self._timed("ray", trip, turns)
 
-    def by_gloo(self, turns: int) -> list[MeasuredHop]:
-        """Time round trips of every payload over the link."""
-        down, back = self._links.sender(1), self._links.receiver(1, _ANSWER_S)
+    def by_links(self, way: Way, turns: int) -> list[MeasuredHop]:
+        """Time round trips of every payload over the links."""
+        link = self._gpu_link(way)
 
         def trip(batch: MicroBatch, hidden: Tensor) -> None:
-            down.send(encode(batch, hidden))
-            self._arrived(_hidden(back.receive())[1])
+            self._sender.send(encode(batch, hidden, link))
+            self._arrived(_hidden(self._receiver.receive(), link)[1])
 
-        return self._timed("gloo", trip, turns)
+        return self._timed(way, trip, turns)
 
     def _arrived(self, hidden: Tensor) -> Tensor:
         moved = hidden.to(self._device, non_blocking=True)
@@ -169,45 +180,50 @@ class End(BoardKeeper):
         ]
 
 
-def _hidden(message: Tensor) -> tuple[MicroBatch, Tensor]:
-    decoded: Any = decode(message)
+def _hidden(message: Tensor, link: GpuLink | None = None) -> tuple[MicroBatch, Tensor]:
+    decoded: Any = decode(message, link=link)
     batch, hidden = decoded
     return batch, hidden
 
 
 def measure_hops(
-    ends: Sequence[Placement], place: Place, turns: int = 60, ways: Sequence[Way] = ("gloo", "ray")
+    ends: Sequence[Placement], place: Place, turns: int = 60, ways: Sequence[Way] = WAYS
 ) -> tuple[MeasuredHop, ...]:
     """Time hops between two processes with the devices of `ends`, on one node or on two.
 
-    Needs an initialised Ray. Where gloo does not connect, there are hops by Ray only. Raises
-    `DeviceError` where the cluster has no such place.
+    Needs an initialised Ray. Where gloo does not connect, there are hops by Ray only, and by NCCL
+    there are some between two GPUs that it connects. Raises `DeviceError` where the cluster has no
+    such place.
     """
     if place == "network" and sum(node["Alive"] for node in ray.nodes()) < len(ends):
         raise DeviceError("the Ray cluster has one node only, and the cluster file several")
     found: list[MeasuredHop] = []
     with started_together(End, ends, place) as (first, second):
-        if "gloo" in ways and _linked(first, second):
-            serving = second.serve.remote((_WARM_UP + turns) * len(PAYLOADS_BYTES))
-            found += get_answer(first.by_gloo.remote(turns))
-            get_answer(serving)
+        for way in _linked(first, second, "nccl" in ways) if set(ways) - {"ray"} else ():
+            if way in ways:
+                serving = second.serve.remote(way, (_WARM_UP + turns) * len(PAYLOADS_BYTES))
+                found += get_answer(first.by_links.remote(way, turns))
+                get_answer(serving)
         if "ray" in ways:
             found += get_answer(first.by_ray.remote(second, turns))
     return tuple(found)
 
 
-def _linked(first: Any, second: Any) -> bool:
+def _linked(first: Any, second: Any, nccl: bool) -> tuple[Way, ...]:
+    """Link two ends; the ways on which hidden states can go over the links, none without links."""
     ends = (first, second)
     hosts = get_answers([end.host.remote() for end in ends])
-    rendezvous = Rendezvous(tuple(hosts), _RENDEZVOUS_S)
+    rendezvous = Rendezvous(tuple(hosts), _RENDEZVOUS_S, nccl=nccl)
     get_answer(first.open_rendezvous.remote(rendezvous))
     try:
-        get_answers([end.connect.remote(rendezvous, i, first) for i, end in enumerate(ends)])
+        ways: list[tuple[Way, ...]] = get_answers(
+            [end.connect.remote(rendezvous, i, first) for i, end in enumerate(ends)]
+        )
     except RayTaskError as error:
         if not isinstance(error.cause, DeviceError):
             raise
-        return False
-    return True
+        return ()
+    return ways[0]
 
 
 SUMMED_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)

@@ -20,6 +20,7 @@ from actors.recovery.faults import HangError, RankLostError
 from actors.schedule.scheduler import QueueSizes
 from actors.transport import Transport
 from actors.transport.gloo_links import Rendezvous
+from actors.transport.nccl_links import CONNECT_S
 from planner.scheduling import RequestSchedule
 from quant.common.errors import DeviceError, LlmpqError, StageLostError
 
@@ -239,11 +240,11 @@ class StagePipeline:
         timeout_s = self._meeting_s
         if self.epoch > 1:  # all are there and have met before
             timeout_s = min(timeout_s, MEETING_AGAIN_S)
-        rendezvous = Rendezvous(hosts, timeout_s)
+        rendezvous = Rendezvous(hosts, timeout_s, nccl=self._transport == "auto")
         self._get_all({0: first.open_rendezvous(rendezvous)}, timeout_s)
         # The first to fail is the one to blame: the others wait for it.
         connecting = [stage.connect(rendezvous, first, self.sizes) for stage in self.stages]
-        self._get_all(dict(enumerate(connecting)), 2 * timeout_s)
+        self._get_all(dict(enumerate(connecting)), 2 * (timeout_s + CONNECT_S))
 
     def _get_all(self, asked: dict[int, ObjectRef[T]], limit_s: float) -> dict[int, T]:
         check = LivenessCheck(self.stages, self.answers, self._hang_s)

@@ -23,6 +23,7 @@ from actors.messages import Admission, MicroBatch, Sampled, Sampling
 from actors.stage.stage import Stage
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
+from actors.transport.nccl import GpuLink
 from planner.costs.communication import HostCopies
 from planner.plan.kv_copies import host_copies
 from planner.plan.modelled_times import ModelledTimes
@@ -120,16 +121,20 @@ class EmulatedLink(Codec):
         self._clock = clock
         self._free_s = 0.0
 
-    def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+    def encode(
+        self, batch: MicroBatch, result: Tensor | Sampled, link: GpuLink | None = None
+    ) -> Tensor:
         """The message of what the clock's stage has just computed, and its time of arrival."""
         sent_s = max(self._clock.reached_s, self._free_s)
         self._free_s = sent_s + self._times.transfer_s(batch)
         arrival = torch.frombuffer(bytearray(_ARRIVAL.pack(self._free_s)), dtype=torch.uint8)
-        return torch.cat([super().encode(batch, result), arrival])
+        return torch.cat([super().encode(batch, result, link), arrival])
 
-    def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
+    def decode(
+        self, message: Tensor, link: GpuLink | None = None
+    ) -> tuple[MicroBatch, Tensor] | Sampled:
         """The content of `message`, once the link before this stage has brought it."""
-        found = super().decode(message[: -_ARRIVAL.size])
+        found = super().decode(message[: -_ARRIVAL.size], link)
         (arrival_s,) = _ARRIVAL.unpack(message[-_ARRIVAL.size :].numpy().data)
         self._clock.wait_until(arrival_s)
         return found

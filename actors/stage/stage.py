@@ -204,7 +204,8 @@ class Stage:
             if self.spec.has_head:
                 result = self._sample(batch, result)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # or who times this would only see the launches
+            # or who times this would only see the launches; not what goes to other stages yet
+            torch.cuda.current_stream(self.device).synchronize()
         self._group.check()
         return result
 

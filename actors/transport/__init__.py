@@ -3,6 +3,7 @@
 from typing import Literal
 
 Transport = Literal["auto", "ray", "gloo"]
-"""How tensors go between stages; auto: gloo where it connects, else Ray."""
+"""How tensors go between stages; auto: gloo where it connects, with NCCL for hidden states between
+GPUs of one node, else Ray."""
 
 TRANSPORTS: tuple[Transport, ...] = ("auto", "ray", "gloo")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.transport.gloo_links import LOOPBACK, check_invited, gloo_group
+from actors.transport.nccl import Communicator, broadcast_from, nccl_group
 from quant.common.errors import DeviceError, StageLostError
 
 
@@ -135,16 +136,13 @@ class DistributedGroup(RankGroup):
         self.rank, self.degree = seat.rank, seat.degree
         self._seat, self._folder = seat, folder
         self._on_gpu = seat.device.type != "cpu"
-        self._ending = Lock()
         try:
             distributed: Any = torch.distributed
             own_store = distributed.PrefixStore("gloo", store)
             self._host = gloo_group(own_store, seat.rank, seat.degree, LOOPBACK, seat.timeout)
             others = set(range(seat.degree)) - {seat.rank}
             check_invited(self._host, "rank", seat.rank, others, seat.secret, self._wait)
-            self._nccl = _nccl(seat, store) if self._on_gpu else None
-            first = torch.zeros(1, device=seat.device)
-            self._wait((self._nccl or self._host).allreduce([first]))  # at which NCCL connects
+            self._nccl = self._communicator(store) if self._on_gpu else None
         except (RuntimeError, StageLostError, DeviceError) as error:
             raise DeviceError(
                 f"rank {seat.rank} of {seat.degree} on {LOOPBACK} did not meet the others "
@@ -153,27 +151,31 @@ class DistributedGroup(RankGroup):
         if self._on_gpu and folder is not None:
             Thread(target=self._watch, args=(folder,), daemon=True).start()
 
+    def _communicator(self, store: Any) -> Communicator:
+        seat = self._seat
+        group = nccl_group(store, seat.rank, seat.degree, seat.device, seat.timeout)
+        found = Communicator(group, self._lost)
+        first = torch.zeros(1, device=seat.device)
+        found.complete(lambda tensors: tensors.allreduce([first]), seat.timeout_s)
+        return found
+
     def _watch(self, folder: Path) -> None:
         """End NCCL's calls once a rank has left, whatever waits for them then."""
         while folder.exists():
             time.sleep(_LOOK_S)
-        self._abort()
-
-    def _abort(self) -> None:
-        with self._ending:
-            nccl, self._nccl = self._nccl, None
-        if nccl is not None:
-            nccl.abort()
+        if self._nccl is not None:
+            self._nccl.abort()
 
     def check(self) -> None:
-        if self._on_gpu and self._nccl is None:  # NCCL's calls without it have ended too
-            raise self._lost("it has left")
+        if self._nccl is not None:
+            self._nccl.check()
 
     def close(self) -> None:
         self._host = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._abort()
+        if self._nccl is not None:
+            self._nccl.abort()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         own = tensor if self._on_gpu else tensor.float()
@@ -184,18 +186,18 @@ class DistributedGroup(RankGroup):
     def broadcast(self, tensor: Tensor) -> Tensor:
         sent = tensor.contiguous()
         if sent.numel():
-            self._on_device(lambda tensors: tensors.broadcast([sent], _from_rank_0()))
+            self._on_device(lambda tensors: tensors.broadcast([sent], broadcast_from(0)))
         return sent
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """By way of the host: their number, then they themselves."""
         length = torch.tensor([0 if data is None else len(data)])
-        self._wait(self._host.broadcast([length], _from_rank_0(_FOR_EVER)), _FOR_EVER)
+        self._wait(self._host.broadcast([length], broadcast_from(0, _FOR_EVER)), _FOR_EVER)
         content = torch.empty(int(length), dtype=torch.uint8)
         if data:
             content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         if content.numel():
-            self._wait(self._host.broadcast([content], _from_rank_0()))
+            self._wait(self._host.broadcast([content], broadcast_from(0)))
         return content.numpy().tobytes()
 
     def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
@@ -210,23 +212,11 @@ class DistributedGroup(RankGroup):
         return torch.cat([part[..., :w] for part, w in zip(parts, widths, strict=True)], -1)
 
     def _on_device(self, start: Callable[[Any], Any]) -> None:
-        """Have what is computed next wait for the work on tensors that `start` begins: a GPU's
-        stream, without the host, which goes on to launch the next layer.
-
-        Told a time, NCCL's work would hold up the host and look every millisecond whether it is
-        done (`WorkNCCL::wait` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). The limit of
-        its group holds without that: torch ends the process of a call that lasts longer.
-        """
-        if not self._on_gpu:
+        """Have what is computed next wait for the work on tensors that `start` begins."""
+        if self._nccl is None:
             self._wait(start(self._host))
-            return
-        nccl = self._nccl
-        if nccl is None:
-            raise self._lost("it has left")
-        try:
-            start(nccl).wait()
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        else:
+            self._nccl.begin(start)
 
     def _wait(self, work: Any, limit: timedelta | None = None) -> None:
         try:
@@ -236,23 +226,3 @@ class DistributedGroup(RankGroup):
 
     def _lost(self, error: object) -> StageLostError:
         return StageLostError(f"rank {self.rank} of {self.degree} lost another one: {error}")
-
-
-def _nccl(seat: Seat, store: Any) -> Any:
-    distributed: Any = torch.distributed
-    if not distributed.is_nccl_available():
-        raise DeviceError("this torch has no NCCL; give each stage one GPU")
-    torch.cuda.set_device(seat.device)
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = seat.timeout
-    own = distributed.PrefixStore("nccl", store)
-    return distributed.ProcessGroupNCCL(own, seat.rank, seat.degree, options)
-
-
-def _from_rank_0(limit: timedelta | None = None) -> Any:
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    if limit is not None:
-        options.timeout = limit
-    return options

@@ -23,6 +23,7 @@ import torch.distributed
 from torch import Tensor
 
 from actors.transport.message_format import host_memory, message_bytes
+from actors.transport.nccl import GpuLink
 from quant.common.errors import DeviceError, StageLostError
 
 CONTROL = "control"  # an actor's own thread for calls that must not wait for its work
@@ -38,12 +39,13 @@ _LOOK_S = 0.01
 @dataclass(frozen=True)
 class Rendezvous:
     """The node address of each end, the seconds within which they must connect, and the `secret`
-    by which they know each other.
+    by which they know each other. `nccl`: hidden states go from GPU to GPU where they can.
     """
 
     hosts: tuple[str, ...]
     timeout_s: float
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    nccl: bool = False
 
     def address(self, index: int) -> str:
         """The address on which end `index` listens: loopback where all ends are on one machine."""
@@ -204,6 +206,12 @@ class Links:
         self._senders.append(Sender(self._group, to, self.stages))
         return self._senders[-1]
 
+    def gpu_link(self, other: int) -> GpuLink | None:
+        """The link from this stage's GPU to that of `other`; None where hidden states go in
+        messages.
+        """
+        return None
+
     def stop(self) -> None:
         """Tell the stages that receive from this one that no more comes; for any thread."""
         for sender in self._senders:
@@ -251,7 +259,7 @@ class Sender:
         try:
             return self._group.send([frame], self._to, 0)
         except RuntimeError as error:
-            raise _lost(self._to, error) from error
+            raise lost(self._to, error) from error
 
 
 class Receiver:
@@ -275,7 +283,7 @@ class Receiver:
         try:
             self._posted.append((self._group.recv([buffer], self._source, 0), buffer))
         except RuntimeError as error:
-            raise _lost(self._source, error) from error
+            raise lost(self._source, error) from error
 
     def receive(self) -> Tensor:
         """The next message `[bytes]`; valid until the next call.
@@ -309,8 +317,8 @@ def _wait(work: Any, stage: int, timeout: timedelta) -> None:
     try:
         work.wait(timeout)
     except RuntimeError as error:
-        raise _lost(stage, error) from error
+        raise lost(stage, error) from error
 
 
-def _lost(stage: int, error: RuntimeError) -> StageLostError:
+def lost(stage: int, error: object) -> StageLostError:
     return StageLostError(f"stage {stage} cannot be reached, its process died or hangs: {error}")

@@ -2,8 +2,9 @@
 
 A message is a prefix of fixed size, int64 arrays, the admissions as JSON, and the tensor, which
 begins at a multiple of 64 bytes; with sampled tokens, it is their log-probabilities, where they are
-asked for. Nothing in it is ever run: no pickle. Nothing in it is trusted either: the sizes that it
-states are checked against the plan before memory is allocated for it.
+asked for. Hidden states that go from GPU to GPU are not in it, but their sizes are. Nothing in it
+is ever run: no pickle. Nothing in it is trusted either: the sizes that it states are checked
+against the plan before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from actors.messages import (
     check_top_logprobs,
 )
 from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
+from actors.transport.nccl import GpuLink
 from quant.common.errors import LlmpqError
 
 _MOST_COLUMNS = 1 + MOST_TOP_LOGPROBS
@@ -80,7 +82,7 @@ def logprobs_of(ids: TokenIds, values: Tensor, tokens: int) -> LogprobRows | Non
 _PREFIX = struct.Struct("<QQQQQQQQ")
 """Bytes of the whole message, kind, requests, changes, bytes of JSON, dtype, rows, columns."""
 
-_BATCH, _SAMPLED = 0, 1
+_BATCH, _SAMPLED, _APART = 0, 1, 2  # apart: a micro-batch whose hidden states go over a GPU link
 _SAMPLED_ARRAYS = 2  # tokens, reasons
 _BATCH_ARRAYS = 6  # slots, starts, counts, begins, samples, sizes
 _CHANGE_NUMBERS = 4  # which change, and the fields of a move or of parked tokens
@@ -117,12 +119,15 @@ class _Prefix(NamedTuple):
     @property
     def planned_bytes(self) -> int:
         """Bytes of a message with these parts."""
+        if self.kind == _APART:
+            return self.tensor_begin
         return self.tensor_begin + self.rows * self.columns * _DTYPES[self.dtype].itemsize
 
 
-def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+def encode(batch: MicroBatch, result: Tensor | Sampled, link: GpuLink | None = None) -> Tensor:
     """A message `[bytes]` of uint8 on the host: `batch` with hidden states `[tokens, hidden_size]`,
-    or just its sampled tokens. `samples` that are all set come out as None.
+    or just its sampled tokens. `samples` that are all set come out as None. Over a `link` hidden
+    states are sent now, and the message is to follow.
     """
     if isinstance(result, Sampled):
         codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
@@ -133,7 +138,10 @@ def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
     sizes = np.zeros_like(batch.slots) if batch.sizes is None else batch.sizes
     arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples, sizes)
     text = admitted if batch.admitted else b""
-    return _message(_BATCH, arrays, _changes(batch), text, result)
+    if link is None:
+        return _message(_BATCH, arrays, _changes(batch), text, result)
+    link.send(result)
+    return _message(_APART, arrays, _changes(batch), text, result)
 
 
 def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
@@ -143,8 +151,10 @@ def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
     return _prefix(first_frame, limits).message_bytes
 
 
-def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, Tensor] | Sampled:
-    """The content of an encoded `message`; the tensor is a view of it.
+def decode(
+    message: Tensor, limits: Limits | None = None, link: GpuLink | None = None
+) -> tuple[MicroBatch, Tensor] | Sampled:
+    """The content of an encoded `message`; the tensor is a view of it, or comes over the `link`.
 
     Raises `StageLostError` for what no stage sends: sizes that disagree or go beyond `limits`,
     slots, positions and ranges that do not exist or that two requests share, admissions that are
@@ -156,13 +166,18 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
         refuse(f"has {len(data)} bytes and says {prefix.message_bytes}")
     end = _PREFIX.size + prefix.array_bytes
     numbers = data[_PREFIX.size : end].view(np.int64).copy()
-    tensor = message[prefix.tensor_begin : prefix.message_bytes].view(_DTYPES[prefix.dtype])
+    shape, dtype = (prefix.rows, prefix.columns), _DTYPES[prefix.dtype]
+    tensor = message[prefix.tensor_begin : prefix.message_bytes].view(dtype)
     if prefix.kind == _SAMPLED:
-        return _sampled(numbers, prefix.requests, tensor.reshape(prefix.rows, prefix.columns))
+        return _sampled(numbers, prefix.requests, tensor.reshape(shape))
     admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
     batch = _batch(numbers, prefix.requests, admitted)
     check_batch(batch, prefix.rows, limits)
-    return batch, tensor.reshape(prefix.rows, prefix.columns)
+    if prefix.kind == _BATCH:
+        return batch, tensor.reshape(shape)
+    if link is None:
+        refuse("has hidden states that come from GPU to GPU, over a link that there is not")
+    return batch, link.receive(*shape, dtype)
 
 
 class Codec:
@@ -171,13 +186,17 @@ class Codec:
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits
 
-    def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+    def encode(
+        self, batch: MicroBatch, result: Tensor | Sampled, link: GpuLink | None = None
+    ) -> Tensor:
         """A message `[bytes]` with the `result` of `batch`."""
-        return encode(batch, result)
+        return encode(batch, result, link)
 
-    def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
+    def decode(
+        self, message: Tensor, link: GpuLink | None = None
+    ) -> tuple[MicroBatch, Tensor] | Sampled:
         """The content of `message`, when it has arrived."""
-        return decode(message, self._limits)
+        return decode(message, self._limits, link)
 
     def message_bytes(self, first_frame: Tensor) -> int:
         """Length of the message that begins with `first_frame`; 0: the end of all messages."""
@@ -186,7 +205,7 @@ class Codec:
 
 def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     prefix = _Prefix(*_PREFIX.unpack_from(message.numpy().data))
-    if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
+    if prefix.kind not in (_BATCH, _SAMPLED, _APART) or prefix.dtype >= len(_DTYPES):
         refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
     is_sampled = prefix.kind == _SAMPLED
     if is_sampled and prefix.changes + prefix.text_bytes + prefix.dtype:
@@ -267,7 +286,7 @@ def _message(
     begin = _aligned(end)
     tensor = torch.empty(0, 0) if tensor is None else tensor.detach()
     rows, columns = tensor.shape
-    message = host_memory(begin + tensor.nbytes)
+    message = host_memory(begin + (0 if kind == _APART else tensor.nbytes))
     data = message.numpy()
     dtype = _DTYPES.index(tensor.dtype)
     prefix = (len(data), kind, len(arrays[0]), len(changes), len(text), dtype, rows, columns)
@@ -275,7 +294,8 @@ def _message(
     data[_PREFIX.size : _PREFIX.size + flat.size] = flat
     data[end - len(text) : end] = np.frombuffer(text, np.uint8)
     data[end:begin] = 0
-    message[begin:].view(tensor.dtype).view(rows, columns).copy_(tensor)
+    if kind != _APART:
+        message[begin:].view(tensor.dtype).view(rows, columns).copy_(tensor)
     return message
 
 

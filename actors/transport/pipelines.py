@@ -1,4 +1,5 @@
-"""The pipeline of stages as the first one sees it: over links of gloo, or by calls of Ray.
+"""The pipeline of stages as the first one sees it: over links of gloo and between GPUs, or by calls
+of Ray.
 
 Either way a stage's result travels as one message, which the next stage decodes and computes. The
 board by which ends of gloo find each other is kept by an actor, under Ray's token and TLS.
@@ -19,6 +20,7 @@ from torch import Tensor
 from actors.messages import MicroBatch, Sampled, TokenIds
 from actors.transport.gloo_links import CONTROL, Links, LocalBoard, Rendezvous
 from actors.transport.message_format import Codec
+from actors.transport.nccl import GpuLink
 from quant.common.errors import DeviceError, StageLostError
 
 ANSWER_S = 1800.0
@@ -32,7 +34,7 @@ class ComputingStage(Protocol):
     """A stage in its process."""
 
     def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
-        """Run `actors.stage.stage.Stage.step`."""
+        """Run `actors.stage.stage.Stage.step`; it returns when that is computed."""
 
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
         """Run `actors.stage.stage.Stage.finish`."""
@@ -84,13 +86,13 @@ class GlooPipeline:
     def __init__(self, first: ComputingStage, links: Links, codec: Codec) -> None:
         self._first, self._codec = first, codec
         self.stages = links.stages
-        self._down = links.sender(1)
+        self._down, self._gpu_link = links.sender(1), links.gpu_link(1)
         self._back = links.receiver(links.stages - 1, ANSWER_S, codec.message_bytes)
 
     def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
         """Compute the first stage here and send the result down the pipeline."""
         result = self._first.compute(batch, torch.from_numpy(token_ids))
-        self._down.send(self._codec.encode(batch, result))
+        self._down.send(self._codec.encode(batch, result, self._gpu_link))
         self._first.sent()
         return batch
 
@@ -116,17 +118,25 @@ def serve(stage: ComputingStage, links: Links, codec: Codec) -> None:
     """
     from_before = links.receiver(links.index - 1, bytes_of=codec.message_bytes)
     onward = links.sender((links.index + 1) % links.stages)
+    gpu_links = links.gpu_link(links.index - 1), links.gpu_link(links.index + 1)
     while True:
-        onward.send(relay(stage, from_before.receive(), codec))
+        onward.send(relay(stage, from_before.receive(), codec, *gpu_links))
         stage.sent()
 
 
-def relay(stage: ComputingStage, message: Tensor, codec: Codec) -> Tensor:
-    """Compute the `message` of the stage before; returns the message to the next one.
+def relay(
+    stage: ComputingStage,
+    message: Tensor,
+    codec: Codec,
+    before: GpuLink | None = None,
+    onward: GpuLink | None = None,
+) -> Tensor:
+    """Compute the `message` of the stage before; returns the message to the next one. Hidden states
+    come and go over GPU links where there are some.
 
     Raises `StageLostError` for a message that no stage before this one sends.
     """
-    content = codec.decode(message)
+    content = codec.decode(message, before)
     if isinstance(content, Sampled):
         raise StageLostError("a stage before the last one sampled")
     batch, hidden = content
@@ -134,7 +144,10 @@ def relay(stage: ComputingStage, message: Tensor, codec: Codec) -> Tensor:
         raise StageLostError(
             f"the stage before sent {len(hidden)} rows for {batch.counts.sum()} tokens"
         )
-    return codec.encode(batch, stage.compute(batch, hidden))
+    result = stage.compute(batch, hidden)
+    if before is not None:
+        before.check()
+    return codec.encode(batch, result, onward)
 
 
 def from_ray(message: RayMessage) -> Tensor:

@@ -112,7 +112,7 @@ class RunOptions(PromptingOptions):
     no_cache: bool = flag("quantize anew, keep nothing")
     transport: Transport = option(
         TRANSPORTS,
-        "links between stages: gloo, Ray's objects, or auto: gloo where it connects",
+        "links between stages: gloo, Ray's objects, or auto: NCCL and gloo where they connect",
         "auto",
         within=one_of(TRANSPORTS),
     )

@@ -156,7 +156,7 @@ class Device:
 Place = Literal["node", "network"]
 """Whether a hop is between two devices of one node, or of two nodes."""
 
-Way = Literal["gloo", "ray"]
+Way = Literal["nccl", "gloo", "ray"]
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from planner.profiles.rows import read_table, table_beside
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS
 
-WAYS: tuple[Way, ...] = ("gloo", "ray")
-"""The transports between stages; runs prefer the first."""
+WAYS: tuple[Way, ...] = ("nccl", "gloo", "ray")
+"""The transports between stages; runs prefer the first that there is."""
 
 
 def _full_name(name: str) -> str:

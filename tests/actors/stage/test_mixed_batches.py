@@ -15,12 +15,13 @@ import torch
 from actors.messages import MicroBatch, Request, Sampled, Sampling, TokenIds, TokenRange
 from actors.stage.stage import Stage
 from actors.transport import pipelines
+from actors.transport.gloo_links import Links
 from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.pipelines import GlooPipeline, RayPipeline, from_ray, relay, serve
 from quant.common.errors import StageLostError
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
-from tests.actors.linking import meet
+from tests.actors.linking import CPU, GPU, meet_on_gpus
 from tests.actors.local_pipeline import LocalPipeline, metered
 from tests.actors.models import (
     CONFIGS,
@@ -31,6 +32,7 @@ from tests.actors.models import (
     save_tiny,
     stages_of,
 )
+from tests.actors.pretend_nccl import PretendGpus
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 8, 3)
 NEW_TOKENS = 8
@@ -41,11 +43,11 @@ REQUESTS = [Request(str(i), prompt, NEW_TOKENS, Sampling()) for i, prompt in enu
 LIMITS = Limits(SLOTS, KV_TOKENS, 64, SLOTS, LONGEST, KV_TOKENS)
 
 
-def stages_for(folder: Path, head_on_first: bool = False, kv_bits: int = 16) -> list[Stage]:
-    room = LONGEST + LARGEST_SPARE
-    return stages_of(
-        folder, (0, 2, LAYERS), SLOTS, room, head_on_first=head_on_first, kv_bits=kv_bits
-    )
+def stages_for(
+    folder: Path, head_on_first: bool = False, kv_bits: int = 16, stages: int = 2
+) -> list[Stage]:
+    room, bounds = LONGEST + LARGEST_SPARE, (0, 2, LAYERS) if stages == 2 else (0, 1, 2, LAYERS)
+    return stages_of(folder, bounds, SLOTS, room, head_on_first=head_on_first, kv_bits=kv_bits)
 
 
 def spoil_others(stages: Sequence[Stage], ranges: Sequence[TokenRange]) -> None:
@@ -159,26 +161,37 @@ def test_codes_of_8_bit_do_not_depend_on_the_order(name: str, tiny: Tiny) -> Non
     assert interleaved(stages, 0)[1] == expected
 
 
+@pytest.mark.parametrize("devices", [(CPU, CPU), (GPU, GPU, CPU)])
 @pytest.mark.parametrize("head_on_first", [False, True])
-def test_parts_of_prompts_go_over_links(head_on_first: bool, tiny: Tiny) -> None:
-    """A micro-batch of which nothing is sampled has an empty answer."""
+def test_parts_of_prompts_go_over_links(
+    devices: tuple[str, ...], head_on_first: bool, tiny: Tiny, gpus: PretendGpus
+) -> None:
+    """A micro-batch of which nothing is sampled has an empty answer. Between two GPUs hidden states
+    go beside the messages.
+    """
     folder, expected = tiny("llama")
-    first, second = stages_for(folder, head_on_first)
-    here, there = meet(2)
+    first, *others = stages_for(folder, head_on_first, stages=len(devices))
+    links = meet_on_gpus(devices)
 
-    def serve_second() -> None:
-        with pytest.raises(StageLostError, match="broke the run off"):
-            serve(Computing(second), there, CODEC)
+    def served(stage: Stage, own: Links) -> None:
+        with pytest.raises(StageLostError):
+            serve(Computing(stage), own, CODEC)
 
-    serving = Thread(target=serve_second)
-    serving.start()
-    pipeline = GlooPipeline(Computing(first), here, CODEC)
+    serving = [Thread(target=served, args=each) for each in zip(others, links[1:], strict=True)]
+    for each in serving:
+        each.start()
+    pipeline = GlooPipeline(Computing(first), links[0], CODEC)
     policy = RandomPolicy(SLOTS, KV_TOKENS, 0, lambda ranges: None)
     tokens = policy.run(REQUESTS, lambda *each: pipeline.result(pipeline.submit(*each)))
-    here.stop()
-    serving.join()
+    for own in links:
+        own.stop()
+    for each in serving:
+        each.join()
     assert [tokens[request.custom_id] for request in REQUESTS] == expected
     assert policy.unsampled
+    assert [group.wire.done > len(REQUESTS) for group in gpus.groups] == [True] * (
+        2 * devices.count(GPU) - 2 if GPU in devices else 0
+    )
 
 
 def test_tokens_of_prompts_and_of_decode_steps_are_counted_apart(tiny: Tiny) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from actors.transport.collectives import ALONE, DistributedGroup, Meeting, RankGroup, Seat
 from quant.common.errors import DeviceError, StageLostError
+from tests.actors.pretend_nccl import PretendGpus
 from tests.actors.thread_ranks import thread_groups
 
 CPU = torch.device("cpu")
@@ -133,53 +134,31 @@ def test_a_rank_that_leaves_is_noticed_by_all_as_they_leave(groups: list[RankGro
     together(others, notice)
 
 
-class PretendNccl:
-    """NCCL as a host sees it: a call is begun without waiting, and ends when all take part, or when
-    this rank's communicator is aborted.
-    """
-
-    def __init__(self) -> None:
-        self.over = Event()
-
-    def allreduce(self, tensors: list[Tensor]) -> PretendNccl:
-        if self.over.is_set():
-            raise RuntimeError("NCCL communicator was aborted")
-        return self
-
-    def wait(self, *_: object) -> None:
-        """Go on at once, as a stream waits, not the host."""
-
-    def abort(self) -> None:
-        self.over.set()
-
-
-def test_a_rank_on_a_gpu_that_leaves_ends_what_the_others_wait_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_on_a_gpu_that_leaves_ends_what_the_others_wait_for(gpus: PretendGpus) -> None:
     """The device `meta` stands for a GPU."""
-    made: list[PretendNccl] = []
-
-    def pretend(seat: Seat, store: Any) -> PretendNccl:
-        made.append(PretendNccl())
-        return made[-1]
-
-    monkeypatch.setattr("actors.transport.collectives._nccl", pretend)
     meeting, device = Meeting.on_this_node(), torch.device("meta")
     with ThreadPoolExecutor(DEGREE) as pool:
-        first, *others = pool.map(lambda rank: meeting.join(rank, DEGREE, device), range(DEGREE))
-        for group in (first, *others):
-            group.all_reduce(torch.ones(1, device=device))
-            group.check()
+        groups = list(pool.map(lambda rank: meeting.join(rank, DEGREE, device), range(DEGREE)))
+        together(groups, lambda group: group.all_reduce(torch.ones(1, device=device)))
+        together(groups, lambda group: group.check())
+        first, *others = groups
         first.close()
         assert not meeting.folder.exists()
-        for nccl in made:
-            assert nccl.over.wait(10), "its kernels would wait for ever"
         for group in others:
+            assert pool.submit(gone, group).result(10), "its kernels would wait for ever"
             with pytest.raises(StageLostError, match="lost another one: it has left"):
-                group.check()
-            with pytest.raises(StageLostError, match="lost another one"):
                 group.all_reduce(torch.ones(1, device=device))
             group.close()
+    assert all(each.aborted for each in gpus.groups)
+
+
+def gone(group: DistributedGroup) -> bool:
+    """Whether what `group` waits for without the first rank ends, and is told of."""
+    with suppress(StageLostError):
+        group.all_reduce(torch.ones(1, device="meta"))
+    with pytest.raises(StageLostError, match="lost another one: it has left"):
+        group.check()
+    return True
 
 
 def test_ranks_that_do_not_come_are_an_error() -> None:

@@ -55,6 +55,8 @@ def test_a_line_is_found_again_by_the_way_that_runs_take() -> None:
     assert (link.one, link.other, link.way) == ("T4-16GB", "V100-SXM2-32GB", "gloo")
     assert link.latency_s == pytest.approx(2e-4)
     assert link.bytes_per_s == pytest.approx(3e9)
+    (by_nccl,) = fit_links((*line(2e-4, 3e9), *line(1e-5, 2e11, "nccl")))
+    assert (by_nccl.way, by_nccl.bytes_per_s) == ("nccl", pytest.approx(2e11))
     (by_ray,) = fit_links(line(5e-4, 1e9, "ray"))
     assert by_ray.latency_s == pytest.approx(5e-4)
     assert fit_links([hop(4096, 1e-3), hop(4096, 2e-3)]) == ()
