@@ -7,10 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from quant.common.errors import DeviceError
 from quant.scheme import Processor
+
+_ALIGNMENT = 16
+"""Bytes at which tensors begin that come by one copy: kernels load as many at once."""
 
 
 def take_device(kind: str) -> torch.device:
@@ -114,3 +120,36 @@ def staged_blocks(
     finally:  # the memory must not be reused while it is written
         for each in sent:
             stream.wait(each)
+
+
+def on_device(
+    device: torch.device, *arrays: npt.NDArray[Any], into: Tensor | None = None
+) -> list[Tensor]:
+    """`arrays` as tensors on `device`, to a GPU by one copy that the host does not wait for: to the
+    beginning of `into`, bytes on the device, where that is given.
+    """
+    sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    if device.type == "cpu" and into is None:
+        return sources
+    room = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources]
+    host = torch.empty(sum(room), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for source, place in zip(sources, host.split(room), strict=True):
+        place[: source.nbytes] = source.flatten().view(torch.uint8)
+    there = torch.empty_like(host, device=device) if into is None else into[: len(host)]
+    there.copy_(host, non_blocking=True)
+    return [
+        place[: source.nbytes].view(source.dtype).view(source.shape)
+        for source, place in zip(sources, there.split(room), strict=True)
+    ]
+
+
+def on_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
+    """`tensors` as arrays, from a GPU by one copy, the only one that the host waits for."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.numpy() for tensor in tensors]
+    parts = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    copies = parts.cpu().split([tensor.nbytes for tensor in tensors])
+    return [
+        copy.clone().view(tensor.dtype).view(tensor.shape).numpy()
+        for copy, tensor in zip(copies, tensors, strict=True)
+    ]

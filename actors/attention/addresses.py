@@ -5,18 +5,24 @@ the keys before it: by scale, sliding window and ALiBi.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.messages import MicroBatch, TokenIds, TokenRange
+from actors.messages import MicroBatch, TokenIds
+from quant.devices import on_device
+
+TokenNumbers = npt.NDArray[np.int32]
+
+_MOST_ROWS = 8
+"""Rows of a block of a GPU's attention, which share what it reads."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Addresses:
     in_place: EvenRanges | None
     most_copied: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window
-    _tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by group and rows
+    _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by group
 
     @classmethod
     def of(
@@ -183,32 +189,45 @@ class Addresses:
             self._masks[scoring.window] = mask
         return self._masks[scoring.window]
 
-    def tiles(self, group: int, rows: int) -> tuple[Tensor, Tensor]:
+    def tile_rows(self, group: int) -> int:
+        """Rows of a tile of `tiles`: as few as hold a request's rows, at most 8."""
+        return min(_MOST_ROWS, 1 << (group * int(self.batch.counts.max()) - 1).bit_length())
+
+    def tiles(self, group: int) -> tuple[Tensor, Tensor]:
         """The requests as a GPU's attention is told of them, int32 `[requests, 4]`: where the range
         begins, then position, row in the batch and number of new tokens; and its tiles `[tiles,
-        2]`: a request, and the first of `rows` rows out of `group` times its new tokens.
+        2]`: a request, and the first of `tile_rows` rows out of `group` times its new tokens.
         """
-        if (group, rows) not in self._tiles:
-            counts = -(-self.batch.counts * group // rows)
-            requests = np.repeat(np.arange(len(counts)), counts)
-            firsts = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)
-            self._tiles[group, rows] = self._on_device(requests, firsts * rows)
-        return self._requests, self._tiles[group, rows]
-
-    @cached_property
-    def _requests(self) -> Tensor:
-        batch = self.batch
-        firsts = np.cumsum(batch.counts) - batch.counts
-        return self._on_device(batch.begins, batch.starts, firsts, batch.counts)
-
-    def _on_device(self, *columns: TokenIds) -> Tensor:
-        table = torch.from_numpy(np.stack(columns, axis=1).astype(np.int32))
-        return table.to(self.device, non_blocking=True)
+        if group not in self._tiles:
+            tell(group, self)
+        return self._tiles[group]
 
     @cached_property
     def positions(self) -> Tensor:
         """Position of every new token within its request, `[sum(counts)]`."""
         return torch.as_tensor(self.batch.positions, device=self.device)
+
+    @cached_property
+    def token_slots(self) -> Tensor:
+        """Token slot of every new token, int32 `[sum(counts)]`."""
+        return on_device(self.device, self._numbers[1])[0]
+
+    @property
+    def _numbers(self) -> tuple[TokenNumbers, TokenNumbers]:
+        """Positions and token slots of the new tokens."""
+        positions = self.batch.positions
+        slots = positions + np.repeat(self.batch.begins, self.batch.counts)
+        return positions.astype(np.int32), slots.astype(np.int32)
+
+    def _tables(self, group: int) -> tuple[TokenNumbers, TokenNumbers]:
+        batch, rows = self.batch, self.tile_rows(group)
+        counts = -(-batch.counts * group // rows)
+        requests = np.repeat(np.arange(len(counts)), counts)
+        firsts = np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begun = np.cumsum(batch.counts) - batch.counts
+        told = np.stack([batch.begins, batch.starts, begun, batch.counts], axis=1)
+        tiles = np.stack([requests, firsts * rows], axis=1)
+        return told.astype(np.int32), tiles.astype(np.int32)
 
     @cached_property
     def _scattered(self) -> tuple[Tensor | slice, Tensor] | None:
@@ -266,6 +285,22 @@ class Addresses:
         return apart.transpose(0, 1)
 
 
+def tell(
+    group: int, whole: Addresses, parts: Sequence[Addresses] = (), into: Tensor | None = None
+) -> None:
+    """Bring to the device, by one copy, what kernels ask of a pass with `group` queries for each
+    head of keys: positions and token slots of the `whole`, tables of its `parts` or of itself.
+
+    The copy goes to the beginning of `into`, bytes on the device, where that is given.
+    """
+    told = parts or (whole,)
+    tables = [table for part in told for table in part._tables(group)]
+    there = on_device(whole.device, *whole._numbers, *tables, into=into)
+    whole.__dict__["positions"], whole.__dict__["token_slots"] = there[:2]
+    for part, *tiles in zip(told, there[2::2], there[3::2], strict=True):
+        part._tiles[group] = tiles[0], tiles[1]
+
+
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:
     """The memory of a tensor on the host as a numpy array, 16-bit types as their bits."""
     array: npt.NDArray[Any] = (
@@ -312,87 +347,3 @@ def _block(batch: MicroBatch, token: int, rows: slice) -> Block | None:
     ranges = EvenRanges.of((batch.begins + batch.starts)[rows], count)
     tokens = slice(token, token + (rows.stop - rows.start) * count)
     return None if ranges is None else Block(tokens, ranges)
-
-
-class Rooms:
-    """The ranges of requests in a cache of `tokens` token slots, as a stage has been told of them.
-
-    A stage is not told when a request ends. So where a range is given to another request, the one
-    that had it before is taken for ended; if that is computed once more, the cache of one of them
-    is spoilt, which is an error. Checking a micro-batch takes some microseconds for each request
-    that comes, moves or grows, and about ten for all others together.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._begins = np.zeros(0, dtype=np.int64)  # by slot
-        self._sizes = np.zeros(0, dtype=np.int64)  # 0: none, or not known
-
-    def follow(self, batch: MicroBatch) -> None:
-        """Take in what `batch` says of ranges, before anything of it is done.
-
-        Raises RuntimeError where tokens would be written, moved or parked that do not lie in the
-        range of their request, or a range is not in the cache or has another one in it.
-        """
-        self._make_room(int(batch.slots.max()) + 1)
-        for park in batch.parks:
-            self._slot_at(park.begin, park.tokens)
-        for move in batch.moves:
-            slot = self._slot_at(move.begin, move.tokens)
-            self._give(slot, TokenRange(move.to, int(self._sizes[slot])))
-        for admission in batch.admitted:
-            if admission.room.size:
-                self._make_room(admission.slot + 1)
-                self._give(admission.slot, admission.room)
-        for each in (*batch.restores, *batch.keeps):
-            self._slot_at(each.begin, each.tokens)
-        if batch.sizes is None:  # of tests and measurements
-            return
-        grown = np.flatnonzero(batch.sizes > self._sizes[batch.slots])
-        for row in grown.tolist():
-            slot = int(batch.slots[row])
-            if self._sizes[slot]:
-                self._give(slot, TokenRange(int(self._begins[slot]), int(batch.sizes[row])))
-        self._check_rows(batch, batch.sizes)
-
-    def _check_rows(self, batch: MicroBatch, sizes: TokenIds) -> None:
-        slots = batch.slots
-        right = (self._begins[slots] == batch.begins) & (self._sizes[slots] == sizes)
-        right &= batch.lengths <= sizes
-        if right.all():
-            return
-        row = int(np.flatnonzero(~right)[0])
-        slot = int(slots[row])
-        _fail(
-            f"the request in slot {slot} would have {int(batch.lengths[row])} tokens from token "
-            f"slot {int(batch.begins[row])} on, in a range of {int(sizes[row])}; it was given "
-            f"{int(self._sizes[slot])} from {int(self._begins[slot])} on (0: what it had was given "
-            "to another)"
-        )
-
-    def _make_room(self, slots: int) -> None:
-        missing = slots - len(self._sizes)
-        if missing > 0:
-            self._begins = np.pad(self._begins, (0, missing))
-            self._sizes = np.pad(self._sizes, (0, missing))
-
-    def _slot_at(self, begin: int, tokens: int) -> int:
-        """The slot whose range begins there and has so many tokens."""
-        found = np.flatnonzero((self._begins == begin) & (self._sizes >= tokens))
-        if not len(found):
-            _fail(f"no request has {tokens} tokens from token slot {begin} on")
-        return int(found[0])
-
-    def _give(self, slot: int, room: TokenRange) -> None:
-        if not 0 <= room.begin <= room.end <= self._tokens:
-            _fail(
-                f"the request in slot {slot} would have {room.size} token slots from {room.begin} "
-                f"on, of {self._tokens}"
-            )
-        taken = (self._begins < room.end) & (self._begins + self._sizes > room.begin)
-        self._sizes[taken] = 0
-        self._begins[slot], self._sizes[slot] = room.begin, room.size
-
-
-def _fail(what: str) -> NoReturn:
-    raise RuntimeError(f"{what}; the scheduler's ranges of the KV cache are wrong")

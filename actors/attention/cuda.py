@@ -11,6 +11,7 @@ import ctypes
 import functools
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,7 @@ from quant.backends.cuda_driver import CudaError, Kernels, kernels_for
 from quant.backends.table import MOST_SPLITS, RANGE_OCTET, SPLIT_TOKENS
 
 SOURCE = Path(__file__).with_name("cuda_attention.cu")
-KERNELS = ("attend_1", "attend_2", "attend_4", "attend_8", "merge")
-
-_MOST_ROWS = 8
-"""Rows of a block, which share what it reads."""
+KERNELS = ("attend_1", "attend_2", "attend_4", "attend_8")
 
 _BLOCKS = 4
 """Blocks a multiprocessor that splitting goes for; by registers it holds about as many at once."""
@@ -53,6 +51,13 @@ class RangeAttention:
     kernels: Kernels
     blocks: int
 
+    @cached_property
+    def arrived(self) -> Tensor:
+        """A zero for each tile and head whose range is split, `[blocks]`: where there are as many
+        of them, none is. Kernels leave zeros; those that use it run one after another.
+        """
+        return torch.zeros(self.blocks, dtype=torch.int32, device=self.kernels.device)
+
     def attend(
         self,
         query: Tensor,
@@ -75,8 +80,7 @@ class RangeAttention:
         tokens, heads, head_dim = query.shape
         keys, values = held
         kv_heads, slots, _ = keys.numbers.shape
-        rows = _rows_at_once(where.batch, heads // kv_heads)
-        requests, tiles = where.tiles(heads // kv_heads, rows)
+        requests, tiles = where.tiles(heads // kv_heads)
         splits = self._splits(len(tiles) * kv_heads, where.longest)
         shape = Shape(
             heads, kv_heads, slots, splits, scoring.window or 0, *query.stride()[:2],
@@ -89,22 +93,15 @@ class RangeAttention:
         sinks = _as_floats(sinks, query.device)
         memory = (keys.numbers, keys.scales, values.numbers, values.scales)
         self.kernels.launch(
-            f"attend_{rows}", len(tiles) * kv_heads * splits,
-            query, *memory, requests, tiles, slopes, sinks, out, partial, shape,
+            f"attend_{where.tile_rows(heads // kv_heads)}", len(tiles) * kv_heads * splits,
+            query, *memory, requests, tiles, slopes, sinks, out, partial,
+            None if splits == 1 else self.arrived, shape,
         )  # fmt: skip
-        if partial is not None:
-            self.kernels.launch("merge", tokens * heads, partial, sinks, out, shape)
         return out
 
     def _splits(self, blocks: int, longest: int) -> int:
         most = min(MOST_SPLITS, longest // SPLIT_TOKENS)
         return max(1, min(most, -(-self.blocks // blocks)))
-
-
-def _rows_at_once(batch: MicroBatch, group: int) -> int:
-    """Rows of a tile: as few as hold a request's rows of one head of keys, at most 8."""
-    needed = group * int(batch.counts.max())
-    return min(_MOST_ROWS, 1 << (needed - 1).bit_length())
 
 
 def _as_floats(numbers: Tensor | None, device: torch.device) -> Tensor | None:

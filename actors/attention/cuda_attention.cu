@@ -9,7 +9,7 @@
 // 8. A block reads the keys and values of one tile and one head once, 64 tokens at a time, and keeps
 // the largest score so far, what its shares add up to, and the weighted sum of values (the online
 // softmax). Where there are too few tiles for the GPU, each range is split: blocks leave what they
-// have in `partial`, and `merge` puts it together.
+// have in `partial`, and the last one of a tile and head puts it together.
 
 #if HEAD_DIM % 8 != 0 || HEAD_DIM > 256
 #error "HEAD_DIM is a multiple of 8, at most 256"
@@ -90,16 +90,47 @@ struct Tile {
     }
 };
 
-// 1-D grid: all splits of the first head of keys of the first tile, then those of its next head.
-// `tiles` are pairs of a request and its first row, `slopes` (ALiBi) and `sinks` one number for each
-// head or null. A sink takes part in the softmax as a score does, and has no value.
+// What blocks know of a row: the sum of values, the largest score and the sum of shares.
+struct Known {
+    float sum, largest, total;
+};
+
+__device__ __forceinline__ void write_result(
+    const Known& row, const float* __restrict__ sinks, unsigned int head,
+    unsigned short* __restrict__ out) {
+    const float sink = sinks == nullptr ? minus_infinity() : __ldg(sinks + head) * LOG2_E;
+    const float now = fmaxf(row.largest, sink), factor = shrunk(row.largest, now);
+    const float total = row.total * factor + (sinks == nullptr ? 0.0f : exp2f(sink - now));
+    *out = to_activation(row.sum * factor / total);
+}
+
+// Whether this block is the last one of those that `arrived` counts, which it then begins anew: all
+// that the others have written before can be read.
+__device__ __forceinline__ bool is_last(unsigned int* arrived, unsigned int blocks, bool& shared) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        shared = atomicAdd(arrived, 1u) == blocks - 1;
+        if (shared) *arrived = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return shared;
+}
+
+// 1-D grid, at most 32 splits: all splits of the first head of keys of the first tile, then those of its next head.
+// `tiles` are pairs of a request and its first row; a request without new tokens has nothing
+// computed. `slopes` (ALiBi) and `sinks` have one number for each head or are null. A sink takes part
+// in the softmax as a score does, and has no value. `arrived` has a zero for each tile and head of
+// keys where ranges are split.
 template <int ROWS>
 __device__ __forceinline__ void attend(
     const unsigned short* __restrict__ query, const void* __restrict__ keys,
     const unsigned short* __restrict__ key_scales, const void* __restrict__ values,
     const unsigned short* __restrict__ value_scales, const uint4* __restrict__ requests,
     const uint2* __restrict__ tiles, const float* __restrict__ slopes, const float* __restrict__ sinks,
-    unsigned short* __restrict__ out, float* __restrict__ partial, Shape shape) {
+    unsigned short* __restrict__ out, float* partial, unsigned int* arrived, Shape shape) {
+    __shared__ bool ends;
     __shared__ float scores[ROWS][TILE];
     __shared__ float largest[ROWS], total[ROWS], shrinking[ROWS];
     __shared__ float parts[WARPS][ROWS][HEAD_DIM];
@@ -112,6 +143,7 @@ __device__ __forceinline__ void attend(
     const uint2 place = __ldg(tiles + blockIdx.x / shape.splits / shape.kv_heads);
     Tile tile;
     tile.request = __ldg(requests + place.x);
+    if (tile.request.w == 0) return;
     tile.group = shape.heads / shape.kv_heads;
     tile.first_row = place.y;
     tile.last_row = min(place.y + ROWS, tile.request.w * tile.group) - 1;
@@ -231,19 +263,46 @@ __device__ __forceinline__ void attend(
         for (int w = 0; w < WARPS; ++w) sum += parts[w][r][dim];
         const unsigned int head = tile.head(r, kv_head);
         const size_t row = static_cast<size_t>(tile.token(r)) * shape.heads + head;
-        if (shape.splits > 1) {
-            float* left = partial + (row * shape.splits + split) * (HEAD_DIM + 2);
-            left[dim] = sum;
-            if (dim == 0) {
-                left[HEAD_DIM] = largest[r];
-                left[HEAD_DIM + 1] = total[r];
-            }
+        if (shape.splits == 1) {
+            write_result({sum, largest[r], total[r]}, sinks, head, out + row * HEAD_DIM + dim);
             continue;
         }
-        const float sink = sinks == nullptr ? minus_infinity() : __ldg(sinks + head) * LOG2_E;
-        const float now = fmaxf(largest[r], sink), factor = shrunk(largest[r], now);
-        const float all = total[r] * factor + (sinks == nullptr ? 0.0f : exp2f(sink - now));
-        out[row * HEAD_DIM + dim] = to_activation(sum * factor / all);
+        float* left = partial + (row * shape.splits + split) * (HEAD_DIM + 2);
+        left[dim] = sum;
+        if (dim == 0) {
+            left[HEAD_DIM] = largest[r];
+            left[HEAD_DIM + 1] = total[r];
+        }
+    }
+    if (shape.splits == 1 || !is_last(arrived + blockIdx.x / shape.splits, shape.splits, ends)) return;
+
+    // In the order of splits, whoever came last. `volatile`, as what others wrote is not in this L1.
+    constexpr int LEFT = HEAD_DIM + 2;
+    for (unsigned int r = warp; r < ROWS; r += WARPS) {
+        if (tile.first_row + r > tile.last_row) break;
+        const size_t row = static_cast<size_t>(tile.token(r)) * shape.heads + tile.head(r, kv_head);
+        const volatile float* left = partial + (row * shape.splits + lane) * LEFT + HEAD_DIM;
+        const float most = lane < shape.splits ? left[0] : minus_infinity();
+        const float shares = lane < shape.splits ? left[1] : 0.0f;
+        const float now = over_lanes<true>(most), factor = shrunk(most, now);
+        const float all = over_lanes<false>(shares * factor);
+        scores[r][lane] = factor;
+        if (lane == 0) {
+            largest[r] = now;
+            total[r] = all;
+        }
+    }
+    __syncthreads();
+    for (unsigned int index = threadIdx.x; index < ROWS * HEAD_DIM; index += WARPS * LANES) {
+        const unsigned int r = index / HEAD_DIM, dim = index % HEAD_DIM;
+        if (tile.first_row + r > tile.last_row) break;
+        const unsigned int head = tile.head(r, kv_head);
+        const size_t row = static_cast<size_t>(tile.token(r)) * shape.heads + head;
+        const volatile float* left = partial + row * shape.splits * LEFT + dim;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (unsigned int s = 0; s < shape.splits; ++s) sum = fmaf(left[s * LEFT], scores[r][s], sum);
+        write_result({sum, largest[r], total[r]}, sinks, head, out + row * HEAD_DIM + dim);
     }
 }
 
@@ -253,38 +312,11 @@ __device__ __forceinline__ void attend(
         const unsigned short* query, const void* keys, const unsigned short* key_scales,              \
         const void* values, const unsigned short* value_scales, const uint4* requests,                \
         const uint2* tiles, const float* slopes, const float* sinks, unsigned short* out,             \
-        float* partial, Shape shape) {                                                                \
+        float* partial, unsigned int* arrived, Shape shape) {                                         \
         attend<ROWS>(query, keys, key_scales, values, value_scales, requests, tiles, slopes, sinks,   \
-                     out, partial, shape);                                                            \
+                     out, partial, arrived, shape);                                                   \
     }
 ATTEND(attend_1, 1, 8)
 ATTEND(attend_2, 2, 6)
 ATTEND(attend_4, 4, 4)
 ATTEND(attend_8, 8, 2)
-
-// What the splits of a row have left, `[rows, splits, HEAD_DIM + 2]`: sums of values, the largest
-// score and the shares' sum. 1-D grid over the rows, tokens times heads.
-extern "C" __global__ void __launch_bounds__(WARPS * LANES) merge(
-    const float* __restrict__ partial, const float* __restrict__ sinks,
-    unsigned short* __restrict__ out, Shape shape) {
-    constexpr int LEFT = HEAD_DIM + 2;
-    const size_t row = blockIdx.x;
-    const float* left = partial + row * shape.splits * LEFT;
-    const float sink = sinks == nullptr ? minus_infinity() : __ldg(sinks + row % shape.heads) * LOG2_E;
-    float largest = sink;
-    for (unsigned int split = 0; split < shape.splits; ++split)
-        largest = fmaxf(largest, left[split * LEFT + HEAD_DIM]);
-    float total = sinks == nullptr ? 0.0f : exp2f(sink - largest);
-    for (unsigned int split = 0; split < shape.splits; ++split) {
-        const float factor = exp2f(left[split * LEFT + HEAD_DIM] - largest);
-        total = fmaf(left[split * LEFT + HEAD_DIM + 1], factor, total);
-    }
-    for (unsigned int dim = threadIdx.x; dim < HEAD_DIM; dim += WARPS * LANES) {
-        float sum = 0.0f;
-        for (unsigned int split = 0; split < shape.splits; ++split) {
-            const float factor = exp2f(left[split * LEFT + HEAD_DIM] - largest);
-            sum = fmaf(left[split * LEFT + dim], factor, sum);
-        }
-        out[row * HEAD_DIM + dim] = to_activation(sum / total);
-    }
-}

@@ -8,6 +8,7 @@ Where the holes between ranges are too small for a request, ranges are moved tog
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.attention.addresses import Addresses, Rooms, as_array
+from actors.attention.addresses import Addresses, as_array
 from actors.attention.parked import ParkedTokens
+from actors.attention.rooms import Rooms
 from actors.messages import MicroBatch, Move, TokenRange
 from quant.backends.table import reads_ranges
 from quant.devices import local_processor
@@ -102,6 +104,11 @@ class Stored:
         coded = dtype == torch.int8
         scales = torch.zeros(shape[:-1], dtype=SCALE_DTYPE, device=device) if coded else None
         return cls(torch.zeros(shape, dtype=dtype, device=device), scales, factors)
+
+    def like(self, tokens: int) -> Stored:
+        heads, _, head_dim = self.numbers.shape
+        shape = heads, tokens, head_dim
+        return self.empty(shape, self.numbers.dtype, self.numbers.device, self.factors)
 
     @property
     def nbytes(self) -> int:
@@ -242,6 +249,15 @@ class KVCache:
         self.parked = ParkedTokens(parked_tokens, form.device)
         self._reads_ranges = counts_on_ranges(shape.head_dim, form.dtype, form.device)
 
+    def like(self, layers: range, tokens: int) -> KVCache:
+        """An empty cache of some of the layers, in the same form."""
+        made = copy.copy(self)
+        made.layers, made._own_ends = layers, np.zeros(tokens, dtype=np.int64)
+        for held in ("_keys", "_values"):
+            own: dict[int, Stored] = getattr(self, held)
+            setattr(made, held, {layer: own[layer].like(tokens) for layer in layers})
+        return made
+
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self._all())
@@ -295,6 +311,10 @@ class KVCache:
     def addresses(self, batch: MicroBatch) -> Addresses:
         return Addresses.of(batch, self._device, self._own_ends, self._reads_ranges)
 
+    def of_layer(self, layer: int) -> tuple[Stored, Stored]:
+        """The layer's whole keys and values."""
+        return self._keys[layer], self._values[layer]
+
     def append(
         self, layer: int, where: Addresses, key: Tensor, value: Tensor
     ) -> tuple[Stored, Stored]:
@@ -302,7 +322,7 @@ class KVCache:
 
         `key`, `value`: `[sum(counts), kv_heads, head_dim]`.
         """
-        keys, values = self._keys[layer], self._values[layer]
+        keys, values = self.of_layer(layer)
         keys.write(where, key)
         values.write(where, value)
         return keys, values

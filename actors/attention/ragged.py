@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from actors.attention.addresses import Addresses, Scoring
+from actors.attention.addresses import Addresses, Scoring, tell
 from actors.attention.cpu import (
     attend_fresh,
     attend_in_place,
@@ -106,13 +106,18 @@ class RaggedContext:
     timer: AttentionTimer | None = None
 
     @classmethod
-    def of(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
+    def of(cls, cache: KVCache, batch: MicroBatch, own_kernels: bool = False) -> RaggedContext:
+        """The context of `batch`; with `own_kernels` all but prompts are one part of it."""
         where = cache.addresses(batch)
         if batch.is_decode:
             return cls(cache, where, (Part("decode", slice(None), where),))
         if (batch.counts == batch.counts[0]).all() and not batch.starts.any():
             return cls(cache, where, (Part("prompts", slice(None), where),))
-        return cls(cache, where, _parts(cache, batch))
+        return cls(cache, where, _parts(cache, batch, own_kernels))
+
+    def tell(self, group: int, into: Tensor | None = None) -> None:
+        """As `addresses.tell`, of all parts."""
+        tell(group, self.where, [part.where for part in self.parts], into)
 
     @classmethod
     def of_tokens(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
@@ -123,16 +128,17 @@ class RaggedContext:
         return cls(cache, where, (Part("decode", slice(None), where),))
 
 
-def _parts(cache: KVCache, batch: MicroBatch) -> tuple[Part, ...]:
+def _parts(cache: KVCache, batch: MicroBatch, own_kernels: bool) -> tuple[Part, ...]:
     """Decode steps, the prompts of each length, and parts of prompts, as far as there are some."""
     is_prompt = batch.starts == 0
+    decode_rows = batch.decode_rows & (not own_kernels)
     groups: list[tuple[Literal["decode", "prompts", "chunks"], TokenIds]] = [
-        ("decode", np.flatnonzero(batch.decode_rows)),
+        ("decode", np.flatnonzero(decode_rows)),
         *(
             ("prompts", np.flatnonzero(is_prompt & (batch.counts == length)))
             for length in np.unique(batch.counts[is_prompt])
         ),
-        ("chunks", np.flatnonzero(~is_prompt & ~batch.decode_rows)),
+        ("chunks", np.flatnonzero(~is_prompt & ~decode_rows)),
     ]
     firsts = np.cumsum(batch.counts) - batch.counts
     parts = []
@@ -189,8 +195,15 @@ def _stored_and_attended(
     context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring
 ) -> Tensor:
     own = int(context.where.batch.counts.sum())
-    keys, values = context.cache.append(layer, context.where, new.key[:own], new.value[:own])
-    new = replace(new, query=keys.asked(new.query[:own]))
+    keys, _ = context.cache.append(layer, context.where, new.key[:own], new.value[:own])
+    return attend_stored(context, layer, replace(new, query=keys.asked(new.query[:own])), scoring)
+
+
+def attend_stored(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring) -> Tensor:
+    """Attend causally within each request, whose new keys and values are stored; queries are as
+    `Stored.asked` makes them. Returns `[tokens, heads, head_dim]`.
+    """
+    keys, values = context.cache.of_layer(layer)
     if len(context.parts) == 1:
         return _attend(context.parts[0], new, keys, values, scoring)
     out = torch.empty_like(new.query)

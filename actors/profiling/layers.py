@@ -20,6 +20,7 @@ from actors.attention.ragged import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 from actors.processes.device import device_here
 from actors.stage.model_config import config_of_values, with_layers
+from actors.stage.own_layers import put_own_layers
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.shard import path_of
 from actors.stage.stage import kv_shape, make_cache, run_in_passes
@@ -74,6 +75,10 @@ class TimedLayers:
             del self._layers[_PREFILL_COPIES:]
         for layer in self._layers[1:]:
             self._fill(layer)
+        own = range(len(self._layers))
+        cache = make_cache(config, own, 0, CacheForm(form.dtype, form.device))
+        put_own_layers(self._model, own, cache, form.dtype)
+        self._layers = list(_stack(self._model))[: len(own)]
 
     @torch.inference_mode()
     def prepare(self, workload: LayerWorkload) -> PreparedWorkload:

@@ -20,6 +20,7 @@ from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.model_config import end_tokens, read_config
+from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
 from actors.stage.partial_model import ContextAsCache, architecture_of
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
@@ -89,6 +90,7 @@ class Stage:
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
         range_attention(head_dim, self.dtype, form.held_dtype == torch.int8, device)  # compiles it
+        put_own_layers(self._model, spec.layers, self._cache, self.dtype)
         samples = spec.has_head and spec.rank == 0
         ends = end_tokens(checkpoint).sources if samples else ()
         self._sampler = Sampler(tuple(ends), folder=checkpoint) if samples else None
@@ -281,7 +283,7 @@ def run_in_passes(
     """
 
     def one(part: MicroBatch, tokens: Tensor) -> Tensor:
-        context = RaggedContext.of(cache, part)
+        context = RaggedContext.of(cache, part, own_kernels=bool(own_layers(model)))
         return run_decoder(model, replace(context, timer=timer) if timer else context, tokens)
 
     if inputs.device.type != "cpu" or len(inputs) <= CPU_TOKENS_AT_ONCE:
@@ -323,6 +325,10 @@ def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) 
     `inputs`: token ids `[tokens]` where the embedding is, else hidden states `[tokens,
     hidden_size]`; returns hidden states. Rows beyond the tokens of the context are nobody's.
     """
+    own = own_layers(model)
+    if own:
+        context.tell(own[0].group(context.cache))
+        return run_own_layers(model, own, context, inputs)
     arguments: dict[str, object] = {"use_cache": False}
     if architecture_of(model.config).context_as_cache:
         arguments["past_key_values"] = ContextAsCache(context)

@@ -68,8 +68,9 @@ class Architecture:
     """Names of a family's modules in transformers. `decoder` is the module whose children are
     `layers`, `embedding` (the first stage's, token embedding first) and `final` (the last stage's,
     final norm first). In a layer: `attention` (queries, keys, values or all fused, then output),
-    `mlp`, `norms`. `head_names` are those of an untied head. `layer_returns_tuple`: hidden states
-    come in a tuple; `context_as_cache`: a layer passes nothing but the KV cache on to attention.
+    `mlp` and its `activation`, `norms`. `head_names` are those of an untied head.
+    `layer_returns_tuple`: hidden states come in a tuple; `context_as_cache`: a layer passes nothing
+    but the KV cache on to attention.
     """
 
     decoder: str
@@ -78,6 +79,7 @@ class Architecture:
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
     norms: tuple[str, str]
+    activation: str = "mlp.act_fn"
     layers: str = "layers"
     head_names: tuple[str, ...] = ("lm_head",)
     layer_returns_tuple: bool = False
@@ -307,6 +309,7 @@ _BLOOM = Family(
         attention=("self_attention.query_key_value", "self_attention.dense"),
         mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
         norms=("input_layernorm", "post_attention_layernorm"),
+        activation="mlp.gelu_impl",
         layer_returns_tuple=True,
         context_as_cache=True,
     ),
@@ -332,6 +335,7 @@ _GPT_NEOX = Family(
         attention=("attention.query_key_value", "attention.dense"),
         mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
         norms=("input_layernorm", "post_attention_layernorm"),
+        activation="mlp.act",
         head_names=("lm_head", "embed_out"),
     ),
     ConfigKeys(
@@ -355,6 +359,7 @@ _OPT = Family(
         attention=(*_GATED.attention[:3], "self_attn.out_proj"),
         mlp=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
+        activation="activation_fn",
     ),
     ConfigKeys(
         activation="activation_function",

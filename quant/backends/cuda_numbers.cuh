@@ -24,11 +24,15 @@ constexpr int LANES = 32;
 constexpr int WARPS = 4;
 constexpr int OCTET = 8;
 
-__device__ __forceinline__ unsigned short to_activation(float value) {
-#if BFLOAT16
+__device__ __forceinline__ unsigned short to_bfloat16(float value) {
     const unsigned int bits = __float_as_uint(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN
     return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+__device__ __forceinline__ unsigned short to_activation(float value) {
+#if BFLOAT16
+    return to_bfloat16(value);
 #else
     return float_to_half(value);
 #endif

@@ -187,9 +187,9 @@ def test_keys_and_values_are_read_once_and_nothing_beside_them(coded: bool, bloc
         for begin, length in zip(case.batch.begins, case.batch.lengths, strict=True)
     ]
     splits = 1 if blocks == FEW else 3
-    left = 2 * 4 * (128 + 2) * 16 * splits if splits > 1 else 0  # written, and read by `merge`
+    left = 2 * 4 * (128 + 2) * 16 * splits if splits > 1 else 0  # written, and read by the last
     try:
-        for tensor in (case.query, *case.where.tiles(4, 4), *held):
+        for tensor in (case.query, *case.where.tiles(4), *held):
             driver.allow(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes))
         driver.moved_bytes()
         kernels.attend(case.query, case.where, Scoring(0.1), (case.keys, case.values))

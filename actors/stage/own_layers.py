@@ -1,0 +1,241 @@
+"""Decoder layers on GPUs with few kernels: their products are the modules that were loaded, all
+between them is `actors.stage.cuda_layer`.
+
+A layer's sum with the residual stream is one kernel with the norms of the next layer, so that one
+like LLaMA's starts 12.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.attention.addresses import Scoring
+from actors.attention.kv_cache import KVCache
+from actors.attention.ragged import NewTokens, RaggedContext, attend_stored
+from actors.messages import MicroBatch
+from actors.stage.cuda_layer import LayerKernels, Norm, Turning, layer_kernels, warn_of
+from actors.stage.partial_model import ContextAsCache, architecture_of
+from quant.backends.cuda_driver import CudaError
+
+_TOLERANCE = 0.01
+"""Largest relative error of the self-test; rounding to bfloat16 costs 0.004."""
+
+_TEST_TOKENS = 32
+_TEST_SIZE = 0.05
+"""Size of its hidden states: what a layer adds is not small beside them."""
+
+
+class OwnLayer(nn.Module):
+    """Stands in for transformers' decoder `layer` of number `index`; computes with its modules."""
+
+    def __init__(
+        self, layer: nn.Module, index: int, config: PretrainedConfig, kernels: LayerKernels
+    ) -> None:
+        super().__init__()
+        self.layer, self.index, self.kernels = layer, index, kernels
+        architecture = architecture_of(config)
+        attention: Any = layer.get_submodule(architecture.attention[0].rpartition(".")[0])
+        norms = [Norm.of(layer.get_submodule(name)) for name in architecture.norms]
+        self._norms = tuple(norm for norm in norms if norm is not None)
+        heads = (Norm.of(getattr(attention, name, None)) for name in ("q_norm", "k_norm"))
+        self._head_norms = tuple(norm for norm in heads if norm is not None)
+        names = (*architecture.attention, *architecture.mlp, architecture.activation)
+        self._named = {name: layer.get_submodule(name) for name in names}  # found once
+        self._is_parallel = bool(getattr(layer, "use_parallel_residual", False))
+        self._projections = architecture.attention[:-1]
+        self._output = architecture.attention[-1]
+        self._mlp, self._activation = architecture.mlp, architecture.activation
+        slopes = getattr(attention, "alibi_slopes", None)
+        if slopes is not None:
+            slopes = slopes.to(kernels.kernels.device)
+        scale = getattr(attention, "scaling", None) or attention.inv_norm_factor
+        window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        self._scoring = Scoring(float(scale), window, slopes)
+
+    @property
+    def first_norms(self) -> tuple[Norm, ...]:
+        """The norms of what comes in."""
+        return self._norms if self._is_parallel else self._norms[:1]
+
+    def group(self, cache: KVCache) -> int:
+        """Queries for each head of keys in `cache`."""
+        kv_heads, _, head_dim = cache.of_layer(self.index)[0].numbers.shape
+        width: Any = self._named[self._projections[0]].out_features
+        parts = 3 if len(self._projections) == 1 else 1
+        return int(width) // parts // head_dim // kv_heads
+
+    def forward(
+        self,
+        hidden: Tensor,
+        normed: tuple[Tensor, ...],
+        following: tuple[Norm, ...],
+        context: RaggedContext,
+        turning: Turning | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The residual stream behind the layer, `[tokens, hidden_size]`, and the `following` norms
+        of it; `normed` are the `first_norms` of `hidden`.
+        """
+        attended = self._attention(normed[0], context, turning)
+        if self._is_parallel:
+            added = self._grown(normed[1]), attended
+            return self.kernels.add(hidden, added, following)
+        hidden, between = self.kernels.add(hidden, (attended,), self._norms[1:])
+        return self.kernels.add(hidden, (self._grown(between[0]),), following)
+
+    def _attention(self, normed: Tensor, context: RaggedContext, turning: Turning | None) -> Tensor:
+        held = context.cache.of_layer(self.index)
+        head_dim = held[0].numbers.shape[-1]
+        projected = [self._named[name](normed) for name in self._projections]
+        if len(projected) == 1:
+            new = NewTokens(*projected[0].unflatten(-1, (-1, 3, head_dim)).unbind(2))
+        else:
+            new = NewTokens(*(each.unflatten(-1, (-1, head_dim)) for each in projected))
+        with context.timer or nullcontext():
+            self.kernels.turn_and_store(
+                new, turning, self._head_norms, context.where.token_slots, held
+            )
+            attended = attend_stored(context, self.index, new, self._scoring)
+        out: Tensor = self._named[self._output](attended.flatten(1))
+        return out
+
+    def _grown(self, normed: Tensor) -> Tensor:
+        *grow, shrink = (self._named[name] for name in self._mlp)
+        gates = [linear(normed) for linear in grow]
+        function = self._named[self._activation]
+        out: Tensor = shrink(self.kernels.activate(function, *gates))
+        return out
+
+
+def own_layers(model: PreTrainedModel) -> list[OwnLayer]:
+    """The layers of `model` that compute by kernels of our own."""
+    stack = getattr(model.get_decoder(), architecture_of(model.config).layers)
+    return [layer for layer in stack if isinstance(layer, OwnLayer)]
+
+
+def run_own_layers(
+    model: PreTrainedModel, layers: list[OwnLayer], context: RaggedContext, inputs: Tensor
+) -> Tensor:
+    """As `actors.stage.stage.run_decoder`, by `layers` and without transformers' forward: all that
+    changes from step to step is in `inputs` and in what `RaggedContext.tell` has brought.
+    """
+    decoder, architecture = model.get_decoder(), architecture_of(model.config)
+    kernels, where = layers[0].kernels, context.where
+    hidden = inputs
+    if not inputs.is_floating_point():
+        for name in sorted(architecture.embedding, key=lambda name: "positions" in name):
+            module = getattr(decoder, name)
+            if "positions" in name:
+                hidden = hidden + module(None, position_ids=where.positions)
+            elif module is not None:
+                hidden = module(hidden)
+    turning = _turning(model, hidden, context)
+    final, *rest = (getattr(decoder, name) for name in architecture.final)
+    last = Norm.of(final)
+    _, normed = kernels.add(hidden, (), layers[0].first_norms)
+    for layer, follower in pairwise([*layers, None]):
+        assert layer is not None
+        following = (() if last is None else (last,)) if follower is None else follower.first_norms
+        hidden, normed = layer(hidden, normed, following, context, turning)
+    if last is not None:
+        hidden = normed[0]
+    for module in (final if last is None else None, *rest):
+        if module is not None:
+            hidden = module(hidden)
+    return hidden
+
+
+def put_own_layers(
+    model: PreTrainedModel, layers: range, cache: KVCache, dtype: torch.dtype
+) -> None:
+    """Have `layers` of a loaded model compute by kernels of our own, in `dtype`, where the device
+    has them and a self-test finds their results equal to those of transformers' layers.
+    """
+    config, stack = model.config, model.get_decoder()
+    stack = getattr(stack, architecture_of(config).layers)
+    if not layers or not _is_known(stack[layers[0]], config):
+        return
+    numbers = cache.of_layer(layers[0])[0].numbers
+    device, coded = numbers.device, numbers.dtype == torch.int8
+    kernels = layer_kernels(config.hidden_size, numbers.shape[-1], dtype, coded, device)
+    if kernels is None:
+        return
+    own = [OwnLayer(stack[index], index, config, kernels) for index in layers]
+    complaint = self_test(model, own[0], cache.like(layers[:1], _TEST_TOKENS), dtype)
+    if complaint is not None:
+        warn_of(complaint, device)
+        return
+    for layer in own:
+        stack[layer.index] = layer
+
+
+def _is_known(layer: nn.Module, config: PretrainedConfig) -> bool:
+    """Whether `OwnLayer` computes what `layer` does."""
+    norms = [Norm.of(layer.get_submodule(name)) for name in architecture_of(config).norms]
+    after = not getattr(config, "do_layer_norm_before", True)  # OPT-350m
+    return None not in norms and not (
+        after or getattr(config, "apply_residual_connection_post_layernorm", False)
+    )
+
+
+@torch.inference_mode()
+def self_test(
+    model: PreTrainedModel, own: OwnLayer, cache: KVCache, dtype: torch.dtype
+) -> str | None:
+    """Compare `own` with the layer that it stands in for on prompts and a decode step; say what is
+    wrong, None if nothing is.
+    """
+    device, width = own.kernels.kernels.device, model.config.hidden_size
+    draw = torch.Generator().manual_seed(0)
+    ones, begins = np.ones(3, np.int64), np.array([0, 7, 20])
+    starts, counts = np.array([0, 0, 0]), np.array([4, 11, 4])
+    try:
+        for batch in (
+            MicroBatch(np.arange(3), starts, counts, begins),
+            MicroBatch(np.arange(3), counts, ones, begins),
+        ):
+            size = int(batch.counts.sum()), width
+            hidden = (torch.randn(size, generator=draw) * _TEST_SIZE).to(device, dtype)
+            context = RaggedContext.of(cache, batch)
+            turning = _turning(model, hidden, context)
+            wanted = _by_transformers(model, own, hidden, context, turning)
+            _, normed = own.kernels.add(hidden, (), own.first_norms)
+            found, _ = own(hidden, normed, (), context, turning)
+            error = float((found - wanted).float().norm() / wanted.float().norm())
+            if not error <= _TOLERANCE:
+                return f"the result of a layer is off by {error:.1%}"
+    except CudaError as error:
+        return str(error)
+    return None
+
+
+def _by_transformers(
+    model: PreTrainedModel,
+    own: OwnLayer,
+    hidden: Tensor,
+    context: RaggedContext,
+    turning: Turning | None,
+) -> Tensor:
+    options: dict[str, Any] = {"attention_mask": None}
+    if architecture_of(model.config).context_as_cache:
+        options |= {"layer_past": ContextAsCache(context), "alibi": None}
+    else:
+        options["ragged"] = context
+    if turning is not None:
+        options["position_embeddings"] = turning.cosines[None], turning.sines[None]
+    out = own.layer(hidden[None], **options)
+    result: Tensor = (out[0] if isinstance(out, tuple) else out)[0]
+    return result
+
+
+def _turning(model: PreTrainedModel, hidden: Tensor, context: RaggedContext) -> Turning | None:
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    if rotary is None:
+        return None
+    return Turning(*(each[0] for each in rotary(hidden[None], context.where.positions[None])))

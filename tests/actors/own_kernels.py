@@ -1,0 +1,55 @@
+"""Stages on a CPU with the layers and the attention of GPUs, run by the emulator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from actors.attention import cuda
+from actors.stage import cuda_layer
+from tests.actors.models import CONFIGS
+from tests.cuda_emulation import emulated
+
+WITH_OWN_LAYERS = tuple(name for name in CONFIGS if name != "opt-post-norm")
+
+
+def range_attention(
+    head_dim: int, dtype: torch.dtype, coded: bool, _: object = None, blocks: int = 1
+) -> cuda.RangeAttention:
+    """Attention for `blocks` that a GPU asks for: 1 splits no range, 1000 every one."""
+    is_bfloat16 = int(dtype == torch.bfloat16)
+    kernels = emulated(
+        cuda.SOURCE, cuda.KERNELS, BFLOAT16=is_bfloat16, HEAD_DIM=head_dim, CODED=int(coded)
+    )
+    return cuda.RangeAttention(kernels, blocks)
+
+
+def layer_kernels(
+    width: int, head_dim: int, dtype: torch.dtype, coded: bool, _: object = None
+) -> cuda_layer.LayerKernels:
+    kernels = emulated(
+        cuda_layer.SOURCE,
+        cuda_layer.KERNELS,
+        BFLOAT16=int(dtype == torch.bfloat16),
+        HIDDEN_SIZE=width,
+        HEAD_DIM=head_dim,
+        CODED=int(coded),
+    )
+    return cuda_layer.LayerKernels(kernels)
+
+
+def use_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stages of this process compute by emulated kernels from now on."""
+    monkeypatch.setattr("actors.attention.ragged.range_attention", range_attention)
+    monkeypatch.setattr("actors.stage.own_layers.layer_kernels", layer_kernels)
+
+
+def with_wide_heads(name: str) -> PretrainedConfig:
+    """The configuration with heads of 16 channels, for which the kernels can be compiled."""
+    values = CONFIGS[name].to_dict()
+    heads = "n_head" if values["model_type"] == "bloom" else "num_attention_heads"
+    values[heads] = 3
+    if values.get("num_key_value_heads"):
+        values["num_key_value_heads"] = 3 if "qwen2" in name else 1
+    return type(CONFIGS[name]).from_dict(values)
