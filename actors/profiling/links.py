@@ -76,6 +76,7 @@ def _start(kind: type, end: Placement, strategy: PlacementGroupSchedulingStrateg
 
 
 PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+NCCL_PAYLOADS_BYTES = (*PAYLOADS_BYTES, 64 << 20)  # those before say little of a rate like NVLink's
 _ROWS = 16
 _WARM_UP = 5
 _RENDEZVOUS_S = 30.0
@@ -123,10 +124,10 @@ class End(BoardKeeper):
         returned: RayMessage = self._returned(from_ray(message)).numpy()
         return returned
 
-    def serve(self, way: Way, messages: int) -> None:
-        """Send so many `messages` back that come over the links."""
+    def serve(self, way: Way, turns: int) -> None:
+        """Send back what the other end's `by_links` sends."""
         link = self._gpu_link(way)
-        for _ in range(messages):
+        for _ in range((_WARM_UP + turns) * len(_payloads(way))):
             self._sender.send(self._returned(self._receiver.receive(), link))
 
     def _returned(self, message: Tensor, link: GpuLink | None = None) -> Tensor:
@@ -164,11 +165,9 @@ class End(BoardKeeper):
         """Time payloads in turns, so that a slow moment of the machine falls on all of them."""
         slots = np.arange(_ROWS)
         batch = MicroBatch(slots, np.full(_ROWS, 9), np.ones_like(slots), slots * 10)
-        hops: list[list[float]] = [[] for _ in PAYLOADS_BYTES]
-        hidden = [
-            torch.randn(_ROWS, size // 2 // _ROWS).half().to(self._device)
-            for size in PAYLOADS_BYTES
-        ]
+        sizes = _payloads(way)
+        hops: list[list[float]] = [[] for _ in sizes]
+        hidden = [torch.randn(_ROWS, size // 2 // _ROWS).half().to(self._device) for size in sizes]
         for _ in range(_WARM_UP + turns):
             for seconds, values in zip(hops, hidden, strict=True):
                 began = time.perf_counter()
@@ -176,8 +175,12 @@ class End(BoardKeeper):
                 seconds.append((time.perf_counter() - began) / 2)
         return [
             MeasuredHop(way, size, *median_and_spread(seconds[_WARM_UP:]), turns)
-            for size, seconds in zip(PAYLOADS_BYTES, hops, strict=True)
+            for size, seconds in zip(sizes, hops, strict=True)
         ]
+
+
+def _payloads(way: Way) -> tuple[int, ...]:
+    return NCCL_PAYLOADS_BYTES if way == "nccl" else PAYLOADS_BYTES
 
 
 def _hidden(message: Tensor, link: GpuLink | None = None) -> tuple[MicroBatch, Tensor]:
@@ -201,7 +204,7 @@ def measure_hops(
     with started_together(End, ends, place) as (first, second):
         for way in _linked(first, second, "nccl" in ways) if set(ways) - {"ray"} else ():
             if way in ways:
-                serving = second.serve.remote(way, (_WARM_UP + turns) * len(PAYLOADS_BYTES))
+                serving = second.serve.remote(way, turns)
                 found += get_answer(first.by_links.remote(way, turns))
                 get_answer(serving)
         if "ray" in ways:

@@ -13,18 +13,21 @@ _PACKAGE = "benchmarks.gpu.measurements"
 
 @dataclass(frozen=True)
 class Part:
-    """`module.run(findings, place, argument)` in a process of its own for `limit_s` at most."""
+    """`module.run(findings, place, argument)` in a process of its own, which sees so many `gpus`,
+    for `limit_s` at most.
+    """
 
     name: str
     title: str
     limit_s: float
     module: str
     argument: str = ""
+    gpus: int = 1
 
 
-def _kernel_part(backend: str) -> Part:
+def _kernel_part(backend: str, limit_s: float = 75) -> Part:
     title = f"Products with backend {backend}"
-    return Part(f"kernels.{backend}", title, 75, f"{_PACKAGE}.kernels", backend)
+    return Part(f"kernels.{backend}", title, limit_s, f"{_PACKAGE}.kernels", backend)
 
 
 def _graph_part(bits: int) -> Part:
@@ -39,19 +42,21 @@ PARTS: tuple[Part, ...] = (
     _kernel_part("cuda_8bit"),
     _kernel_part("bnb_nf4"),
     _kernel_part("bnb_int8"),
-    _kernel_part("torch_3bit"),
-    _kernel_part("torch_4bit"),
-    _kernel_part("torch_8bit"),
+    _kernel_part("torch_3bit", 40),
+    _kernel_part("torch_4bit", 40),
+    _kernel_part("torch_8bit", 40),
+    Part("attention", "Decode attention by lengths", 75, f"{_PACKAGE}.attention"),
     Part("layers", "Decoder layers: estimated and measured", 180, f"{_PACKAGE}.layers"),
-    Part("plan", "A plan for this GPU, and its run", 240, f"{_PACKAGE}.planned_run"),
+    Part("plan", "A plan for this GPU, and its run", 225, f"{_PACKAGE}.planned_run"),
     Part("memory", "Memory: planned and held", 120, f"{_PACKAGE}.memory"),
     _graph_part(16),
     _graph_part(3),
     _graph_part(4),
     _graph_part(8),
-    Part("stages", "Two stages on one GPU, in one process", 150, f"{_PACKAGE}.stages"),
+    Part("stages", "Two stages on one GPU, in one process", 120, f"{_PACKAGE}.stages"),
     Part("actors", "Two actors on one GPU, through Ray", 150, f"{_PACKAGE}.ray_actors"),
-    Part("loading", "Loading", 150, f"{_PACKAGE}.loading"),
+    Part("nccl", "Two actors on two GPUs, through Ray", 105, f"{_PACKAGE}.ray_actors", "2", 2),
+    Part("loading", "Loading", 120, f"{_PACKAGE}.loading"),
 )
 """In the order of what is to be known first: a run that is cut short has those."""
 

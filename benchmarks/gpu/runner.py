@@ -87,7 +87,7 @@ class Runner:
         findings.unlink(missing_ok=True)
         command = (self.command or self._part_command)(part, findings, limit_s)
         began = self.clock()
-        code = _exit_code(command, log, limit_s, child_environment(self.place))
+        code = _exit_code(command, log, limit_s, child_environment(self.place, part.gpus))
         seconds = self.clock() - began
         tail = log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
         found = _read(findings)
@@ -102,8 +102,8 @@ class Runner:
         return [*command, "--dry_run"] if self.place.dry_run else command
 
 
-def child_environment(place: Place) -> dict[str, str]:
-    """Variables of a part's process: one GPU or none, nothing fetched, caches of its own."""
+def child_environment(place: Place, gpus: int = 1) -> dict[str, str]:
+    """Variables of a part's process: `gpus` or none, nothing fetched, caches of its own."""
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
@@ -113,8 +113,8 @@ def child_environment(place: Place) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "XDG_CACHE_HOME": str(place.folder / "cache"),
     }
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    own["CUDA_VISIBLE_DEVICES"] = "" if place.dry_run else visible
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:gpus]
+    own["CUDA_VISIBLE_DEVICES"] = "" if place.dry_run else ",".join(visible)
     return os.environ | own
 
 

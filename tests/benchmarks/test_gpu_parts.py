@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import runner
 from benchmarks.gpu.findings import Findings, NotRunError, Place
-from benchmarks.gpu.measurements import gpu_tests, graphs, kernels, memory, models
+from benchmarks.gpu.measurements import attention, gpu_tests, graphs, kernels, memory, models
 from benchmarks.gpu.parts import PARTS
 from benchmarks.lab import captured, seconds_of
 from benchmarks.speed.linear import Held, Result, Setting, measure
@@ -144,6 +144,13 @@ def test_memory_is_planned_to_the_byte(tmp_path: Path) -> None:
     exact = [row for row in rows if row[1] in ("weights", "KV cache")]
     assert len(exact) == 4
     assert all(row[2] == row[3] for row in exact)
+
+
+def test_attention_by_the_function_that_it_is_held_against(tmp_path: Path) -> None:
+    rows = found(attention, "", tmp_path)["tables"][0]["rows"]
+    cases = [(*row[:3], row[4]) for row in rows]
+    assert cases == [(8, bits, 3, kind) for bits in (16, 8) for kind in ("equal", "unlike")]
+    assert all(row[-1] < 1e-12 for row in rows)
 
 
 def test_a_decode_step_on_the_cpu(tmp_path: Path) -> None:

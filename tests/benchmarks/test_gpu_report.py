@@ -155,15 +155,27 @@ def test_all_limits_together_fit_in_the_time_that_is_promised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dry_run", "before", "visible"), [(True, "0", ""), (False, None, "0"), (False, "3,1", "3")]
+    ("dry_run", "gpus", "before", "visible"),
+    [
+        (True, 1, "0", ""),
+        (False, 1, None, "0"),
+        (False, 1, "3,1", "3"),
+        (False, 2, None, "0,1"),
+        (False, 2, "3,1,2", "3,1"),
+    ],
 )
-def test_a_part_sees_one_gpu_or_none(
-    dry_run: bool, before: str | None, visible: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_part_sees_the_gpus_that_it_takes_or_none(
+    dry_run: bool,
+    gpus: int,
+    before: str | None,
+    visible: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if before is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    found = child_environment(Place(tmp_path, tmp_path, dry_run))
+    found = child_environment(Place(tmp_path, tmp_path, dry_run), gpus)
     assert found["CUDA_VISIBLE_DEVICES"] == visible
 
 

@@ -65,11 +65,11 @@ def opt_checkpoint(place: Place) -> Path:
     return folder
 
 
-def accelerator_of(place: Place) -> Accelerator:
-    """The registry's entry of the GPU here; NotRunError for one that the planner does not know."""
+def accelerator_of(place: Place, number: int = 0) -> Accelerator:
+    """The registry's entry of a GPU here; NotRunError for one that the planner does not know."""
     if place.dry_run:
         return find_accelerator("CPU")
-    name = torch.cuda.get_device_name(place.device)
+    name = torch.cuda.get_device_name(number)
     try:
         return find_accelerator(name)
     except SpecError as error:
@@ -79,13 +79,13 @@ def accelerator_of(place: Place) -> Accelerator:
         ) from error
 
 
-def planned_device(place: Place) -> Device:
-    """The device here as the planner sees it."""
-    accelerator = accelerator_of(place)
+def planned_device(place: Place, number: int = 0) -> Device:
+    """A device here as the planner sees it."""
+    accelerator = accelerator_of(place, number)
     memory_bytes = accelerator.usable_memory_bytes or DRY_MEMORY_GIB * GIB
     threads = torch.get_num_threads() if place.dry_run else None
     link = accelerator.link_bytes_per_s
-    return Device(accelerator, "here", 0, memory_bytes, link, threads)
+    return Device(accelerator, "here", number, memory_bytes, link, threads)
 
 
 def backends_here(place: Place, bitwidths: Sequence[int], dtype: str) -> Mapping[int, str]:

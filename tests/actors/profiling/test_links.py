@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.profiling import links
-from actors.profiling.links import PAYLOADS_BYTES, End
+from actors.profiling.links import End
 from actors.transport.gloo_links import Rendezvous
 from tests.actors.pretend_nccl import PretendGpus
 
@@ -16,6 +16,7 @@ from tests.actors.pretend_nccl import PretendGpus
 def test_hops_between_gpus_are_timed_over_nccl_and_over_gloo(
     gpus: PretendGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(links, "NCCL_PAYLOADS_BYTES", (4 << 10, 1 << 20))
     threads, rendezvous = torch.get_num_threads(), Rendezvous(("here",) * 2, 20.0, nccl=True)
     ends = [End(on_gpu=False), End(on_gpu=False)]
     ends[0].open_rendezvous(rendezvous)
@@ -26,12 +27,12 @@ def test_hops_between_gpus_are_timed_over_nccl_and_over_gloo(
         assert [each.result(20) for each in connecting] == [("nccl", "gloo")] * 2
         for way in ("nccl", "gloo"):
             before = gpus.groups[0].wire.done
-            serving = pool.submit(ends[1].serve, way, (1 + links._WARM_UP) * len(PAYLOADS_BYTES))
+            serving = pool.submit(ends[1].serve, way, 1)
             hops = ends[0].by_links(way, turns=1)
             serving.result(20)
             assert [(hop.way, hop.payload_bytes) for hop in hops] == [
-                (way, size) for size in PAYLOADS_BYTES
+                (way, size) for size in links._payloads(way)
             ]
             moved = gpus.groups[0].wire.done - before
-            assert moved == (way == "nccl") * 2 * (1 + links._WARM_UP) * len(PAYLOADS_BYTES)
+            assert moved == (way == "nccl") * 2 * (1 + links._WARM_UP) * len(hops)
     torch.set_num_threads(threads)
