@@ -173,7 +173,7 @@ class Addresses:
             count = max(1, self.most_copied // int(batch.lengths[order[0]]))
             rows, order = order[:count], order[count:]
             own = Addresses(batch.of_rows(rows), self.device, (), None, self.most_copied)
-            groups.append((torch.from_numpy(rows).to(self.device), own))
+            groups.append((on_device(self.device, rows)[0], own))
         return tuple(groups)
 
     def decode_mask(self, scoring: Scoring, dtype: torch.dtype) -> Tensor | None:
@@ -205,7 +205,7 @@ class Addresses:
     @cached_property
     def positions(self) -> Tensor:
         """Position of every new token within its request, `[sum(counts)]`."""
-        return torch.as_tensor(self.batch.positions, device=self.device)
+        return on_device(self.device, self.batch.positions)[0]
 
     @cached_property
     def token_slots(self) -> Tensor:
@@ -235,14 +235,17 @@ class Addresses:
         none.
         """
         batch = self.batch
-        slots = torch.from_numpy(batch.positions + np.repeat(batch.begins, batch.counts))
+        slots = batch.positions + np.repeat(batch.begins, batch.counts)
         if not self.blocks:
-            return slice(None), slots.to(self.device)
-        left = torch.ones(len(slots), dtype=torch.bool)
+            return slice(None), on_device(self.device, slots)[0]
+        left = np.ones(len(slots), dtype=np.bool_)
         for block in self.blocks:
             left[block.tokens] = False
-        rows = left.nonzero()[:, 0]
-        return (rows.to(self.device), slots[rows].to(self.device)) if len(rows) else None
+        rows = np.flatnonzero(left)
+        if not len(rows):
+            return None
+        own_rows, own_slots = on_device(self.device, rows, slots[rows])
+        return own_rows, own_slots
 
     @cached_property
     def _index(self) -> Tensor:
@@ -252,7 +255,7 @@ class Addresses:
         would spoil the sum although its share is nothing.
         """
         pairs = np.stack([self.batch.begins, self.batch.lengths - 1])
-        begins, ends = torch.from_numpy(pairs).to(self.device)[:, :, None]
+        begins, ends = on_device(self.device, pairs)[0][:, :, None]
         positions = torch.arange(self.longest, device=self.device).minimum(ends)
         index: Tensor = begins + positions
         return index

@@ -29,6 +29,7 @@ from actors.attention.cpu import (
 from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import KVCache, Stored
 from actors.messages import MicroBatch, TokenIds
+from quant.devices import on_device
 
 
 class AttentionTimer:
@@ -158,7 +159,7 @@ def _token_rows(firsts: TokenIds, counts: TokenIds, device: torch.device) -> sli
     if (firsts[1:] == ends[:-1]).all():
         return slice(int(firsts[0]), int(ends[-1]))
     each = [np.arange(first, end) for first, end in zip(firsts, ends, strict=True)]
-    return torch.as_tensor(np.concatenate(each), device=device)
+    return on_device(device, np.concatenate(each))[0]
 
 
 @dataclass(frozen=True)

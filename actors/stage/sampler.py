@@ -28,6 +28,7 @@ from actors.messages import (
 from actors.sampling_options import stop_begin
 from actors.stage.model_config import read_config
 from quant.common.text import MOST_BEFORE, Decoder, text_after
+from quant.devices import on_device, on_host
 
 
 class TokenCounts:
@@ -102,7 +103,7 @@ def _add_bias(logits: Tensor, sampling: Sequence[Sampling]) -> None:
         return
     values = np.array([value for bias in biases for value in bias.values()])
     where = _index(logits, [len(bias) for bias in biases], tokens)
-    logits[where] += torch.from_numpy(values).to(logits.device)
+    logits[where] += on_device(logits.device, values)[0]
 
 
 def _penalise(logits: Tensor, sampling: Sequence[Sampling], counts: Sequence[TokenCounts]) -> None:
@@ -110,54 +111,66 @@ def _penalise(logits: Tensor, sampling: Sequence[Sampling], counts: Sequence[Tok
     if not any(lengths):
         return
 
-    def each(values: Sequence[float]) -> Tensor:
-        return _on(np.repeat(np.array(values, dtype=np.float64), lengths), logits)
+    def each(values: Sequence[float]) -> npt.NDArray[np.float64]:
+        return np.repeat(np.array(values, dtype=np.float64), lengths)
 
     where = _index(logits, lengths, np.concatenate([c.tokens for c in counts]))
-    times = _on(np.concatenate([c.counts for c in counts]), logits)
-    repetition = each([s.repetition_penalty for s in sampling])
+    times, repetition, frequency, presence = on_device(
+        logits.device,
+        np.concatenate([c.counts for c in counts]),
+        each([s.repetition_penalty for s in sampling]),
+        each([s.frequency_penalty for s in sampling]),
+        each([s.presence_penalty for s in sampling]),
+    )
     values = logits[where]
     values = torch.where(values < 0, values * repetition, values / repetition)
-    values -= each([s.frequency_penalty for s in sampling]) * times
-    values -= each([s.presence_penalty for s in sampling]) * (times > 0)
+    values -= frequency * times
+    values -= presence * (times > 0)
     logits[where] = values
 
 
 def _index(logits: Tensor, lengths: Sequence[int], tokens: TokenIds) -> tuple[Tensor, Tensor]:
     """Rows and columns of `tokens`: the first `lengths[0]` of them belong to row 0, and so on."""
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    return _on(rows, logits), _on(tokens, logits)
+    on_rows, columns = on_device(logits.device, rows, tokens)
+    return on_rows, columns
 
 
-def _on(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], logits: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(logits.device)
-
-
-def logprob_rows(
-    logits: Tensor, tokens: TokenIds, top_logprobs: Sequence[int | None]
-) -> LogprobRows | None:
-    """Log-probabilities of the `tokens` `[sampled]`, and of as many of the most probable ones as
-    `top_logprobs` says for each row; None where no row asks.
+def most_probable(
+    logits: Tensor, tokens: Tensor, top_logprobs: Sequence[int | None]
+) -> tuple[Tensor, ...]:
+    """What `logprob_rows` makes its rows of, on the device: log-probabilities of the `tokens`
+    `[sampled]`, the most probable ones, and theirs; nothing where no row asks.
 
     `logits` `[sampled, vocabulary]` are the model's: before bias, penalties and temperature. Only
-    the rows that ask are looked at, in float32. A chosen token comes before others that are as
-    probable; these come by their ids.
+    the rows that ask are looked at, in float32.
     """
     asked = [row for row, wanted in enumerate(top_logprobs) if wanted is not None]
     if not asked:
-        return None
-    rows = np.array(asked, dtype=np.int64)
-    wanted = np.array([top_logprobs[row] for row in asked], dtype=np.int64)
-    most = min(int(wanted.max()), logits.shape[-1])
-    part = logits[torch.from_numpy(rows).to(logits.device)].float()
-    chosen = torch.from_numpy(tokens[rows]).to(logits.device)[:, None]
+        return ()
+    most = min(max(wanted or 0 for wanted in top_logprobs), logits.shape[-1])
+    (rows,) = on_device(logits.device, np.array(asked, dtype=np.int64))
+    part = logits[rows].float()
     each = part.log_softmax(-1)  # row by row; a sum of one row is shared among threads
-    own = each.gather(-1, chosen)[:, 0].cpu().numpy()
     order = part.topk(most, dim=-1).indices
-    top, top_ids = each.gather(-1, order).cpu().numpy(), order.cpu().numpy()
+    return each.gather(-1, tokens[rows][:, None])[:, 0], order, each.gather(-1, order)
+
+
+def logprob_rows(
+    tokens: TokenIds,
+    top_logprobs: Sequence[int | None],
+    own: npt.NDArray[np.float32],
+    top_ids: TokenIds,
+    top: npt.NDArray[np.float32],
+) -> LogprobRows:
+    """The log-probabilities that `most_probable` has found, of each row as many as `top_logprobs`
+    says. A chosen token comes before others that are as probable; these come by their ids.
+    """
+    rows = np.array([row for row, wanted in enumerate(top_logprobs) if wanted is not None])
+    wanted = np.array([top_logprobs[row] for row in rows], dtype=np.int64)
     for row, token in enumerate(tokens[rows].tolist()):
         _sort_equals(top_ids[row], top[row], token, own[row])
-    top_ids[np.arange(most) >= wanted[:, None]] = NO_TOKEN
+    top_ids[np.arange(top_ids.shape[1]) >= wanted[:, None]] = NO_TOKEN
     return LogprobRows(rows, own, top_ids, top)
 
 
@@ -229,14 +242,18 @@ class Sampler:
             return NOTHING_SAMPLED
         running = [self._running[slot] for slot in slots]
         finite = logits.amax(-1).isfinite()  # the largest of a row with NaN is NaN
-        if not finite.all():
+        if logits.device.type != "cpu":  # looking first would wait for the GPU
+            logits.masked_fill_(~finite[:, None], 0.0)
+        elif not finite.all():
             logits = logits.masked_fill(~finite[:, None], 0.0)
-        tokens = next_tokens(logits, running)
+        chosen = next_tokens(logits, running)
         asked = [request.admission.top_logprobs for request in running]
-        logprobs = logprob_rows(logits, tokens, asked)
+        probable = most_probable(logits, chosen, asked)
+        tokens, are_finite, *found = on_host(chosen, finite, *probable)
+        logprobs = logprob_rows(tokens, asked, *found) if found else None
         reasons = []
         for slot, request, token, is_finite in zip(
-            slots, running, tokens, finite.tolist(), strict=True
+            slots, running, tokens, are_finite.tolist(), strict=True
         ):
             request.give(int(token))
             reason = self._finish_reason(request) if is_finite else "error"
@@ -285,7 +302,7 @@ class Sampler:
         return self._tokenizer
 
 
-def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
+def next_tokens(logits: Tensor, running: Sequence[_Running]) -> Tensor:
     """Next tokens `[requests]` of requests whose `logits` are `[requests, vocabulary]`.
 
     Requests with a bias, penalties or barred tokens are handled apart from the others, which keep
@@ -294,20 +311,21 @@ def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
     changing = [bool(r.sampling.changes_logits or r.barred) for r in running]
     if not any(changing):
         return _choose(logits, running)
-    tokens = np.empty(len(running), dtype=np.int64)
+    tokens = torch.empty(len(running), dtype=torch.int64, device=logits.device)
     for changes in {*changing}:
         rows = [row for row, each in enumerate(changing) if each == changes]
         group = [running[row] for row in rows]
-        part = logits[torch.tensor(rows, device=logits.device)]
+        (where,) = on_device(logits.device, np.array(rows))
+        part = logits[where]
         if changes:
             barred = [[t for t in r.barred if t < part.shape[-1]] for r in group]
             sampling, counts = [r.sampling for r in group], [r.counts for r in group]
             part = changed_logits(part, sampling, counts, barred)
-        tokens[rows] = _choose(part, group)
+        tokens[where] = _choose(part, group)
     return tokens
 
 
-def _choose(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
+def _choose(logits: Tensor, running: Sequence[_Running]) -> Tensor:
     return choose_tokens(logits, [r.sampling for r in running], [r.draw() for r in running])
 
 
@@ -317,23 +335,22 @@ def uniform_draw(seed: int, custom_id: str, position: int) -> float:
     return float((int.from_bytes(digest, "big") >> 11) * 2.0**-53)
 
 
-def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[float]) -> TokenIds:
+def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[float]) -> Tensor:
     """Next tokens `[requests]` for `logits` `[requests, vocabulary]`, by inverse transform of
     `draws`.
     """
-    tokens = logits.max(-1).indices  # of bfloat16 on a CPU six times as fast as argmax
+    tokens: Tensor = logits.max(-1).indices  # of bfloat16 on a CPU six times as fast as argmax
     random_rows = [i for i, s in enumerate(sampling) if s.temperature > 0]
     if random_rows:
-        rows = torch.tensor(random_rows, device=logits.device)
+        drawn = np.array([[draws[i]] for i in random_rows])
+        rows, u = on_device(logits.device, np.array(random_rows), drawn)
         chosen = [sampling[i] for i in random_rows]
         probabilities, order = filtered_probabilities(logits[rows].double(), chosen)
         cumulative = probabilities.cumsum(-1)
-        u = torch.tensor([[draws[i]] for i in random_rows], dtype=cumulative.dtype)
-        rank = torch.searchsorted(cumulative, u.to(logits.device) * cumulative[:, -1:], right=True)
+        rank = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
         last_kept = (probabilities > 0).sum(-1, keepdim=True) - 1
         tokens[rows] = order.gather(-1, rank.minimum(last_kept))[:, 0]
-    result: TokenIds = tokens.cpu().numpy().astype(np.int64)
-    return result
+    return tokens
 
 
 def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
@@ -346,24 +363,23 @@ def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tupl
     """
     device, vocabulary = logits.device, logits.shape[-1]
 
-    def each(values: Sequence[float]) -> Tensor:
-        return torch.tensor([[v] for v in values], device=device, dtype=torch.float64)
-
+    top_ks = [min(s.top_k or vocabulary, vocabulary) for s in sampling]
+    # The most probable token will have 0: tokens of less than `min_p` of its probability go.
+    least_ones = [log(s.min_p) if s.min_p else -inf for s in sampling]
+    parameters = [s.temperature for s in sampling], top_ks, [s.top_p for s in sampling], least_ones
+    (table,) = on_device(device, np.array(parameters, dtype=np.float64))
+    temperature, top_k, top_p, least = table[..., None]
     scaled = logits.double()
     del logits
     # The greatest logit becomes 0 first: no temperature, however small, then makes infinities.
     scaled -= scaled.amax(-1, keepdim=True)
-    scaled /= each([s.temperature for s in sampling])
+    scaled /= temperature
     scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
-    top_k = each([min(s.top_k or vocabulary, vocabulary) for s in sampling])
     scaled.masked_fill_(torch.arange(vocabulary, device=device) >= top_k, -torch.inf)
     probabilities = scaled.softmax(-1)
     sums = probabilities.cumsum(-1)
     before = sums.sub_(probabilities)
-    top_p = each([s.top_p for s in sampling])
     probabilities.masked_fill_((before >= top_p) & (top_p < 1), 0.0)
-    # The most probable token has 0 here: tokens of less than `min_p` of its probability go.
-    least = each([log(s.min_p) if s.min_p else -inf for s in sampling])
     probabilities.masked_fill_(scaled < least, 0.0)
     # In order, as threads would share the sum of a single row, and come to another last bit.
     probabilities /= torch.cumsum(probabilities, -1, out=sums)[..., -1:]

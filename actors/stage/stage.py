@@ -32,6 +32,7 @@ from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from planner.model.tensor_parallel import spread
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
+from quant.devices import on_device
 from quant.linear import warm_up_kernels
 from quant.loading.cache_folder import open_cache
 from quant.loading.cache_settings import NO_CACHE, CacheSettings
@@ -200,12 +201,12 @@ class Stage:
         run = run_by_token if self.spec.deterministic else run_in_passes
         hidden = run(self._model, self._cache, batch, inputs)
         self._cache.keep(batch)
-        result: Tensor | Sampled = hidden
-        if self.spec.is_last:
-            result = hidden[torch.as_tensor(batch.last_token_rows, device=self.device)]
-            if self.spec.has_head:
-                result = self._sample(batch, result)
-        if self.device.type == "cuda":
+        if self.spec.is_last and (batch.samples is not None or not batch.is_decode):
+            hidden = hidden[on_device(self.device, batch.last_token_rows)[0]]
+        samples = self.spec.is_last and self.spec.has_head
+        result = self._sample(batch, hidden) if samples else hidden
+        waited = isinstance(result, Sampled) and result.token_ids.size > 0
+        if self.device.type != "cpu" and not waited:
             # or who times this would only see the launches; not what goes to other stages yet
             torch.cuda.current_stream(self.device).synchronize()
         self._group.check()

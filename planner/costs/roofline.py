@@ -51,9 +51,12 @@ _CPU_EFFICIENCY = Efficiency(arithmetic=0.55, bandwidth=0.8)
 # Eager PyTorch takes some 5 us to start a kernel on a GPU; a CPU dispatches them in line.
 LAUNCH_S = 5e-6
 _CPU_LAYER_OVERHEAD_S = 5e-5
-# Counted (tests/actors/stage/test_launches.py): a LayerNorm is one kernel and an RMSNorm is spelled
-# out; queries and keys are rotated by 10; keys and values are written and gathered (4), then there
-# are attention, the activation and two residual sums. BLOOM's activation is spelled out.
+# Counted (tests/actors/stage/test_launches.py). Between products own kernels are two sums with
+# norms, positions with the write of keys and values, attention, the activation. Without them a
+# LayerNorm is one kernel and an RMSNorm is spelled out; queries and keys are rotated by 10; keys
+# and values are written and gathered (4), then there are attention, the activation and two residual
+# sums. BLOOM's activation is spelled out.
+_OWN_LAUNCHES = 5
 _RMS_NORM_LAUNCHES = 8
 _ROTATION_LAUNCHES = 10
 _OTHER_LAUNCHES = 8
@@ -160,8 +163,12 @@ class RooflineLatency(LatencyModel):
         return 0.0 if wide == narrow else machine.linear_s(LinearShape(narrow, wide), 16, tokens)
 
 
-def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS) -> int:
-    """Kernels that a decode step of unlike requests starts in a layer, of linears one each."""
+def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: bool = False) -> int:
+    """Kernels that a decode step of unlike requests starts in a layer, of linears one each; with
+    `own_kernels` (`actors.stage.own_layers`) those between them are few.
+    """
+    if own_kernels:
+        return len(shape.layer_linears) + _OWN_LAUNCHES
     norms = 4 if shape.qk_norm else 2
     has_rms_norms = shape.norm_parameters == shape.hidden_size
     rotates = not shape.position_rows and not shape.alibi

@@ -15,11 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import NO_TOKEN, Admission, Request, Sampling, TokenLogprobs
+from actors.messages import (
+    NO_TOKEN,
+    Admission,
+    LogprobRows,
+    Request,
+    Sampling,
+    TokenIds,
+    TokenLogprobs,
+)
 from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.live_run import Inbox, LiveRun
 from actors.schedule.table import make_scheduler
-from actors.stage.sampler import Sampler, logprob_rows
+from actors.stage.sampler import Sampler, logprob_rows, most_probable
 from actors.stage.stage import Stage
 from actors.transport import pipelines
 from actors.transport.message_format import Codec
@@ -159,12 +167,17 @@ def test_asking_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not any(logprobs for _, logprobs in silent.values())
 
 
+def rows_of(logits: torch.Tensor, tokens: TokenIds, wanted: list[int | None]) -> LogprobRows | None:
+    found = most_probable(logits, torch.from_numpy(tokens), wanted)
+    return logprob_rows(tokens, wanted, *(each.numpy() for each in found)) if found else None
+
+
 def test_rows_that_do_not_ask_are_not_looked_at() -> None:
     logits = torch.randn(4, VOCABULARY)
     logits[[0, 2]] = torch.nan
     tokens = np.array([5, 6, 7, 8])
-    assert logprob_rows(logits, tokens, [None] * 4) is None
-    found = logprob_rows(logits, tokens, [None, 2, None, 0])
+    assert rows_of(logits, tokens, [None] * 4) is None
+    found = rows_of(logits, tokens, [None, 2, None, 0])
     assert found is not None
     assert found.rows.tolist() == [1, 3]
     assert found.top_ids[1].tolist() == [NO_TOKEN] * 2
@@ -181,7 +194,7 @@ def test_of_equal_tokens_the_chosen_one_is_first(most: int) -> None:
     logits = torch.zeros(1, 60)
     logits[0, 50:] = 3.0
     for token in (50, 54, 59):
-        found = logprob_rows(logits, np.array([token]), [most])
+        found = rows_of(logits, np.array([token]), [most])
         assert found is not None
         ids = found.top_ids[0].tolist()
         assert ids[0] == token
