@@ -46,9 +46,13 @@ class NcclLinks(Links):
         self._meetings: list[Meeting] = []
         hosts = rendezvous.hosts
         pairs = [lower for lower in (index - 1, index) if 0 <= lower < self.stages - 1]
-        for lower in sorted(pairs, key=lambda lower: lower % 2):  # all even ones at once
-            if rendezvous.nccl and hosts[lower] == hosts[lower + 1]:
-                self._link_gpus(2 * lower + 1 - index)
+        try:
+            for lower in sorted(pairs, key=lambda lower: lower % 2):  # all even ones at once
+                if rendezvous.nccl and hosts[lower] == hosts[lower + 1]:
+                    self._link_gpus(2 * lower + 1 - index)
+        except BaseException:
+            self.close()
+            raise
 
     def gpu_link(self, other: int) -> GpuLink | None:
         return self._gpu_links.get(other)

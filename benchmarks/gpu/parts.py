@@ -55,7 +55,7 @@ PARTS: tuple[Part, ...] = (
     _graph_part(8),
     Part("stages", "Two stages on one GPU, in one process", 120, f"{_PACKAGE}.stages"),
     Part("actors", "Two actors on one GPU, through Ray", 150, f"{_PACKAGE}.ray_actors"),
-    Part("nccl", "Two actors on two GPUs, through Ray", 105, f"{_PACKAGE}.ray_actors", "2", 2),
+    Part("nccl", "Two actors on two GPUs, through Ray", 135, f"{_PACKAGE}.ray_actors", "2", 2),
     Part("loading", "Loading", 120, f"{_PACKAGE}.loading"),
 )
 """In the order of what is to be known first: a run that is cut short has those."""

@@ -316,3 +316,27 @@ def test_transfers_and_layers_wait_for_each_other_by_events(
     assert streams.done == moved
     assert there.receive(2, 3, torch.float32).tolist() == [[1.0] * 3] * 2
     assert streams.done == [*moved, *moved, "layers waits for own"]
+
+
+def test_links_that_were_made_end_where_a_neighbour_is_lost_meanwhile(
+    gpus: PretendGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three stages the last one cannot be heard."""
+    exchange = NcclLinks._exchange
+
+    def heard(links: NcclLinks, other: int, words: str) -> str:
+        if 2 in (links.index, other):
+            raise StageLostError("its process died")
+        return exchange(links, other, words)
+
+    monkeypatch.setattr(NcclLinks, "_exchange", heard)
+    with pytest.raises(StageLostError):
+        meet_on_gpus((GPU, GPU, GPU))
+    assert [(group.rank, group.aborted) for group in sorted(gpus.groups, key=rank_of)] == [
+        (0, False),
+        (1, True),
+    ]
+
+
+def rank_of(group: PretendNccl) -> int:
+    return group.rank
