@@ -62,10 +62,7 @@ class QuantizedLinear(nn.Module):
         own = x.to(self.compute_dtype)
         if self.input_order is not None:
             own = own.index_select(-1, self.input_order)
-        out = self.packed.forward(own)
-        if self.bias is not None:
-            out += self.bias
-        return out.to(x.dtype)
+        return self.packed.linear(own, self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return (
@@ -76,9 +73,9 @@ class QuantizedLinear(nn.Module):
 
 def warm_up_kernels(model: nn.Module) -> None:
     found = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    different = {(type(each.packed), each.in_features): each for each in found}
-    for (_, in_features), linear in different.items():
-        linear.packed.warm_up(in_features)
+    different = {(type(each.packed), each.in_features, each.out_features): each for each in found}
+    for (_, in_features, _), linear in different.items():
+        linear.packed.warm_up(in_features, linear.compute_dtype)
 
 
 def quantize_linear(

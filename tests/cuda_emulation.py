@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant.backends.cuda_driver import CudaError, Kernels, nvrtc_library, text_of
+from quant.backends.cuda_driver import CudaError, Kernels, Source, nvrtc_library, text_of
 
 EMULATOR = Path(__file__).with_name("cuda_emulator.cpp")
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC is not installe
 
 @functools.cache
 def emulated(
-    source: Path, names: tuple[str, ...], sanitized: bool = False, **definitions: int
+    source: Source, names: tuple[str, ...], sanitized: bool = False, **definitions: int
 ) -> Kernels:
     """The kernels of `source`, compiled once a process; with the undefined-behaviour sanitizer,
     which ends the process, if `sanitized`, and with the address sanitizer too where that is loaded.
@@ -55,6 +56,16 @@ def emulated(
             command.append("-fsanitize=address")
         subprocess.run([*command, "-o", str(library), str(EMULATOR)], check=True)
         return Kernels.load(ctypes.CDLL(str(library)), b"image", names, CPU)
+
+
+_FRAME_SIZE = b"\x04\x11\x08\x00"
+"""Before a kernel's number and the bytes of its stack in machine code (EIATTR_FRAME_SIZE)."""
+
+
+def frame_bytes(image: bytes) -> list[int]:
+    """Bytes of the stack of each kernel and function: zero where no register is spilled."""
+    places = [found.end() + 4 for found in re.finditer(re.escape(_FRAME_SIZE), image)]
+    return [int.from_bytes(image[at : at + 4], "little") for at in places]
 
 
 def environment_with_address_sanitizer() -> dict[str, str]:

@@ -34,6 +34,9 @@ struct uint2 {
 struct alignas(16) uint4 {
     unsigned int x, y, z, w;
 };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 struct Position {
     unsigned int x;
 };
@@ -283,6 +286,118 @@ static unsigned int and_xor(unsigned int word, unsigned int mask, unsigned int o
 }
 [[maybe_unused]] static unsigned short float_to_half(float value) {
     return emulator::bits_as<unsigned short>(static_cast<_Float16>(value));
+}
+
+// Written by another block of the same launch.
+template <class T>
+static T __ldcg(const T* address) {
+    emulator::sectors.insert(reinterpret_cast<uintptr_t>(address) / emulator::SECTOR);
+    return *address;
+}
+[[maybe_unused]] static unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int s) {
+    const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+    unsigned int result = 0;
+    for (int i = 0; i < 4; ++i)
+        result |= static_cast<unsigned int>(both >> (s >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return result;
+}
+
+// --- 16-bit numbers, in the type of activations, and the instructions of tensor cores.
+
+namespace emulator {
+
+#if BFLOAT16
+double number_of(unsigned short bits) { return bits_as<float>(static_cast<unsigned int>(bits) << 16); }
+
+unsigned short rounded(double value) {
+    if (value == 0.0 || !std::isfinite(value))
+        return bits_as<unsigned int>(static_cast<float>(value)) >> 16;
+    int exponent;
+    const double mantissa = std::frexp(value, &exponent);
+    const double kept = std::ldexp(std::nearbyint(std::ldexp(mantissa, 8)), exponent - 8);
+    return bits_as<unsigned int>(static_cast<float>(kept)) >> 16;
+}
+#else
+double number_of(unsigned short bits) { return bits_as<_Float16>(bits); }
+
+unsigned short rounded(double value) {
+    return bits_as<unsigned short>(static_cast<_Float16>(value));
+}
+#endif
+
+template <size_t WORDS>
+struct Numbers {
+    double at[2 * WORDS];
+
+    explicit Numbers(const unsigned int (&words)[WORDS]) {
+        for (size_t i = 0; i < 2 * WORDS; ++i)
+            at[i] = number_of(static_cast<unsigned short>(words[i / 2] >> 16 * (i % 2)));
+    }
+};
+
+// Products of 16 rows, 8 columns and 8 * STEPS in between.
+template <size_t STEPS>
+void multiply_16_rows(
+    float* sums, const unsigned int (&a)[2 * STEPS], const unsigned int (&b)[STEPS]) {
+    struct Fragments {
+        Numbers<2 * STEPS> a;
+        Numbers<STEPS> b;
+    };
+    const unsigned int lane = running % WARP;
+    exchange(Fragments{Numbers(a), Numbers(b)}, [&](auto of) {
+        for (unsigned int i = 0; i < 4; ++i) {
+            const unsigned int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            double sum = sums[i];
+            for (unsigned int k = 0; k < 8 * STEPS; ++k) {
+                const unsigned int step = k / 8, holder = k % 8 / 2, half = k % 2;
+                sum += of(row % 8 * 4 + holder).a.at[(2 * step + row / 8) * 2 + half] *
+                       of(column * 4 + holder).b.at[2 * step + half];
+            }
+            sums[i] = static_cast<float>(sum);
+        }
+        return 0;
+    });
+}
+
+}  // namespace emulator
+
+[[maybe_unused]] static unsigned int fma_halves(unsigned int a, unsigned int b, unsigned int c) {
+    unsigned int result = 0;
+    for (int at = 0; at < 32; at += 16) {
+        const auto number = [at](unsigned int word) {
+            return emulator::number_of(static_cast<unsigned short>(word >> at));
+        };
+        const double exact = std::fma(number(a), number(b), number(c));
+        result |= static_cast<unsigned int>(emulator::rounded(exact)) << at;
+    }
+    return result;
+}
+[[maybe_unused]] static void mma_m16n8k16(
+    float* sums, const unsigned int (&a)[4], const unsigned int (&b)[2]) {
+    emulator::multiply_16_rows<2>(sums, a, b);
+}
+[[maybe_unused]] static void mma_m16n8k8(
+    float* sums, const unsigned int (&a)[2], const unsigned int (&b)[1]) {
+    emulator::multiply_16_rows<1>(sums, a, b);
+}
+// Four quarters of the warp with a product of 8 rows, 8 columns and 4 in between each.
+[[maybe_unused]] static void mma_m8n8k4(
+    float* sums, const unsigned int (&a)[2], const unsigned int (&b)[2]) {
+    struct Fragments {
+        emulator::Numbers<2> a, b;
+    };
+    const unsigned int lane = emulator::running % emulator::WARP, first = lane % 16 / 4 * 4;
+    const auto holder = [first](unsigned int index) { return first + index % 4 + index / 4 * 16; };
+    emulator::exchange(Fragments{emulator::Numbers(a), emulator::Numbers(b)}, [&](auto of) {
+        for (unsigned int i = 0; i < 8; ++i) {
+            const unsigned int row = (lane & 1) + (i & 2) + lane / 16 * 4;
+            const unsigned int column = (i & 4) + (lane & 2) + (i & 1);
+            double sum = sums[i];
+            for (int k = 0; k < 4; ++k) sum += of(holder(row)).a.at[k] * of(holder(column)).b.at[k];
+            sums[i] = static_cast<float>(sum);
+        }
+        return 0;
+    });
 }
 
 #include SOURCE

@@ -18,15 +18,17 @@ EMULATED = ("quant/backends/test_cuda_kernels.py", "actors/attention/test_cuda.p
 
 A_ROW_TOO_FEW = """
 import torch
-from quant.backends.cuda_packed import KERNELS, SOURCE, Cuda8Bit
+from quant.backends.cuda_packed import Cuda8Bit
+from quant.backends.cuda_products import KERNELS, SOURCE
 from quant.rounding.canonical import quantize
 from tests.cuda_emulation import emulated
-kernels = emulated(SOURCE, KERNELS, BITS=8, BFLOAT16=0)
+kernels = emulated(SOURCE, KERNELS, BITS=8, BFLOAT16=0, CAPABILITY=60)
 packed = Cuda8Bit.from_canonical(quantize(torch.randn(9, 4224), 8))
 x, out = torch.randn(1, 4224).half(), torch.empty(1, 9).half()
 for rows in (9, 8):
     held = packed.packed[:rows].clone()
-    kernels.launch("one_token", 2, x, held, packed.scales, out, 1, 9, packed._width())
+    width = packed.codes.width
+    kernels.launch("one_token", 2, x, held, packed.scales, None, out, 1, 9, width)
     print(rows, "rows are there")
 """
 

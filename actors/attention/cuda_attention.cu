@@ -104,20 +104,6 @@ __device__ __forceinline__ void write_result(
     *out = to_activation(row.sum * factor / total);
 }
 
-// Whether this block is the last one of those that `arrived` counts, which it then begins anew: all
-// that the others have written before can be read.
-__device__ __forceinline__ bool is_last(unsigned int* arrived, unsigned int blocks, bool& shared) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        shared = atomicAdd(arrived, 1u) == blocks - 1;
-        if (shared) *arrived = 0;
-        __threadfence();
-    }
-    __syncthreads();
-    return shared;
-}
-
 // 1-D grid, at most 32 splits: all splits of the first head of keys of the first tile, then those of its next head.
 // `tiles` are pairs of a request and its first row; a request without new tokens has nothing
 // computed. `slopes` (ALiBi) and `sinks` have one number for each head or are null. A sink takes part

@@ -89,7 +89,7 @@ class Stage:
         self.keys_values = HeldKeysValues(self._cache, own)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
-            warm_up_kernels(self._model)
+        warm_up_kernels(self._model)
         range_attention(head_dim, self.dtype, form.held_dtype == torch.int8, device)  # compiles it
         put_own_layers(self._model, spec.layers, self._cache, self.dtype)
         samples = spec.has_head and spec.rank == 0

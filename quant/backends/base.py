@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
@@ -51,8 +51,17 @@ class PackedWeight(ABC):
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def warm_up(self, in_features: int) -> None:  # noqa: B027  (most kernels need none)
-        """Compile what the first product would wait for."""
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Add `bias` `[out]`, where a kernel can within its launch."""
+        out = self.forward(x)
+        return out if bias is None else out.add_(bias)
+
+    def products(self, x: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Give the product in every way that `forward` may choose, for self-tests."""
+        return (self.forward(x),)
+
+    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:  # noqa: B027  (most need none)
+        """Compile and time what the first product of `dtype` would wait for."""
 
     @property
     def nbytes(self) -> int:

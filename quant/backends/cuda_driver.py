@@ -18,6 +18,9 @@ NUMBERS = Path(__file__).with_name("cuda_numbers.cuh")
 THREADS = 128
 """Threads of a block, for which the sources are written."""
 
+Source = Path | tuple[Path, ...]
+"""A file of kernels, or several that are compiled as one."""
+
 Argument = torch.Tensor | int | ctypes.Structure | None
 """A kernel's: a tensor's memory, a 32-bit number, a struct of the source, or a null pointer."""
 
@@ -59,18 +62,24 @@ class Kernels:
         _check(self.driver, code)
 
     def _launch(self, name: str, blocks: int, addresses: ctypes.Array[ctypes.c_void_p]) -> int:
-        on_gpu = self.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else None
         code: int = self.driver.cuLaunchKernel(
-            self.functions[name], blocks, 1, 1, THREADS, 1, 1, 0, ctypes.c_void_p(stream),
+            self.functions[name], blocks, 1, 1, THREADS, 1, 1, 0, ctypes.c_void_p(self.stream),
             addresses, None,
         )  # fmt: skip
         return code
 
+    @property
+    def stream(self) -> int:
+        """Handle of torch's current stream."""
+        if self.device.type != "cuda":
+            return 0
+        handle: int = torch.cuda.current_stream(self.device).cuda_stream
+        return handle
+
 
 @functools.cache
 def kernels_for(
-    source: Path,
+    source: Source,
     names: tuple[str, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -79,8 +88,10 @@ def kernels_for(
     """Compile `source` for activations of `dtype` and the GPU, once a process; CudaError says why
     that cannot be done here.
     """
+    capability = torch.cuda.get_device_capability(device)
     definitions["BFLOAT16"] = int(dtype == torch.bfloat16)
-    image = compile_cuda(text_of(source), torch.cuda.get_device_capability(device), definitions)
+    definitions["CAPABILITY"] = 10 * capability[0] + capability[1]
+    image = compile_cuda(text_of(source), capability, definitions)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -90,8 +101,9 @@ def kernels_for(
         return Kernels.load(driver, image, names, device)
 
 
-def text_of(source: Path) -> str:
-    return NUMBERS.read_text() + source.read_text()
+def text_of(source: Source) -> str:
+    files = source if isinstance(source, tuple) else (source,)
+    return "".join(file.read_text() for file in (NUMBERS, *files))
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

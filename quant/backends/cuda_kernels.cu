@@ -12,19 +12,6 @@
 #error "BITS is 3, 4 or 8"
 #endif
 
-#ifdef __CUDACC_RTC__  // elsewhere whoever includes this file defines this
-
-// (word & mask) ^ other in one instruction, which takes one constant only: NVRTC makes two of it
-// rather than keep the other in a register.
-__device__ __forceinline__ unsigned int and_xor(
-    unsigned int word, unsigned int mask, unsigned int other) {
-    unsigned int result;
-    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(word), "r"(mask), "r"(other));
-    return result;
-}
-
-#endif
-
 // Codes become floats without a conversion, which would run at a quarter of the rate or less: code
 // bits are put into the mantissa of a float whose exponent makes their unit 2^-BITS. A 32-bit
 // shift serves as many codes as fit into the mantissa, and `code_class` counts them from the top:
@@ -99,12 +86,18 @@ __device__ __forceinline__ Octet load_octet(
     return {both.x, both.y};
 }
 
+// `bias` may be null.
+__device__ __forceinline__ float bias_of(const unsigned short* __restrict__ bias, unsigned int row) {
+    return bias == nullptr ? 0.0f : load_activation(bias + row);
+}
+
 // Adds the sums of all lanes, then those of the `ACROSS` warps that share rows, and writes them.
 // `sums[t * ROWS + r]` belongs to token `first_token + t` and row `first_row + r`.
 template <int ACROSS, int TOKENS, int ROWS>
 __device__ __forceinline__ void write_sums(
-    float (&sums)[TOKENS * ROWS], const void* scales, unsigned short* __restrict__ out,
-    unsigned int first_token, unsigned int tokens, unsigned int first_row, unsigned int rows) {
+    float (&sums)[TOKENS * ROWS], const void* scales, const unsigned short* __restrict__ bias,
+    unsigned short* __restrict__ out, unsigned int first_token, unsigned int tokens,
+    unsigned int first_row, unsigned int rows) {
     constexpr int SUMS = TOKENS * ROWS;
     __shared__ float partial[WARPS][SUMS];
     __shared__ unsigned int first_rows[WARPS];
@@ -123,7 +116,8 @@ __device__ __forceinline__ void write_sums(
     float sum = 0.0f;
 #pragma unroll
     for (int across = 0; across < ACROSS; ++across) sum += partial[first_warp + across][within];
-    out[static_cast<size_t>(token) * rows + row] = to_activation(sum * row_scale(scales, row));
+    const float result = fmaf(sum, row_scale(scales, row), bias_of(bias, row));
+    out[static_cast<size_t>(token) * rows + row] = to_activation(result);
 }
 
 // One token at a time: what counts is the bytes that a thread has in flight and the instructions
@@ -136,8 +130,8 @@ __device__ __forceinline__ void write_sums(
 // ROWS rows, so that it may repeat some of the block before; `rows` is at least ROWS.
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_token(
     const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
-    const void* __restrict__ scales, unsigned short* __restrict__ out,
-    unsigned int tokens, unsigned int rows, Width width) {
+    const void* __restrict__ scales, const unsigned short* __restrict__ bias,
+    unsigned short* __restrict__ out, unsigned int tokens, unsigned int rows, Width width) {
     constexpr int ROWS = 8;
     constexpr int OCTETS = BITS == 8 ? 2 : 4;  // of a thread's load
     constexpr int WORDS = BITS * OCTETS / 4;
@@ -190,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_token(
         for (int r = 0; r < ROWS; ++r)
             sums[r] += fmaf(dots[r] - x_offset, affine[r].scale, affine[r].zero * x_sum);
     }
-    write_sums<WARPS, 1, ROWS>(sums, scales, out, token, tokens, first_row, rows);
+    write_sums<WARPS, 1, ROWS>(sums, scales, bias, out, token, tokens, first_row, rows);
 }
 
 // TOKENS tokens at once, ROWS x TOKENS sums in registers: arithmetic binds, so weights are restored
@@ -201,8 +195,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_token(
 template <int TOKENS>
 __device__ __forceinline__ void many_tokens(
     const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
-    const void* __restrict__ scales, unsigned short* __restrict__ out,
-    unsigned int tokens, unsigned int rows, Width width) {
+    const void* __restrict__ scales, const unsigned short* __restrict__ bias,
+    unsigned short* __restrict__ out, unsigned int tokens, unsigned int rows, Width width) {
     constexpr int ROWS = 4, ACROSS = 2;  // warps that share rows
     const unsigned int runs = (tokens + TOKENS - 1) / TOKENS;
     const unsigned int first_token = blockIdx.x % runs * TOKENS;
@@ -241,21 +235,21 @@ __device__ __forceinline__ void many_tokens(
             }
         }
     }
-    write_sums<ACROSS, TOKENS, ROWS>(sums, scales, out, first_token, tokens, first_row, rows);
+    write_sums<ACROSS, TOKENS, ROWS>(sums, scales, bias, out, first_token, tokens, first_row, rows);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) four_tokens(
     const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
-    const void* __restrict__ scales, unsigned short* __restrict__ out,
-    unsigned int tokens, unsigned int rows, Width width) {
-    many_tokens<4>(x, packed, scales, out, tokens, rows, width);
+    const void* __restrict__ scales, const unsigned short* __restrict__ bias,
+    unsigned short* __restrict__ out, unsigned int tokens, unsigned int rows, Width width) {
+    many_tokens<4>(x, packed, scales, bias, out, tokens, rows, width);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) eight_tokens(
     const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
-    const void* __restrict__ scales, unsigned short* __restrict__ out,
-    unsigned int tokens, unsigned int rows, Width width) {
-    many_tokens<8>(x, packed, scales, out, tokens, rows, width);
+    const void* __restrict__ scales, const unsigned short* __restrict__ bias,
+    unsigned short* __restrict__ out, unsigned int tokens, unsigned int rows, Width width) {
+    many_tokens<8>(x, packed, scales, bias, out, tokens, rows, width);
 }
 
 // Rows [first_row, first_row + rows) as activations' type: `out` [rows, columns]. A thread writes

@@ -1,7 +1,8 @@
 // What our CUDA sources share: 16-bit numbers, blocks and their lanes.
 //
 // It stands before each of them when NVRTC compiles it, with -D BFLOAT16=0|1 for the type of
-// activations. No header is included: NVRTC's wheel has none.
+// activations and -D CAPABILITY=60|70|75|80 ... for the GPU's. No header is included: NVRTC's wheel has
+// none.
 
 #ifdef __CUDACC_RTC__  // elsewhere whoever compiles this defines these
 
@@ -16,6 +17,15 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
     unsigned short bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+// (word & mask) ^ other in one instruction, which takes one constant only: NVRTC makes two of it
+// rather than keep the other in a register.
+__device__ __forceinline__ unsigned int and_xor(
+    unsigned int word, unsigned int mask, unsigned int other) {
+    unsigned int result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(word), "r"(mask), "r"(other));
+    return result;
 }
 
 #endif
@@ -35,6 +45,17 @@ __device__ __forceinline__ unsigned short to_activation(float value) {
     return to_bfloat16(value);
 #else
     return float_to_half(value);
+#endif
+}
+
+__device__ __forceinline__ float load_activation(const unsigned short* __restrict__ x) {
+    const unsigned int bits = __ldg(x);
+#if BFLOAT16
+    return __uint_as_float(bits << 16);
+#else
+    float value, none;
+    halves_to_floats(bits, value, none);
+    return value;
 #endif
 }
 
@@ -74,4 +95,18 @@ __device__ __forceinline__ void add_lanes(float (&sums)[SUMS], unsigned int lane
         for (int distance = WIDTH / SUMS / 2; distance > 0; distance /= 2)
             sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], distance);
     }
+}
+
+// Whether this block is the last one of those that `arrived` counts, which it then begins anew: all
+// that the others have written before can be read.
+__device__ __forceinline__ bool is_last(unsigned int* arrived, unsigned int blocks, bool& shared) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        shared = atomicAdd(arrived, 1u) == blocks - 1;
+        if (shared) *arrived = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return shared;
 }

@@ -123,7 +123,7 @@ class OneDnnW8A8(CanonicalPacked):
         packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
         return packed_bytes + tensor_bytes(self.scale, self.zero, self.factor)
 
-    def warm_up(self, in_features: int) -> None:
+    def warm_up(self, in_features: int, dtype: torch.dtype) -> None:
         warm_up_rounding(in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

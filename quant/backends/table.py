@@ -19,9 +19,13 @@ INT8PACK_COLUMNS = 16
 """Weights that torch's int8 CPU kernel reads at once, beyond the end of a row if need be."""
 
 FUSED_TOKENS = 24
-"""Rows up to which our CUDA kernels multiply with the packed weight. Estimated from datasheets, not
-measured: their multiply-adds, at half the float32 rate, take as long as writing and reading the
-weight in 16 bit at about 16 rows (H200), 25 (P100, A100), 30 (V100) and 40 (T4)."""
+"""Rows up to which our CUDA kernels multiply with the packed weight without tensor cores. Estimated
+from datasheets, not measured: their multiply-adds, at half the float32 rate, take as long as
+writing and reading the weight in 16 bit at about 25 rows on a P100."""
+
+TENSOR_TOKENS = 128
+"""Rows up to which they do on tensor cores, from compute capability 7.0 on. Estimated by counting
+instructions; where the kernels run, the ways are timed."""
 
 RANGE_OCTET = 8
 RANGE_LARGEST_HEAD = 256

@@ -31,17 +31,17 @@ from benchmarks.speed.linear import (
     measure,
     random_weight,
 )
-from quant.backends.cuda_driver import kernels_for
 from quant.backends.cuda_packed import CudaPacked
+from quant.backends.cuda_products import PACKED, RESTORED, TENSOR
 from quant.backends.kernel_classes import BACKENDS, self_test
-from quant.backends.table import FUSED_TOKENS, KERNEL_RULES, KernelRule
+from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.linear import dtype_name
 from quant.scheme import LinearShape
 
 MODEL, LARGE_MODEL = "llama-3-8b", "opt-30b"
 SMALL = LinearShape(in_features=256, out_features=192)
 ROWS = (1, 8, 64, 512)
-TURNING_ROWS = (8, 16, 24, 32, 48, 64)
+TURNING_ROWS = (4, 8, 16, 24, 32, 64, 128, 256)
 GRAPH_S, MOST_CALLS, MOST_REPLAYS, SAMPLES = 0.005, 64, 5, 3
 SHORT_CALL_S = 1e-4
 SECONDS = 0.1
@@ -196,38 +196,42 @@ def replayed_seconds(
 
 
 def _turning_point(bench: _Bench, rule: KernelRule, place: Place) -> None:
-    """Both ways of our CUDA kernels by the number of rows: `FUSED_TOKENS` should part them."""
+    """Every way of our CUDA kernels by the number of rows, and the one that was chosen."""
     if place.dry_run:
-        bench.findings.note("where products turn from packed to restored weights has no CPU twin")
+        bench.findings.note("the ways in which our CUDA kernels multiply have no CPU twin")
         return
     setting = Setting(place.device, torch.float16, SECONDS)
     table = bench.findings.table(
-        f"Packed and restored weights by turns, in a graph (they part at {FUSED_TOKENS} rows)",
-        out_x_in="{}", rows="{}", packed="{:.1f} us", restored="{:.1f} us",
+        "Ways to multiply, in a graph, and the one timed as the fastest at first use",
+        out_x_in="{}", rows="{}", packed="{:.1f} us", on_tensor_cores="{:.1f} us",
+        restored="{:.1f} us", chosen="{}",
     )  # fmt: skip
     backend: Any = BACKENDS[rule.name]
     for shape in (LinearShape(4096, 4096), LinearShape(4096, 14336)):
         weight = random_weight(shape, setting)
         copies = range(setting.copies(rule.nbytes(shape, "float16")))
         packed = [backend.from_weight(weight, setting.dtype, setting.device) for _ in copies]
+        kernels = packed[0].kernels(setting.dtype)
         for rows in TURNING_ROWS:
             x = torch.randn(rows, shape.in_features, device=setting.device).half()
-            ways = [[_product(each, x, restores) for each in packed] for restores in (False, True)]
-            seconds = [
-                replayed_seconds(bench.recorder, rule.name, way, x, SHORT_CALL_S) for way in ways
-            ]
-            size = f"{shape.out_features} x {shape.in_features}"
-            bench.findings.row(table, size, rows, *(each and each * 1e6 for each in seconds))
+            seconds = {
+                way: replayed_seconds(
+                    bench.recorder, rule.name, [_product(each, way) for each in packed], x,
+                    SHORT_CALL_S,
+                )
+                for way in kernels.ways
+            }  # fmt: skip
+            found = [seconds.get(way) for way in (PACKED, TENSOR, RESTORED)]
+            bench.findings.row(
+                table,
+                f"{shape.out_features} x {shape.in_features}",
+                rows,
+                *(each and each * 1e6 for each in found),
+                kernels.way_for(packed[0].codes, rows),
+            )
 
 
-def _product(packed: CudaPacked, x: torch.Tensor, restores: bool) -> Product:
-    """The product with one of the two ways, whatever the number of rows."""
-    kernels = kernels_for(packed.bits, x.dtype, x.device)
-    out = x.new_empty(len(x), packed.packed.shape[0])
-    multiply = packed._multiply_restored if restores else packed._multiply_packed
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        multiply(x, out, kernels)
-        return out
-
-    return product
+def _product(packed: CudaPacked, way: str) -> Product:
+    kernels = packed.kernels(torch.float16)
+    assert kernels is not None, "on a GPU"
+    return lambda x: kernels.multiply(packed.codes, x, way=way)

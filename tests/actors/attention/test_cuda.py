@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from actors.attention.kv_cache import Stored
 from actors.messages import MicroBatch
 from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
 from tests.actors.models import CONFIGS, LAYERS, save_tiny, stages_of
-from tests.cuda_emulation import CPU, emulated, needs_compiler, needs_nvrtc
+from tests.cuda_emulation import CPU, emulated, frame_bytes, needs_compiler, needs_nvrtc
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FEW, MANY = 1, 1000
@@ -284,10 +283,6 @@ def test_a_stage_computes_by_it_what_it_does_without(
         assert torch.linalg.norm(one - other) <= 0.005 * torch.linalg.norm(one)
 
 
-FRAME_SIZE = b"\x04\x11\x08\x00"
-"""Before a kernel's number and the bytes of its stack in machine code (EIATTR_FRAME_SIZE)."""
-
-
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("capability", "head_dim", "coded"),
@@ -301,9 +296,9 @@ def test_compiles_for_every_gpu_without_spills(
 ) -> None:
     definitions = {"BFLOAT16": capability[0] // 8, "HEAD_DIM": head_dim, "CODED": coded}
     image = compile_cuda(text_of(SOURCE), capability, definitions)
-    places = [found.end() + 4 for found in re.finditer(re.escape(FRAME_SIZE), image)]
-    assert len(places) >= len(KERNELS)  # and functions that they call
-    assert not any(int.from_bytes(image[at : at + 4], "little") for at in places)
+    frames = frame_bytes(image)
+    assert len(frames) >= len(KERNELS)  # and functions that they call
+    assert not any(frames)
     for name in KERNELS:
         assert b".text." + name.encode() in image
 

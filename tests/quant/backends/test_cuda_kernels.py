@@ -1,17 +1,33 @@
-"""The CUDA source itself, run on the CPU by an emulator of blocks, warps and their barriers."""
+"""The CUDA sources, run on the CPU by an emulator of blocks, warps and their barriers."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from quant.backends.cuda_driver import CudaError, Kernels
-from quant.backends.cuda_packed import KERNELS, SOURCE, Cuda3Bit, Cuda4Bit, Cuda8Bit, CudaPacked
+from quant.backends.cuda_packed import (
+    Cuda3Bit,
+    Cuda4Bit,
+    Cuda8Bit,
+    CudaPacked,
+    tensor_cores_complaint,
+)
+from quant.backends.cuda_products import (
+    KERNELS,
+    PACKED,
+    RESTORED,
+    SOURCE,
+    TENSOR,
+    TENSOR_KERNELS,
+    CudaProducts,
+    Product,
+)
 from quant.backends.kernel_classes import self_test
-from quant.backends.table import FUSED_TOKENS
 from quant.rounding import canonical as canonical_module
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from tests.cuda_emulation import CPU, emulated, needs_compiler
@@ -19,21 +35,58 @@ from tests.cuda_emulation import CPU, emulated, needs_compiler
 pytestmark = needs_compiler
 
 BACKENDS = {3: Cuda3Bit, 4: Cuda4Bit, 8: Cuda8Bit}
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SHAPES = ((8, 32), (11, 96), (21, 192), (16, 1056), (9, 4224))
 """(out, in): groups of 32, 64 and 128, rows that leave threads without work or take them round the
 loop twice, rows that the last blocks share."""
-TOKENS = (1, 2, 3, 4, 5, 8, 9, 24, 25)
-"""Each kernel with all and with some of its tokens, and the restored weight."""
+TENSOR_SHAPES = ((8, 32), (11, 96), (130, 192), (161, 544))
+"""The same, and two blocks of rows, whole and broken runs of 128 columns, several of them."""
+TOKENS = {PACKED: (1, 2, 3, 4, 5, 8, 9, 24), RESTORED: (25,), TENSOR: (1, 8, 11)}
+"""Each kernel with all and with some of its tokens."""
+MULTIPROCESSORS = 5
+"""For which columns are split in two or more, and not all by as much."""
 
-Emulate = Callable[[int, torch.dtype], Kernels]
+
+class Case(NamedTuple):
+    capability: int
+    bits: int
+    dtype: torch.dtype
+
+    @property
+    def kernels(self) -> Kernels:
+        names = (*KERNELS, *TENSOR_KERNELS) if self.capability >= 70 else KERNELS
+        return emulated(
+            SOURCE, names, BITS=self.bits, BFLOAT16=int(self.dtype == torch.bfloat16),
+            CAPABILITY=self.capability,
+        )  # fmt: skip
+
+    @property
+    def products(self) -> CudaProducts:
+        return CudaProducts(self.kernels, self.dtype, MULTIPROCESSORS)
+
+    @property
+    def half_unit(self) -> float:
+        return torch.finfo(self.dtype).eps / 2
 
 
-@pytest.fixture
-def emulate() -> Emulate:
-    return lambda bits, dtype: emulated(
-        SOURCE, KERNELS, BITS=bits, BFLOAT16=int(dtype == torch.bfloat16)
+FIRST = (
+    Case(70, 4, torch.float16),
+    Case(75, 8, torch.float16),
+    Case(80, 3, torch.bfloat16),
+)
+"""Each instruction, each bitwidth and both types; the others are rare."""
+CASES = [
+    pytest.param(
+        case,
+        id=f"{case.capability}-{case.bits}bit-{str(case.dtype)[6:]}",
+        marks=() if case in FIRST else pytest.mark.rare,
     )
+    for bits in BACKENDS
+    for case in (
+        *(Case(capability, bits, torch.float16) for capability in (60, 70, 75, 80)),
+        Case(80, bits, torch.bfloat16),
+    )
+]
+for_cases = pytest.mark.parametrize("case", CASES)
 
 
 def make(bits: int, shape: tuple[int, int]) -> tuple[CudaPacked, CanonicalWeight]:
@@ -51,127 +104,226 @@ def activations(tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BACKENDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products_against_float64(
-    emulate: Emulate, bits: int, dtype: str, shape: tuple[int, int]
-) -> None:
+def check_products(case: Case, way: str, shape: tuple[int, int], numbers: tuple[int, ...]) -> None:
     """Off by half a unit of the output's type, and by sums in float32.
 
     One token sums codes that are offset by up to 64 at 3 bit and 16 at 4 bit, 512 and 256 steps;
     8-bit codes are offset by 256 steps. Four roundings of the largest are allowed for each term.
     Restored weights are themselves rounded to the type, by half a unit.
     """
-    packed, canonical = make(bits, shape)
+    packed, canonical = make(case.bits, shape)
     meant = dequantize(canonical).double()
     steps = canonical.scale.double().amax(-1)
-    for tokens in TOKENS:
-        x = activations(tokens, shape[1], DTYPES[dtype])
-        out = packed.multiply(x, emulate(bits, x.dtype))
+    for tokens in numbers:
+        x = activations(tokens, shape[1], case.dtype)
+        out = case.products.multiply(packed.codes, x, way=way)
         exact = x.double() @ meant.t()
         sizes = x.double().abs()
-        half_unit = torch.finfo(x.dtype).eps / 2
-        limit = half_unit * exact.abs()
+        limit = case.half_unit * exact.abs()
         limit += 4 * 512 * torch.finfo(torch.float32).eps * sizes.sum(-1, keepdim=True) * steps
-        if tokens > FUSED_TOKENS:
-            limit += half_unit * (sizes @ meant.abs().t()) * 1.01
+        if way != PACKED:
+            limit += case.half_unit * (sizes @ meant.abs().t()) * 1.01
         assert out.dtype == x.dtype
         assert out.shape == exact.shape
         assert ((out.double() - exact).abs() <= limit).all(), tokens
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", BACKENDS)
-def test_every_weight_alone(emulate: Emulate, bits: int, dtype: str) -> None:
+@for_cases
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_against_float64(case: Case, shape: tuple[int, int]) -> None:
+    for way in (PACKED, RESTORED):
+        check_products(case, way, shape, TOKENS[way])
+
+
+tensor_cases = pytest.mark.parametrize("case", [each for each in CASES if each.values[0][0] >= 70])
+
+
+@tensor_cases
+@pytest.mark.parametrize("shape", TENSOR_SHAPES)
+def test_tensor_cores_against_float64(case: Case, shape: tuple[int, int]) -> None:
+    check_products(case, TENSOR, shape, TOKENS[TENSOR])
+
+
+@pytest.mark.rare
+@tensor_cases
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17, 31, 33, 63, 64, 65, 129])
+def test_tensor_cores_by_any_number_of_tokens(case: Case, tokens: int) -> None:
+    check_products(case, TENSOR, (133, 416), (tokens,))
+
+
+@for_cases
+def test_every_weight_alone(case: Case) -> None:
     """Products with unit vectors are the weights, through every kernel, rounded once."""
-    packed, canonical = make(bits, (9, 96))
+    packed, canonical = make(case.bits, (9, 96))
     meant = dequantize(canonical)
-    units = torch.eye(96, dtype=DTYPES[dtype])
-    eps = torch.finfo(DTYPES[dtype]).eps
-    for tokens in (1, 4, 8, 96):
-        parts = [packed.multiply(x, emulate(bits, x.dtype)) for x in units.split(tokens)]
-        out = torch.cat(parts).t().float()
-        torch.testing.assert_close(out, meant, rtol=eps / 2, atol=1e-5)
+    units = torch.eye(96, dtype=case.dtype)
+    together = {PACKED: (1, 4, 8), RESTORED: (96,), TENSOR: (8, 16, 32, 64)}
+    for way in case.products.ways:
+        for tokens in together[way]:
+            parts = [case.products.multiply(packed.codes, x, way=way) for x in units.split(tokens)]
+            out = torch.cat(parts).t().float()
+            torch.testing.assert_close(out, meant, rtol=case.half_unit, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_error_is_that_of_quantizing(emulate: Emulate, bits: int, dtype: str) -> None:
+@tensor_cases
+@pytest.mark.parametrize("size", [2e-6, 1e-4, 2e4])
+def test_weights_at_the_ends_of_float16(case: Case, size: float) -> None:
+    """Off by three halves of the smallest step of the type more than a restored weight may be: of
+    scale, zero and their sum.
+    """
+    generator = torch.Generator().manual_seed(5)
+    canonical = quantize(torch.randn(9, 96, generator=generator).clamp(-2, 2) * size, case.bits)
+    packed, meant = BACKENDS[case.bits].from_canonical(canonical), dequantize(canonical)
+    out = case.products.multiply(packed.codes, torch.eye(96, dtype=case.dtype), way=TENSOR).t()
+    smallest = torch.finfo(case.dtype).smallest_normal * torch.finfo(case.dtype).eps
+    torch.testing.assert_close(out.float(), meant, rtol=case.half_unit, atol=1.5 * smallest)
+
+
+@for_cases
+def test_error_is_that_of_quantizing(case: Case) -> None:
     """Against the weight before quantizing, with what the type itself rounds set aside."""
     weight = torch.randn(40, 512, generator=torch.Generator().manual_seed(1))
-    packed = BACKENDS[bits].from_weight(weight, DTYPES[dtype], CPU)
-    meant = BACKENDS[bits].represent(weight).double()
-    for tokens in TOKENS:
-        x = activations(tokens, 512, DTYPES[dtype])
+    packed = BACKENDS[case.bits].from_weight(weight, case.dtype, CPU)
+    meant = BACKENDS[case.bits].represent(weight).double()
+    for way in case.products.ways:
+        x = activations(9, 512, case.dtype)
         exact = x.double() @ weight.double().t()
         unavoidable = ((x.double() @ meant.t()).to(x.dtype).double() - exact).norm()
-        error = (packed.multiply(x, emulate(bits, x.dtype)).double() - exact).norm()
+        error = (case.products.multiply(packed.codes, x, way=way).double() - exact).norm()
         assert error <= 1.1 * unavoidable
 
 
-@pytest.mark.parametrize("bits", BACKENDS)
-def test_restored_in_blocks(emulate: Emulate, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+@for_cases
+def test_a_bias_is_added(case: Case) -> None:
+    """With a bias that takes all but one of four of the products away."""
+    packed, _ = make(case.bits, (11, 96))
+    for way in case.products.ways:
+        for tokens in (1, 3, 9):
+            x = activations(tokens, 96, case.dtype)
+            bias = -0.75 * case.products.multiply(packed.codes, x[:1], way=way)[0]
+            out = case.products.multiply(packed.codes, x, bias, way)
+            wanted = case.products.multiply(packed.codes, x * 0.25, way=way)[0].double()
+            assert ((out[0].double() - wanted).abs() <= 3 * case.half_unit * bias.abs()).all()
+            zero = case.products.multiply(packed.codes, torch.zeros_like(x), bias, way)
+            assert torch.equal(zero, bias.expand_as(zero))
+
+
+@tensor_cases
+def test_what_is_not_a_number_stays_with_its_token(case: Case) -> None:
+    packed, _ = make(case.bits, (11, 96))
+    x = activations(11, 96, case.dtype)
+    clean = case.products.multiply(packed.codes, x, way=TENSOR)
+    x[3, 5], x[8, 40] = float("nan"), float("inf")
+    out = case.products.multiply(packed.codes, x, way=TENSOR)
+    spoilt = torch.zeros(11, dtype=torch.bool)
+    spoilt[[3, 8]] = True
+    assert torch.equal(out[~spoilt], clean[~spoilt])
+    assert not out[spoilt].isfinite().any()
+
+
+@tensor_cases
+def test_split_sums_have_the_same_bits_in_any_order(case: Case) -> None:
+    """Of threads and of blocks, of which the last of each tile merges: what counts them is zero
+    again.
+    """
+    packed, _ = make(case.bits, (130, 544))
+    x = activations(9, 544, case.dtype)
+    kernels, results = case.kernels, []
+    for seed in (0, 1, 2):
+        kernels.driver.seed(seed)
+        results.append(case.products.multiply(packed.codes, x, way=TENSOR))
+    kernels.driver.seed(0)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@for_cases
+def test_restored_in_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(canonical_module._BLOCK_WEIGHTS, "cpu", 5 * 96)
-    packed, _ = make(bits, (21, 96))
-    x = activations(30, 96, torch.float16)
-    together = packed.multiply(x, emulate(bits, x.dtype))
+    packed, _ = make(case.bits, (21, 96))
+    x = activations(30, 96, case.dtype)
+    bias = torch.randn(21, generator=torch.Generator().manual_seed(3)).to(case.dtype)
+    together = case.products.multiply(packed.codes, x, bias, RESTORED)
     monkeypatch.undo()
-    assert torch.equal(packed.multiply(x, emulate(bits, x.dtype)), together)
+    assert torch.equal(case.products.multiply(packed.codes, x, bias, RESTORED), together)
 
 
-@pytest.mark.parametrize("bits", BACKENDS)
-def test_shapes_and_strides_of_activations(emulate: Emulate, bits: int) -> None:
-    packed, _ = make(bits, (16, 64))
-    kernels = emulate(bits, torch.float16)
-    x = activations(6, 64, torch.float16)
-    plain = packed.multiply(x, kernels)
-    assert torch.equal(packed.multiply(x.view(2, 3, 64), kernels), plain.view(2, 3, 16))
-    assert torch.equal(packed.multiply(x.t().contiguous().t(), kernels), plain)
-    shifted = torch.cat((torch.zeros(1, dtype=x.dtype), x.view(-1)))[1:].view(6, 64)
-    assert shifted.data_ptr() % 16 != 0
-    assert torch.equal(packed.multiply(shifted, kernels), plain)
-    assert packed.multiply(x[:0].view(0, 1, 64), kernels).shape == (0, 1, 16)
+@for_cases
+def test_shapes_and_strides_of_activations(case: Case) -> None:
+    packed, _ = make(case.bits, (16, 64))
+    codes, products = packed.codes, case.products
+    x = activations(6, 64, case.dtype)
+    for way in products.ways:
+        plain = products.multiply(codes, x, way=way)
+        assert torch.equal(
+            products.multiply(codes, x.view(2, 3, 64), way=way), plain.view(2, 3, 16)
+        )
+        assert torch.equal(products.multiply(codes, x.t().contiguous().t(), way=way), plain)
+        shifted = torch.cat((torch.zeros(1, dtype=x.dtype), x.view(-1)))[1:].view(6, 64)
+        assert shifted.data_ptr() % 16 != 0
+        assert torch.equal(products.multiply(codes, shifted, way=way), plain)
+        assert products.multiply(codes, x[:0].view(0, 1, 64), way=way).shape == (0, 1, 16)
 
 
-@pytest.mark.parametrize("bits", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_passes_the_self_test(
-    emulate: Emulate, monkeypatch: pytest.MonkeyPatch, bits: int, dtype: str
+@for_cases
+def test_passes_the_self_test(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    products = case.products
+    monkeypatch.setattr(CudaPacked, "kernels", lambda self, dtype: products)
+    assert self_test(BACKENDS[case.bits], case.dtype, CPU) is None
+    multiply: Callable[..., torch.Tensor] = products.multiply
+    monkeypatch.setattr(products, "multiply", lambda codes, x, **way: multiply(codes, -x, **way))
+    assert "is off by 200.0%" in str(self_test(BACKENDS[case.bits], case.dtype, CPU))
+
+
+@tensor_cases
+def test_a_wrong_kernel_on_tensor_cores_is_found(
+    case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = emulate(bits, DTYPES[dtype])
-    monkeypatch.setattr(CudaPacked, "forward", lambda self, x: self.multiply(x, kernels))
-    assert self_test(BACKENDS[bits], DTYPES[dtype], CPU) is None
-    monkeypatch.setattr(CudaPacked, "forward", lambda self, x: self.multiply(-x, kernels))
-    assert "is off by 200.0%" in str(self_test(BACKENDS[bits], DTYPES[dtype], CPU))
+    products, backend = case.products, BACKENDS[case.bits]
+    assert tensor_cores_complaint(backend, products, case.dtype, CPU) is None
+    monkeypatch.setitem(products._ways, TENSOR, lambda product: product.out.zero_())
+    complaint = tensor_cores_complaint(backend, products, case.dtype, CPU)
+    assert complaint == "their product of 3 tokens is off by 100.0%"
 
 
-@pytest.mark.parametrize("bits", BACKENDS)
+@for_cases
 @pytest.mark.parametrize("shape", [(8, 32), (11, 96), (9, 2080)])
-def test_nothing_is_loaded_from_beside_the_tensors(
-    emulate: Emulate, bits: int, shape: tuple[int, int]
-) -> None:
-    packed, _ = make(bits, shape)
-    kernels = emulate(bits, torch.float16)
-    for tokens in TOKENS:
-        x = activations(tokens, shape[1], torch.float16)
-        for tensor in (x, packed.packed, packed.scales):
+def test_nothing_is_loaded_from_beside_the_tensors(case: Case, shape: tuple[int, int]) -> None:
+    packed, _ = make(case.bits, shape)
+    kernels, products = case.kernels, case.products
+    bias = torch.zeros(shape[0], dtype=case.dtype)
+    for way in products.ways:
+        x = activations(9, shape[1], case.dtype)
+        for tensor in (x, packed.packed, packed.scales, bias):
             kernels.driver.allow(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes))
         try:
-            packed.multiply(x, kernels)
+            products.multiply(packed.codes, x, bias, way)
             kernels.driver.allow_everything()
             kernels.driver.allow(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.nbytes))
             with pytest.raises(CudaError, match="700: illegal address"):
-                packed.multiply(x, kernels)
+                products.multiply(packed.codes, x, bias, way)
         finally:
             kernels.driver.allow_everything()
 
 
-def test_driver_errors_say_what_happened(emulate: Emulate) -> None:
+@tensor_cases
+def test_tensor_cores_read_a_weight_once(case: Case) -> None:
+    """And activations once for each 128 rows."""
+    packed, _ = make(case.bits, (256, 512))
+    x = activations(8, 512, case.dtype)
+    driver = case.kernels.driver
+    driver.moved_bytes.restype = ctypes.c_size_t
+    driver.moved_bytes()
+    CudaProducts(case.kernels, case.dtype, multiprocessors=1).multiply(packed.codes, x, way=TENSOR)
+    assert driver.moved_bytes() <= 1.1 * packed.nbytes + 2 * x.nbytes
+
+
+def test_driver_errors_say_what_happened() -> None:
     packed, _ = make(4, (8, 32))
-    kernels = emulate(4, torch.float16)
     x = torch.zeros(33, dtype=torch.float16)[1:].view(1, 32)
-    with pytest.raises(CudaError, match="716: misaligned address"):
-        packed._multiply_packed(x, torch.zeros(1, 8, dtype=torch.float16), kernels)
+    product = Product(packed.codes, x, None, torch.zeros(1, 8, dtype=torch.float16))
+    for way in (PACKED, TENSOR):
+        with pytest.raises(CudaError, match="716: misaligned address"):
+            FIRST[0].products._ways[way](product)
     with pytest.raises(CudaError, match="error 1: invalid value"):
-        kernels.launch("restore", 0)
+        FIRST[0].kernels.launch("restore", 0)

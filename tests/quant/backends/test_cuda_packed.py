@@ -11,7 +11,7 @@ import torch
 from quant.backends.cuda_driver import Kernels
 from quant.backends.cuda_packed import Cuda3Bit, Cuda4Bit, Cuda8Bit, pack_octets, unpack_octets
 from quant.backends.kernel_classes import self_test
-from quant.backends.table import FUSED_TOKENS, rule_for
+from quant.backends.table import rule_for
 from quant.common.errors import SpecError
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
 from quant.scheme import LinearShape, Processor
@@ -126,7 +126,9 @@ def test_a_thread_that_has_not_used_the_gpu_launches_again(
 @pytest.mark.parametrize("bits", BACKENDS)
 @pytest.mark.parametrize("shape", [(8, 32), (21, 192), (4096, 4096), (1000, 11008), (28672, 7168)])
 def test_products_on_a_gpu(bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Against float64 on the GPU: half a unit of the type, sums in float32, restored weights."""
+    """Every way against float64 on the GPU: half a unit of the type for outputs and for restored
+    weights, sums in float32.
+    """
     device = torch.device("cuda")
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         dtype = torch.float16
@@ -137,17 +139,16 @@ def test_products_on_a_gpu(bits: int, dtype: torch.dtype, shape: tuple[int, int]
     packed = BACKENDS[bits].from_canonical(canonical)
     meant = dequantize(canonical).double()
     steps = canonical.scale.double().amax(-1)
-    for tokens in (1, 2, 3, 7, 8, 17, FUSED_TOKENS, FUSED_TOKENS + 1, 200):
+    for tokens in (1, 2, 3, 7, 8, 17, 33, 64, 65, 129, 200):
         x = torch.randn(tokens, shape[1], generator=generator, device=device).to(dtype)
         exact = x.double() @ meant.t()
         sizes = x.double().abs()
         half_unit = torch.finfo(dtype).eps / 2
         limit = half_unit * exact.abs() * 1.01
         limit += 4 * 512 * torch.finfo(torch.float32).eps * sizes.sum(-1, keepdim=True) * steps
-        if tokens > FUSED_TOKENS:
-            limit += 1.01 * half_unit * (sizes @ meant.abs().t())
-        error = (packed.forward(x).double() - exact).abs()
-        assert (error <= limit).all(), tokens
+        limit += 1.01 * half_unit * (sizes @ meant.abs().t())
+        for product in (packed.forward(x), *packed.products(x)):
+            assert ((product.double() - exact).abs() <= limit).all(), tokens
 
 
 @pytest.mark.gpu

@@ -1,0 +1,284 @@
+"""Products of one GPU with packed weights: with the codes themselves, a few rows at a time or on
+tensor cores, or with the weight restored to 16 bit.
+
+Which way is fastest for a number of rows depends on the GPU and the shape. It is timed at first
+use, which `warm_up` brings forward, and kept for the process; where nothing can be timed, while a
+CUDA graph is recorded, an estimate stands.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
+from quant.backends.table import FUSED_TOKENS, TENSOR_TOKENS
+from quant.rounding.canonical import row_blocks
+
+_FILES = ("cuda_kernels.cu", "cuda_mma.cuh", "cuda_tensor_cores.cu")
+SOURCE = tuple(map(Path(__file__).with_name, _FILES))
+KERNELS = ("one_token", "four_tokens", "eight_tokens", "restore")
+
+_TILE_TOKENS = 8
+_RESIDENT = {1: 5, 2: 4, 4: 3, 8: 2}
+"""Tiles of 8 tokens of the tensor-core kernels, and blocks of each that a multiprocessor holds by
+their registers (95, 125, 165 and 235 on 7.0 to 9.0)."""
+TENSOR_KERNELS = tuple(f"tensor_{_TILE_TOKENS * tiles}" for tiles in _RESIDENT)
+
+PACKED, TENSOR, RESTORED = "packed", "tensor", "restored"
+ROW_BUCKETS = (4, 8, 16, 32, 64, 128, 256)
+"""Rows that are timed; fewer rows go the way of the next of them, more are restored."""
+
+_ONE_TOKEN_ROWS = 2
+"""Rows that are multiplied one by one: the second reads the weight from cache, and still takes
+fewer instructions than the kernel for four."""
+
+_BLOCK_ROWS = 8
+"""Rows of the weight that a block of threads works on, in kernels without tensor cores."""
+_TENSOR_BLOCK_ROWS = 128
+_STAGE_BYTES = {3: 48, 4: 64, 8: 64}
+"""Bytes of a row that a block on tensor cores reads at a time, by bitwidth."""
+_PARTIAL_BYTES = 1 << 25
+_MOST_TILES = 4096
+_STREAMS = 64
+_ALIGNMENT = 16
+_OCTET = 8
+_REPEATS = 3
+_LEAST_FILLED = 1 << 26
+"""Bytes that are written before each timed product: 0.07 ms at least, which launches stay below."""
+
+Timer = Callable[[Callable[[], None]], float]
+
+
+class Width(ctypes.Structure):
+    """The struct `Width` of the source: octets and groups of a row, log2 of a group's octets."""
+
+    _fields_ = (
+        ("octets", ctypes.c_uint),
+        ("groups", ctypes.c_uint),
+        ("group_shift", ctypes.c_uint),
+    )
+
+
+class Codes(NamedTuple):
+    """A weight as `CudaPacked` holds it."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    columns: int
+    bits: int
+
+    @property
+    def rows(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def width(self) -> Width:
+        groups = self.scales.shape[1]
+        octets = self.columns // _OCTET
+        return Width(octets, groups, (octets // groups).bit_length() - 1)
+
+
+class Product(NamedTuple):
+    """Activations `x` `[tokens, columns]`, `bias` `[rows]` or None, and what is computed: `out`
+    `[tokens, rows]`.
+    """
+
+    codes: Codes
+    x: torch.Tensor
+    bias: torch.Tensor | None
+    out: torch.Tensor
+
+
+class CudaProducts:
+    """Products of activations of `dtype`; `seconds_of` times work on the device, without it
+    estimates stand.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        multiprocessors: int,
+        seconds_of: Timer | None = None,
+    ) -> None:
+        self._kernels = kernels
+        self._dtype = dtype
+        self._multiprocessors = multiprocessors
+        self._seconds_of = seconds_of
+        self._fastest: dict[tuple[int, int, int], str] = {}
+        self._ways = {PACKED: self._multiply_packed, RESTORED: self._multiply_restored}
+        if TENSOR_KERNELS[0] in kernels.functions:
+            self._ways[TENSOR] = self._multiply_on_tensor_cores
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return tuple(self._ways)
+
+    def multiply(
+        self,
+        codes: Codes,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        way: str | None = None,
+    ) -> torch.Tensor:
+        """Return `x @ weight.t() + bias` for `x` `[..., columns]`; `way` None: the fastest."""
+        tokens = x.reshape(-1, codes.columns).contiguous()
+        if tokens.data_ptr() % _ALIGNMENT:
+            tokens = tokens.clone()
+        out = tokens.new_empty(len(tokens), codes.rows)
+        if len(tokens) > 0:
+            self._ways[way or self.way_for(codes, len(tokens))](Product(codes, tokens, bias, out))
+        return out.view(*x.shape[:-1], codes.rows)
+
+    def warm_up(self, codes: Codes) -> None:
+        for rows in ROW_BUCKETS:
+            self.way_for(codes, rows)
+
+    def way_for(self, codes: Codes, rows: int) -> str:
+        if rows <= _ONE_TOKEN_ROWS:
+            return PACKED
+        bucket = next((bucket for bucket in ROW_BUCKETS if rows <= bucket), None)
+        if bucket is None:
+            return RESTORED
+        key = (codes.rows, codes.columns, bucket)
+        if key not in self._fastest:
+            self._fastest[key] = self._timed(codes, bucket) or self._estimated(bucket)
+        return self._fastest[key]
+
+    def _timed(self, codes: Codes, rows: int) -> str | None:
+        if self._seconds_of is None or torch.cuda.is_current_stream_capturing():
+            return None
+        x = codes.packed.new_zeros(rows, codes.columns, dtype=self._dtype)
+        product = Product(codes, x, None, x.new_empty(rows, codes.rows))
+        seconds = {
+            name: self._seconds_of(functools.partial(way, product))
+            for name, way in self._ways.items()
+        }
+        return min(seconds, key=seconds.__getitem__)
+
+    def _estimated(self, rows: int) -> str:
+        if TENSOR in self._ways:
+            return TENSOR if rows <= TENSOR_TOKENS else RESTORED
+        return PACKED if rows <= FUSED_TOKENS else RESTORED
+
+    def _multiply_packed(self, product: Product) -> None:
+        codes, x, bias, out = product
+        tokens = len(x)
+        name, at_once = ("four_tokens", 4) if tokens <= 4 else ("eight_tokens", 8)
+        if tokens <= _ONE_TOKEN_ROWS:
+            name, at_once = "one_token", 1
+        self._kernels.launch(
+            name, -(-codes.rows // _BLOCK_ROWS) * -(-tokens // at_once),
+            x, codes.packed, codes.scales, bias, out, tokens, codes.rows, codes.width,
+        )  # fmt: skip
+
+    def _multiply_on_tensor_cores(self, product: Product) -> None:
+        codes, x, bias, out = product
+        tokens = len(x)
+        tiles = next((tiles for tiles in _RESIDENT if tokens <= _TILE_TOKENS * tiles), 8)
+        runs, down = -(-tokens // (_TILE_TOKENS * tiles)), -(-codes.rows // _TENSOR_BLOCK_ROWS)
+        stages = -(-codes.columns * codes.bits // (8 * _STAGE_BYTES[codes.bits]))
+        splits = splits_of(runs * down, stages, tiles, self._multiprocessors)
+        partial = arrived = None
+        if splits > 1:
+            sums = runs * down * splits * tiles * _TILE_TOKENS * _TENSOR_BLOCK_ROWS
+            partial = out.new_empty(sums, dtype=torch.float32)
+            arrived = _arrived(out.device, self._kernels.stream)
+        self._kernels.launch(
+            f"tensor_{_TILE_TOKENS * tiles}", runs * down * splits,
+            x, codes.packed, codes.scales, bias, out, tokens, codes.rows, codes.width,
+            partial, arrived, splits,
+        )  # fmt: skip
+
+    def _multiply_restored(self, product: Product) -> None:
+        codes, x, bias, out = product
+        blocks = list(row_blocks(codes.rows, codes.columns, x.device))
+        scratch = x.new_empty(blocks[0].stop, codes.columns)
+        for block in blocks:
+            weight = scratch[: block.stop - block.start]
+            grid = -(-weight.numel() // (_OCTET * THREADS))
+            rows = (block.start, len(weight))
+            packed, scales = codes.packed, codes.scales
+            self._kernels.launch("restore", grid, packed, scales, weight, *rows, codes.width)
+            if bias is None:
+                torch.mm(x, weight.t(), out=out[:, block])
+            else:
+                torch.addmm(bias[block], x, weight.t(), out=out[:, block])
+
+
+@functools.cache
+def splits_of(tiles: int, stages: int, width: int, multiprocessors: int) -> int:
+    """Return into how many parts the columns are split: of the sums of `width` * 8 tokens in each
+    of `tiles` of the output, which take `stages` each.
+
+    Counted in kB: a stage reads 8 of weights and 2 * `width` of activations, of which a
+    multiprocessor needs two blocks at least in flight; a part leaves 4 * `width`, which the last
+    block of a tile reads while others may have nothing left to do.
+    """
+    if tiles >= 4 * multiprocessors or tiles > _MOST_TILES:
+        return 1
+
+    def cost(splits: int) -> float:
+        blocks = -(-tiles * splits // multiprocessors)
+        reading = max(2, blocks) * -(-stages // splits) * (8 + 2 * width)
+        return reading + (4 * width * (blocks + 2 * splits) if splits > 1 else 0)
+
+    most = _PARTIAL_BYTES // (tiles * width * 4 * _TILE_TOKENS * _TENSOR_BLOCK_ROWS)
+    return min(range(1, max(1, min(stages, most)) + 1), key=cost)
+
+
+def has_tensor_cores(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    return capability >= ((8, 0) if dtype == torch.bfloat16 else (7, 0))
+
+
+@functools.cache
+def products_for(
+    bits: int, dtype: torch.dtype, device: torch.device, on_tensor_cores: bool
+) -> CudaProducts:
+    """Compile the kernels for a GPU, once a process; CudaError says why that cannot be done."""
+    source = SOURCE if on_tensor_cores else SOURCE[:1]
+    names = (*KERNELS, *TENSOR_KERNELS) if on_tensor_cores else KERNELS
+    kernels = kernels_for(source, names, dtype, device, BITS=bits)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return CudaProducts(kernels, dtype, multiprocessors, functools.partial(_gpu_seconds, device))
+
+
+def _gpu_seconds(device: torch.device, work: Callable[[], None]) -> float:
+    """Seconds of the GPU, its cache full of something else. Filling the cache takes longer than the
+    launches, which therefore are not timed.
+    """
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    other = torch.empty(max(2 * cache_bytes, _LEAST_FILLED), dtype=torch.uint8, device=device)
+    milliseconds: list[float] = []
+    with torch.cuda.device(device):
+        work()
+        for _ in range(_REPEATS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            other.zero_()
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            milliseconds.append(begin.elapsed_time(end))
+    return min(milliseconds) / 1000
+
+
+@functools.cache
+def _arrived(device: torch.device, stream: int) -> torch.Tensor:
+    """Zeros by which the blocks of a launch find their last one. Products on different streams may
+    run at once.
+    """
+    return next(_zeros(device))
+
+
+@functools.cache
+def _zeros(device: torch.device) -> Iterator[torch.Tensor]:
+    zeros = torch.zeros(_STREAMS, _MOST_TILES, dtype=torch.int32, device=device)
+    return itertools.cycle(zeros.unbind())
