@@ -51,7 +51,7 @@ class GroupOptions:
     the plan's. `recovery` says how `generate` goes on after faults, which `on_event` is told of.
     `policy` schedules the requests. `importance`: where that of the model is found, or kept once it
     is measured, for this group and others. `placement_s`: seconds to wait for resources to be
-    granted. `deterministic` as in `StageSpec`.
+    granted. `deterministic` and `cuda_graphs` as in `StageSpec`.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -63,6 +63,7 @@ class GroupOptions:
     placement_s: float = 60.0
     importance: ImportanceStore | None = None
     deterministic: bool = False
+    cuda_graphs: bool = True
 
 
 Reserve = Callable[[], Reservation | ReservedPart]
@@ -195,6 +196,7 @@ class StageGroup(LiveGroup):
             slots=self._pipeline.sizes.slots,
             parked_tokens=self._pipeline.sizes.parked_tokens,
             deterministic=self._options.deterministic,
+            cuda_graphs=self._options.cuda_graphs,
         )
         if self._plan.stand_in is None:
             return spec

@@ -115,6 +115,7 @@ class RunKeywords(SamplingKeywords, PromptingKeywords, total=False):
     save_predictor: str | Path | None
     importance: str | Path | None
     deterministic: bool
+    no_cuda_graphs: bool
 
 
 class EvaluationKeywords(TypedDict, total=False):

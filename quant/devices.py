@@ -15,7 +15,7 @@ from torch import Tensor
 from quant.common.errors import DeviceError
 from quant.scheme import Processor
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Bytes at which tensors begin that come by one copy: kernels load as many at once."""
 
 
@@ -131,7 +131,7 @@ def on_device(
     sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     if device.type == "cpu" and into is None:
         return sources
-    room = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources]
+    room = [-(-source.nbytes // ALIGNMENT) * ALIGNMENT for source in sources]
     host = torch.empty(sum(room), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for source, place in zip(sources, host.split(room), strict=True):
         place[: source.nbytes] = source.flatten().view(torch.uint8)

@@ -21,7 +21,7 @@ from quant.devices import on_device
 
 TokenNumbers = npt.NDArray[np.int32]
 
-_MOST_ROWS = 8
+MOST_ROWS = 8
 """Rows of a block of a GPU's attention, which share what it reads."""
 
 
@@ -191,7 +191,7 @@ class Addresses:
 
     def tile_rows(self, group: int) -> int:
         """Rows of a tile of `tiles`: as few as hold a request's rows, at most 8."""
-        return min(_MOST_ROWS, 1 << (group * int(self.batch.counts.max()) - 1).bit_length())
+        return min(MOST_ROWS, 1 << (group * int(self.batch.counts.max()) - 1).bit_length())
 
     def tiles(self, group: int) -> tuple[Tensor, Tensor]:
         """The requests as a GPU's attention is told of them, int32 `[requests, 4]`: where the range

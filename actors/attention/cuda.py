@@ -81,7 +81,7 @@ class RangeAttention:
         keys, values = held
         kv_heads, slots, _ = keys.numbers.shape
         requests, tiles = where.tiles(heads // kv_heads)
-        splits = self._splits(len(tiles) * kv_heads, where.longest)
+        splits = self.splits(len(tiles) * kv_heads, where.longest)
         shape = Shape(
             heads, kv_heads, slots, splits, scoring.window or 0, *query.stride()[:2],
             scoring.scale, soft_cap,
@@ -99,7 +99,7 @@ class RangeAttention:
         )  # fmt: skip
         return out
 
-    def _splits(self, blocks: int, longest: int) -> int:
+    def splits(self, blocks: int, longest: int) -> int:
         most = min(MOST_SPLITS, longest // SPLIT_TOKENS)
         return max(1, min(most, -(-self.blocks // blocks)))
 

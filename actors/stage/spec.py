@@ -25,6 +25,7 @@ class StageSpec:
     `rounding` is one of `quant.scheme.ROUNDINGS`; with `kv_bits` 8 keys and values are codes.
     `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
     `deterministic`: no token's result depends on which others are computed with it.
+    `cuda_graphs`: decode steps are recorded and replayed where that can be done.
     The stage is divided among `degree` ranks, of which this is number `rank`; the memory limit is
     that of the rank.
     """
@@ -46,6 +47,7 @@ class StageSpec:
     kv_bits: int = 16
     parked_tokens: int = 0
     deterministic: bool = False
+    cuda_graphs: bool = True
     rank: int = 0
     degree: int = 1
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
 from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
+from actors.stage.decode_graphs import DecodeGraphs, cuda_recorder, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
@@ -92,6 +94,7 @@ class Stage:
         warm_up_kernels(self._model)
         range_attention(head_dim, self.dtype, form.held_dtype == torch.int8, device)  # compiles it
         put_own_layers(self._model, spec.layers, self._cache, self.dtype)
+        self._graphs = self._decode_graphs(head_dim)
         samples = spec.has_head and spec.rank == 0
         ends = end_tokens(checkpoint).sources if samples else ()
         self._sampler = Sampler(tuple(ends), folder=checkpoint) if samples else None
@@ -99,6 +102,16 @@ class Stage:
         self._check_memory()
         if spec.deterministic:
             self._check_deterministic()
+
+    def _decode_graphs(self, head_dim: int) -> DecodeGraphs | None:
+        """What records decode steps; None where that cannot be done, or is not wanted."""
+        coded = self._cache.held_dtype == torch.int8
+        attention = range_attention(head_dim, self.dtype, coded, self.device)
+        if attention is None or not self.spec.cuda_graphs or self.spec.degree > 1:
+            return None
+        eager = partial(run_in_passes, self._model, self._cache)
+        record, most_tokens = cuda_recorder(self.device), self.spec.max_tokens
+        return decode_graphs(self._model, self._cache, attention, most_tokens, eager, record)
 
     def _check_deterministic(self) -> None:
         """Raise `DeviceError` unless each module makes equal rows of equal rows, wherever they
@@ -198,8 +211,7 @@ class Stage:
         """
         inputs = self._shared(Order.STEP, batch, inputs)
         self._cache.prepare(batch)
-        run = run_by_token if self.spec.deterministic else run_in_passes
-        hidden = run(self._model, self._cache, batch, inputs)
+        hidden = self._hidden(batch, inputs)
         self._cache.keep(batch)
         if self.spec.is_last and (batch.samples is not None or not batch.is_decode):
             hidden = hidden[on_device(self.device, batch.last_token_rows)[0]]
@@ -211,6 +223,12 @@ class Stage:
             torch.cuda.current_stream(self.device).synchronize()
         self._group.check()
         return result
+
+    def _hidden(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
+        if self._graphs is not None and batch.is_decode:
+            return self._graphs.compute(batch, inputs)
+        run = run_by_token if self.spec.deterministic else run_in_passes
+        return run(self._model, self._cache, batch, inputs)
 
     @torch.inference_mode()
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:

@@ -35,7 +35,7 @@ _RUN_EXAMPLES = (
 
 
 _PROMPTING = " ".join(PROMPTING_OPTIONS)
-_STAGES = "cache_dir cache_limit_gib no_cache deterministic transport"
+_STAGES = "cache_dir cache_limit_gib no_cache deterministic no_cuda_graphs transport"
 _SUBMITTING = {"as a job of a Ray cluster": "submit no_wait follow_job stop_job"}
 _RUN_GROUPS = {
     "plan and files": "plan input output show_plan",

@@ -126,6 +126,7 @@ class CheckedModel:
             policy=options.scheduling(plan),
             importance=self._importance,
             deterministic=options.deterministic,
+            cuda_graphs=not options.no_cuda_graphs,
         )
         return group_of(plan, self._checkpoint, group_options)
 

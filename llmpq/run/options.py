@@ -174,6 +174,7 @@ class RunOptions(PromptingOptions):
     deterministic: bool = flag(
         "tokens that do not depend on what is computed beside them, on CPUs, at a lower speed"
     )
+    no_cuda_graphs: bool = flag("start the kernels of decode steps on GPUs one by one")
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""

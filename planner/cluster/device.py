@@ -13,7 +13,8 @@ from quant.scheme import DTYPE_BYTES, Processor
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Memory that a process takes on a GPU before any tensor: CUDA context and workspaces of libraries.
-300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN."""
+300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN; recorded decode steps add some 10
+to 100 (`planner.costs.memory.graph_bytes`)."""
 
 
 CPU_TOKENS_AT_ONCE = 1024

@@ -12,7 +12,13 @@ from functools import cache
 from planner.cluster.device import Device
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
-from quant.backends.table import MOST_SPLITS, SPLIT_TOKENS, reads_ranges, rule_for
+from quant.backends.table import (
+    FUSED_TOKENS,
+    MOST_SPLITS,
+    SPLIT_TOKENS,
+    reads_ranges,
+    rule_for,
+)
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
 
@@ -29,6 +35,9 @@ _ORDERED_BITS = (3, 4)
 _SPLIT_ROWS = 8 * 2 * 4 * 192
 """Rows of sums that split ranges leave: 8 for each block, of at most twice as many blocks as keep a
 GPU busy, 4 a multiprocessor of up to 192 (`actors.attention.cuda`)."""
+
+MOST_GRAPHS = 8
+"""Recorded decode steps that a stage keeps: of the sizes that its micro-batches have at a time."""
 
 _FLOAT32_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
@@ -167,7 +176,7 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
         _attention_bytes(work, work.decode_requests, _decode_keys(work, processor), False)
         + _decode_index_bytes(work)
         + _split_bytes(work),
-        _mlp_bytes(work),
+        _mlp_bytes(work, work.most_tokens),
     ]
     if ends.embedding:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
@@ -225,9 +234,36 @@ def fixed_stage_memory(work: StageWork, device: Device, ends: StageEnds) -> Stag
         kv_cache=0,
         embedding=embedding_bytes(shape, dtype) if ends.embedding else 0,
         final=norm + head,
-        temporary=temporary_bytes(work, ends, device.processor),
+        temporary=temporary_bytes(work, ends, device.processor) + graph_bytes(work, device),
         runtime=runtime_bytes(device),
     )
+
+
+def padded_rows(requests: int) -> int:
+    """Rows of a recorded decode step of so many requests: powers of two, from 16 on with one and a
+    half of each, so that at most a third of them is nobody's.
+    """
+    power = 1 << (requests - 1).bit_length()
+    middle = power * 3 // 4
+    return middle if middle >= 24 and requests <= middle else power
+
+
+def graph_bytes(work: StageWork, device: Device) -> int:
+    """Bytes of the decode steps that `actors.stage.decode_graphs` records on GPUs whose layers are
+    kernels of ours: inputs and results of each, and the temporaries of the largest, which all
+    share.
+
+    The kernels in a graph are the driver's, in `Device.runtime_bytes`: about 10 kB each (NVIDIA's
+    CCCL, pull request 3768, which bounds its graphs by that), 1.2 MB a layer in all graphs.
+    """
+    shape = work.shape
+    if device.degree > 1 or not reads_ranges(device.processor, work.dtype, shape.head_dim):
+        return 0
+    rows = padded_rows(work.decode_requests)
+    ends = 2 * rows * shape.hidden_size * DTYPE_BYTES[work.dtype]
+    recorded = replace(work, quantized=work.quantized and rows > FUSED_TOKENS)
+    temporary = max(_attention_bytes(work, rows, 0, False), _mlp_bytes(recorded, rows))
+    return MOST_GRAPHS * ends + temporary + _split_bytes(work)
 
 
 def margin_bytes(device: Device, share: float) -> int:
@@ -289,9 +325,9 @@ def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
     return prompt_length**2 * (element + 1) if windowed else 0
 
 
-def _mlp_bytes(work: StageWork) -> int:
+def _mlp_bytes(work: StageWork, tokens: int) -> int:
     """Bytes of residual, norm, buffers, and largest restored weights or an int8 product's sums."""
-    shape, tokens, element = work.shape, work.most_tokens, DTYPE_BYTES[work.dtype]
+    shape, element = work.shape, DTYPE_BYTES[work.dtype]
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS
     buffers += shape.activation_buffers
     per_token = 2 * shape.hidden_size + buffers * shape.intermediate_size

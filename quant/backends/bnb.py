@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ class BnbNf4(PackedWeight):
 @dataclass(frozen=True)
 class BnbInt8(PackedWeight):
     """`codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
+
+    looks_at_inputs: ClassVar[bool] = True  # for outliers
 
     codes: torch.Tensor
     maxima: torch.Tensor

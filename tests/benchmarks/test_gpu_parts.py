@@ -20,6 +20,8 @@ from benchmarks.lab import captured, seconds_of
 from benchmarks.speed.linear import Held, Result, Setting, measure
 from quant.backends.kernel_classes import BACKENDS
 from quant.scheme import LinearShape
+from tests.actors.stage.test_decode_graphs import use_recorder
+from tests.cuda_emulation import needs_compiler
 
 CPU = torch.device("cpu")
 
@@ -155,8 +157,17 @@ def test_attention_by_the_function_that_it_is_held_against(tmp_path: Path) -> No
 
 def test_a_decode_step_on_the_cpu(tmp_path: Path) -> None:
     rows = found(graphs, "16", tmp_path)["tables"][0]["rows"]
-    assert [row[:2] for row in rows] == [[1, 16], [2, 40]]
-    assert all(row[-1] == 0.0 for row in rows)
+    assert [row[:2] for row in rows] == [[1, 16], [3, 40]]
+    assert all(row[2] > 0 and row[3] is None for row in rows)
+
+
+@needs_compiler
+@pytest.mark.rare
+def test_a_recorded_decode_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_recorder(monkeypatch)
+    rows = found(graphs, "16", tmp_path)["tables"][0]["rows"]
+    assert [row[:2] for row in rows] == [[1, 16], [3, 40]]
+    assert all(None not in row for row in rows)
 
 
 def test_marked_tests_are_found_in_the_sources(tmp_path: Path) -> None:

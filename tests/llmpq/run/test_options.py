@@ -44,6 +44,7 @@ def test_python_and_the_command_line_have_the_same_defaults() -> None:
         (["--replace_s", "4", "--generation_config", "none"],
          {"replace_s": 4.0, "generation_config": "none"}),
         (["--deterministic"], {"deterministic": True}),
+        (["--no-cuda-graphs"], {"no_cuda_graphs": True}),
         (["--temperature", "0.5", "--stop", "a", "b"], {"temperature": 0.5, "stop": ["a", "b"]}),
         (["--logit_bias", "7=-1"], {"sampling": {"logit_bias": {"7": -1.0}}}),
     ],

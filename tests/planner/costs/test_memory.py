@@ -25,11 +25,13 @@ from planner.costs.memory import (
     StageWork,
     embedding_bytes,
     fixed_stage_memory,
+    graph_bytes,
     head_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
     margin_bytes,
     norm_bytes,
+    padded_rows,
     runtime_bytes,
     stage_memory,
     temporary_bytes,
@@ -257,6 +259,31 @@ def test_stage_adds_up() -> None:
     stage = stage_memory(OPT_30B, [3, 8, 8], kv, t4, "float16", fixed)
     layers = [layer_weight_bytes(OPT_30B, bits, t4, "float16") for bits in (3, 8, 8)]
     assert stage.total == fixed.total + sum(layers) + 3 * kv
+
+
+def test_recorded_steps_take_little_of_a_gpu_and_nothing_where_none_is_recorded() -> None:
+    t4 = device()
+
+    def held(requests: int, dtype: str = "float16", kind: Device = t4) -> int:
+        sizes = MicroBatches(1, requests)
+        return graph_bytes(StageWork(OPT_30B, WORKLOAD, sizes, dtype), kind)
+
+    assert 0 < held(1) < held(8) < held(24) < 0.003 * t4.memory_bytes
+    assert held(33) <= held(48) < held(49)
+    work = StageWork(OPT_30B, WORKLOAD, MicroBatches(4, 8), "float16")
+    on_first = StageEnds.of(0, 2)
+    planned = fixed_stage_memory(work, t4, on_first).temporary
+    assert planned == temporary_bytes(work, on_first, t4.processor) + held(8)
+    assert held(8, "float32") == held(8, kind=replace(t4, emulated=True)) == 0
+
+
+def test_at_most_a_third_of_a_large_recorded_step_is_nobodys() -> None:
+    for requests in range(1, 600):
+        rows = padded_rows(requests)
+        assert requests <= rows == padded_rows(rows)
+        assert rows < 2 * requests
+        assert requests < 16 or rows - requests < rows / 3
+    assert len({padded_rows(requests) for requests in range(1, 257)}) == 13
 
 
 def test_the_margin_is_a_share_of_a_gpu_and_nothing_of_a_cpu() -> None:

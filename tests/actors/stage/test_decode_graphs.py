@@ -1,0 +1,291 @@
+"""Recorded decode steps, by a recorder that starts operations and emulated kernels once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from actors.attention.cuda import RangeAttention
+from actors.messages import MicroBatch
+from actors.stage import decode_graphs
+from actors.stage.decode_graphs import Compute, DecodeGraphs, StepSize, step_size
+from actors.stage.stage import Stage
+from planner.costs.memory import MOST_GRAPHS
+from quant.backends.cuda_driver import Kernels
+from quant.devices import local_processor
+from tests.actors.models import LAYERS, save_tiny, specs_of
+from tests.actors.own_kernels import (
+    WITH_OWN_LAYERS,
+    range_attention,
+    use_own_kernels,
+    with_wide_heads,
+)
+from tests.cuda_emulation import CPU, needs_compiler
+
+
+class Tape(TorchDispatchMode):
+    """Notes what is started, as a CUDA graph does: operations with their arguments, and kernels."""
+
+    taping: Tape | None = None
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.started: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        result = func(*args, **(kwargs or {}))
+        self.started.append(partial(_do_again, partial(func, *args, **(kwargs or {})), result))
+        return result
+
+
+def _do_again(operation: Callable[[], Any], result: Any) -> None:
+    for kept, made in zip(tree_leaves(result), tree_leaves(operation()), strict=True):
+        if isinstance(kept, Tensor) and kept.data_ptr() != made.data_ptr():
+            kept.copy_(made)
+
+
+@contextmanager
+def taped() -> Iterator[Tape]:
+    with pytest.MonkeyPatch.context() as patch, Tape() as tape:
+        launch = Kernels.launch
+
+        def taped_launch(kernels: Kernels, *arguments: Any) -> None:
+            launch(kernels, *arguments)
+            tape.started.append(partial(launch, kernels, *arguments))
+
+        patch.setattr(Kernels, "launch", taped_launch)
+        yield tape
+
+
+def record(compute: Compute) -> Compute:
+    compute()
+    with taped() as tape:
+        result = compute()
+
+    def replay() -> Tensor:
+        with torch.inference_mode():
+            for again in tape.started:
+                again()
+        return result
+
+    return replay
+
+
+def use_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stages of this process compute by emulated kernels, which split every range, and record
+    by `record`.
+    """
+    use_own_kernels(monkeypatch)
+    split = partial(range_attention, blocks=1000)
+    monkeypatch.setattr("actors.attention.ragged.range_attention", split)
+    monkeypatch.setattr("actors.stage.stage.range_attention", split)
+    monkeypatch.setattr("actors.stage.stage.cuda_recorder", lambda _: record)
+
+
+SLOTS, TOKENS = 6, 600
+EARLIER = 510
+"""Tokens of a request that lie in the cache already: enough for its range to be split."""
+
+
+def batch_of(*requests: tuple[int, int, int]) -> MicroBatch:
+    """Requests of a slot, an earlier and a new number of tokens."""
+    slots, starts, counts = (np.array(each) for each in zip(*requests, strict=True))
+    return MicroBatch(slots, starts, counts, slots * TOKENS)
+
+
+PASSES = (
+    batch_of((0, 0, 5), (1, EARLIER, 12), (4, 0, 1)),
+    *(batch_of((0, 5 + n, 1), (1, EARLIER + 12 + n, 1), (4, 1 + n, 1)) for n in range(2)),
+    batch_of((5, 0, 3), (0, 7, 1)),  # one that comes, beside a decode step
+    batch_of((5, 3, 1), (1, EARLIER + 14, 1), (0, 8, 1), (4, 3, 1)),
+    *(batch_of((4, 4 + n, 1), (0, 9 + n, 1)) for n in range(2)),  # others are gone
+    *(batch_of((4, 6 + n, 1), (5, 4 + n, 1), (0, 11 + n, 1)) for n in range(2)),
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "index", "kv_bits"),
+    [
+        ("mistral-sliding", 0, 8),
+        ("bloom", 1, 8),
+        *(
+            pytest.param(*case, 16, marks=pytest.mark.rare)
+            for case in product(WITH_OWN_LAYERS, (0, 1))
+        ),
+    ],
+)
+def test_a_replayed_step_is_the_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, index: int, kv_bits: int
+) -> None:
+    """Of the first stage and of the last one, with windows, ALiBi and 8-bit keys."""
+    use_recorder(monkeypatch)
+    save_tiny(tmp_path, with_wide_heads(name))
+    check_passes(tmp_path, index, kv_bits, CPU)
+
+
+def check_passes(folder: Path, index: int, kv_bits: int, device: torch.device) -> None:
+    """Hold hidden states and what lies in the cache against those without graphs."""
+    given = {"dtype": "float16", "kv_bits": kv_bits, "head_on_first": True}
+    spec = specs_of((0, 2, LAYERS), SLOTS, TOKENS, **given)[index]
+    plain, recorded = (
+        Stage(replace(spec, cuda_graphs=graphs), folder, device, local_processor(device))
+        for graphs in (False, True)
+    )
+    graphs = recorded._graphs
+    assert graphs is not None
+    assert plain._graphs is None
+    drawn = torch.Generator().manual_seed(2)
+    held = [each._cache.of_tokens(0, SLOTS * TOKENS) for each in (plain, recorded)]
+    for wanted, found in zip(*held, strict=True):
+        before = torch.randint(-9, 9, wanted.shape, generator=drawn) / 16.0
+        for stored in (wanted, found):
+            stored.copy_(16 * before if stored.dtype == torch.int8 else before)
+    for batch in PASSES:
+        tokens = int(batch.counts.sum())
+        inputs = torch.randint(3, 90, (tokens,), generator=drawn)
+        if index > 0:
+            inputs = torch.randn(tokens, plain.hidden_size, generator=drawn).half()
+        wanted, found = plain.step(batch, inputs), recorded.step(batch, inputs)
+        assert isinstance(wanted, Tensor)
+        assert isinstance(found, Tensor)
+        assert found.shape == wanted.shape
+        errors = (found - wanted).float().norm(dim=1) / wanted.float().norm(dim=1)
+        assert errors.max() <= 0.005
+    sizes = sorted((size.rows, size.longest) for size in graphs._kept)
+    assert sizes == [(2, 256), (4, 256), (4, 1024)]
+    for wanted, found in zip(*held, strict=True):
+        assert (found.float() - wanted.float()).abs().max() <= 0.02 * wanted.abs().max()
+
+
+class Toy:
+    """A step whose rows are multiplied by their lengths; a `careless` one has them from Python."""
+
+    def __init__(self, size: StepSize, like: Tensor, careless: bool = False) -> None:
+        self.inputs, self.lengths = like.new_zeros(size.rows, 3), like.new_zeros(size.rows, 1)
+        self.careless, self.number = careless, 0
+
+    def fill(self, batch: MicroBatch, inputs: Tensor) -> None:
+        self.inputs[: len(inputs)] = inputs
+        self.lengths[: len(inputs), 0] = torch.from_numpy(batch.lengths)
+        self.number = int(batch.lengths[0])
+
+    def compute(self) -> Tensor:
+        return self.inputs * (self.number if self.careless else self.lengths)
+
+
+class Counted:
+    """Graphs of toys, and how often they were recorded and eager."""
+
+    def __init__(
+        self, record: Callable[[Compute], Compute] = record, careless: bool = False
+    ) -> None:
+        self.recorded = self.eager = 0
+        self._record = record
+        self.graphs = DecodeGraphs(
+            self._eagerly, self._size, partial(Toy, careless=careless), self._counted
+        )
+
+    def _size(self, batch: MicroBatch) -> StepSize:
+        return StepSize(len(batch.slots), 0)
+
+    def _eagerly(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
+        self.eager += 1
+        return inputs * torch.from_numpy(batch.lengths)[:, None]
+
+    def _counted(self, compute: Compute) -> Compute:
+        self.recorded += 1
+        return self._record(compute)
+
+    def check(self, requests: int, length: int = 6) -> Tensor:
+        """Compute a step of requests of one length, and what it must be."""
+        inputs = torch.rand(requests, 3)
+        batch = batch_of(*((slot, length - 1, 1) for slot in range(requests)))
+        found = self.graphs.compute(batch, inputs)
+        assert torch.equal(found, inputs * length)
+        return found
+
+
+def test_each_size_is_recorded_once_and_results_stay() -> None:
+    toys = Counted()
+    first = toys.check(2)
+    second = toys.check(2, 8)
+    kept = first.clone(), second.clone()
+    toys.check(3)
+    toys.check(2, 9)
+    assert torch.equal(first, kept[0])
+    assert torch.equal(second, kept[1])
+    assert (toys.recorded, toys.eager) == (2, 0)
+
+
+def test_sizes_that_take_turns_do_not_drive_each_other_out() -> None:
+    toys = Counted()
+    for _ in range(2):
+        for requests in range(1, MOST_GRAPHS + 2):
+            toys.check(requests)
+    assert (toys.recorded, toys.eager) == (MOST_GRAPHS, 2)
+    for _ in range(decode_graphs._IDLE_STEPS):
+        toys.check(2)
+    toys.check(MOST_GRAPHS + 1)  # in place of that of one request
+    toys.check(1)
+    assert (toys.recorded, toys.eager) == (MOST_GRAPHS + 2, 2)
+
+
+@pytest.mark.parametrize("reason", ["it broke off", "a replay has other results"])
+def test_what_cannot_be_replayed_is_not_used(reason: str) -> None:
+    def broken(_: Compute) -> Compute:
+        raise RuntimeError("it broke off\nby far")
+
+    toys = Counted(broken) if reason == "it broke off" else Counted(careless=True)
+    with pytest.warns(RuntimeWarning, match=f"not recorded as CUDA graphs: {reason}[^\n]*$"):
+        toys.check(2)
+    toys.check(2)
+    toys.check(3)
+    assert (toys.recorded, toys.eager) == (1, 3)
+
+
+def test_numbers_that_are_not_finite_are_no_fault_of_a_replay() -> None:
+    toys = Counted()
+    inputs = torch.tensor([[1.0, torch.nan, torch.inf]])
+    found = toys.graphs.compute(batch_of((0, 5, 1)), inputs)
+    assert torch.equal(found.nan_to_num(), (6 * inputs).nan_to_num())
+    toys.check(1)
+    assert (toys.recorded, toys.eager) == (1, 0)
+
+
+def test_sizes_by_rows_and_by_splits_of_the_longest_range() -> None:
+    """Where there are blocks enough for the GPU, no range is split: one size serves all lengths."""
+    own = RangeAttention(None, blocks=320)  # type: ignore[arg-type]
+
+    def size(requests: int, length: int, kv_heads: int = 8) -> StepSize:
+        batch = batch_of(*((slot, length - 1, 1) for slot in range(requests)))
+        return step_size(own, kv_heads, 4, 4000, batch)
+
+    assert size(40, 3) == size(33, 3999) == StepSize(48, 4096)
+    assert size(1, 3) == size(1, 256) == StepSize(1, 256)
+    assert size(1, 513) == size(1, 1000) == StepSize(1, 1024)
+    assert size(8, 513) == StepSize(8, 1024)
+    assert size(8, 1025) == size(8, 4000) == StepSize(8, 4096)  # 5 splits at most
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("name", "kv_bits"), [("llama", 16), ("bloom", 8)])
+def test_on_a_gpu(tmp_path: Path, name: str, kv_bits: int) -> None:
+    save_tiny(tmp_path, with_wide_heads(name))
+    for index in (0, 1):
+        check_passes(tmp_path, index, kv_bits, torch.device("cuda", 0))
