@@ -18,6 +18,7 @@ from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage_group import GroupOptions, StageGroup
+from actors.transport import Transport
 from llmpq import Plan
 from quant.loading.cache_settings import CacheSettings
 from tests.actors.driving import drive
@@ -25,6 +26,7 @@ from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import LAYERS, random_prompts, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.faulty import LARGEST, FaultyActor
+from tests.llmpq.gpu_stages import GpuStageActor
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -77,8 +79,21 @@ class FaultyGroup(StageGroup):
     actor_class = FaultyActor
 
 
+class GpuGroup(StageGroup):
+    actor_class = GpuStageActor
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [(StageGroup, "gloo"), pytest.param(GpuGroup, "auto", marks=pytest.mark.rare)],
+)
 def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
-    tiny: tuple[Path, Any], plan: Plan, undisturbed: dict[str, tuple[int, ...]], tmp_path: Path
+    kind: type[StageGroup],
+    transport: Transport,
+    tiny: tuple[Path, Any],
+    plan: Plan,
+    undisturbed: dict[str, tuple[int, ...]],
+    tmp_path: Path,
 ) -> None:
     """The middle one hangs, then the first and the last one die together."""
     recorder = Recorder()
@@ -86,11 +101,11 @@ def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
     faults = {COUNT // 4: [(1, stop)], COUNT // 2: [(0, kill), (2, kill)]}
     options = GroupOptions(
         cache=CacheSettings(str(tmp_path)),
-        transport="gloo",
+        transport=transport,
         recovery=Recovery(hang_s=5.0),  # two cores may be busy with other tests for a while
         on_event=recorder.events.append,
     )
-    with StageGroup(plan.spec, str(tiny[0]), options) as group:
+    with kind(plan.spec, str(tiny[0]), options) as group:
         survivors = [group.stages[0].actor_ids[0], group.stages[2].actor_ids[0]]
         for batch in group.generate(requests(COUNT)):
             recorder.take(batch)
