@@ -12,6 +12,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +27,9 @@ SOURCE = tuple(map(Path(__file__).with_name, _FILES))
 KERNELS = ("one_token", "four_tokens", "eight_tokens", "restore")
 
 _TILE_TOKENS = 8
-_RESIDENT = {1: 5, 2: 4, 4: 3, 8: 2}
-"""Tiles of 8 tokens of the tensor-core kernels, and blocks of each that a multiprocessor holds by
-their registers (95, 125, 165 and 235 on 7.0 to 9.0)."""
-TENSOR_KERNELS = tuple(f"tensor_{_TILE_TOKENS * tiles}" for tiles in _RESIDENT)
+_TILES = (1, 2, 4, 8)
+"""Tiles of 8 tokens that a block on tensor cores takes; more would not leave room for the sums."""
+TENSOR_KERNELS = tuple(f"tensor_{_TILE_TOKENS * tiles}" for tiles in _TILES)
 
 PACKED, TENSOR, RESTORED = "packed", "tensor", "restored"
 ROW_BUCKETS = (4, 8, 16, 32, 64, 128, 256)
@@ -181,20 +181,16 @@ class CudaProducts:
 
     def _multiply_on_tensor_cores(self, product: Product) -> None:
         codes, x, bias, out = product
-        tokens = len(x)
-        tiles = next((tiles for tiles in _RESIDENT if tokens <= _TILE_TOKENS * tiles), 8)
-        runs, down = -(-tokens // (_TILE_TOKENS * tiles)), -(-codes.rows // _TENSOR_BLOCK_ROWS)
-        stages = -(-codes.columns * codes.bits // (8 * _STAGE_BYTES[codes.bits]))
-        splits = splits_of(runs * down, stages, tiles, self._multiprocessors)
+        shape = (codes.rows, codes.columns, codes.bits)
+        grid = Grid.of(shape, len(x), self._multiprocessors)
         partial = arrived = None
-        if splits > 1:
-            sums = runs * down * splits * tiles * _TILE_TOKENS * _TENSOR_BLOCK_ROWS
-            partial = out.new_empty(sums, dtype=torch.float32)
+        if grid.splits > 1:
+            partial = out.new_empty(grid.partial_bytes // 4, dtype=torch.float32)
             arrived = _arrived(out.device, self._kernels.stream)
         self._kernels.launch(
-            f"tensor_{_TILE_TOKENS * tiles}", runs * down * splits,
-            x, codes.packed, codes.scales, bias, out, tokens, codes.rows, codes.width,
-            partial, arrived, splits,
+            f"tensor_{grid.tokens}", grid.blocks,
+            x, codes.packed, codes.scales, bias, out, len(x), codes.rows, codes.width,
+            partial, arrived, grid.splits,
         )  # fmt: skip
 
     def _multiply_restored(self, product: Product) -> None:
@@ -213,7 +209,42 @@ class CudaProducts:
                 torch.addmm(bias[block], x, weight.t(), out=out[:, block])
 
 
-@functools.cache
+@dataclass(frozen=True)
+class Grid:
+    """How blocks of tensor-core kernels share a product: `tokens` of a block, `runs` of them,
+    `down` blocks of 128 rows, and parts of the columns, `splits`.
+    """
+
+    tokens: int
+    runs: int
+    down: int
+    splits: int
+
+    @classmethod
+    @functools.cache
+    def of(cls, shape: tuple[int, int, int], tokens: int, multiprocessors: int) -> Grid:
+        """`shape`: rows, columns and bitwidth of the weight."""
+        rows, columns, bits = shape
+        tiles = next((each for each in _TILES if tokens <= _TILE_TOKENS * each), _TILES[-1])
+        runs, down = -(-tokens // (_TILE_TOKENS * tiles)), -(-rows // _TENSOR_BLOCK_ROWS)
+        stages = -(-columns * bits // (8 * _STAGE_BYTES[bits]))
+        splits = splits_of(runs * down, stages, tiles, multiprocessors)
+        return cls(_TILE_TOKENS * tiles, runs, down, splits)
+
+    @property
+    def blocks(self) -> int:
+        return self.runs * self.down * self.splits
+
+    @property
+    def partial_bytes(self) -> int:
+        """What blocks write for the last one of a tile, which reads it."""
+        return 4 * self.blocks * self.tokens * _TENSOR_BLOCK_ROWS if self.splits > 1 else 0
+
+    def read_bytes(self, weight_bytes: int, activation_bytes: int) -> int:
+        """Bytes that go to multiprocessors; from memory the weight comes once."""
+        return self.runs * weight_bytes + self.down * activation_bytes + self.partial_bytes
+
+
 def splits_of(tiles: int, stages: int, width: int, multiprocessors: int) -> int:
     """Return into how many parts the columns are split: of the sums of `width` * 8 tokens in each
     of `tiles` of the output, which take `stages` each.

@@ -25,7 +25,9 @@ from quant.backends.cuda_products import (
     TENSOR,
     TENSOR_KERNELS,
     CudaProducts,
+    Grid,
     Product,
+    _arrived,
 )
 from quant.backends.kernel_classes import self_test
 from quant.rounding import canonical as canonical_module
@@ -304,18 +306,28 @@ def test_nothing_is_loaded_from_beside_the_tensors(case: Case, shape: tuple[int,
                 products.multiply(packed.codes, x, bias, way)
         finally:
             kernels.driver.allow_everything()
+            _arrived(CPU, kernels.stream).zero_()  # of the launch that was broken off
 
 
 @tensor_cases
-def test_tensor_cores_read_a_weight_once(case: Case) -> None:
-    """And activations once for each 128 rows."""
+@pytest.mark.parametrize(("multiprocessors", "tokens"), [(1, 9), (5, 8)])
+def test_bytes_that_blocks_read(case: Case, multiprocessors: int, tokens: int) -> None:
+    """Weights once, activations once for each 128 rows, and what splits leave; scales of a few
+    columns come in sectors that splits share.
+    """
     packed, _ = make(case.bits, (256, 512))
-    x = activations(8, 512, case.dtype)
+    x = activations(tokens, 512, case.dtype)
     driver = case.kernels.driver
     driver.moved_bytes.restype = ctypes.c_size_t
     driver.moved_bytes()
-    CudaProducts(case.kernels, case.dtype, multiprocessors=1).multiply(packed.codes, x, way=TENSOR)
-    assert driver.moved_bytes() <= 1.1 * packed.nbytes + 2 * x.nbytes
+    products = CudaProducts(case.kernels, case.dtype, multiprocessors)
+    products.multiply(packed.codes, x, way=TENSOR)
+    grid = Grid.of((256, 512, case.bits), tokens, multiprocessors)
+    assert (grid.splits > 1) == (multiprocessors > 1)
+    again = grid.splits * packed.scales.nbytes if grid.splits > 1 else 0
+    counted = grid.read_bytes(packed.nbytes, x.nbytes)
+    assert counted <= driver.moved_bytes() <= counted + again
+    assert grid.read_bytes(packed.nbytes, 0) - grid.partial_bytes == packed.nbytes
 
 
 def test_driver_errors_say_what_happened() -> None:
