@@ -13,7 +13,11 @@ from tests.cuda_emulation import environment_with_address_sanitizer, needs_compi
 pytestmark = [needs_compiler, pytest.mark.rare]
 
 ROOT = Path(__file__).parents[1]
-EMULATED = ("quant/backends/test_cuda_kernels.py", "actors/attention/test_cuda.py")
+EMULATED = (
+    "quant/backends/test_cuda_kernels.py",
+    "actors/attention/test_cuda.py",
+    "actors/stage/test_own_layers.py",
+)
 """Files whose tests run kernels by the emulator."""
 
 A_ROW_TOO_FEW = """
