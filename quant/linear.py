@@ -89,8 +89,8 @@ def quantize_linear(
     """Make a linear of `weight` `[out, in]`; 16 bit gives an `nn.Linear`. `weight` and `bias` are
     never kept: they may be views of a file. Stochastic rounding draws from a seed of `name`;
     backends with codes of their own, such as nf4, round to the nearest. Of what `cut` takes it has
-    the codes of the whole weight, but for backends of own codes with scales of whole rows
-    (LLM.int8(), oneDNN); `inputs` are the whole's. SpecError for an impossible form,
+    the codes of the whole weight, but for backends of own codes with scales of whole rows (nf4 and
+    rotated ones); `inputs` are the whole's. SpecError for an impossible form,
     CheckpointError for values that are not finite, DeviceError for bytes beyond the rule or a
     missing package.
     """

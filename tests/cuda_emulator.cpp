@@ -277,6 +277,59 @@ static unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigne
         sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
     return sum;
 }
+// Of NaN the GPU makes 0, and of numbers beyond int32 its ends.
+[[maybe_unused]] static int __float2int_rz(float value) {
+    if (std::isnan(value)) return 0;
+    return static_cast<int>(std::min(2147483520.0f, std::max(-2147483648.0f, value)));
+}
+[[maybe_unused]] static float __fmul_rn(float a, float b) { return a * b; }
+[[maybe_unused]] static float __fadd_rn(float a, float b) { return a + b; }
+
+namespace emulator {
+
+// A lane's 8-bit codes of both factors, as the PTX ISA documents the fragments of m16n8k32: four a
+// word. Code `k` of a row of `a` is in lane 4 * (row % 8) + k % 16 / 4, as is that of a column of `b`.
+struct CodeFragments {
+    unsigned int a[4], b[2];
+
+    static unsigned int lane(unsigned int row, unsigned int k) { return row % 8 * 4 + k % 16 / 4; }
+    static int code(unsigned int word, unsigned int k) {
+        return static_cast<signed char>(word >> k % 4 * 8);
+    }
+};
+
+// What so many codes of row `row` and column `column` add up to.
+template <class Of>
+int code_product(Of of, unsigned int row, unsigned int column, unsigned int codes) {
+    int sum = 0;
+    for (unsigned int k = 0; k < codes; ++k) {
+        const unsigned int a = of(CodeFragments::lane(row, k)).a[row / 8 + k / 16 * 2];
+        const unsigned int b = of(CodeFragments::lane(column, k)).b[k / 16];
+        sum += CodeFragments::code(a, k) * CodeFragments::code(b, k);
+    }
+    return sum;
+}
+
+}  // namespace emulator
+
+[[maybe_unused]] static void mma_m16n8k32(
+    int (&sums)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
+    const unsigned int lane = emulator::running % emulator::WARP;
+    const emulator::CodeFragments own{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    emulator::exchange(own, [&](auto of) {
+        for (unsigned int i = 0; i < 4; ++i)
+            sums[i] += emulator::code_product(of, lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2, 32);
+        return 0;
+    });
+}
+[[maybe_unused]] static void mma_m8n8k16(int& low, int& high, unsigned int a, unsigned int b) {
+    const unsigned int lane = emulator::running % emulator::WARP;
+    emulator::exchange(emulator::CodeFragments{{a}, {b}}, [&](auto of) {
+        low += emulator::code_product(of, lane / 4, lane % 4 * 2, 16);
+        high += emulator::code_product(of, lane / 4, lane % 4 * 2 + 1, 16);
+        return 0;
+    });
+}
 static unsigned int and_xor(unsigned int word, unsigned int mask, unsigned int other) {
     return (word & mask) ^ other;
 }

@@ -15,6 +15,7 @@ pytestmark = [needs_compiler, pytest.mark.rare]
 ROOT = Path(__file__).parents[1]
 EMULATED = (
     "quant/backends/test_cuda_kernels.py",
+    "quant/backends/test_cuda_w8a8.py",
     "actors/attention/test_cuda.py",
     "actors/stage/test_own_layers.py",
 )

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention.addresses import MOST_ROWS, Addresses, TokenNumbers, tell
@@ -29,7 +29,6 @@ from actors.messages import MicroBatch, TokenIds
 from actors.stage.own_layers import own_layers, run_own_layers
 from planner.costs.memory import MOST_GRAPHS, padded_rows
 from quant.devices import ALIGNMENT
-from quant.linear import QuantizedLinear
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], Compute]
@@ -280,12 +279,10 @@ def decode_graphs(
     record: Record,
 ) -> DecodeGraphs | None:
     """What records the decode steps of a stage, of requests of up to `most_tokens` tokens; None
-    where layers are not kernels of ours, or the host looks at what is computed.
+    where layers are not kernels of ours.
     """
     layers = own_layers(model)
     if not layers or len(layers) != len(cache.layers):
-        return None
-    if any(map(_looks_at_inputs, model.modules())):
         return None
     kv_heads = len(cache.of_layer(layers[0].index)[0].numbers)
     sizes = partial(step_size, attention, kv_heads, layers[0].group(cache), most_tokens)
@@ -304,7 +301,3 @@ def step_size(
     while longest < most_tokens and attention.splits(blocks, 2 * longest) == splits:
         longest *= 2
     return StepSize(rows, longest)
-
-
-def _looks_at_inputs(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedLinear) and module.packed.looks_at_inputs

@@ -41,7 +41,7 @@ PARTS: tuple[Part, ...] = (
     _kernel_part("cuda_4bit"),
     _kernel_part("cuda_8bit"),
     _kernel_part("bnb_nf4"),
-    _kernel_part("bnb_int8"),
+    _kernel_part("cuda_w8a8"),
     _kernel_part("torch_3bit", 40),
     _kernel_part("torch_4bit", 40),
     _kernel_part("torch_8bit", 40),

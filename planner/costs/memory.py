@@ -39,7 +39,7 @@ GPU busy, 4 a multiprocessor of up to 192 (`actors.attention.cuda`)."""
 MOST_GRAPHS = 8
 """Recorded decode steps that a stage keeps: of the sizes that its micro-batches have at a time."""
 
-_FLOAT32_BYTES = 4
+_FLOAT32_BYTES = _SUM_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
 _TRANSFER_BUFFERS = 2  # one micro-batch arriving while another one leaves
 # Sampling works in float64. Its peak is in sorting: logits with bias and penalties, their scaled
@@ -326,7 +326,9 @@ def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
 
 
 def _mlp_bytes(work: StageWork, tokens: int) -> int:
-    """Bytes of residual, norm, buffers, and largest restored weights or an int8 product's sums."""
+    """Bytes of residual, norm, buffers, and of the largest restored weights or the most codes and
+    sums of an int8 product.
+    """
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS
     buffers += shape.activation_buffers
@@ -335,6 +337,6 @@ def _mlp_bytes(work: StageWork, tokens: int) -> int:
     if work.quantized:
         linears = shape.layer_linears
         restored = max(linear.parameters for linear in linears) * element
-        sums = max(linear.out_features for linear in linears) * tokens * _FLOAT32_BYTES
-        total += max(restored, sums)
+        each = max(_SUM_BYTES * linear.out_features + linear.in_features for linear in linears)
+        total += max(restored, tokens * each)
     return total

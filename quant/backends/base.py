@@ -30,11 +30,9 @@ _PRODUCT_ROWS = 256
 
 class PackedWeight(ABC):
     """One weight `[out, in]` as a backend of `quant.backends.table` holds it: a dataclass of
-    tensors and numbers, by which it is stored. `looks_at_inputs`: the host waits for them in
-    `forward`, so that no CUDA graph can hold it.
+    tensors and numbers, by which it is stored. Its host looks at no input in `forward`, which CUDA
+    graphs hold.
     """
-
-    looks_at_inputs: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

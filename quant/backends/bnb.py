@@ -1,4 +1,4 @@
-"""4 bit (nf4) and 8 bit (LLM.int8()) on NVIDIA GPUs with bitsandbytes, which is optional."""
+"""4 bit (nf4) on NVIDIA GPUs with bitsandbytes, which is optional."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,10 +19,6 @@ from quant.rounding.canonical import row_blocks
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape
-
-_OUTLIER_THRESHOLD = 6.0
-"""Larger activations are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
-
 
 _LEAST_VERSION = (0, 50)
 """The first with kernels for several rows (`quant.backends.table` has their costs)."""
@@ -36,7 +32,7 @@ def _bitsandbytes() -> Any:
         found = importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise DeviceError(
-            "the 4- and 8-bit kernels of this GPU need bitsandbytes, which cannot be imported "
+            "the 4-bit kernels of this GPU need bitsandbytes, which cannot be imported "
             f"({error}); {_REMEDY}"
         ) from error
     _check_version(found.__version__)
@@ -110,54 +106,6 @@ class BnbNf4(PackedWeight):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
         return out
-
-
-@dataclass(frozen=True)
-class BnbInt8(PackedWeight):
-    """`codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
-
-    looks_at_inputs: ClassVar[bool] = True  # for outliers
-
-    codes: torch.Tensor
-    maxima: torch.Tensor
-
-    @classmethod
-    def from_weight(
-        cls,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
-    ) -> Self:
-        values = copy_of(weight, torch.float16, device)
-        codes, maxima, _ = _bitsandbytes().functional.int8_vectorwise_quant(values)
-        return cls(codes, maxima)
-
-    @classmethod
-    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
-        packed = cls.from_weight(weight, torch.float16, weight.device, rounding)
-        return packed.codes.float() * (packed.maxima.float() / 127).unsqueeze(-1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bitsandbytes = _bitsandbytes()
-        state = bitsandbytes.MatmulLtState(CB=self.codes, SCB=self.maxima)
-        state.has_fp16_weights = False
-        state.is_training = False
-        # bitsandbytes casts to float16 in any case, and logs a line at each call if it has to.
-        rows = x.reshape(-1, x.shape[-1]).to(torch.float16)
-        out: torch.Tensor = bitsandbytes.matmul(
-            rows, self.codes, state=state, threshold=_OUTLIER_THRESHOLD
-        )
-        return out.to(x.dtype).view(*x.shape[:-1], self.codes.shape[0])
-
-
-def rounded_activations(x: torch.Tensor) -> torch.Tensor:
-    """LLM.int8()'s activations `[..., in]`: 8 bit with a scale a token, but for outliers."""
-    rows = x.reshape(-1, x.shape[-1]).float()
-    large = rows.abs() >= _OUTLIER_THRESHOLD
-    scale = rows.masked_fill(large, 0.0).abs().amax(-1, keepdim=True).clamp_(min=1e-30) / 127
-    rounded = (rows / scale).round_().mul_(scale)
-    return torch.where(large.any(0), rows, rounded).to(x.dtype).view(x.shape)
 
 
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)

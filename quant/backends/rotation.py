@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quant.devices import moved_blocks
 from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.rounding.importance import InputStatistics
@@ -91,19 +92,22 @@ def _rotating_rows() -> Any:
     return compiled_loop(rotate_rows, parallel=False, exact=True)
 
 
-def input_factor(weight: Tensor, inputs: InputStatistics | None) -> Tensor:
-    """Factors f `[in]` before the rotation for `weight` `[out, in]`: errors of rounded activations
-    and of weights grow as sum(E[x^2] / f^2) * sum(w^2 * f^2), least where f^2 is the magnitude of
-    the input over that of its column.
+def input_factor(
+    weight: Tensor, inputs: InputStatistics | None, device: torch.device | None = None
+) -> Tensor:
+    """Factors f `[in]` before the rotation for `weight` `[out, in]`, on `device`: errors of rounded
+    activations and of weights grow as sum(E[x^2] / f^2) * sum(w^2 * f^2), least where f^2 is the
+    magnitude of the input over that of its column.
     """
-    plain = torch.full((weight.shape[1],), _SHRINK, device=weight.device)
+    device = device or weight.device
+    plain = torch.full((weight.shape[1],), _SHRINK, device=device)
     if inputs is None:
         return plain
-    squares = torch.zeros(weight.shape[1], device=weight.device)
-    for block in row_blocks(weight.shape[0], weight.shape[1], weight.device):
-        squares += weight[block].float().square().sum(0)
+    squares = torch.zeros(weight.shape[1], device=device)
+    for _, rows in moved_blocks(weight, row_blocks(len(weight), weight.shape[1], device), device):
+        squares += rows.float().square().sum(0)
     column = squares.sqrt_()
-    size = inputs.mean_square.to(weight.device).sqrt()
+    size = inputs.mean_square.to(device).sqrt()
     ratio = torch.where((size > 0) & (column > 0), size / column, 0.0).sqrt()
     usual = ratio[ratio > 0].median() if bool((ratio > 0).any()) else ratio.new_ones(())
     return plain / (ratio / (_PLAIN * usual)).clamp(min=1.0)
@@ -208,15 +212,19 @@ class RotatedCodes:
     factor: Tensor
 
     @classmethod
-    def of_weight(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Self:
-        """Round `weight` `[out, in]`, `in` a multiple of 64; CheckpointError unless finite."""
+    def of_weight(
+        cls, weight: Tensor, rounding: Rounding = DEFAULT, device: torch.device | None = None
+    ) -> Self:
+        """Round `weight` `[out, in]`, `in` a multiple of 64, on `device`; CheckpointError unless
+        finite.
+        """
         inputs = rounding.inputs
-        factor = input_factor(weight, inputs)
+        factor = input_factor(weight, inputs, device)
         rotated = None if inputs is None else rotated_statistics(inputs, factor)
 
-        def quantized(block: slice) -> CanonicalWeight:
+        def quantized(block: slice, rows: Tensor) -> CanonicalWeight:
             own = Rounding(rounding.mode, rounding.seed + block.start, rotated)
-            return quantize(rotated_weight(weight[block], factor), 8, rounding=own)
+            return quantize(rotated_weight(rows, factor), 8, rounding=own)
 
         return cls._of_blocks(weight, quantized, factor)
 
@@ -225,20 +233,23 @@ class RotatedCodes:
         codes = canonical.codes
         factor = input_factor(codes, None)
 
-        def quantized(block: slice) -> CanonicalWeight:
-            own = replace(canonical, codes=codes[block], scale=canonical.scale[block])
+        def quantized(block: slice, rows: Tensor) -> CanonicalWeight:
+            own = replace(canonical, codes=rows, scale=canonical.scale[block])
             return quantize(rotated_weight(dequantize(own), factor), 8)
 
         return cls._of_blocks(codes, quantized, factor)
 
     @classmethod
     def _of_blocks(
-        cls, weight: Tensor, quantized: Callable[[slice], CanonicalWeight], factor: Tensor
+        cls, weight: Tensor, quantized: Callable[[slice, Tensor], CanonicalWeight], factor: Tensor
     ) -> Self:
-        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        scale = torch.empty(len(weight), device=weight.device)
-        for block in row_blocks(weight.shape[0], weight.shape[1], weight.device):
-            part = quantized(block)
+        device = factor.device
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=device)
+        scale = torch.empty(len(weight), device=device)
+        for block, rows in moved_blocks(
+            weight, row_blocks(len(weight), weight.shape[1], device), device
+        ):
+            part = quantized(block, rows)
             codes[block], scale[block] = part.codes, part.scale.view(-1)
         return cls(codes, scale, factor)
 

@@ -35,6 +35,16 @@ SPLIT_TOKENS, MOST_SPLITS = 256, 32
 """Fewest tokens of a split of a range, where there are too few ranges for a GPU: what blocks leave
 to be put together is a twelfth of what they read, or less. And the most splits."""
 
+INT8_MATRICES = (7, 5)
+"""Compute capability from which on GPUs multiply matrices of 8-bit integers."""
+
+LIBRARY_TOKENS = 64
+"""Rows up to which our own kernel multiplies codes with codes; it reads the weight once for them,
+which by the datasheets takes longer than to multiply. cuBLASLt serves more. Not measured."""
+
+_MOST_CODES = 2**17
+"""Columns up to which the sums of products of codes are numbers of 32 bits."""
+
 NF4_BLOCK = 64
 """bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
 
@@ -77,6 +87,8 @@ class KernelRule:
     """The cost where it depends on the GPU and the shape."""
     is_outdone: Callable[[Processor, LinearShape, str, int], bool] | None = None
     """Whether a backend further down is much faster in decode steps of so many rows."""
+    stand_in: str | None = None
+    """The backend in its place where it fails its self-test; None: the last of the bitwidth."""
 
     def cost_of(self, processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
         return self.cost if self.own_cost is None else self.own_cost(processor, shape, dtype)
@@ -138,8 +150,20 @@ def _nf4_is_outdone(processor: Processor, shape: LinearShape, dtype: str, rows: 
     return restored and old and _cuda_supports(processor, shape, dtype)
 
 
-def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    return _has_capability(processor, (7, 5))  # INT8 tensor cores
+def _cuda_w8a8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for instructions on 8-bit integers, and columns that are rotated together. 7.0 has those
+    of 6.1 too, but its matrix units multiply float16 twice as fast.
+    """
+    if not _cuda_supports(processor, shape, dtype) or processor.compute_capability is None:
+        return False
+    columns, capability = shape.in_features, processor.compute_capability
+    multiplies = (6, 1) <= capability < (7, 0) or capability >= INT8_MATRICES
+    return multiplies and columns % 64 == 0 and columns <= _MOST_CODES
+
+
+def _cuda_w8a8_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
+    has_matrices = _has_capability(processor, INT8_MATRICES)
+    return _CUDA_W8A8_COST if has_matrices else _CUDA_DP4A_COST
 
 
 def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
@@ -186,12 +210,17 @@ def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
     return shape.parameters + 4 * shape.out_features
 
 
+def _rotated_bytes(shape: LinearShape, dtype: str) -> int:
+    """Codes, a 32-bit scale per row and a 32-bit factor per input."""
+    return _int8_row_bytes(shape, dtype) + 4 * shape.in_features
+
+
 def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
-    """Codes, a 32-bit compensation (in the packed blob) and scale per row, one zero, and a 32-bit
-    factor per input. Measured with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides
-    to 64 and adds 4 bytes per padded row.
+    """As rotated codes, a 32-bit compensation per row (in the packed blob) and one zero. Measured
+    with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides to 64 and adds 4 bytes per
+    padded row.
     """
-    return shape.parameters + 8 * shape.out_features + 4 + 4 * shape.in_features
+    return _rotated_bytes(shape, dtype) + 4 * shape.out_features + 4
 
 
 def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
@@ -233,9 +262,10 @@ _NF4_FUSED_ROWS = (
     ((8, 0), ((20673, 128, 128), (6849, 32, 64), (4097, 16, 128), (0, 5, 128))),
     ((7, 5), ((7617, 64, 128), (1217, 64, 64), (0, 32, 32))),
 )
-# Outliers and row scales cost part of the int8 rate, and a dozen small kernels surround each
-# product (LLM-PQ's T4 profiles: prefill 40.6 ms against 67.0 in fp16, decode 6.1 against 5.9).
-_BNB_INT8_COST = KernelCost(rate=0.8, integer=True, overhead_s=1.5e-4)
+# Activations are rounded in a launch of their own, and cuBLASLt's sums scaled in another one; dp4a
+# waits for its loads about half of the time (counted in its code). Estimated: no GPU has run them.
+_CUDA_W8A8_COST = KernelCost(rate=0.8, integer=True, overhead_s=5e-6)
+_CUDA_DP4A_COST = KernelCost(rate=0.5, integer=True, overhead_s=5e-6)
 # Few rows are multiply-adds in float32, which are half of the instructions (counted in the code for
 # compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
 _CUDA_COST = KernelCost(passes=4.0, restores_from=FUSED_TOKENS + 1, scalar=0.45)
@@ -264,7 +294,10 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         "bnb_nf4", 4, _nf4_supports, _nf4_bytes, "bnb.BnbNf4",
         own_cost=_nf4_cost, is_outdone=_nf4_is_outdone,
     ),
-    KernelRule("bnb_int8", 8, _bnb_int8_supports, _int8_row_bytes, "bnb.BnbInt8", _BNB_INT8_COST),
+    KernelRule(
+        "cuda_w8a8", 8, _cuda_w8a8_supports, _rotated_bytes, "cuda_w8a8.CudaW8A8",
+        own_cost=_cuda_w8a8_cost, stand_in="cuda_8bit",
+    ),
     KernelRule(
         "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda_packed.Cuda3Bit", _CUDA_COST
     ),

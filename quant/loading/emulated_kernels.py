@@ -1,6 +1,6 @@
 """Emulating the kernels of another device: a linear is computed plainly with the weight that they
-would round to (`PackedWeight.represent`), so that its rounding is the planned one. LLM.int8() and
-oneDNN round activations to 8 bit too: so do these products, which are computed in float32.
+would round to (`PackedWeight.represent`), so that its rounding is the planned one. Kernels that
+multiply codes round activations to 8 bit too: so do these products, which are computed in float32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quant.backends.bnb import rounded_activations
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.rotation import RotatedCodes
 from quant.backends.table import KernelRule, rule_for
@@ -71,11 +70,9 @@ def represented_product(
     backend: str, weight: torch.Tensor, dtype: torch.dtype, rounding: Rounding = DEFAULT
 ) -> Product:
     """What `backend` computes with `weight` `[out, in]`, for any device and inputs of `dtype`."""
-    if backend == "onednn_w8a8":
+    if backend in ("onednn_w8a8", "cuda_w8a8"):
         return RotatedCodes.of_weight(weight, rounding).forward
     represented = BACKENDS[backend].represent(weight, rounding).to(dtype)
-    if backend == "bnb_int8":
-        return lambda x: functional.linear(rounded_activations(x), represented)
     return lambda x: functional.linear(x, represented)
 
 

@@ -77,8 +77,8 @@ def test_errors_are_those_of_exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -
         ("cuda_4bit", torch.float16, 3e-3, True),
         ("cuda_4bit", torch.bfloat16, 3e-3, False),
         ("cuda_4bit", torch.float16, float("nan"), True),
-        ("bnb_int8", torch.float16, 1e-2, False),
-        ("bnb_int8", torch.float16, 5e-2, True),
+        ("cuda_w8a8", torch.float16, 1e-2, False),
+        ("cuda_w8a8", torch.float16, 5e-2, True),
     ],
 )
 def test_what_counts_as_wrong(
@@ -89,9 +89,9 @@ def test_what_counts_as_wrong(
     assert (complaint is not None) == is_wrong
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_kernels_by_their_cpu_twins(bits: int, tmp_path: Path) -> None:
-    content = found(kernels, f"cuda_{bits}bit", tmp_path)
+@pytest.mark.parametrize("backend", ["cuda_3bit", "cuda_4bit", "cuda_8bit", "cuda_w8a8"])
+def test_kernels_by_their_cpu_twins(backend: str, tmp_path: Path) -> None:
+    content = found(kernels, backend, tmp_path)
     rows = content["tables"][0]["rows"]
     assert [row[:3] for row in rows] == [["bfloat16", "192 x 256", n] for n in (1, 30)]
 
@@ -195,7 +195,7 @@ def test_without_bitsandbytes_our_own_kernels_stand_in(
     gpu = replace(models.local_processor(CPU), compute_capability=(9, 0))
     monkeypatch.setattr(models, "local_processor", lambda _: gpu)
     found = models.backends_here(Place(tmp_path, tmp_path), (3, 4, 8, 16), "float16")
-    assert found == {3: "cuda_3bit", 4: "cuda_4bit", 8: "cuda_8bit", 16: "plain"}
+    assert found == {3: "cuda_3bit", 4: "cuda_4bit", 8: "cuda_w8a8", 16: "plain"}
 
 
 def test_every_part_has_its_code() -> None:

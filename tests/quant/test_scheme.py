@@ -35,8 +35,8 @@ def test_group_size(in_features: int, expected: int) -> None:
         (P100, "bfloat16", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
         (V100, "float16", ("cuda_3bit", "bnb_nf4", "cuda_8bit", "plain")),
         (V100, "float32", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
-        (T4, "float16", ("cuda_3bit", "bnb_nf4", "bnb_int8", "plain")),
-        (A100, "bfloat16", ("cuda_3bit", "bnb_nf4", "bnb_int8", "plain")),
+        (T4, "float16", ("cuda_3bit", "bnb_nf4", "cuda_w8a8", "plain")),
+        (A100, "bfloat16", ("cuda_3bit", "bnb_nf4", "cuda_w8a8", "plain")),
     ],
 )
 def test_backend_of_each_device(
@@ -73,9 +73,10 @@ def test_bits_per_weight_at_group_128() -> None:
     assert (
         sizes["torch_8bit"]
         == sizes["int8pack"]
-        == sizes["bnb_int8"]
+        == sizes["cuda_8bit"]
         == 8 * shape.parameters + 32 * 4096
     )
+    assert sizes["cuda_w8a8"] == 8 * shape.parameters + 2 * 32 * 4096
     assert sizes["plain"] == 16 * shape.parameters
 
 

@@ -49,7 +49,7 @@ SECONDS = 0.1
 BFLOAT16_SHAPES = 2
 GB = 1e9
 
-ROUNDS_ACTIVATIONS = ("bnb_int8",)
+ROUNDS_ACTIVATIONS = ("cuda_w8a8",)
 _ERROR_OF_ROUNDED = 0.03
 _ERRORS_IN_UNITS = 2.0
 """Relative error (Frobenius norm) that a right kernel stays below: rounding outputs, and weights

@@ -66,7 +66,7 @@ def test_a_t4_says_why_4_bit_is_slower_than_8() -> None:
     start = "On T4-16GB these are slower than 8 bit: 4 bit in prefill and 3 bit in prefill. A "
     assert reason.sentence.startswith(start)
     assert "restores weights to 16 bit in memory" in reason.sentence
-    assert "(bnb_int8) multiplies the codes themselves, at the rate of its int8" in reason.sentence
+    assert "(cuda_w8a8) multiplies the codes themselves, at the rate of its int8" in reason.sentence
     page = Page(report_page(plan.spec, plan.explain(WhatIfOptions(budget_s=0.0)))).text
     assert " ".join(reason.sentence.split()) in page
 

@@ -224,8 +224,8 @@ def test_quantized_layer_bytes_follow_the_kernels() -> None:
     others = 2 * OPT_30B.layer_other_parameters
     weights = OPT_30B.layer_linear_parameters
     t4 = layer_weight_bytes(OPT_30B, 8, device(), "float16") - others
-    rows = sum(linear.out_features for linear in OPT_30B.layer_linears)
-    assert t4 == weights + 4 * rows
+    sides = sum(each.out_features + each.in_features for each in OPT_30B.layer_linears)
+    assert t4 == weights + 4 * sides
     emulated = replace(device(), emulated=True)
     three = layer_weight_bytes(OPT_30B, 3, emulated, "bfloat16") - others
     assert three == weights * 3 // 8 + weights * 4 // group_size(7168)

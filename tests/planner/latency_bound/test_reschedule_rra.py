@@ -25,7 +25,7 @@ CLUSTER = small_cluster([15.0, 31.0])
 SHAPE = model_shape("opt-1.3b")
 OPTIONS = PlanOptions(bits=(8,), keep_all_devices=True, theta=0.0)
 PROMPTS = LengthDistribution.truncated_normal(128, 60, 256)
-BOUND_S = 1.0
+BOUND_S = 0.6
 QUANTILE = 0.9
 
 

@@ -26,7 +26,7 @@ from tests.planner.latency_bound.settings import bounded_costs, placement_of, sm
 CLUSTER = small_cluster([15.0, 31.0])
 SHAPE = model_shape("opt-1.3b")
 OPTIONS = PlanOptions(bits=(8,), keep_all_devices=True, theta=0.0)
-BOUND_S = 5.0
+BOUND_S = 3.0
 QUANTILE = 0.9
 
 

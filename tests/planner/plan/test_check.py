@@ -175,6 +175,15 @@ def test_bits_of_a_stage_decide_its_bytes() -> None:
         check_plan(replace(plan, stages=stages), shape)
 
 
+def test_a_plan_with_a_kernel_of_earlier_versions_is_read_and_made_again() -> None:
+    plan, shape = planned(ClusterSpec.from_counts(["T4"], [1]), "opt-125m", SMALL, bits=[8])
+    assert plan.stages[0].backends == {8: "cuda_w8a8"}
+    old = replace(plan, stages=(replace(plan.stages[0], backends={8: "bnb_int8"}),))
+    assert PlanSpec.from_json(old.to_json()) == old
+    with pytest.raises(SpecError, match=r"bnb_int8.*cuda_w8a8.*plan again with llmpq plan"):
+        check_plan(old, shape)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     plan, shape = made()
     stage = plan.stages[0]

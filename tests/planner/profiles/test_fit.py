@@ -181,7 +181,7 @@ def test_an_emulated_device_uses_its_gpus_profile() -> None:
 
 
 def test_csv_round_trip(tmp_path: Path) -> None:
-    rows = (*grid(), replace(row("decode", 2, 64, bits=8), backend="bnb_int8", threads=3))
+    rows = (*grid(), replace(row("decode", 2, 64, bits=8), backend="cuda_w8a8", threads=3))
     rows += (replace(row("decode", 3, 64), unlike=True),)
     write_profiles(tmp_path / "p.csv", rows)
     back = read_profiles(tmp_path / "p.csv")
@@ -194,7 +194,7 @@ def test_csv_round_trip(tmp_path: Path) -> None:
         row("decode", 2, 128).seconds
     )
     provenance = model.provenance(replace(T4, threads=3), "float16", BITWIDTHS)
-    assert "profile rows of p.csv (bits 8, 16; bnb_int8)" in provenance
+    assert "profile rows of p.csv (bits 8, 16; cuda_w8a8)" in provenance
 
 
 def test_decode_without_context_is_no_division_by_zero() -> None:

@@ -79,7 +79,7 @@ def test_auto_is_no_worse_than_any_degree_where_time_runs_out() -> None:
         options = PlanOptions(tensor_parallel=degree, theta=1.0, search_time_limit=0.2)
         costs, _ = costs_of(PlanningRequest(cluster, shape, work, options))
         found[degree] = search(costs, time.process_time).assignment.objective
-    assert found.pop("auto") < min(found.values())
+    assert found.pop("auto") <= min(found.values())
 
 
 def test_plan_with_groups_is_written_read_checked_and_explained(tmp_path) -> None:
