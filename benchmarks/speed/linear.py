@@ -157,7 +157,7 @@ def hold_plain(weight: torch.Tensor, setting: Setting) -> Held:
     """Hold `weight` as `nn.Linear` does."""
     copies = range(setting.copies(weight.nbytes))
     products = [_plain_product(weight.clone()) for _ in copies]
-    sample = weight[_sampled(len(weight))].double()
+    sample = weight[sampled(len(weight))].double()
     return Held(PLAIN, 16, weight.nbytes, products, sample)
 
 
@@ -167,7 +167,7 @@ def hold_packed(rule: KernelRule, weight: torch.Tensor, setting: Setting) -> Hel
     shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
     count = setting.copies(rule.nbytes(shape, dtype_name(setting.dtype)))
     packed = [backend.from_weight(weight, setting.dtype, setting.device) for _ in range(count)]
-    represented = backend.represent(weight[_sampled(len(weight))]).double()
+    represented = backend.represent(weight[sampled(len(weight))]).double()
     products = [each.forward for each in packed]
     return Held(rule.name, rule.bits, packed[0].nbytes, products, represented)
 
@@ -181,7 +181,7 @@ def measure(shape: LinearShape, rows: int, held: Sequence[Held], setting: Settin
     wanted = x.double() @ held[0].represented.t()
     results = []
     for each, taken in zip(held, seconds, strict=True):
-        out = each.products[0](x)[:, _sampled(shape.out_features)].double()
+        out = each.products[0](x)[:, sampled(shape.out_features)].double()
         meant = x.double() @ each.represented.t()
         results.append(
             Result(
@@ -338,8 +338,8 @@ def _plain_product(weight: torch.Tensor) -> Product:
     return lambda x: functional.linear(x, weight)
 
 
-def _sampled(outputs: int) -> slice:
-    """Outputs that errors are taken over: every n-th."""
+def sampled(outputs: int) -> slice:
+    """The outputs that errors are taken over: every n-th."""
     return slice(None, None, max(1, outputs // SAMPLED_OUTPUTS))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ import torch
 
 from benchmarks.gpu import runner
 from benchmarks.gpu.findings import Findings, NotRunError, Place
-from benchmarks.gpu.measurements import attention, gpu_tests, graphs, kernels, memory, models
+from benchmarks.gpu.measurements import (
+    attention,
+    gpu_tests,
+    graphs,
+    kernels,
+    marlin,
+    memory,
+    models,
+)
 from benchmarks.gpu.parts import PARTS
 from benchmarks.lab import captured, seconds_of
 from benchmarks.speed.linear import Held, Result, Setting, measure
@@ -94,6 +103,43 @@ def test_kernels_by_their_cpu_twins(backend: str, tmp_path: Path) -> None:
     content = found(kernels, backend, tmp_path)
     rows = content["tables"][0]["rows"]
     assert [row[:3] for row in rows] == [["bfloat16", "192 x 256", n] for n in (1, 30)]
+
+
+def test_marlin_is_called_as_vllm_offers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in with the argument names of vLLM 0.6 to 0.11, that keeps the rounded weight."""
+
+    def quantize(w: torch.Tensor, kind: str, group: int, act_order: bool) -> tuple[Any, ...]:
+        rounded = w.round(decimals=2)
+        return (rounded, rounded.clone(), torch.ones(len(w) // group), None, None, None)
+
+    def apply(
+        input: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, weight_zp: None,
+        g_idx: None, g_idx_sort_indices: None, workspace: str, wtype: str,
+        output_size_per_partition: int, input_size_per_partition: int, is_k_full: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (workspace, wtype, weight_scale.sum()) == ("workspace", "uint4b8", 2)
+        assert weight.shape == (input_size_per_partition, output_size_per_partition)
+        return input @ weight
+
+    utils = SimpleNamespace(
+        marlin_make_empty_g_idx=lambda device: None,
+        marlin_make_workspace_new=lambda device: "workspace",
+        apply_gptq_marlin_linear=apply,
+    )
+    package = "vllm.model_executor.layers.quantization.utils"
+    tests = SimpleNamespace(marlin_quantize=quantize)
+    pretend = SimpleNamespace(marlin_utils=utils, marlin_utils_test=tests)
+    monkeypatch.setitem(sys.modules, package, pretend)  # type: ignore[arg-type]
+    types = SimpleNamespace(scalar_types=SimpleNamespace(uint4b8="uint4b8"))
+    monkeypatch.setitem(sys.modules, "vllm.scalar_type", types)  # type: ignore[arg-type]
+    setting = Setting(CPU, torch.float32, seconds=0.0, cache_bytes=3 * 64 * 256 * 4)
+    held = marlin.hold_marlin(torch.randn(64, 256), setting)
+    assert len(held.products) == 3
+    plain = kernels.hold_plain(torch.randn(64, 256), setting)
+    *_, own = measure(LinearShape(256, 64), 5, [plain, held], setting)
+    assert own.kernel_error < 1e-6
+    with pytest.raises(NotRunError, match=r"7\.5 or more"):
+        marlin.check_marlin(CPU)
 
 
 def test_a_kernel_that_is_wrong_makes_its_part_fail(

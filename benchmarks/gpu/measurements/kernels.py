@@ -11,12 +11,14 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.findings import Findings, Place, Table
+from benchmarks.gpu.measurements.marlin import check_marlin, hold_marlin
 from benchmarks.gpu.measurements.models import Recorder
 from benchmarks.lab import BFLOAT16_CAPABILITY, seconds_of
 from benchmarks.speed.linear import (
@@ -40,12 +42,12 @@ from quant.scheme import LinearShape
 
 MODEL, LARGE_MODEL = "llama-3-8b", "opt-30b"
 SMALL = LinearShape(in_features=256, out_features=192)
-ROWS = (1, 8, 64, 512)
+ROWS = (1, 4, 8, 16, 32, 64, 128, 512)
 TURNING_ROWS = (4, 8, 16, 24, 32, 64, 128, 256)
 GRAPH_S, MOST_CALLS, MOST_REPLAYS, SAMPLES = 0.005, 64, 5, 3
 SHORT_CALL_S = 1e-4
 SECONDS = 0.1
-"""About, for each case as it runs: a part has some thirty."""
+"""About, for each case as it runs: a part has some sixty."""
 BFLOAT16_SHAPES = 2
 GB = 1e9
 
@@ -55,15 +57,6 @@ _ERRORS_IN_UNITS = 2.0
 """Relative error (Frobenius norm) that a right kernel stays below: rounding outputs, and weights
 that are restored first, to the compute type costs about 0.3 of its `eps` each; rounding activations
 to 8 bit 0.009."""
-
-
-@dataclass(frozen=True)
-class _Case:
-    """One weight as the backend and as the plain product hold it."""
-
-    shape: LinearShape
-    plain: Held
-    packed: Held
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,9 @@ def run(findings: Findings, place: Place, backend: str) -> None:
     """Measure `backend` in float16, on some shapes in bfloat16 too where the GPU has it."""
     if backend.startswith("bnb"):
         importlib.import_module("bitsandbytes")
-    rule = next(each for each in KERNEL_RULES if each.name == backend)
+    rule = next((each for each in KERNEL_RULES if each.name == backend), None)
+    if rule is None:  # another project's
+        check_marlin(place.device)
     copy_rate = copy_bytes_per_s(place.device)
     findings.note(f"a copy moves {copy_rate / GB:.0f} GB/s, bytes read and written")
     table = findings.table(
@@ -91,12 +86,15 @@ def run(findings: Findings, place: Place, backend: str) -> None:
     bench = _Bench(findings, table, copy_rate, Recorder(findings, place.device))
     with torch.inference_mode():
         for setting, shapes in _settings(place):
-            _check_self(findings, rule, setting)
+            if rule is not None:
+                _check_self(findings, rule, setting)
             for shape in shapes:
-                case = _hold(shape, rule, setting)
+                weight = random_weight(shape, setting)
+                hold = hold_marlin if rule is None else partial(hold_packed, rule)
+                held = hold_plain(weight, setting), hold(weight, setting)
                 for rows in place.size(ROWS, (1, 30)):
-                    _measure_rows(bench, case, rows, setting)
-        if issubclass(BACKENDS[backend], CudaPacked):
+                    _measure_rows(bench, shape, held, rows, setting)
+        if rule is not None and issubclass(BACKENDS[backend], CudaPacked):
             _turning_point(bench, rule, place)
 
 
@@ -119,24 +117,22 @@ def _check_self(findings: Findings, rule: KernelRule, setting: Setting) -> None:
         findings.complain(f"{rule.name} in {dtype_name(setting.dtype)}: {complaint}")
 
 
-def _hold(shape: LinearShape, rule: KernelRule, setting: Setting) -> _Case:
-    weight = random_weight(shape, setting)
-    return _Case(shape, hold_plain(weight, setting), hold_packed(rule, weight, setting))
-
-
-def _measure_rows(bench: _Bench, case: _Case, rows: int, setting: Setting) -> None:
-    plain, own = measure(case.shape, rows, [case.plain, case.packed], setting)
-    x = torch.randn(rows, case.shape.in_features, device=setting.device).to(setting.dtype)
+def _measure_rows(
+    bench: _Bench, shape: LinearShape, held: Sequence[Held], rows: int, setting: Setting
+) -> None:
+    """Measure the plain product and the other one of `held`."""
+    plain, own = results = measure(shape, rows, held, setting)
+    x = torch.randn(rows, shape.in_features, device=setting.device).to(setting.dtype)
     plain_replayed, replayed = (
-        replayed_seconds(bench.recorder, held.backend, held.products, x, result.seconds)
-        for held, result in ((case.plain, plain), (case.packed, own))
+        replayed_seconds(bench.recorder, each.backend, each.products, x, result.seconds)
+        for each, result in zip(held, results, strict=True)
     )
     ratio = plain_replayed / replayed if plain_replayed and replayed else None
-    bytes_per_s = case.packed.nbytes / (replayed or own.seconds)
+    bytes_per_s = held[1].nbytes / (replayed or own.seconds)
     bench.findings.row(
         bench.table,
         dtype_name(setting.dtype),
-        f"{case.shape.out_features} x {case.shape.in_features}",
+        f"{shape.out_features} x {shape.in_features}",
         rows,
         own.seconds * 1e6,
         own.ratio,

@@ -7,12 +7,19 @@ import time
 import torch
 from transformers import PretrainedConfig
 
-from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.models import quiet
 from quant.devices import local_processor
-from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, reference, save_tiny
+from tests.actors.models import (
+    CONFIGS,
+    LAYERS,
+    generate,
+    random_prompts,
+    reference,
+    save_tiny,
+    specs_of,
+)
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 NEW_TOKENS = 14
@@ -52,23 +59,7 @@ def both(
     folder, device = place.folder / f"tiny-{name}", place.device
     model = save_tiny(folder, config).to(device)
     prompts, longest = random_prompts(LENGTHS), max(LENGTHS) + NEW_TOKENS
-    stages = [
-        Stage(
-            StageSpec(
-                j,
-                2,
-                span,
-                (16,) * len(span),
-                "float32",
-                len(prompts),
-                longest,
-                len(prompts) * longest,
-            ),
-            folder,
-            device,
-            local_processor(device),
-        )
-        for j, span in enumerate((range(CUT), range(CUT, LAYERS)))
-    ]
+    specs = specs_of((0, CUT, LAYERS), len(prompts), longest)
+    stages = [Stage(spec, folder, device, local_processor(device)) for spec in specs]
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
     return expected, generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3)
