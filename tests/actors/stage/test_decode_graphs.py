@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
 
 from actors.attention.cuda import RangeAttention
 from actors.messages import MicroBatch
@@ -134,8 +135,14 @@ def test_a_replayed_step_is_the_step(
 ) -> None:
     """Of the first stage and of the last one, with windows, ALiBi and 8-bit keys."""
     use_recorder(monkeypatch)
-    save_tiny(tmp_path, with_wide_heads(name))
+    save_tiny(tmp_path, with_positions(name))
     check_passes(tmp_path, index, kv_bits, CPU)
+
+
+def with_positions(name: str) -> PretrainedConfig:
+    config = with_wide_heads(name)
+    config.max_position_embeddings = TOKENS
+    return config
 
 
 def check_passes(folder: Path, index: int, kv_bits: int, device: torch.device) -> None:
@@ -282,10 +289,64 @@ def test_sizes_by_rows_and_by_splits_of_the_longest_range() -> None:
     assert size(8, 1025) == size(8, 4000) == StepSize(8, 4096)  # 5 splits at most
 
 
+class PretendGraph:
+    """torch's graph, and what is called around it, in order."""
+
+    calls: ClassVar[list[object]] = []
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.calls.append(("begin", pool, capture_error_mode))
+
+    def capture_end(self) -> None:
+        self.calls.append("end")
+        if "failed" in self.calls:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        self.calls.append("replay")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Warm-ups come before a recording; one that fails ends, for the allocator too."""
+    calls, current = PretendGraph.calls, ["usual"]
+    calls.clear()
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        current[0] = stream
+        yield
+        current[0] = "usual"
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PretendGraph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: "side")
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    end_pool = "_cuda_endAllocateToPool"
+    monkeypatch.setattr(torch._C, end_pool, lambda *ended: calls.append(ended), raising=False)
+
+    def compute() -> Tensor:
+        calls.append(current[0])
+        if fails and current[0] == "side":
+            calls.append("failed")
+            raise ValueError("the real reason")
+        return torch.ones(1)
+
+    made = decode_graphs.cuda_recorder(torch.device("cuda", 1))
+    begun = ["usual", "usual", ("begin", "pool", "thread_local"), "side"]
+    if fails:
+        with pytest.raises(ValueError, match="the real reason"):
+            made(compute)
+        assert calls == [*begun, "failed", "end", (1, "pool")]
+    else:
+        assert torch.equal(made(compute)(), torch.ones(1))
+        assert calls == [*begun, "end", "replay"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(("name", "kv_bits"), [("llama", 16), ("bloom", 8)])
 def test_on_a_gpu(tmp_path: Path, name: str, kv_bits: int) -> None:
-    save_tiny(tmp_path, with_wide_heads(name))
+    save_tiny(tmp_path, with_positions(name))
     for index in (0, 1):
         check_passes(tmp_path, index, kv_bits, torch.device("cuda", 0))
