@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quant.common.errors import DeviceError, StageLostError
 
-_LOOK_S = 1e-3
+_LOOK_S = 1e-4
 _PROOF_NUMBERS = 2**20  # 4 MiB: more than NCCL takes before the other side begins
 
 
@@ -65,17 +65,19 @@ class Communicator:
         self._group, self._lost = group, lost
         self._ending = Lock()
 
-    def begin(self, call: Callable[[Any], Any]) -> None:
+    def begin(self, call: Callable[[Any], Any]) -> Any:
         """Begin `call` of the group, for which what is launched next waits: a GPU's stream, without
-        the host.
+        the host. Returns its work.
 
         Told a time, NCCL's work would hold up the host and look every millisecond whether it is
         done (`WorkNCCL::wait` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp).
         """
         try:
-            call(self._joined()).wait()
+            work = call(self._joined())
+            work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
+        return work
 
     def complete(self, call: Callable[[Any], Any], limit_s: float) -> None:
         """Begin `call` and wait until it is done. Raises `DeviceError` where it takes longer than
@@ -128,6 +130,7 @@ class GpuLink(Communicator):
         self._rank, self._device = rank, device
         self._streams: Any = torch.get_device_module(device)
         self._stream = self._streams.Stream()
+        self._sending: Any | None = None
 
     def prove(self, limit_s: float) -> None:
         """Connect, and have rank 0 send numbers that rank 1 knows."""
@@ -138,8 +141,13 @@ class GpuLink(Communicator):
             raise DeviceError("NCCL did not bring what was sent")
 
     def send(self, hidden: Tensor) -> None:
-        """Send `hidden` `[tokens, hidden_size]`, once it is computed."""
-        self._move(hidden.detach().contiguous(), self._rank)
+        """Send `hidden` `[tokens, hidden_size]`, once it is computed. Waits until the one before
+        has gone: plans have room for one that leaves.
+        """
+        while self._sending is not None and not self._sending.is_completed():
+            time.sleep(_LOOK_S)
+        self.check()
+        self._sending = self._move(hidden.detach().contiguous(), self._rank)
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """What the other one sends, for what is launched next; `check` tells afterwards whether it
@@ -150,10 +158,11 @@ class GpuLink(Communicator):
         self._streams.current_stream().wait_stream(self._stream)
         return hidden
 
-    def _move(self, hidden: Tensor, sender: int) -> None:
+    def _move(self, hidden: Tensor, sender: int) -> Any:
         self._stream.wait_stream(self._streams.current_stream())
         content = hidden.view(torch.uint8)  # some GPUs have no bfloat16
         with self._streams.stream(self._stream):
-            self.begin(lambda group: group.broadcast([content], broadcast_from(sender)))
+            work = self.begin(lambda group: group.broadcast([content], broadcast_from(sender)))
         if hidden.is_cuda:
             hidden.record_stream(self._stream)  # its memory is not used again before
+        return work

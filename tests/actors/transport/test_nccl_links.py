@@ -145,16 +145,39 @@ def test_hidden_states_arrive_beside_their_messages_in_order(dtype: torch.dtype)
     here, there = gpu_links(links)
     sender, receiver = links[0].sender(1), links[1].receiver(0, WAIT_S)
     given = [torch.randn(2 * tokens, 4 * WIDTH).to(dtype)[:, ::4] for tokens in (1, 5, 9, 3)]
-    for hidden in given:
-        message = encode(a_batch(len(hidden) // 2), hidden, here)
-        assert len(message) == message_bytes(message) < 512
-        sender.send(message)
-    for hidden in given:
-        found = decode(receiver.receive(), link=there)
-        assert not isinstance(found, Sampled)
-        assert found[0].counts.tolist() == [len(hidden) // 2] * 2
-        assert found[1].dtype == dtype
-        assert torch.equal(found[1], hidden)
+
+    def send() -> None:
+        for hidden in given:
+            message = encode(a_batch(len(hidden) // 2), hidden, here)
+            assert len(message) == message_bytes(message) < 512
+            sender.send(message)
+
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send)
+        for hidden in given:
+            found = decode(receiver.receive(), link=there)
+            assert not isinstance(found, Sampled)
+            assert found[0].counts.tolist() == [len(hidden) // 2] * 2
+            assert found[1].dtype == dtype
+            assert torch.equal(found[1], hidden)
+        sending.result()
+
+
+@pytest.mark.usefixtures("gpus")
+def test_one_transfer_leaves_at_a_time() -> None:
+    """The second one waits for the first, and ends where that is aborted."""
+    here, there = gpu_links(meet_on_gpus((GPU, GPU)))
+    with ThreadPoolExecutor(1) as pool:
+        here.send(torch.ones(2, 2))
+        second = pool.submit(here.send, torch.zeros(2, 2))
+        with pytest.raises(TimeoutError):
+            second.result(0.05)
+        assert there.receive(2, 2, torch.float32).sum() == 4
+        second.result(WAIT_S)
+        third = pool.submit(here.send, torch.zeros(2, 2))
+        here.abort()
+        with pytest.raises(StageLostError, match="it has left"):
+            third.result(WAIT_S)
 
 
 @pytest.mark.usefixtures("gpus")
