@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.addresses import Scoring
+from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend_stored
 from actors.messages import MicroBatch
@@ -163,8 +164,9 @@ def put_own_layers(
         return
     numbers = cache.of_layer(layers[0])[0].numbers
     device, coded = numbers.device, numbers.dtype == torch.int8
+    attention = range_attention(numbers.shape[-1], dtype, coded, device)
     kernels = layer_kernels(config.hidden_size, numbers.shape[-1], dtype, coded, device)
-    if kernels is None:
+    if kernels is None or attention is None:
         return
     own = [OwnLayer(stack[index], index, config, kernels) for index in layers]
     complaint = self_test(model, own[0], cache.like(layers[:1], _TEST_TOKENS), dtype)

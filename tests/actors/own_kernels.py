@@ -41,7 +41,8 @@ def layer_kernels(
 
 def use_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have stages of this process compute by emulated kernels from now on."""
-    monkeypatch.setattr("actors.attention.ragged.range_attention", range_attention)
+    for user in ("attention.ragged", "stage.own_layers"):
+        monkeypatch.setattr(f"actors.{user}.range_attention", range_attention)
     monkeypatch.setattr("actors.stage.own_layers.layer_kernels", layer_kernels)
     monkeypatch.setattr("actors.stage.stage.warm_up", lambda _: None)  # not used then
 

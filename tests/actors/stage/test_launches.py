@@ -5,28 +5,31 @@ from __future__ import annotations
 import ctypes
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.attention.cuda import RangeAttention
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
-from actors.messages import MicroBatch
+from actors.messages import Admission, MicroBatch, Sampled, Sampling
 from actors.stage import own_layers
 from actors.stage.cuda_layer import LayerKernels
 from actors.stage.model_config import with_layers
 from actors.stage.partial_model import empty_model, keep_stage
-from actors.stage.stage import kv_shape, run_decoder
+from actors.stage.stage import Stage, kv_shape, make_cache, run_decoder
 from planner.costs.roofline import layer_launches
 from planner.model.finding import shape_from_config
 from quant.backends.cuda_driver import Argument
 from quant.backends.cuda_driver import Kernels as OwnKernels
-from tests.actors.models import CONFIGS
+from tests.actors.models import CONFIGS, LAYERS, save_tiny, stages_of
 
 META = torch.device("meta")
 VIEWS = {
@@ -67,7 +70,8 @@ def use_counted_kernels(monkeypatch: pytest.MonkeyPatch, mode: Kernels) -> None:
     layers, attention = LayerKernels(kernels), RangeAttention(kernels, 320)
     monkeypatch.setattr(own_layers, "layer_kernels", lambda *_: layers)
     monkeypatch.setattr(own_layers, "self_test", lambda *_: None)
-    monkeypatch.setattr("actors.attention.ragged.range_attention", lambda *_: attention)
+    for user in ("attention.ragged", "stage.own_layers"):
+        monkeypatch.setattr(f"actors.{user}.range_attention", lambda *_: attention)
 
 
 def started(name: str, layers: int, kv_bits: int, mode: Kernels) -> Counter[str]:
@@ -103,3 +107,92 @@ def test_a_layer_starts_as_many_kernels_as_plans_count(
     assert abs(counted.total() - layer_launches(shape, kv_bits, own)) <= (1 if own else 2)
     if own:
         assert counted.total() <= 12, +counted
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host waits for: copies to the device from memory that is not pinned, and, as
+    they are patched in, copies to the host and the wait for a stream. Tensors without memory have
+    nothing else to tell the host: reading them fails.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        monkeypatch.setattr("actors.stage.sampler.on_host", self._on_host)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self)
+        monkeypatch.setattr(torch, "tensor", partial(self._tensor, torch.tensor))
+
+    def synchronize(self) -> None:
+        self.found["stream"] += 1
+
+    def _tensor(self, make: Any, data: Any, **options: Any) -> Tensor:
+        made: Tensor = make(data, **options)
+        if made.is_meta:
+            self.found["numbers of Python"] += 1
+        return made
+
+    def _on_host(self, *tensors: Tensor) -> list[np.ndarray]:
+        assert all(tensor.is_meta for tensor in tensors)
+        self.found["tokens"] += 1
+        return [torch.ones_like(tensor, device="cpu").numpy() for tensor in tensors]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        source = args[1] if func is aten.copy_.default else args[0] if args else None
+        if isinstance(out, Tensor) and isinstance(source, Tensor) and out.is_meta:
+            uploads = source.device.type == "cpu" and func is not aten.empty_like.default
+            options = (kwargs or {}).get("non_blocking"), *args
+            if uploads and not any(option is True for option in options):
+                self.found[func.__name__] += 1
+        return out
+
+
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
+    Sampling(repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 1.0}, min_tokens=3),
+    Sampling(temperature=1.0, presence_penalty=0.5),
+)
+
+
+def on_meta(monkeypatch: pytest.MonkeyPatch, folder: Path, bounds: tuple[int, ...]) -> Stage:
+    """The last of the stages of a tiny model, as if on a GPU."""
+    stage = stages_of(folder, bounds, 4, 20)[-1]
+    use_counted_kernels(monkeypatch, Kernels())
+    stage.device, stage.dtype = META, torch.float16
+    stage._model.to(META, torch.float16)
+    form = CacheForm(torch.float16, META)
+    stage._cache = make_cache(stage._model.config, stage.spec.layers, 80, form)
+    own_layers.put_own_layers(stage._model, stage.spec.layers, stage._cache, stage.dtype)
+    return stage
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_step_waits_for_its_gpu_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, samples: bool
+) -> None:
+    """Whether it samples, with all ways of choosing and log-probabilities, or not."""
+    save_tiny(tmp_path, CONFIGS[name])
+    bounds = (0, LAYERS) if samples else (0, 2, LAYERS)
+    stage = on_meta(monkeypatch, tmp_path, bounds)
+    if not samples:
+        stage.spec = replace(stage.spec, stages=3)
+    slots = np.arange(4)
+    admitted = tuple(
+        Admission(slot, str(slot), 9, sampling, prompt_tokens=(3, 5), top_logprobs=slot or None)
+        for slot, sampling in enumerate(SAMPLINGS)
+    )
+    begins = 20 * slots
+    prompts = MicroBatch(slots, 0 * slots, np.array([3, 4, 3, 5]), begins, admitted)
+    steps = (MicroBatch(slots, prompts.counts + i, 0 * slots + 1, begins) for i in range(2))
+    for batch in (prompts, *steps):
+        rows = int(batch.counts.sum())
+        inputs = torch.ones(rows, dtype=torch.int64)
+        if not stage.spec.is_first:
+            inputs = torch.zeros(rows, stage.hidden_size, dtype=torch.float16)
+        with Waits(monkeypatch) as waits:
+            result = stage.step(batch, inputs)
+        assert isinstance(result, Sampled) == samples
+        assert waits.found == {"tokens" if samples else "stream": 1}
