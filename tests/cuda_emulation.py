@@ -64,7 +64,8 @@ _FRAME_SIZE = b"\x04\x11\x08\x00"
 
 def frame_bytes(image: bytes) -> list[int]:
     """Bytes of the stack of each kernel and function: zero where no register is spilled."""
-    places = [found.end() + 4 for found in re.finditer(re.escape(_FRAME_SIZE), image)]
+    found = (each.start() for each in re.finditer(re.escape(_FRAME_SIZE), image))
+    places = [at + 8 for at in found if at % 4 == 0]  # code may have the same bytes
     return [int.from_bytes(image[at : at + 4], "little") for at in places]
 
 

@@ -49,8 +49,8 @@ def make_cluster(name: str = "two-kinds", node: str = "old") -> Cluster:
     values = {
         "name": name,
         "nodes": [
-            {"name": node, "accelerators": {"T4": 1}, "usable_memory_gib": 1.0},
-            {"name": "new", "accelerators": {"V100": 1}, "usable_memory_gib": 1.5},
+            {"name": node, "accelerators": {"T4": 1}, "usable_memory_gib": 1.1},
+            {"name": "new", "accelerators": {"V100": 1}, "usable_memory_gib": 1.6},
         ],
         "network": {"internode_gbit_per_s": 25},
     }
