@@ -40,26 +40,27 @@ PARTS: tuple[Part, ...] = (
     _kernel_part("cuda_3bit"),
     _kernel_part("cuda_4bit"),
     _kernel_part("cuda_8bit"),
-    _kernel_part("bnb_nf4"),
     _kernel_part("cuda_w8a8"),
+    Part("attention", "Decode attention by lengths", 75, f"{_PACKAGE}.attention"),
+    Part("stages", "Two stages on one GPU, in one process", 120, f"{_PACKAGE}.stages"),
+    _graph_part(16),
+    _graph_part(4),
+    Part("layers", "Decoder layers: estimated and measured", 165, f"{_PACKAGE}.layers"),
+    Part("plan", "A plan for this GPU, and its run", 225, f"{_PACKAGE}.planned_run"),
+    Part("memory", "Memory: planned and held", 105, f"{_PACKAGE}.memory"),
+    Part("actors", "Two actors on one GPU, through Ray", 135, f"{_PACKAGE}.ray_actors"),
+    Part("nccl", "Two actors on two GPUs, through Ray", 135, f"{_PACKAGE}.ray_actors", "2", 2),
+    _graph_part(3),
+    _graph_part(8),
+    _kernel_part("bnb_nf4"),
     _kernel_part("torch_3bit", 40),
     _kernel_part("torch_4bit", 40),
     _kernel_part("torch_8bit", 40),
     _kernel_part("marlin_4bit", 60),
-    Part("attention", "Decode attention by lengths", 75, f"{_PACKAGE}.attention"),
-    Part("layers", "Decoder layers: estimated and measured", 165, f"{_PACKAGE}.layers"),
-    Part("plan", "A plan for this GPU, and its run", 225, f"{_PACKAGE}.planned_run"),
-    Part("memory", "Memory: planned and held", 105, f"{_PACKAGE}.memory"),
-    _graph_part(16),
-    _graph_part(3),
-    _graph_part(4),
-    _graph_part(8),
-    Part("stages", "Two stages on one GPU, in one process", 120, f"{_PACKAGE}.stages"),
-    Part("actors", "Two actors on one GPU, through Ray", 135, f"{_PACKAGE}.ray_actors"),
-    Part("nccl", "Two actors on two GPUs, through Ray", 135, f"{_PACKAGE}.ray_actors", "2", 2),
     Part("loading", "Loading", 105, f"{_PACKAGE}.loading"),
 )
-"""In the order of what is to be known first: a run that is cut short has those."""
+"""In the order of what would be wrong first, and is to be known: a run that is cut short has
+those."""
 
 
 def choose(names: Sequence[str]) -> list[Part]:
