@@ -23,12 +23,14 @@ from benchmarks.gpu.measurements import (
     marlin,
     memory,
     models,
+    stages,
 )
 from benchmarks.gpu.parts import PARTS
 from benchmarks.lab import captured, seconds_of
 from benchmarks.speed.linear import Held, Result, Setting, measure
 from quant.backends.kernel_classes import BACKENDS
 from quant.scheme import LinearShape
+from tests.actors.models import CONFIGS, save_tiny
 from tests.actors.stage.test_decode_graphs import use_recorder
 from tests.cuda_emulation import needs_compiler
 
@@ -214,6 +216,13 @@ def test_a_recorded_decode_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     rows = found(graphs, "16", tmp_path)["tables"][0]["rows"]
     assert [row[:2] for row in rows] == [[1, 16], [3, 40]]
     assert all(None not in row for row in rows)
+
+
+@pytest.mark.rare
+def test_hidden_states_in_16_bit_are_off_by_rounding_alone(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "tiny-llama", CONFIGS["llama"])
+    error = stages.rounding_error("llama", "bfloat16", Place(tmp_path, tmp_path, dry_run=True))
+    assert 2e-3 < error < 2e-2, "bfloat16 rounds a number by 0.4 % at most"
 
 
 def test_marked_tests_are_found_in_the_sources(tmp_path: Path) -> None:
