@@ -128,18 +128,18 @@ def on_device(
     """`arrays` as tensors on `device`, to a GPU by one copy that the host does not wait for: to the
     beginning of `into`, bytes on the device, where that is given.
     """
-    sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    held = [np.ascontiguousarray(array) for array in arrays]
     if device.type == "cpu" and into is None:
-        return sources
-    room = [-(-source.nbytes // ALIGNMENT) * ALIGNMENT for source in sources]
+        return [torch.from_numpy(array) for array in held]
+    room = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in held]
     host = torch.empty(sum(room), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for source, place in zip(sources, host.split(room), strict=True):
-        place[: source.nbytes] = source.flatten().view(torch.uint8)
+    for array, place in zip(held, host.split(room), strict=True):
+        place.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
     there = torch.empty_like(host, device=device) if into is None else into[: len(host)]
     there.copy_(host, non_blocking=True)
     return [
-        place[: source.nbytes].view(source.dtype).view(source.shape)
-        for source, place in zip(sources, there.split(room), strict=True)
+        place[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, place in zip(held, there.split(room), strict=True)
     ]
 
 

@@ -158,15 +158,16 @@ def put_own_layers(
     """Have `layers` of a loaded model compute by kernels of our own, in `dtype`, where the device
     has them and a self-test finds their results equal to those of transformers' layers.
     """
-    config, stack = model.config, model.get_decoder()
-    stack = getattr(stack, architecture_of(config).layers)
+    config = model.config
+    stack = getattr(model.get_decoder(), architecture_of(config).layers)
     if not layers or not _is_known(stack[layers[0]], config):
         return
     numbers = cache.of_layer(layers[0])[0].numbers
     device, coded = numbers.device, numbers.dtype == torch.int8
-    attention = range_attention(numbers.shape[-1], dtype, coded, device)
+    if range_attention(numbers.shape[-1], dtype, coded, device) is None:
+        return
     kernels = layer_kernels(config.hidden_size, numbers.shape[-1], dtype, coded, device)
-    if kernels is None or attention is None:
+    if kernels is None:
         return
     own = [OwnLayer(stack[index], index, config, kernels) for index in layers]
     complaint = self_test(model, own[0], cache.like(layers[:1], _TEST_TOKENS), dtype)

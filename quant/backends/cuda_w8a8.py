@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -105,10 +104,6 @@ def code_products(dtype: torch.dtype, device: torch.device) -> CodeProducts:
     return CodeProducts(kernels, _BLOCKS * processors, has_library)
 
 
-def _has_twin_alone(x: Tensor) -> bool:
-    return x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES
-
-
 @dataclass(frozen=True, eq=False)
 class CudaW8A8(RotatedCodes, CanonicalPacked):
     """Weights and activations of 8 bit, both rotated first."""
@@ -138,16 +133,10 @@ class CudaW8A8(RotatedCodes, CanonicalPacked):
         return self.linear(x, None)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if _has_twin_alone(x):
+        if x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES:
             out = super().forward(x)
             return out if bias is None else out.add_(bias)
         return self.multiply(x, code_products(x.dtype, x.device), bias)
-
-    def products(self, x: Tensor) -> Iterable[Tensor]:
-        yield self.forward(x)
-        if not _has_twin_alone(x):
-            others = replace(code_products(x.dtype, x.device), blocks=1, has_library=False)
-            yield self.multiply(x, others)
 
     def multiply(self, x: Tensor, products: CodeProducts, bias: Tensor | None = None) -> Tensor:
         rows, columns = self.codes.shape

@@ -261,14 +261,17 @@ PASSES = (
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("name", "kv_bits"),
+    ("name", "bits", "kv_bits"),
     [
-        ("mistral-sliding", 16),
-        *(pytest.param(*case, marks=pytest.mark.rare) for case in (("llama", 16), ("bloom", 8))),
+        ("mistral-sliding", 16, 16),
+        *(
+            pytest.param(*case, marks=pytest.mark.rare)
+            for case in (("llama", 4, 16), ("qwen3", 16, 8), ("bloom", 8, 8))
+        ),
     ],
 )
 def test_a_stage_computes_by_it_what_it_does_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, kv_bits: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, bits: int, kv_bits: int
 ) -> None:
     """Hidden states of prompts, parts of prompts and decode steps, in float16; with layers of our
     own too.
@@ -277,7 +280,7 @@ def test_a_stage_computes_by_it_what_it_does_without(
 
     def states() -> list[Tensor]:
         bounds = (0, 2, LAYERS)
-        stage = stages_of(tmp_path, bounds, 3, 20, dtype="float16", kv_bits=kv_bits)[0]
+        stage = stages_of(tmp_path, bounds, 3, 20, bits, dtype="float16", kv_bits=kv_bits)[0]
         drawn = torch.Generator().manual_seed(2)
         found = []
         for requests in PASSES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -20,14 +21,23 @@ from actors.attention.ragged import NewTokens
 from actors.stage import cuda_layer
 from actors.stage.cuda_layer import KERNELS, SOURCE, Norm, Turning
 from actors.stage.own_layers import own_layers
-from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
-from tests.actors.models import LAYERS, generate, random_prompts, save_tiny, stages_of
+from quant.backends.cuda_driver import CudaError, Kernels, compile_cuda, text_of
+from tests.actors.models import (
+    CONFIGS,
+    LAYERS,
+    generate,
+    random_prompts,
+    save_tiny,
+    specs_of,
+    stages_of,
+)
 from tests.actors.own_kernels import (
     WITH_OWN_LAYERS,
     layer_kernels,
     use_own_kernels,
     with_wide_heads,
 )
+from tests.actors.thread_ranks import divided
 from tests.cuda_emulation import CPU, frame_bytes, needs_compiler, needs_nvrtc
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
@@ -105,6 +115,33 @@ def test_tokens_are_those_of_generate(
     assert [len(own_layers(stage._model)) for stage in stages] == [2, LAYERS - 2]
     tokens = generate(stages, PROMPTS, NEW_TOKENS, prefill=2, decode=3)
     check_tokens(model, tokens, LOSS[kv_bits, dtype])
+
+
+@needs_compiler
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+def test_ranks_compute_their_heads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Of a stage that is divided; biases of what is summed are added once."""
+    values = CONFIGS[name].to_dict() | {"hidden_size": 64}
+    values |= {"n_head" if name == "bloom" else "num_attention_heads": 4}
+    values |= {"num_key_value_heads": 2} if name == "llama" else {"word_embed_proj_dim": 64}
+    values.pop("head_dim", None)
+    model = rounded_model(save_tiny(tmp_path, type(CONFIGS[name]).from_dict(values)), HALF)
+    use_own_kernels(monkeypatch)
+    launch, lock = Kernels.launch, Lock()
+
+    def one_at_a_time(*arguments: Any) -> None:
+        with lock:  # ranks are threads here, and the emulator is one
+            launch(*arguments)
+
+    monkeypatch.setattr(Kernels, "launch", one_at_a_time)
+    specs = specs_of((0, 2, LAYERS), 4, 20, dtype="float16")
+    with divided(specs, (2, 1), tmp_path) as stages:
+        assert own_layers(stages[0]._model)
+        tokens = generate(stages, PROMPTS, NEW_TOKENS, prefill=2, decode=3)
+    check_tokens(model, tokens, LOSS[16, "float16"])
 
 
 @needs_compiler
