@@ -5,7 +5,8 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 from actors.processes.device import device_here
+from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.model_config import config_of_values, with_layers
 from actors.stage.own_layers import put_own_layers
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
@@ -45,12 +47,15 @@ _WEIGHT_SCALE = 0.02  # as models are initialised
 
 @dataclass(frozen=True)
 class PreparedWorkload:
-    """A pass to be timed: `inputs` `[tokens, hidden_size]`, a filled cache of `copies` layers."""
+    """A pass to be timed: `inputs` `[tokens, hidden_size]`, a filled cache of `copies` layers, and
+    what records it, as a stage has it for decode steps.
+    """
 
     batch: MicroBatch
     cache: KVCache
     inputs: Tensor
     copies: int
+    graphs: DecodeGraphs | None = None
 
 
 class TimedLayers:
@@ -93,13 +98,25 @@ class TimedLayers:
             inputs=inputs.to(self._form.device, self._form.dtype),
             copies=copies,
         )
+        if workload.phase == "decode":
+            self._use(copies)
+            eager = partial(run_in_passes, self._model, prepared.cache)
+            graphs = decode_graphs(
+                self._model, prepared.cache, self._form.dtype, max(workload.lengths) + 1, eager
+            )
+            prepared = replace(prepared, graphs=graphs)
         self.pass_through(prepared)
         return prepared
 
     @torch.inference_mode()
     def pass_through(self, prepared: PreparedWorkload, timer: AttentionTimer | None = None) -> None:
-        """Pass once through `prepared.copies` layers, as a stage does; `timer` times attention."""
+        """Pass once through `prepared.copies` layers, as a stage does; `timer` times attention, in
+        layers whose kernels are started one by one.
+        """
         self._use(prepared.copies)
+        if prepared.graphs is not None and timer is None:
+            prepared.graphs.compute(prepared.batch, prepared.inputs)
+            return
         run_in_passes(self._model, prepared.cache, prepared.batch, prepared.inputs, timer)
 
     def kv_bytes(self, workload: LayerWorkload) -> int:

@@ -8,12 +8,12 @@ logits would be most of what a graph holds, and their kernels are few.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention.addresses import MOST_ROWS, Addresses, TokenNumbers, tell
-from actors.attention.cuda import RangeAttention
+from actors.attention.cuda import RangeAttention, range_attention
 from actors.attention.kv_cache import KVCache
 from actors.attention.ragged import Part, RaggedContext
 from actors.messages import MicroBatch, TokenIds
@@ -162,9 +162,10 @@ def _agree(found: Tensor, wanted: Tensor) -> bool:
     return bool(close.all())
 
 
+@functools.cache
 def cuda_recorder(device: torch.device) -> Record:
-    """Records CUDA graphs that share one pool of memory: none runs beside another, or reads what
-    another has left.
+    """Records the CUDA graphs of a process, which share one pool of memory: none runs beside
+    another, or reads what another has left.
 
     Without `torch.cuda.graph`, which first waits for the whole device, and so for what other stages
     have not taken yet.
@@ -273,20 +274,26 @@ class LayersStep:
 def decode_graphs(
     model: PreTrainedModel,
     cache: KVCache,
-    attention: RangeAttention,
+    dtype: torch.dtype,
     most_tokens: int,
     eager: Callable[[MicroBatch, Tensor], Tensor],
-    record: Record,
 ) -> DecodeGraphs | None:
-    """What records the decode steps of a stage, of requests of up to `most_tokens` tokens; None
-    where layers are not kernels of ours.
+    """What records the decode steps of a stage that computes in `dtype`, of requests of up to
+    `most_tokens` tokens; None where layers or attention are not kernels of ours.
     """
     layers = own_layers(model)
     if not layers or len(layers) != len(cache.layers):
         return None
-    kv_heads = len(cache.of_layer(layers[0].index)[0].numbers)
-    sizes = partial(step_size, attention, kv_heads, layers[0].group(cache), most_tokens)
-    return DecodeGraphs(eager, sizes, partial(LayersStep, model, cache), record)
+    keys = cache.of_layer(layers[0].index)[0]
+    kv_heads, _, head_dim = keys.numbers.shape
+    device = keys.numbers.device
+    attention = range_attention(head_dim, dtype, keys.scales is not None, device)
+    if attention is None:
+        return None
+    sizes = functools.partial(step_size, attention, kv_heads, layers[0].group(cache), most_tokens)
+    return DecodeGraphs(
+        eager, sizes, functools.partial(LayersStep, model, cache), cuda_recorder(device)
+    )
 
 
 def step_size(

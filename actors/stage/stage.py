@@ -19,7 +19,7 @@ from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
 from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
-from actors.stage.decode_graphs import DecodeGraphs, cuda_recorder, decode_graphs
+from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
@@ -94,7 +94,12 @@ class Stage:
         warm_up_kernels(self._model)
         range_attention(head_dim, self.dtype, form.held_dtype == torch.int8, device)  # compiles it
         put_own_layers(self._model, spec.layers, self._cache, self.dtype)
-        self._graphs = self._decode_graphs(head_dim)
+        self._graphs: DecodeGraphs | None = None
+        if spec.cuda_graphs and spec.degree == 1:
+            eager = partial(run_in_passes, self._model, self._cache)
+            self._graphs = decode_graphs(
+                self._model, self._cache, self.dtype, spec.max_tokens, eager
+            )
         samples = spec.has_head and spec.rank == 0
         ends = end_tokens(checkpoint).sources if samples else ()
         self._sampler = Sampler(tuple(ends), folder=checkpoint) if samples else None
@@ -102,16 +107,6 @@ class Stage:
         self._check_memory()
         if spec.deterministic:
             self._check_deterministic()
-
-    def _decode_graphs(self, head_dim: int) -> DecodeGraphs | None:
-        """What records decode steps; None where that cannot be done, or is not wanted."""
-        coded = self._cache.held_dtype == torch.int8
-        attention = range_attention(head_dim, self.dtype, coded, self.device)
-        if attention is None or not self.spec.cuda_graphs or self.spec.degree > 1:
-            return None
-        eager = partial(run_in_passes, self._model, self._cache)
-        record, most_tokens = cuda_recorder(self.device), self.spec.max_tokens
-        return decode_graphs(self._model, self._cache, attention, most_tokens, eager, record)
 
     def _check_deterministic(self) -> None:
         """Raise `DeviceError` unless each module makes equal rows of equal rows, wherever they

@@ -19,13 +19,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from actors.attention.cuda import RangeAttention
+from actors.attention.ragged import AttentionTimer
 from actors.messages import MicroBatch
+from actors.profiling.layers import TimedLayers
 from actors.stage import decode_graphs
 from actors.stage.decode_graphs import Compute, DecodeGraphs, StepSize, step_size
 from actors.stage.stage import Stage
 from planner.costs.memory import MOST_GRAPHS
+from planner.profiles.design import LayerWorkload
 from quant.backends.cuda_driver import Kernels
 from quant.devices import local_processor
+from quant.linear import LayerForm
 from tests.actors.models import LAYERS, save_tiny, specs_of
 from tests.actors.own_kernels import (
     WITH_OWN_LAYERS,
@@ -93,8 +97,8 @@ def use_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     use_own_kernels(monkeypatch)
     split = partial(range_attention, blocks=1000)
     monkeypatch.setattr("actors.attention.ragged.range_attention", split)
-    monkeypatch.setattr("actors.stage.stage.range_attention", split)
-    monkeypatch.setattr("actors.stage.stage.cuda_recorder", lambda _: record)
+    monkeypatch.setattr("actors.stage.decode_graphs.range_attention", split)
+    monkeypatch.setattr("actors.stage.decode_graphs.cuda_recorder", lambda _: record)
 
 
 SLOTS, TOKENS = 6, 600
@@ -177,6 +181,23 @@ def check_passes(folder: Path, index: int, kv_bits: int, device: torch.device) -
     assert sizes == [(2, 256), (4, 256), (4, 1024)]
     for wanted, found in zip(*held, strict=True):
         assert (found.float() - wanted.float()).abs().max() <= 0.02 * wanted.abs().max()
+
+
+@needs_compiler
+@pytest.mark.rare
+def test_layers_are_profiled_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps are replayed, but those in which attention is timed apart."""
+    use_recorder(monkeypatch)
+    form = LayerForm(16, local_processor(CPU), torch.float16, CPU)
+    layers = TimedLayers(with_wide_heads("llama"), form)
+    prepared, timer = layers.prepare(LayerWorkload("decode", 3, 20)), AttentionTimer(CPU)
+    assert prepared.graphs is not None
+    assert [size.rows for size in prepared.graphs._kept] == [4]
+    layers.pass_through(prepared)
+    assert timer.take_s() == 0
+    layers.pass_through(prepared, timer)
+    assert timer.take_s() > 0
+    assert layers.prepare(LayerWorkload("prefill", 2, 9)).graphs is None
 
 
 class Toy:
@@ -332,7 +353,7 @@ def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch, fails: bool) -> 
             raise ValueError("the real reason")
         return torch.ones(1)
 
-    made = decode_graphs.cuda_recorder(torch.device("cuda", 1))
+    made = decode_graphs.cuda_recorder.__wrapped__(torch.device("cuda", 1))
     begun = ["usual", "usual", ("begin", "pool", "thread_local"), "side"]
     if fails:
         with pytest.raises(ValueError, match="the real reason"):
