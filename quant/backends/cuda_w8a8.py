@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from quant.backends.base import CanonicalPacked
 from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
 from quant.backends.rotation import RotatedCodes
-from quant.backends.table import INT8_MATRICES, LIBRARY_TOKENS
+from quant.backends.table import LIBRARY_TOKENS
 from quant.rounding.canonical import CanonicalWeight
 from quant.rounding.ways import DEFAULT, Rounding
 
@@ -100,8 +101,20 @@ def code_products(dtype: torch.dtype, device: torch.device) -> CodeProducts:
     """Compile the kernels, once a process."""
     kernels = kernels_for(SOURCE, KERNELS, dtype, device)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    has_library = torch.cuda.get_device_capability(device) >= INT8_MATRICES
-    return CodeProducts(kernels, _BLOCKS * processors, has_library)
+    return CodeProducts(kernels, _BLOCKS * processors, _library_multiplies(device))
+
+
+def _library_multiplies(device: torch.device) -> bool:
+    """Whether cuBLASLt takes 8-bit codes on this GPU, which its version decides."""
+    codes = torch.ones(32, _RUN, dtype=torch.int8, device=device)
+    try:
+        return bool((torch._int_mm(codes, codes.t()) == _RUN).all())
+    except RuntimeError:
+        return False
+
+
+def _has_twin_alone(x: Tensor) -> bool:
+    return x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +146,16 @@ class CudaW8A8(RotatedCodes, CanonicalPacked):
         return self.linear(x, None)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES:
+        if _has_twin_alone(x):
             out = super().forward(x)
             return out if bias is None else out.add_(bias)
         return self.multiply(x, code_products(x.dtype, x.device), bias)
+
+    def products(self, x: Tensor) -> Iterable[Tensor]:
+        yield self.forward(x)
+        if not _has_twin_alone(x):
+            others = replace(code_products(x.dtype, x.device), blocks=1, has_library=False)
+            yield self.multiply(x, others)
 
     def multiply(self, x: Tensor, products: CodeProducts, bias: Tensor | None = None) -> Tensor:
         rows, columns = self.codes.shape

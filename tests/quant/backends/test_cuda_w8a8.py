@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
-from quant.backends.cuda_w8a8 import KERNELS, SOURCE, CodeProducts, CudaW8A8, Shape
-from quant.backends.kernel_classes import self_test
+from quant.backends.cuda_packed import Cuda8Bit
+from quant.backends.cuda_w8a8 import (
+    KERNELS,
+    SOURCE,
+    CodeProducts,
+    CudaW8A8,
+    Shape,
+    _library_multiplies,
+)
+from quant.backends.kernel_classes import self_test, usable_backend
 from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations
 from quant.backends.table import LIBRARY_TOKENS, rule_for
 from quant.loading.emulated_kernels import represented_product
+from quant.rounding.canonical import quantize
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.scheme import LinearShape, Processor
@@ -135,6 +144,7 @@ def test_no_order_of_threads_and_blocks_matters(way: str, dtype: str) -> None:
 @needs_compiler
 def test_sums_of_a_library_are_scaled() -> None:
     """More rows than ours multiply, where the library takes the weight: a multiple of 8 rows."""
+    assert _library_multiplies(CPU)
     for rows in (40, 33):
         packed, x = make((rows, 192)), activations(LIBRARY_TOKENS + 3, 192, torch.bfloat16)
         bias = torch.randn(rows, generator=torch.Generator().manual_seed(3)).bfloat16()
@@ -177,11 +187,33 @@ def test_nothing_is_loaded_from_beside_the_tensors(way: str, dtype: str) -> None
 
 
 @needs_compiler
+@pytest.mark.parametrize(("way", "dtype"), CASES)
+def test_blocks_read_the_weight_once_for_64_tokens(way: str, dtype: str) -> None:
+    """And the codes of their tokens once for 16 or 32 rows."""
+    rows, columns = 64, 1024
+    packed, own = make((rows, columns)), products(way, DTYPES[dtype])
+    driver = own.kernels.driver
+    driver.moved_bytes.restype = ctypes.c_size_t
+    for tokens, block_rows in ((8, 16), (64, 32)):
+        x = activations(tokens, columns, DTYPES[dtype])
+        driver.moved_bytes()
+        own.rounded(x, packed.factor, torch.empty(0, dtype=torch.int32), 0)
+        rounding = driver.moved_bytes()
+        assert rounding == tokens * (2 + 4) * columns
+        own.multiply(x, packed)
+        codes = rows * columns + tokens * columns * rows // block_rows
+        scales = 4 * (rows + tokens * rows // block_rows)
+        assert driver.moved_bytes() - rounding == codes + scales
+
+
+@needs_compiler
 def test_shapes_strides_and_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     own = products("m16n8k32", torch.bfloat16)
     packed, x = make((33, 192)), activations(6, 192, torch.bfloat16)
     plain = exact(x, packed)
     assert torch.equal(packed.multiply(x.view(2, 3, 192), own), plain.view(2, 3, 33))
+    bias = torch.ones(33, dtype=x.dtype)
+    assert torch.equal(packed.multiply(x, own, bias), exact(x, packed, bias))
     assert torch.equal(packed.multiply(x.t().contiguous().t(), own), plain)
     shifted = torch.cat((torch.zeros(1, dtype=x.dtype), x.view(-1)))[1:].view(6, 192)
     assert torch.equal(packed.multiply(shifted, own), plain)
@@ -194,7 +226,7 @@ def test_shapes_strides_and_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("shape", [(8, 64), (192, 320)])
 def test_a_weight_is_that_of_the_cpu_in_the_bytes_of_the_rule(shape: tuple[int, int]) -> None:
-    """With statistics of its inputs, for a part of it, and from codes of a checkpoint."""
+    """With statistics of its inputs, and from codes of a checkpoint."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(5)).half()
     x = activations(40, shape[1], torch.float16).float()
     rounding = Rounding(inputs=InputStatistics(x.square().mean(0), x.abs().amax(0)))
@@ -209,7 +241,21 @@ def test_a_weight_is_that_of_the_cpu_in_the_bytes_of_the_rule(shape: tuple[int, 
     linear = LinearShape(shape[1], shape[0])
     rule = rule_for(Processor(compute_capability=(7, 5)), 8, linear, "float16")
     assert (rule.name, rule.nbytes(linear, "float16")) == ("cuda_w8a8", packed.nbytes)
-    assert {*packed.state()} == {"codes", "scale", "factor"}
+    canonical = quantize(weight, 8)
+    again = CudaW8A8.from_canonical(canonical)
+    assert torch.equal(again.codes, RotatedCodes.of_canonical(canonical).codes)
+
+
+def test_where_codes_are_multiplied_wrongly_weights_alone_are_codes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CudaW8A8, "forward", lambda self, x: x.new_zeros(*x.shape[:-1], 192))
+    usable_backend.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="cuda_w8a8 is not usable .* cuda_8bit takes its"):
+            assert usable_backend("cuda_w8a8", 8, torch.float16, CPU) is Cuda8Bit
+    finally:
+        usable_backend.cache_clear()
 
 
 @pytest.mark.parametrize(
