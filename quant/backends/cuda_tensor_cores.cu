@@ -1,37 +1,42 @@
 // Products of a few to a hundred or so tokens with a 3-, 4- or 8-bit weight, on tensor cores.
 //
-// Stands behind cuda_kernels.cu, whose layout of codes it reads, and cuda_mma.cuh. Weights are the left operand of the
-// matrix instructions and tokens the right one, 8 at the least; sums are in float32. A lane reads
-// whole chunks of a row, 32 columns (16 at 8 bit), and restores them in registers to the 16-bit
-// numbers that `restore` would write: the order of columns in a sum is free, as long as both operands
-// have the same.
+// Stands behind cuda_kernels.cu, whose layout of codes it reads, cuda_mma.cuh and cuda_restoring.cuh.
+// Weights are the left operand of the matrix instructions and tokens the right one, 8 at the least;
+// sums are in float32. A lane reads whole chunks of a row, 32 columns (16 at 8 bit), and restores them
+// to the 16-bit numbers that `restore` would write: the order of columns in a sum is free, as long as
+// both operands have the same.
 
 #ifdef TENSOR_CORES
 
-constexpr int HELD = 4;                            // chunks of the weight that a lane holds
-constexpr int CHUNKS = 4;                          // of a stage, columns that a block takes at a time
+constexpr int HELD = 4;    // chunks of the weight that a lane loads at a time
+constexpr int CHUNKS = 4;  // of a stage, columns that a block takes at a time
 constexpr int CHUNK_OCTETS = BITS == 8 ? 2 : 4;
-constexpr int CHUNK_WORDS = BITS * CHUNK_OCTETS / 4;
 constexpr int STAGE_OCTETS = CHUNKS * CHUNK_OCTETS;
-constexpr int WARP_ROWS = 32, BLOCK_ROWS = WARPS * WARP_ROWS;
-constexpr int TILE = 8;                            // tokens of a matrix instruction
-constexpr int TILE_SLOTS = TILE * STAGE_OCTETS;    // of a tile's activations, an octet each
-constexpr int TILE_SUMS = WARP_ROWS * TILE / LANES;
+constexpr int BLOCK_ROWS = 128, OUT_ROWS = BLOCK_ROWS / WARPS;  // that a warp writes
+constexpr int TILE = 8;                          // tokens of a matrix instruction
+constexpr int TILE_SLOTS = TILE * STAGE_OCTETS;  // of a tile's activations, an octet each
+constexpr int OUT_SUMS = OUT_ROWS * TILE / LANES;
 
-// Where what a lane holds belongs: its rows and chunks of the weight, its sums, and the slots of
-// activations that it reads. A warp stages slots so that it asks memory for whole sectors and shared
-// memory for neighbouring slots.
+// On 7.0 a warp has 64 rows of half of a stage's columns: with 32 rows it would read activations from
+// shared memory for longer than matrix units multiply them.
+constexpr int ACROSS = CAPABILITY >= 75 ? 1 : 2;
+constexpr int WARP_ROWS = OUT_ROWS * ACROSS, WARP_CHUNKS = CHUNKS / ACROSS;
+constexpr int TILE_SUMS = OUT_SUMS * ACROSS;
+constexpr int BUFFERS = CAPABILITY >= 75 ? 2 : 1;  // of activations
+
+// The row of chunk `h` of those that a lane loads: a warp asks for 32 or 64 bytes of neighbouring rows.
+__device__ __forceinline__ unsigned int held_row(unsigned int lane, int h) {
+    return lane / WARP_CHUNKS + h * (LANES / WARP_CHUNKS);
+}
+
+// Where a lane's sums belong, and the slots of activations that it reads. A warp stages slots so that
+// it asks memory for whole sectors and shared memory for neighbouring slots.
 #if CAPABILITY >= 75
-__device__ __forceinline__ unsigned int held_row(unsigned int lane, int h) { return lane / 4 + 8 * h; }
-__device__ __forceinline__ unsigned int held_chunk(unsigned int lane, int) { return lane % 4; }
 __device__ __forceinline__ unsigned int sum_row(unsigned int lane, int i) {
     return lane / 4 + (i / 4) * 16 + (i / 2 % 2) * 8;
 }
 __device__ __forceinline__ unsigned int sum_token(unsigned int lane, int i) {
     return lane % 4 * 2 + i % 2;
-}
-__device__ __forceinline__ unsigned int read_slot(unsigned int lane, int, int octet) {
-    return octet * LANES + lane;
 }
 struct Staged {
     unsigned int token, octet, slot;
@@ -44,18 +49,18 @@ struct Staged {
     }
 };
 #else
-__device__ __forceinline__ unsigned int held_row(unsigned int lane, int) {
-    return lane / 4 % 4 * 8 + lane % 4 + lane / 16 * 4;
+// Of 32 rows or 8 tokens, that of which a lane gives four columns to `mma_m8n8k4`.
+__device__ __forceinline__ unsigned int own_token(unsigned int lane) {
+    return lane % 4 + lane / 16 * 4;
 }
-__device__ __forceinline__ unsigned int held_chunk(unsigned int, int h) { return h; }
+__device__ __forceinline__ unsigned int own_row(unsigned int lane) {
+    return lane / 4 % 4 * 8 + own_token(lane);
+}
 __device__ __forceinline__ unsigned int sum_row(unsigned int lane, int i) {
     return lane / 4 % 4 * 8 + lane % 2 + (i & 2) + lane / 16 * 4;
 }
 __device__ __forceinline__ unsigned int sum_token(unsigned int lane, int i) {
     return (i & 4) + (lane & 2) + (i & 1);
-}
-__device__ __forceinline__ unsigned int read_slot(unsigned int lane, int h, int octet) {
-    return (h * CHUNK_OCTETS + octet) * TILE + lane % 4 + lane / 16 * 4;
 }
 struct Staged {
     unsigned int token, octet, slot;
@@ -64,79 +69,6 @@ struct Staged {
         : token(index % TILE), octet(index / TILE), slot(index) {}
 };
 #endif
-
-// 16-bit numbers: bits of the mantissa, the exponent of 1, and one in both halves of a word.
-constexpr int MANTISSA = BFLOAT16 ? 7 : 10;
-constexpr int EXPONENT_OF_1 = BFLOAT16 ? 127 : 15;
-
-__device__ constexpr unsigned int both(unsigned int half) { return half << 16 | half; }
-
-// 2^power, and -(2^power + 1).
-__device__ constexpr unsigned int power_of_2(int power) {
-    return (EXPONENT_OF_1 + power) << MANTISSA;
-}
-__device__ constexpr unsigned int below_power(int power) {
-    return 0x8000u | power_of_2(power) | 1u << (MANTISSA - power);
-}
-
-// Scale and zero of a group in both halves of a word. The scale is that of codes between -1 and 1,
-// about the largest weight of the group, which float16 holds wherever it holds the weight.
-struct Pairs {
-    unsigned int scale, zero;
-};
-
-__device__ __forceinline__ Pairs pairs_of(unsigned int affine) {
-    if (BITS == 8) return {0, 0};
-    const float scale = __uint_as_float(affine << 16) * (1 << (BITS - 1));
-#if BFLOAT16
-    return {__byte_perm(__float_as_uint(scale), 0, 0x3232), __byte_perm(affine, 0, 0x3232)};
-#else
-    return {both(to_activation(scale)), both(to_activation(__uint_as_float(affine & 0xffff0000u)))};
-#endif
-}
-
-// The weights of an octet. At 3 and 4 bit codes i and i + 4 share a word: moved to the same place of
-// both its halves they become the mantissa of 2^power + (code * 2^(1 - BITS)), from which the offset
-// subtracts exactly. At 8 bit codes 2i and 2i + 1 do, their scale is that of the row.
-__device__ __forceinline__ void restore_octet(Octet codes, Pairs pairs, unsigned int (&weights)[4]) {
-    if constexpr (BITS == 8) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned int word = (i < 2 ? codes.low : codes.high) ^ 0x80808080u;
-#if BFLOAT16  // has no room for 8 bits behind the exponent: 2^23 + code as a float, whose upper half
-              // has all of a code between -128 and 127
-            const float low = __uint_as_float(__byte_perm(word, 0x4b000000u, i % 2 ? 0x7442 : 0x7440));
-            const float high = __uint_as_float(__byte_perm(word, 0x4b000000u, i % 2 ? 0x7443 : 0x7441));
-            weights[i] = __byte_perm(
-                __float_as_uint(low - 8388736.0f), __float_as_uint(high - 8388736.0f), 0x7632);
-#else
-            const unsigned int biased = __byte_perm(word, 0x64646464u, i % 2 ? 0x4342 : 0x4140);
-            weights[i] = fma_halves(biased, both(power_of_2(0)), both(0xe480u));  // - (1024 + 128)
-#endif
-        }
-    } else {
-        constexpr int AT_ONCE = MANTISSA / BITS;  // codes of a half that one shift serves
-        unsigned int halves = codes.low;
-        if (BITS == 3) halves = (halves & 0xfffu) | (halves << 4 & 0x0fff0000u);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int bit = i % AT_ONCE * BITS, power = MANTISSA + 1 - BITS - bit;
-            const unsigned int moved = halves >> (i / AT_ONCE * AT_ONCE * BITS);
-            const unsigned int biased =
-                and_xor(moved, both(((1u << BITS) - 1) << bit), both(power_of_2(power)));
-            const unsigned int code =
-                fma_halves(biased, both(power_of_2(0)), both(below_power(power)));
-            weights[i] = fma_halves(code, pairs.scale, pairs.zero);
-        }
-    }
-}
-
-// Activations in the order of `restore_octet`.
-__device__ __forceinline__ uint4 in_order(uint4 x) {
-    if (BITS == 8) return x;
-    return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-                      __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
-}
 
 struct Chunk {
     unsigned int words[4];  // three at 3 bit
@@ -173,48 +105,111 @@ __device__ __forceinline__ Chunk load_chunk(
     return loaded;
 }
 
-// The sums of one octet of what a lane holds, `h` counting it on 7.0, and of all it holds elsewhere.
-template <int TILES>
-__device__ __forceinline__ void multiply_octet(
-    float (&sums)[TILES][TILE_SUMS], const Chunk (&held)[HELD], const Pairs (&pairs)[HELD],
-    const uint4* staged, unsigned int lane, int h, int octet) {
+// The chunks of a stage on their way from the lanes that load them to those that multiply them.
 #if CAPABILITY >= 75
-    unsigned int a[HELD][4];
+struct Held {  // the same lanes: a chunk of rows 8 apart
+    Chunk chunks[HELD];
+
+    __device__ __forceinline__ void take(const Chunk (&loaded)[HELD], unsigned int) {
 #pragma unroll
-    for (int each = 0; each < HELD; ++each)
-        restore_octet(held[each].octet(octet), pairs[each], a[each]);
-#else
-    unsigned int a[4];
-    restore_octet(held[h].octet(octet), pairs[h], a);
-#endif
-#pragma unroll
-    for (int t = 0; t < TILES; ++t) {
-        const uint4 b = staged[t * TILE_SLOTS + read_slot(lane, h, octet)];
-#if CAPABILITY >= 80
-#pragma unroll
-        for (int down = 0; down < 2; ++down) {
-            const unsigned int(&upper)[4] = a[2 * down], (&lower)[4] = a[2 * down + 1];
-            mma_m16n8k16(sums[t] + 4 * down, {upper[0], lower[0], upper[1], lower[1]}, {b.x, b.y});
-            mma_m16n8k16(sums[t] + 4 * down, {upper[2], lower[2], upper[3], lower[3]}, {b.z, b.w});
-        }
-#elif CAPABILITY >= 75
-#pragma unroll
-        for (int down = 0; down < 2; ++down) {
-            const unsigned int(&upper)[4] = a[2 * down], (&lower)[4] = a[2 * down + 1];
-            mma_m16n8k8(sums[t] + 4 * down, {upper[0], lower[0]}, {b.x});
-            mma_m16n8k8(sums[t] + 4 * down, {upper[1], lower[1]}, {b.y});
-            mma_m16n8k8(sums[t] + 4 * down, {upper[2], lower[2]}, {b.z});
-            mma_m16n8k8(sums[t] + 4 * down, {upper[3], lower[3]}, {b.w});
-        }
-#else
-        mma_m8n8k4(sums[t], {a[0], a[1]}, {b.x, b.y});
-        mma_m8n8k4(sums[t], {a[2], a[3]}, {b.z, b.w});
-#endif
+        for (int h = 0; h < HELD; ++h) chunks[h] = loaded[h];
     }
+};
+#else
+struct Held {  // those of other rows, through shared memory of the warp
+    uint4 codes[WARP_ROWS * WARP_CHUNKS];
+    unsigned int affine[WARP_ROWS * WARP_CHUNKS];
+
+    // Lanes that read together have rows 0 to 3 and 8 to 11 of 16, or the others.
+    static __device__ __forceinline__ unsigned int place(unsigned int row, unsigned int chunk) {
+        return row * WARP_CHUNKS + (chunk ^ (row / 8 % 2));
+    }
+
+    __device__ __forceinline__ void take(const Chunk (&loaded)[HELD], unsigned int lane) {
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) {
+            const unsigned int to = place(held_row(lane, h), lane % WARP_CHUNKS);
+            const unsigned int(&words)[4] = loaded[h].words;
+            codes[to] = make_uint4(words[0], words[1], words[2], words[3]);
+            affine[to] = loaded[h].affine;
+        }
+    }
+
+    __device__ __forceinline__ Chunk chunk(unsigned int row, unsigned int chunk) const {
+        const uint4 words = codes[place(row, chunk)];
+        return {{words.x, words.y, words.z, words.w}, affine[place(row, chunk)]};
+    }
+};
+#endif
+
+// Adds the products of the chunks of a stage from `first_chunk` on to the sums.
+template <int TILES>
+__device__ __forceinline__ void multiply_stage(
+    float (&sums)[TILES][TILE_SUMS], const Held& held, const uint4* staged, unsigned int lane,
+    unsigned int first_chunk) {
+#if CAPABILITY >= 75
+    Pairs pairs[HELD];
+#pragma unroll
+    for (int h = 0; h < HELD; ++h) pairs[h] = pairs_of(held.chunks[h].affine);
+#pragma unroll
+    for (int octet = 0; octet < CHUNK_OCTETS; ++octet) {
+        unsigned int a[HELD][4];
+#pragma unroll
+        for (int h = 0; h < HELD; ++h) restore_octet(held.chunks[h].octet(octet), pairs[h], a[h]);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+            const uint4 b = staged[t * TILE_SLOTS + octet * LANES + lane];
+#pragma unroll
+            for (int down = 0; down < 2; ++down) {
+                const unsigned int(&upper)[4] = a[2 * down], (&lower)[4] = a[2 * down + 1];
+                float* into = sums[t] + 4 * down;
+#if CAPABILITY >= 80
+                mma_m16n8k16(into, {upper[0], lower[0], upper[1], lower[1]}, {b.x, b.y});
+                mma_m16n8k16(into, {upper[2], lower[2], upper[3], lower[3]}, {b.z, b.w});
+#else
+                mma_m16n8k8(into, {upper[0], lower[0]}, {b.x});
+                mma_m16n8k8(into, {upper[1], lower[1]}, {b.y});
+                mma_m16n8k8(into, {upper[2], lower[2]}, {b.z});
+                mma_m16n8k8(into, {upper[3], lower[3]}, {b.w});
+#endif
+            }
+        }
+    }
+#else
+    constexpr int DOWN = WARP_ROWS / LANES;
+#pragma unroll
+    for (int chunk = 0; chunk < WARP_CHUNKS; ++chunk) {
+        Chunk own[DOWN];
+        Pairs pairs[DOWN];
+#pragma unroll
+        for (int down = 0; down < DOWN; ++down) {
+            own[down] = held.chunk(down * LANES + own_row(lane), chunk);
+            pairs[down] = pairs_of(own[down].affine);
+        }
+#pragma unroll
+        for (int octet = 0; octet < CHUNK_OCTETS; ++octet) {
+            unsigned int a[DOWN][4];
+#pragma unroll
+            for (int down = 0; down < DOWN; ++down)
+                restore_octet(own[down].octet(octet), pairs[down], a[down]);
+            const unsigned int column = (first_chunk + chunk) * CHUNK_OCTETS + octet;
+            const uint4* slots = staged + column * TILE + own_token(lane);
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) {
+                const uint4 b = slots[t * TILE_SLOTS];
+#pragma unroll
+                for (int down = 0; down < DOWN; ++down) {
+                    mma_m8n8k4(sums[t] + 8 * down, {a[down][0], a[down][1]}, {b.x, b.y});
+                    mma_m8n8k4(sums[t] + 8 * down, {a[down][2], a[down][3]}, {b.z, b.w});
+                }
+            }
+        }
+    }
+#endif
 }
 
 // Sums that blocks leave for the last one of those that share rows and tokens, [tile of the output,
-// split, 2 * TILES, thread], and how many blocks of each tile of the output have left theirs: 0
+// split, vector, thread], and how many blocks of each tile of the output have left theirs: 0
 // before and after each launch.
 struct Splits {
     float4* partial;
@@ -222,30 +217,61 @@ struct Splits {
     unsigned int count;
 };
 
+// Where two warps share rows, each gets the sums of half of them.
+template <int TILES>
+__device__ __forceinline__ void add_across(
+    const float (&sums)[TILES][TILE_SUMS], float (&out)[TILES][OUT_SUMS], float* given,
+    unsigned int half) {
+    if constexpr (ACROSS == 1) {
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < OUT_SUMS; ++i) out[t][i] = sums[t][i];
+    } else {
+        constexpr unsigned int THREADS = WARPS * LANES;
+        const unsigned int other = threadIdx.x ^ (THREADS / 2);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+            for (int i = 0; i < OUT_SUMS; ++i) {
+                out[t][i] = half ? sums[t][i + OUT_SUMS] : sums[t][i];
+                given[(t * OUT_SUMS + i) * THREADS + threadIdx.x] =
+                    half ? sums[t][i] : sums[t][i + OUT_SUMS];
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < OUT_SUMS; ++i)
+                out[t][i] += given[(t * OUT_SUMS + i) * THREADS + other];
+    }
+}
+
 // Whether this block is the last of the tile: then `sums` are those of all, added in the order of the
 // splits.
 template <int TILES>
 __device__ __forceinline__ bool merge(
-    float (&sums)[TILES][TILE_SUMS], Splits splits, unsigned int tile, unsigned int split) {
-    constexpr int VECTORS = TILES * TILE_SUMS / 4;
+    float (&sums)[TILES][OUT_SUMS], Splits splits, unsigned int tile, unsigned int split) {
+    constexpr int TILE_VECTORS = OUT_SUMS / 4, VECTORS = TILES * TILE_VECTORS;
     __shared__ bool ends;
     float4* own = splits.partial + static_cast<size_t>(tile) * splits.count * VECTORS * WARPS * LANES +
                   threadIdx.x;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
-        const float* four = sums[v / 2] + v % 2 * 4;
+        const float* four = sums[v / TILE_VECTORS] + v % TILE_VECTORS * 4;
         own[(split * VECTORS + v) * WARPS * LANES] = {four[0], four[1], four[2], four[3]};
     }
     if (!is_last(splits.arrived + tile, splits.count, ends)) return false;
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
-        for (int i = 0; i < TILE_SUMS; ++i) sums[t][i] = 0.0f;
+        for (int i = 0; i < OUT_SUMS; ++i) sums[t][i] = 0.0f;
     for (unsigned int other = 0; other < splits.count; ++other) {
 #pragma unroll
         for (int v = 0; v < VECTORS; ++v) {
             const float4 four = __ldcg(own + (other * VECTORS + v) * WARPS * LANES);
-            float* into = sums[v / 2] + v % 2 * 4;
+            float* into = sums[v / TILE_VECTORS] + v % TILE_VECTORS * 4;
             into[0] += four.x, into[1] += four.y, into[2] += four.z, into[3] += four.w;
         }
     }
@@ -262,26 +288,36 @@ __device__ __forceinline__ void on_tensor_cores(
     Splits splits) {
     constexpr int SLOTS = TILES * TILE_SLOTS;
     constexpr int OWN = (SLOTS + WARPS * LANES - 1) / (WARPS * LANES);  // slots that a thread stages
-    __shared__ uint4 staged[2][SLOTS];
-    const unsigned int lane = threadIdx.x % LANES;
+    constexpr int GIVEN = ACROSS == 1 ? 0 : TILES * OUT_SUMS * WARPS * LANES / 4;
+    __shared__ uint4 staged[BUFFERS * SLOTS > GIVEN ? BUFFERS * SLOTS : GIVEN];
+    const unsigned int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const unsigned int runs = (tokens + TILES * TILE - 1) / (TILES * TILE);
     const unsigned int first_token = blockIdx.x % runs * TILES * TILE;
     const unsigned int split = blockIdx.x / runs % splits.count, down = blockIdx.x / runs / splits.count;
-    const unsigned int first_row = down * BLOCK_ROWS + threadIdx.x / LANES * WARP_ROWS;
+    const unsigned int half = warp / (WARPS / ACROSS);  // of columns, then of rows
+    const unsigned int first_row = down * BLOCK_ROWS + warp % (WARPS / ACROSS) * WARP_ROWS;
     const unsigned int chunks = width.octets / CHUNK_OCTETS, stages = (chunks + CHUNKS - 1) / CHUNKS;
     const unsigned int begin = stages * split / splits.count, end = stages * (split + 1) / splits.count;
 
-    Chunk held[HELD], next[HELD];
+#if CAPABILITY >= 75
+    Held held;
+#else
+    __shared__ Held turned[WARPS];
+    Held& held = turned[warp];
+#endif
+    Chunk next[HELD];
     uint4 activations[OWN];
-    const auto load = [&](unsigned int stage) {
+    const auto load_weights = [&](unsigned int stage) {
 #pragma unroll
-        for (int h = 0; h < HELD; ++h) {  // beyond the end the last one again, of which no zero is used
+        for (int h = 0; h < HELD; ++h) {  // beyond the end the last one, where activations are zeros
             const unsigned int row = min(first_row + held_row(lane, h), rows - 1);
-            const unsigned int chunk = min(stage * CHUNKS + held_chunk(lane, h), chunks - 1);
-            next[h] = load_chunk(packed, scales, row, chunk, width);
+            const unsigned int chunk = stage * CHUNKS + half * WARP_CHUNKS + lane % WARP_CHUNKS;
+            next[h] = load_chunk(packed, scales, row, min(chunk, chunks - 1), width);
         }
+    };
+    const auto load_activations_of = [&](unsigned int stage, int from, int to) {
 #pragma unroll
-        for (int s = 0; s < OWN; ++s) {
+        for (int s = from; s < to; ++s) {
             const unsigned int index = s * WARPS * LANES + threadIdx.x;
             const Staged place(index % TILE_SLOTS);
             const unsigned int octet = stage * STAGE_OCTETS + place.octet;
@@ -293,42 +329,48 @@ __device__ __forceinline__ void on_tensor_cores(
                                        static_cast<size_t>(token) * width.octets + octet);
         }
     };
-    const auto take = [&](uint4* into) {
-#pragma unroll
-        for (int h = 0; h < HELD; ++h) held[h] = next[h];
+    const auto stage_activations = [&](unsigned int number) {
 #pragma unroll
         for (int s = 0; s < OWN; ++s) {
             const unsigned int index = s * WARPS * LANES + threadIdx.x;
             const Staged place(index % TILE_SLOTS);
-            if (index < SLOTS)
-                into[index / TILE_SLOTS * TILE_SLOTS + place.slot] = in_order(activations[s]);
+            const unsigned int slot = index / TILE_SLOTS * TILE_SLOTS + place.slot;
+            if (index < SLOTS) staged[number % BUFFERS * SLOTS + slot] = in_order(activations[s]);
         }
     };
 
     float sums[TILES][TILE_SUMS] = {};
-    load(begin);
-    take(staged[0]);
+    load_weights(begin);
+    load_activations_of(begin, 0, OWN);
+    held.take(next, lane);
+    stage_activations(0);
     __syncthreads();
     for (unsigned int stage = begin; stage < end; ++stage) {
+        // Loaded before the products of the stage before, but for what registers have no room for
+        // beside so many sums.
+        constexpr int EARLY = ACROSS > 1 && TILES > 4 ? 0 : OWN;
+        const unsigned int number = stage - begin, first_chunk = half * WARP_CHUNKS;
         const bool goes_on = stage + 1 < end;
-        if (goes_on) load(stage + 1);
-        const uint4* now = staged[(stage - begin) % 2];
-        Pairs pairs[HELD];
-#pragma unroll
-        for (int h = 0; h < HELD; ++h) pairs[h] = pairs_of(held[h].affine);
-#pragma unroll
-        for (int h = 0; h < (CAPABILITY >= 75 ? 1 : HELD); ++h)
-#pragma unroll
-            for (int octet = 0; octet < CHUNK_OCTETS; ++octet)
-                multiply_octet<TILES>(sums, held, pairs, now, lane, h, octet);
-        if (goes_on) take(staged[(stage + 1 - begin) % 2]);
+        if (goes_on) {
+            load_weights(stage + 1);
+            load_activations_of(stage + 1, 0, EARLY);
+        }
+        multiply_stage<TILES>(sums, held, staged + number % BUFFERS * SLOTS, lane, first_chunk);
+        if (BUFFERS == 1) __syncthreads();
+        if (goes_on) {
+            held.take(next, lane);
+            load_activations_of(stage + 1, EARLY, OWN);
+            stage_activations(number + 1);
+        }
         __syncthreads();
     }
+    float whole[TILES][OUT_SUMS];
+    add_across<TILES>(sums, whole, reinterpret_cast<float*>(staged), half);
     const unsigned int tile = down * runs + blockIdx.x % runs;
-    if (splits.count > 1 && !merge<TILES>(sums, splits, tile, split)) return;
+    if (splits.count > 1 && !merge<TILES>(whole, splits, tile, split)) return;
 #pragma unroll
-    for (int i = 0; i < TILE_SUMS; ++i) {
-        const unsigned int row = first_row + sum_row(lane, i);
+    for (int i = 0; i < OUT_SUMS; ++i) {
+        const unsigned int row = first_row + half * OUT_ROWS + sum_row(lane, i);
         if (row >= rows) continue;
         const float scale = BITS == 8 ? __ldg(static_cast<const float*>(scales) + row) : 1.0f;
         const float added = bias_of(bias, row);
@@ -336,14 +378,14 @@ __device__ __forceinline__ void on_tensor_cores(
         for (int t = 0; t < TILES; ++t) {
             const unsigned int token = first_token + t * TILE + sum_token(lane, i);
             if (token >= tokens) continue;
-            const float sum = fmaf(sums[t][i], scale, added);
+            const float sum = fmaf(whole[t][i], scale, added);
             out[static_cast<size_t>(token) * rows + row] = to_activation(sum);
         }
     }
 }
 
 #define ON_TENSOR_CORES(NAME, TILES)                                                                  \
-    extern "C" __global__ void __launch_bounds__(WARPS * LANES) NAME(                                 \
+    extern "C" __global__ void __launch_bounds__(WARPS * LANES, CAPABILITY >= 75 ? 1 : 2) NAME(       \
         const unsigned short* x, const unsigned int* packed, const void* scales,                      \
         const unsigned short* bias, unsigned short* out, unsigned int tokens, unsigned int rows,      \
         Width width, float4* partial, unsigned int* arrived, unsigned int splits) {                   \
