@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from quant.devices import Sent, moved_blocks, staged_blocks
+from quant.devices import Sent, moved_blocks, on_device, on_host, staged_blocks
 from quant.rounding.canonical import row_blocks
 
 CPU = torch.device("cpu")
@@ -87,3 +89,32 @@ def test_blocks_on_a_gpu() -> None:
     blocks = [slice(i, i + 256) for i in range(0, 4096, 256)]
     arrived = [part * 1 for _, part in moved_blocks(weight, blocks, device)]
     assert torch.equal(torch.cat(arrived).cpu(), weight)
+
+
+class OnGpu(Tensor):
+    """A tensor of the host that is said to be on a GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+
+ARRAYS = (
+    np.arange(7, dtype=np.int32),
+    np.arange(6.0).reshape(2, 3).T,
+    np.zeros((0, 2), dtype=np.int64),
+    np.array([True, False, True]),
+    np.arange(5, dtype=np.float32),
+)
+
+
+def test_arrays_go_to_a_device_by_one_copy_and_come_back_by_one() -> None:
+    into = torch.full((400,), 255, dtype=torch.uint8)
+    found = on_device(torch.device("cpu"), *ARRAYS, into=into)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in found)
+    memory = into.untyped_storage().data_ptr()
+    assert all(tensor.untyped_storage().data_ptr() == memory for tensor in found)
+    for array, wanted in zip(
+        on_host(*(tensor.as_subclass(OnGpu) for tensor in found)), ARRAYS, strict=True
+    ):
+        np.testing.assert_array_equal(array, wanted, strict=True)

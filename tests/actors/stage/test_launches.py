@@ -158,6 +158,7 @@ SAMPLINGS = (
 
 def on_meta(monkeypatch: pytest.MonkeyPatch, folder: Path, bounds: tuple[int, ...]) -> Stage:
     """The last of the stages of a tiny model, as if on a GPU."""
+    monkeypatch.setattr("actors.stage.stage.warm_up", lambda _: None)  # of a CPU's attention
     stage = stages_of(folder, bounds, 4, 20)[-1]
     use_counted_kernels(monkeypatch, Kernels())
     stage.device, stage.dtype = META, torch.float16
