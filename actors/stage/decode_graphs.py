@@ -220,7 +220,9 @@ class PaddedAddresses(Addresses):
         requests = len(batch.slots)
 
         def padded(numbers: TokenIds, filler: int = 0) -> TokenIds:
-            return np.pad(numbers, (0, size.rows - requests), constant_values=filler)
+            rows = np.full(size.rows, filler)
+            rows[:requests] = numbers
+            return rows
 
         begins, starts, slots = map(padded, (batch.begins, batch.starts, batch.slots))
         whole = MicroBatch(slots, starts, padded(batch.counts, 1), begins)
