@@ -133,6 +133,7 @@ class CudaProducts:
         if tokens.data_ptr() % _ALIGNMENT:
             tokens = tokens.clone()
         out = tokens.new_empty(len(tokens), codes.rows)
+        bias = None if bias is None else bias.to(x.dtype)
         if len(tokens) > 0:
             self._ways[way or self.way_for(codes, len(tokens))](Product(codes, tokens, bias, out))
         return out.view(*x.shape[:-1], codes.rows)

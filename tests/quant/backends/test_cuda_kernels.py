@@ -30,8 +30,11 @@ from quant.backends.cuda_products import (
     _arrived,
 )
 from quant.backends.kernel_classes import self_test
+from quant.backends.table import rule_for
+from quant.linear import QuantizedLinear
 from quant.rounding import canonical as canonical_module
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize
+from quant.scheme import LinearShape, Processor
 from tests.cuda_emulation import CPU, emulated, needs_compiler
 
 pytestmark = needs_compiler
@@ -208,6 +211,23 @@ def test_a_bias_is_added(case: Case) -> None:
             assert ((out[0].double() - wanted).abs() <= 3 * case.half_unit * bias.abs()).all()
             zero = case.products.multiply(packed.codes, torch.zeros_like(x), bias, way)
             assert torch.equal(zero, bias.expand_as(zero))
+
+
+@for_cases
+def test_a_linear_layer_has_its_kernel_add_the_bias(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another type, too: that of activations is asked for."""
+    packed, _ = make(case.bits, (11, 96))
+    products, shape = case.products, LinearShape(96, 11)
+    bias = torch.randn(11, generator=torch.Generator().manual_seed(3))
+    rule = rule_for(Processor(), case.bits, shape, "float32")
+    linear = QuantizedLinear(packed, shape, bias, case.dtype, rule)
+    monkeypatch.setattr(CudaPacked, "kernels", lambda self, dtype: products)
+    x = activations(9, 96, case.dtype)
+    wanted = products.multiply(packed.codes, x, bias.to(case.dtype))
+    assert torch.equal(linear(x), wanted)
+    assert not torch.equal(wanted, products.multiply(packed.codes, x))
 
 
 @tensor_cases
