@@ -144,10 +144,16 @@ class GpuLink(Communicator):
         """Send `hidden` `[tokens, hidden_size]`, once it is computed. Waits until the one before
         has gone: plans have room for one that leaves.
         """
-        while self._sending is not None and not self._sending.is_completed():
+        while not self._is_sent():
+            self.check()
             time.sleep(_LOOK_S)
-        self.check()
         self._sending = self._move(hidden.detach().contiguous(), self._rank)
+
+    def _is_sent(self) -> bool:
+        try:
+            return self._sending is None or bool(self._sending.is_completed())
+        except RuntimeError as error:  # of what was aborted
+            raise self._lost(error) from error
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """What the other one sends, for what is launched next; `check` tells afterwards whether it

@@ -48,7 +48,7 @@ PARTS: tuple[Part, ...] = (
     Part("layers", "Decoder layers: estimated and measured", 165, f"{_PACKAGE}.layers"),
     Part("plan", "A plan for this GPU, and its run", 225, f"{_PACKAGE}.planned_run"),
     Part("memory", "Memory: planned and held", 105, f"{_PACKAGE}.memory"),
-    Part("actors", "Two actors on one GPU, through Ray", 135, f"{_PACKAGE}.ray_actors"),
+    Part("actors", "Two actors on one GPU, through Ray", 150, f"{_PACKAGE}.ray_actors"),
     Part("nccl", "Two actors on two GPUs, through Ray", 135, f"{_PACKAGE}.ray_actors", "2", 2),
     _graph_part(3),
     _graph_part(8),
@@ -56,7 +56,7 @@ PARTS: tuple[Part, ...] = (
     _kernel_part("torch_3bit", 40),
     _kernel_part("torch_4bit", 40),
     _kernel_part("torch_8bit", 40),
-    _kernel_part("marlin_4bit", 60),
+    _kernel_part("marlin_4bit", 45),
     Part("loading", "Loading", 105, f"{_PACKAGE}.loading"),
 )
 """In the order of what would be wrong first, and is to be known: a run that is cut short has

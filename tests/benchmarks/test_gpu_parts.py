@@ -20,9 +20,12 @@ from benchmarks.gpu.measurements import (
     gpu_tests,
     graphs,
     kernels,
+    layers,
+    loading,
     marlin,
     memory,
     models,
+    planned_run,
     stages,
 )
 from benchmarks.gpu.parts import PARTS
@@ -216,6 +219,12 @@ def test_a_recorded_decode_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     rows = found(graphs, "16", tmp_path)["tables"][0]["rows"]
     assert [row[:2] for row in rows] == [[1, 16], [3, 40]]
     assert all(None not in row for row in rows)
+
+
+@pytest.mark.rare
+def test_parts_that_no_other_test_runs(tmp_path: Path) -> None:
+    for part in (layers, planned_run, loading):  # the second one predicts by what the first found
+        assert all(table["rows"] for table in found(part, "", tmp_path)["tables"])
 
 
 @pytest.mark.rare

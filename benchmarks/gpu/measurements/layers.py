@@ -6,6 +6,7 @@ measured is kept as a profile, by which part `plan` predicts once more.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
     accelerator_of(place)
     device, config = planned_device(place), opt_config(place)
     dtype = device.compute_dtype()
-    shape = shape_from_config("opt", config.to_dict())
+    shape = shape_from_config("opt", json.loads(config.to_json_string()))
     backends = backends_here(place, BITWIDTHS, dtype)
     note_substitutes(findings, place, backends, dtype)
     roofline = RooflineLatency(shape)
