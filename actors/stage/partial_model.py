@@ -116,9 +116,14 @@ def keep_stage(
 
 def _restore_buffers(decoder: nn.Module) -> None:
     """Compute rotary frequencies, which no checkpoint stores, off the meta device."""
-    rotary = getattr(decoder, "rotary_emb", None)
+    rotary: Any = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
-        decoder.rotary_emb = type(rotary)(config=rotary.config)
+        rotary = type(rotary)(config=rotary.config)
+        if rotary.rope_type == "dynamic":
+            # Its frequencies change beyond the model's positions, which no request reaches
+            # (`planner.model.config_check.reach`); looking at that would wait for a GPU.
+            rotary.rope_type = "default"
+        decoder.rotary_emb = rotary
 
 
 def _replace_bloom_attention(model: PreTrainedModel, blocks: list[nn.Module]) -> None:

@@ -169,13 +169,17 @@ def on_meta(monkeypatch: pytest.MonkeyPatch, folder: Path, bounds: tuple[int, ..
     return stage
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "llama-dynamic", "opt", "bloom"])
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_step_waits_for_its_gpu_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, samples: bool
 ) -> None:
     """Whether it samples, with all ways of choosing and log-probabilities, or not."""
-    save_tiny(tmp_path, CONFIGS[name])
+    config = CONFIGS[name.removesuffix("-dynamic")]
+    if name.endswith("-dynamic"):
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        config = type(config).from_dict(config.to_dict() | {"rope_parameters": rope})
+    save_tiny(tmp_path, config)
     bounds = (0, LAYERS) if samples else (0, 2, LAYERS)
     stage = on_meta(monkeypatch, tmp_path, bounds)
     if not samples:
