@@ -24,14 +24,17 @@ from actors.attention import cuda as range_kernels
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
+from actors.stage import cuda_layer
+from actors.stage import own_layers as own_layer_files
 from actors.stage.model_config import with_layers
+from actors.stage.own_layers import own_layers, put_own_layers
 from actors.stage.partial_model import empty_model, keep_stage
 from actors.stage.stage import kv_shape, run_decoder
-from quant.backends import cuda_driver
-from quant.backends.base import CanonicalPacked
+from quant.backends import cuda_driver, cuda_packed, cuda_products, cuda_w8a8
+from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.cuda_driver import Argument, Kernels
 from quant.backends.kernel_classes import BACKENDS
-from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.backends.table import INT8_MATRICES, KERNEL_RULES
 from quant.linear import QuantizedLinear
 from quant.loading.cached_layer import put_submodule
 from quant.rounding.canonical import CanonicalWeight
@@ -42,9 +45,11 @@ VIEWS = {
     *("chunk", "detach", "dropout", "empty", "empty_like", "expand", "flatten", "permute"),
     *("new_empty", "narrow", "reshape", "select", "slice", "split", "squeeze", "t", "transpose"),
     *("unbind", "unflatten", "unsqueeze", "view", "_unsafe_view", "as_strided", "alias"),
-    *("split_with_sizes", "empty_strided", "_reshape_alias", "tensor_split", "clone_view"),
+    *("split_with_sizes", "empty_strided", "_reshape_alias", "tensor_split", "lift_fresh"),
 }
 """Operations that start no kernel: views, memory that is not filled, dropout of no training."""
+
+_ATTENTION = ("attend", "merge", "scaled_dot_product", "index_select", "repeat_interleave")
 
 
 @dataclass
@@ -57,6 +62,11 @@ class Started:
     def add(self, name: str, moved_bytes: int) -> None:
         self.kernels[name] += 1
         self.moved_bytes[name] += moved_bytes
+
+    @property
+    def attention_bytes(self) -> int:
+        """Of attention itself and of the copies of keys and values that it is given."""
+        return sum(moved for name, moved in self.moved_bytes.items() if name.startswith(_ATTENTION))
 
     def __sub__(self, other: Started) -> Started:
         kernels, moved_bytes = Counter(self.kernels), Counter(self.moved_bytes)
@@ -77,13 +87,20 @@ class Recorded(Kernels):
 
     def launch(self, name: str, blocks: int, *arguments: Argument) -> None:
         tensors = [each for each in arguments if isinstance(each, Tensor)]
+        if name == "restore":  # rows of a weight, into the last of its tensors
+            packed, scales, restored = tensors
+            share = restored.numel() / (packed.shape[0] * restored.shape[1])
+            held_bytes = _bytes(packed) + _bytes(scales)
+            self.started.add(name, round(share * held_bytes) + _bytes(restored))
+            return
         shares = [self._share(name, each) for each in tensors]
-        moved = sum(map(mul, map(_bytes, tensors), shares))
-        self.started.add(name, round(moved))
+        self.started.add(name, round(sum(map(mul, map(_bytes, tensors), shares))))
 
     def _share(self, name: str, tensor: Tensor) -> float:
-        in_cache = tensor.untyped_storage()._cdata in self.cache
-        return self.new_share if in_cache and not name.startswith("attend") else 1.0
+        if tensor.untyped_storage()._cdata in self.cache:
+            return 1.0 if name.startswith("attend") else self.new_share
+        is_left = tensor.dtype == torch.float32 and name.startswith(("attend", "tensor"))
+        return 2.0 if is_left else 1.0  # sums of splits, which are read again
 
 
 class Operations(TorchDispatchMode):
@@ -122,8 +139,9 @@ def _bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step of requests of these `lengths`, the new token counted in, whose ranges fill the
-    cache; weights of `bits`, of those of a GPU of `capability` with so many multiprocessors.
+    """A decode step of requests of these `lengths`, the new token counted in, on a GPU of
+    `capability` with so many multiprocessors. Their ranges fill the cache; without `own_kernels` it
+    has room for reading them by one copy.
     """
 
     lengths: tuple[int, ...]
@@ -144,13 +162,18 @@ class Step:
             self._pack_linears(model)
         form = CacheForm(self.dtype, META, self.kv_bits)
         lengths = np.array(self.lengths)
-        cache = KVCache(range(layers), CacheShape(int(lengths.sum()), *kv_shape(config)), form)
+        own = int(lengths.sum())
+        tokens = own if self.own_kernels else len(lengths) * int(lengths.max())
+        cache = KVCache(range(layers), CacheShape(tokens, *kv_shape(config)), form)
         begins = np.cumsum(lengths) - lengths
         ones = np.ones_like(lengths)
         batch = MicroBatch(np.arange(len(lengths)), lengths - 1, ones, begins)
         hidden = torch.empty(len(lengths), config.hidden_size, dtype=self.dtype, device=META)
         started = Started()
         with torch.inference_mode(), self._pretended(cache, started), Operations(started):
+            if self.own_kernels:
+                put_own_layers(model, range(layers), cache, self.dtype)
+                assert own_layers(model), f"{config.model_type} has no layers of ours"
             run_decoder(model, RaggedContext.of(cache, batch), hidden)
         return started
 
@@ -161,10 +184,14 @@ class Step:
             if not isinstance(linear, nn.Linear):
                 continue
             shape = LinearShape(linear.in_features, linear.out_features)
-            rule = _own_rule(processor, self.bits, shape, dtype)
-            kernel = BACKENDS[rule.name]
-            assert issubclass(kernel, CanonicalPacked)
-            packed = kernel.from_canonical(_codes(shape, self.bits))
+            rule = next(
+                each
+                for each in KERNEL_RULES
+                if each.bits == self.bits
+                and each.name.startswith("cuda" if self.own_kernels else f"cuda_{self.bits}bit")
+                and each.supports(processor, shape, dtype)
+            )
+            packed = _packed(BACKENDS[rule.name], shape, self.bits)
             bias = None if linear.bias is None else linear.bias.detach()
             quantized = QuantizedLinear(packed, shape, bias, self.dtype, rule)
             put_submodule(model.get_decoder(), name, quantized)
@@ -173,7 +200,14 @@ class Step:
     def _pretended(self, cache: KVCache, started: Started) -> Iterator[None]:
         """Let torch's other half believe that there is such a GPU."""
         share = len(self.lengths) / sum(self.lengths)
-        recorded = Recorded(ctypes.CDLL(None), {}, META, started, _memory(cache), share)
+        has_tensor_cores = cuda_products.has_tensor_cores(self.capability, self.dtype)
+        names = cuda_products.TENSOR_KERNELS if self.own_kernels and has_tensor_cores else ()
+        functions = dict.fromkeys(names, ctypes.c_void_p())
+        recorded = Recorded(ctypes.CDLL(None), functions, META, started, _memory(cache), share)
+        blocks = cuda_w8a8._BLOCKS * self.multiprocessors
+        has_library = self.capability >= INT8_MATRICES
+        codes = cuda_w8a8.CodeProducts(recorded, blocks, has_library)
+        products = cuda_products.CudaProducts(recorded, self.dtype, self.multiprocessors)
         blocks = range_kernels._BLOCKS * self.multiprocessors
         attention = range_kernels.RangeAttention(recorded, blocks) if self.own_kernels else None
         properties = SimpleNamespace(multi_processor_count=self.multiprocessors)
@@ -185,34 +219,33 @@ class Step:
                 stack.enter_context(patch.object(torch.cuda, name, value))
             for module, name in _users(cuda_driver.kernels_for):
                 stack.enter_context(patch.object(module, name, lambda *_, **__: recorded))
+            for module, name, value in (
+                (own_layer_files, "layer_kernels", lambda *_: cuda_layer.LayerKernels(recorded)),
+                (own_layer_files, "self_test", lambda *_: None),
+                (cuda_packed, "_products_for", lambda *_: products),
+                (cuda_w8a8, "code_products", lambda *_: codes),
+            ):
+                stack.enter_context(patch.object(module, name, value))
             for module, name in _users(range_kernels.range_attention):
                 stack.enter_context(patch.object(module, name, lambda *_: attention))
             yield
 
 
-def _own_rule(processor: Processor, bits: int, shape: LinearShape, dtype: str) -> KernelRule:
-    """The first of our own kernels that serves there."""
-    return next(
-        rule
-        for rule in KERNEL_RULES
-        if rule.bits == bits
-        and (rule.kernel or "").startswith("cuda_")
-        and rule.supports(processor, shape, dtype)
-    )
-
-
-def _codes(shape: LinearShape, bits: int) -> CanonicalWeight:
+def _packed(kernel: type[PackedWeight], shape: LinearShape, bits: int) -> PackedWeight:
     rows, columns = shape.out_features, shape.in_features
 
-    def empty(width: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, width, dtype=dtype, device=META)
+    def empty(dtype: torch.dtype, *sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device=META)
 
+    codes = empty(torch.int8 if bits == 8 else torch.uint8, rows, columns)
+    if kernel is cuda_w8a8.CudaW8A8:
+        return kernel(codes, empty(torch.float32, rows), empty(torch.float32, columns))
+    assert issubclass(kernel, CanonicalPacked)
     if bits == 8:
-        return CanonicalWeight(
-            empty(columns, torch.int8), empty(1, torch.float32), None, 8, columns
-        )
-    scale, zero = (empty(columns // shape.group, torch.bfloat16) for _ in range(2))
-    return CanonicalWeight(empty(columns, torch.uint8), scale, zero, bits, shape.group)
+        whole = CanonicalWeight(codes, empty(torch.float32, rows, 1), None, 8, columns)
+        return kernel.from_canonical(whole)
+    scale, zero = (empty(torch.bfloat16, rows, columns // shape.group) for _ in range(2))
+    return kernel.from_canonical(CanonicalWeight(codes, scale, zero, bits, shape.group))
 
 
 def _memory(cache: KVCache) -> set[int]:

@@ -21,13 +21,18 @@ _LOGIT_BYTES = 4
 
 class GroupLatency(DerivedLatency):
     """The times of `single`; of groups, scaled as the roofline changes with the division, plus a
-    rank's sums.
+    rank's sums. Their decode steps are not replayed, and other systems have no `own_layers`.
     """
 
     def __init__(
-        self, single: LatencyModel, kv_bits: int = FULL_BITS, sums: Sequence[MeasuredSum] = ()
+        self,
+        single: LatencyModel,
+        kv_bits: int = FULL_BITS,
+        sums: Sequence[MeasuredSum] = (),
+        own_layers: bool = True,
     ) -> None:
         super().__init__(single)
+        self._own_layers = own_layers
         self._kv_bits = kv_bits
         self._sums = sums
 
@@ -78,7 +83,8 @@ class GroupLatency(DerivedLatency):
 
     def _estimates(self, device: Device) -> tuple[RooflineLatency, RooflineLatency]:
         part = largest_rank_shape(self.shape, device.degree)
-        return RooflineLatency(self.shape, self._kv_bits), RooflineLatency(part, self._kv_bits)
+        whole = RooflineLatency(self.shape, self._kv_bits, own_layers=self._own_layers)
+        return whole, replace(whole, shape=part, replays=False)
 
 
 class EightBitCacheLatency(DerivedLatency):

@@ -15,7 +15,7 @@ from planner.costs.latency_model import LatencyModel, LayerSeconds
 from planner.costs.memory import kv_token_bytes
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
-from quant.backends.table import rule_for
+from quant.backends.table import reads_ranges, rule_for
 from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"
@@ -48,8 +48,12 @@ _ROCM_EFFICIENCY = Efficiency(arithmetic=0.45, bandwidth=0.75)
 # Prefill of a 170M LLaMA in bf16 on 2 threads with AVX512-BF16: 357 GFLOPS, of 640 nominal.
 _CPU_EFFICIENCY = Efficiency(arithmetic=0.55, bandwidth=0.8)
 
-# Eager PyTorch takes some 5 us to start a kernel on a GPU; a CPU dispatches them in line.
+# Eager PyTorch takes some 5 us to start a kernel on a GPU; a CPU dispatches them in line. Decode
+# steps of NVIDIA GPUs are replayed, where a kernel takes 0.5 us beside its own 2.9 (NVIDIA's
+# "Getting Started with CUDA Graphs", 2019, V100), of which some 2 are no bytes' but its begin's
+# and end's.
 LAUNCH_S = 5e-6
+REPLAYED_S = 2.5e-6
 _CPU_LAYER_OVERHEAD_S = 5e-5
 # Counted (tests/actors/stage/test_launches.py). Between products own kernels are two sums with
 # norms, positions with the write of keys and values, attention, the activation. Without them a
@@ -63,8 +67,12 @@ _OTHER_LAUNCHES = 8
 _SPELLED_ACTIVATION_LAUNCHES = 8
 _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
-# Attention kernels reach about half the rate of large matrix products.
+# Attention kernels reach about half the rate of large matrix products; ours of decode steps
+# multiplies in float32, half of its instructions (counted in the source; no GPU has run it yet).
 _ATTENTION_SHARE = 0.5
+_RANGE_SHARE = 0.45
+# Elsewhere ranges of unlike lengths are copied first: read, written, and read again.
+_COPIED = 3
 # Element-wise passes over a token's hidden state (norms, residuals, rotation, head transposes) and
 # over the MLP's width (activation, gate), each read and written.
 _HIDDEN_PASSES = 12
@@ -84,11 +92,16 @@ _CPU_CODE_BYTES = 1.8
 
 @dataclass(frozen=True)
 class RooflineLatency(LatencyModel):
-    """A latency model without measurements, for `shape` with keys and values of `kv_bits`."""
+    """A latency model without measurements, for `shape` with keys and values of `kv_bits`. Not
+    `replays`: kernels of decode steps are started one by one, as in groups. Not `own_layers`: those
+    of PyTorch's modules, as in other systems.
+    """
 
     shape: ModelShape
     kv_bits: int = FULL_BITS
-    _rests: dict[tuple[_Machine, int, int], float] = field(
+    replays: bool = True
+    own_layers: bool = True
+    _rests: dict[tuple[_Machine, int, int, Phase], float] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
     """Seconds of all but attention, which are the same at any length of context."""
@@ -106,7 +119,7 @@ class RooflineLatency(LatencyModel):
             tokens = micro_batch
             pairs = kv_tokens = micro_batch * min(length + 1, window or length + 1)
         attention_s = self._attention_s(machine, pairs, tokens, kv_tokens)
-        key = machine, bits, tokens
+        key = machine, bits, tokens, phase
         if key not in self._rests:
             self._rests[key] = self._rest_s(*key)
         return LayerSeconds(attention_s, self._rests[key])
@@ -133,10 +146,13 @@ class RooflineLatency(LatencyModel):
     def _attention_s(self, machine: _Machine, pairs: float, tokens: int, kv_tokens: int) -> float:
         """Seconds of writing `tokens`, then of `pairs` or, if longer, of reading `kv_tokens`."""
         read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
-        products_s = machine.compute_s(4 * pairs * self.shape.query_width) / _ATTENTION_SHARE
+        flops = 4 * pairs * self.shape.query_width
+        products_s = machine.compute_s(flops) / _ATTENTION_SHARE
+        if kv_tokens != tokens and machine.reads_ranges(self.shape.head_dim):
+            products_s = flops / machine.fp32_flops / _RANGE_SHARE
         return made_s + max(products_s, read_s)
 
-    def _rest_s(self, machine: _Machine, bits: int, tokens: int) -> float:
+    def _rest_s(self, machine: _Machine, bits: int, tokens: int, phase: Phase) -> float:
         shape = self.shape
         linears = sum(
             machine.linear_s(linear, linear.stored_bits or bits, tokens)
@@ -144,17 +160,24 @@ class RooflineLatency(LatencyModel):
         )
         widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
-        launches_s = machine.launches_s(layer_launches(shape, self.kv_bits))
+        own = self.own_layers and machine.reads_ranges(shape.head_dim)
+        kernels = layer_launches(shape, self.kv_bits, own)
+        launches_s = machine.launches_s(kernels, own and self.replays and phase == "decode")
         return launches_s + linears + element_wise
 
     def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
-        """Seconds of reading keys and values, and of making codes; only a CPU decodes by codes."""
+        """Seconds of reading keys and values, and of making codes; prompts restore codes, and so do
+        decode steps of GPUs that copy what they attend to.
+        """
         shape, plain = self.shape, self.shape.kv_width * machine.element_bytes
+        held = kv_token_bytes(shape, self.kv_bits, machine.dtype)
+        is_decode, is_cpu = kv_tokens != tokens, machine.accelerator.is_cpu
+        copies = is_decode and not is_cpu and not machine.reads_ranges(shape.head_dim)
         if self.kv_bits == FULL_BITS:
-            return machine.move_s(2 * kv_tokens * plain), 0.0
-        each = float(2 * plain + kv_token_bytes(shape, self.kv_bits, machine.dtype))
-        if machine.accelerator.is_cpu and kv_tokens != tokens:
-            each = _CPU_CODE_BYTES * shape.kv_width
+            return machine.move_s(2 * kv_tokens * plain * (_COPIED if copies else 1)), 0.0
+        each = float(2 * plain + held * (_COPIED if copies else 1))
+        if is_decode and not copies:
+            each = _CPU_CODE_BYTES * shape.kv_width if is_cpu else held
         made = 2 * tokens * shape.kv_width * _BYTES_PER_CODE_MADE
         return machine.move_s(2 * kv_tokens * each), machine.move_s(machine.cached(made))
 
@@ -226,8 +249,13 @@ class _Machine:
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    def launches_s(self, kernels: int) -> float:
-        return _CPU_LAYER_OVERHEAD_S if self.accelerator.is_cpu else kernels * LAUNCH_S
+    def launches_s(self, kernels: int, replayed: bool = False) -> float:
+        if self.accelerator.is_cpu:
+            return _CPU_LAYER_OVERHEAD_S
+        return kernels * (REPLAYED_S if replayed else LAUNCH_S)
+
+    def reads_ranges(self, head_dim: int) -> bool:
+        return reads_ranges(self.accelerator.processor, self.dtype, head_dim)
 
     def compute_s(self, flops: float) -> float:
         return flops / self.flops
@@ -245,12 +273,13 @@ class _Machine:
         rule = rule_for(processor, bits, linear, self.dtype, decode_rows=rows)
         cost = rule.cost_of(processor, linear, self.dtype)
         rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops
-        rate *= cost.rate
-        if cost.scalar is not None and rows < cost.restores_from:
+        is_few = rows < cost.restores_from
+        rate *= cost.few_rate if is_few else cost.rate
+        if cost.scalar is not None and is_few:
             rate = self.fp32_flops * cost.scalar
         compute = 2 * rows * linear.parameters / rate
         activations = rows * (linear.in_features + linear.out_features) * self.element_bytes
         moved = self.move_s(rule.nbytes(linear, self.dtype) + activations)
-        passes = cost.passes if rows >= cost.restores_from else cost.few_passes
+        passes = cost.few_passes if is_few else cost.passes
         restored = self.move_s(self.cached(passes * linear.parameters))
         return max(compute, moved) + restored + cost.overhead_s

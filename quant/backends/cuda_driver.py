@@ -143,9 +143,22 @@ def compile_cuda(source: str, capability: tuple[int, int], definitions: dict[str
     every worker; `torch.cuda._compile_kernel` is private, absent before torch 2.8, and looks for
     headers and flags that the source does not need.
     """
+    target, kind = _target(nvrtc_library(), capability)
+    return _compiled(source, target, definitions, kind)
+
+
+def assembler_log(source: str, capability: tuple[int, int], definitions: dict[str, int]) -> str:
+    """What the assembler says of each kernel: registers, spills, shared memory; errors as above."""
+    target, _ = _target(nvrtc_library(), capability)
+    log = _compiled(source, target, definitions, "ProgramLog", "--ptxas-options=-v")
+    return log.rstrip(b"\0").decode(errors="replace")
+
+
+def _compiled(
+    source: str, target: str, definitions: dict[str, int], kind: str, *more_options: str
+) -> bytes:
     nvrtc = nvrtc_library()
-    target, kind = _target(nvrtc, capability)
-    options = [f"--gpu-architecture={target}", "--std=c++17"]
+    options = [f"--gpu-architecture={target}", "--std=c++17", *more_options]
     options += [f"-D{name}={value}" for name, value in definitions.items()]
     encoded = [option.encode() for option in options]
     program = ctypes.c_void_p()

@@ -53,16 +53,17 @@ NF4_BLOCK = 64
 class KernelCost:
     """The time of a kernel beside that of the plain 16-bit product, for estimates. `rate`: share of
     the 16-bit arithmetic rate. `integer`: the product runs at the int8 rate instead. `passes`:
-    bytes moved per weight to restore it to 16 bits, from `restores_from` rows on; `few_passes`: the
-    same for fewer rows. `scalar`: share of the datasheet's float32 rate that products of fewer rows
-    reach where they do not run on the matrix units, else None. `overhead_s`: small kernels around
-    each product.
+    bytes moved per weight to restore it to 16 bits, from `restores_from` rows on; `few_rate` and
+    `few_passes`: the same for fewer rows. `scalar`: share of the datasheet's float32 rate that
+    products of fewer rows reach where they do not run on the matrix units, else None. `overhead_s`:
+    small kernels around each product.
     """
 
     rate: float = 1.0
     integer: bool = False
     passes: float = 0.0
     restores_from: int = 1
+    few_rate: float = 1.0
     few_passes: float = 0.0
     scalar: float | None = None
     overhead_s: float = 0.0
@@ -142,12 +143,13 @@ def _nf4_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCos
 
 
 def _nf4_is_outdone(processor: Processor, shape: LinearShape, dtype: str, rows: int) -> bool:
-    """Whether nf4 would be restored for rows that our kernel multiplies packed, on GPUs where that
-    takes four times as long by the count of bytes.
+    """Whether nf4 would be restored for rows that our kernel multiplies packed, which by the count
+    of bytes takes four times as long and more, or multiplied without tensor cores that ours uses.
     """
-    restored = _NF4_SCALAR_COST.restores_from <= rows <= FUSED_TOKENS
-    old = processor.compute_capability is not None and processor.compute_capability <= (7, 0)
-    return restored and old and _cuda_supports(processor, shape, dtype)
+    nf4, own = (cost(processor, shape, dtype) for cost in (_nf4_cost, _cuda_cost))
+    is_slower = nf4.scalar is not None and own.scalar is None
+    least = _NF4_SCALAR_ROWS + 1 if is_slower else nf4.restores_from
+    return least <= rows < own.restores_from and _cuda_supports(processor, shape, dtype)
 
 
 def _cuda_w8a8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
@@ -180,6 +182,11 @@ def reads_ranges(processor: Processor, dtype: str, head_dim: int) -> bool:
     """
     known = head_dim % RANGE_OCTET == 0 and head_dim <= RANGE_LARGEST_HEAD
     return known and dtype in ("float16", "bfloat16") and _has_capability(processor, (6, 0))
+
+
+def _cuda_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
+    tensor_cores = _has_capability(processor, (8, 0) if dtype == "bfloat16" else (7, 0))
+    return _TENSOR_COST if tensor_cores else _CUDA_COST
 
 
 def _has_capability(processor: Processor, least: tuple[int, int]) -> bool:
@@ -237,7 +244,8 @@ _INT4PACK_COST = KernelCost(passes=42.0, restores_from=96, scalar=0.44)
 _INT8PACK_COST = KernelCost(passes=14.0, restores_from=24, scalar=0.37)
 # Measured: 2.7, 2.0, 1.8 and 1.6 times as fast as bf16 at 1, 8, 64 and 512 rows.
 _ONEDNN_COST = KernelCost(integer=True)
-# As our own kernels below, for fewer rows.
+# As our own kernels below, for fewer rows. A V100 multiplies four rows longer than it reads.
+_NF4_SCALAR_ROWS = 3
 _NF4_SCALAR_COST = KernelCost(passes=4.0, restores_from=8, scalar=0.45)
 # Rows that bitsandbytes 0.50 multiplies with the packed weight, by capability and least number of
 # outputs, where there are no more outputs than inputs and where there are more: read from
@@ -266,9 +274,11 @@ _NF4_FUSED_ROWS = (
 # waits for its loads about half of the time (counted in its code). Estimated: no GPU has run them.
 _CUDA_W8A8_COST = KernelCost(rate=0.8, integer=True, overhead_s=5e-6)
 _CUDA_DP4A_COST = KernelCost(rate=0.5, integer=True, overhead_s=5e-6)
-# Few rows are multiply-adds in float32, which are half of the instructions (counted in the code for
-# compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
+# Estimated, as no GPU has run them yet. Below 7.0 few rows are multiply-adds in float32, which are
+# half of the instructions (counted in the code for compute capability 9.0); then restored, as nf4.
 _CUDA_COST = KernelCost(passes=4.0, restores_from=FUSED_TOKENS + 1, scalar=0.45)
+# From there on matrix instructions take nine tenths of the cycles of the kernels' loops, or more.
+_TENSOR_COST = KernelCost(passes=4.0, restores_from=TENSOR_TOKENS + 1, few_rate=0.9)
 # torch_* below: unpack, subtract, scale in float32 and convert are about six passes of 4 bytes. On
 # a CPU blocks of rows stay in its caches: 0.3 to 0.8 times as fast as bf16.
 
@@ -299,12 +309,17 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
         own_cost=_cuda_w8a8_cost, stand_in="cuda_8bit",
     ),
     KernelRule(
-        "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda_packed.Cuda3Bit", _CUDA_COST
+        "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda_packed.Cuda3Bit",
+        own_cost=_cuda_cost,
     ),
     KernelRule(
-        "cuda_4bit", 4, _cuda_supports, _packed_4bit_bytes, "cuda_packed.Cuda4Bit", _CUDA_COST
+        "cuda_4bit", 4, _cuda_supports, _packed_4bit_bytes, "cuda_packed.Cuda4Bit",
+        own_cost=_cuda_cost,
     ),
-    KernelRule("cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda_packed.Cuda8Bit", _CUDA_COST),
+    KernelRule(
+        "cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda_packed.Cuda8Bit",
+        own_cost=_cuda_cost,
+    ),
     KernelRule(
         "torch_3bit", 3, _anywhere, _packed_3bit_bytes, "portable.Torch3Bit",
         KernelCost(passes=28.0),

@@ -48,13 +48,18 @@ def test_backend_of_each_device(
 @pytest.mark.parametrize(
     ("processor", "dtype", "rows", "expected"),
     [
-        (V100, "float16", 7, "bnb_nf4"),  # which multiplies so few rows packed itself
-        (V100, "float16", 8, "cuda_4bit"),
+        (V100, "float16", 3, "bnb_nf4"),  # which multiplies so few rows packed itself
+        (V100, "float16", 4, "cuda_4bit"),
+        (P100, "float16", 7, "bnb_nf4"),
         (P100, "float16", 24, "cuda_4bit"),
-        (V100, "float16", 25, "bnb_nf4"),  # both restore the weight
+        (P100, "float16", 25, "bnb_nf4"),  # both restore the weight
+        (V100, "float16", 128, "cuda_4bit"),
+        (V100, "float16", 129, "bnb_nf4"),
         (V100, "float32", 16, "bnb_nf4"),  # ours computes in 16 bit
         (T4, "float16", 16, "bnb_nf4"),
-        (A100, "bfloat16", 16, "bnb_nf4"),
+        (T4, "float16", 65, "cuda_4bit"),
+        (A100, "bfloat16", 5, "bnb_nf4"),
+        (A100, "bfloat16", 6, "cuda_4bit"),
         (V100, "float16", 0, "bnb_nf4"),
     ],
 )

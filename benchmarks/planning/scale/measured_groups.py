@@ -176,7 +176,7 @@ def _shape(model: str) -> ModelShape:
 def _predicted(row: Row, factors: Factors) -> tuple[float, float]:
     shape, setup = _shape(row.setup.model), row.setup
     group = group_of([factors.of(each) for each in _devices(setup.hardware)[: setup.degree]])
-    times = GroupLatency(RooflineLatency(shape))
+    times = GroupLatency(RooflineLatency(shape, own_layers=False), own_layers=False)
     batch, prompt = row.batch_size, row.prompt_tokens
     context = prompt + row.new_tokens // 2
     ends_s = factors.more_s(shape, group) + times.final_s(group, batch, DTYPE)

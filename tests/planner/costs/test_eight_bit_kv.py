@@ -81,9 +81,9 @@ def device(name: str) -> Device:
 
 
 @pytest.mark.parametrize("name", ["opt-6.7b", "llama-3-8b"])
-def test_a_cpu_reads_codes_and_a_gpu_restores_them_first(name: str) -> None:
+def test_codes_are_read_as_they_are(name: str) -> None:
     """Long contexts, so that keys and values are most of what is read. A CPU's loop takes nine
-    tenths of the time for codes.
+    tenths of the time for codes, and on a GPU the arithmetic of grouped heads may be longer.
     """
     shape = model_shape(name)
     full, coded = RooflineLatency(shape), RooflineLatency(shape, 8)
@@ -93,7 +93,9 @@ def test_a_cpu_reads_codes_and_a_gpu_restores_them_first(name: str) -> None:
         saved = full.layer_decode_s(cpu, 16, *work) - coded.layer_decode_s(cpu, 16, *work)
         in_16_bit_s = 2 * batch * (context + 1) * shape.kv_width * 2 / 8e9
         assert saved == pytest.approx(0.1 * in_16_bit_s, rel=0.05)
-        assert coded.layer_decode_s(gpu, 16, *work) > full.layer_decode_s(gpu, 16, *work)
+        parts = [m.layer_seconds(gpu, 16, "decode", *work) for m in (full, coded)]
+        ratio = (shape.head_dim + 2) / (2 * shape.head_dim)
+        assert parts[1].attention_s == pytest.approx(ratio * parts[0].attention_s, rel=0.12)
     for each in (cpu, gpu):
         prefill = [m.layer_prefill_s(each, 16, 4, 512, "bfloat16") for m in (full, coded)]
         assert prefill[0] < prefill[1] < 1.5 * prefill[0]

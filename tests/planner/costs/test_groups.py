@@ -59,6 +59,11 @@ def test_layer_is_the_part_of_a_rank_and_two_sums(degree: int) -> None:
     sum_s = Collectives.of(ranks).sum_s(16 * 128 * SHAPE.hidden_size * 2)
     expected = part.layer_prefill_s(one, 8, 16, 128, "float16") + 2 * sum_s
     assert LATENCY.layer_prefill_s(ranks, 8, 16, 128, "float16") == pytest.approx(expected)
+    started = replace(part, replays=False).layer_decode_s(one, 8, 16, 128, "float16")
+    found = LATENCY.layer_decode_s(ranks, 8, 16, 128, "float16")
+    sum_s = Collectives.of(ranks).sum_s(16 * SHAPE.hidden_size * 2)
+    assert found == pytest.approx(started + 2 * sum_s)
+    assert started > part.layer_decode_s(one, 8, 16, 128, "float16")
     assert expected < LATENCY.layer_prefill_s(one, 8, 16, 128, "float16")
 
 

@@ -118,15 +118,17 @@ def test_nf4_restores_weights_where_the_library_does(
     assert same > 0.9 * sum(linear.parameters for linear in linears)
 
 
-def test_4_bit_on_a_v100_restores_no_weights_for_up_to_24_rows() -> None:
+def test_4_bit_restores_no_weights_for_up_to_128_rows_where_there_are_tensor_cores() -> None:
     """Restoring moves 4 bytes a weight beyond the half byte that is read of packed ones."""
-    v100 = device("V100")
-    few, some, most, many = (
-        LLAMA_30B.layer_decode_s(v100, 4, rows, 64, "float16") for rows in (7, 8, 24, 25)
-    )
-    assert few < some < 1.2 * few
-    assert 2.5 * some < many
-    assert most < many
+    for name, dtype in (("V100", "float16"), ("A100", "bfloat16")):
+        few, some, most, many = (
+            LLAMA_30B.layer_decode_s(device(name), 4, rows, 64, dtype) for rows in (3, 24, 128, 129)
+        )
+        assert few < some < 1.3 * few
+        assert 2.5 * some < many
+        assert 1.3 * most < many
+    few, many = (LLAMA_30B.layer_decode_s(device("P100"), 4, n, 64, "float16") for n in (24, 25))
+    assert few < many
 
 
 def test_decode_of_weight_only_kernels_is_bound_by_packed_bytes() -> None:

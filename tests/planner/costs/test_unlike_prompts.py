@@ -167,11 +167,11 @@ def test_prompts_alike_take_their_own_time() -> None:
         )
 
 
-def test_what_is_restored_of_eight_bit_keys_is_attention() -> None:
+def test_what_is_read_of_eight_bit_keys_is_attention() -> None:
     coded, workload = EightBitCacheLatency(ROOFLINE, 8), (device("T4"), 4, "decode", 8, 900)
     full, eight = (m.layer_seconds(*workload, "float16") for m in (ROOFLINE, coded))
     assert eight.rest_s == full.rest_s
     assert eight.attention_s == pytest.approx(
         RooflineLatency(SHAPE, 8).layer_seconds(*workload, "float16").attention_s
     )
-    assert eight.attention_s > full.attention_s
+    assert eight.attention_s < 0.6 * full.attention_s

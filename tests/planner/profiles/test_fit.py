@@ -158,7 +158,7 @@ def test_rows_of_other_kernels_or_threads_do_not_apply() -> None:
     assert not applies(foreign, T4, "float16")
     assert applies(ours, T4, "float16")
     v100 = ClusterSpec.from_counts(["V100"], [1]).devices[0]
-    here = replace(ours, device=v100.accelerator.name)
+    here = replace(ours, device=v100.accelerator.name, batch_size=3)
     assert applies(here, v100, "float16")
     assert not applies(replace(here, batch_size=8), v100, "float16"), "whose plans take another"
     assert applies(replace(here, batch_size=8, backend="cuda_4bit"), v100, "float16")

@@ -113,7 +113,8 @@ def test_full_precision_has_a_theta_that_gives_it_again() -> None:
 
 
 def test_a_batch_for_which_bits_fall_is_beaten_by_a_smaller_one() -> None:
-    batch = planned(cluster(), Workload(32, 200, 60), theta=0.01)
+    where = cluster(gib=0.76)
+    batch = planned(where, Workload(32, 400, 20), theta=0.01)
     assert batch.beside is not None
     beaten_by, own = batch.beside.beaten_by, own_choice(batch)
     assert beaten_by is not None
@@ -121,7 +122,7 @@ def test_a_batch_for_which_bits_fall_is_beaten_by_a_smaller_one() -> None:
     assert beaten_by.tokens_per_s > own.tokens_per_s
     assert beaten_by.sensitivity < own.sensitivity
     theta = 0.01 * beaten_by.in_flight / 32
-    smaller = planned_alone(cluster(), Workload(beaten_by.in_flight, 200, 60), theta=theta)
+    smaller = planned_alone(where, Workload(beaten_by.in_flight, 400, 20), theta=theta)
     assert smaller.tokens_per_s == pytest.approx(beaten_by.tokens_per_s, rel=SOLVED_TO)
     assert smaller.sensitivity == pytest.approx(beaten_by.sensitivity, rel=SOLVED_TO)
 

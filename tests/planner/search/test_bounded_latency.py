@@ -23,8 +23,7 @@ WORKLOAD = Workload(global_batch=4, prompt_length=128, new_tokens=32)
 PAPER = PlanOptions(objective="paper", head="last", keep_all_devices=True, group=4)
 
 
-def plan(options: PlanOptions, batch: int = WORKLOAD.global_batch) -> PlanSpec:
-    workload = replace(WORKLOAD, global_batch=batch)
+def plan(options: PlanOptions, workload: Workload = WORKLOAD) -> PlanSpec:
     return find_plan(CLUSTER, SHAPE, "opt-13b", workload, options).plan
 
 
@@ -55,13 +54,14 @@ def test_a_bound_that_only_the_formula_keeps_is_refused_with_what_is_reachable()
 
 
 def test_another_objective_is_named_where_it_keeps_the_bound() -> None:
-    ranked = plan(replace(PAPER, objective="pipeline", theta=0.0), 8).predicted.latency_s
-    by_paper = plan(replace(PAPER, theta=0.0), 8).predicted.latency_s
+    longer = replace(WORKLOAD, global_batch=8, prompt_length=512)
+    ranked = plan(replace(PAPER, objective="pipeline", theta=0.0), longer).predicted.latency_s
+    by_paper = plan(replace(PAPER, theta=0.0), longer).predicted.latency_s
     assert ranked < by_paper
     asked = replace(PAPER, max_latency_s=(ranked + by_paper) / 2)
     with pytest.raises(BoundNotMetError, match="--objective pipeline"):
-        plan(asked, 8)
-    kept = plan(replace(asked, objective="pipeline"), 8)
+        plan(asked, longer)
+    kept = plan(replace(asked, objective="pipeline"), longer)
     assert kept.predicted.latency_s <= (ranked + by_paper) / 2
 
 
