@@ -74,10 +74,11 @@ class NcclLinks(Links):
         theirs = self._exchange(other, own)
         if not own or not theirs or own == theirs:
             return
-        meeting, rank = Meeting.on_this_node(), int(other < self.index)
-        self._meetings.append(meeting)
-        theirs = self._exchange(other, str(meeting.folder))
-        folder = Path(theirs) if rank else meeting.folder
+        rank = int(other < self.index)
+        if not rank:
+            self._meetings.append(Meeting.on_this_node())
+        own = "" if rank else str(self._meetings[-1].folder)
+        folder = Path(self._exchange(other, own) or own)
         try:
             self._both(other, lambda: self._join(other, rank, folder))
             self._both(other, lambda: self._gpu_links[other].prove(CONNECT_S))
