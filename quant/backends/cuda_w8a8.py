@@ -162,4 +162,5 @@ class CudaW8A8(RotatedCodes, CanonicalPacked):
         tokens = x.reshape(-1, columns).contiguous()
         if len(tokens) == 0:
             return x.new_empty(*x.shape[:-1], rows)
-        return products.multiply(tokens, self, bias).view(*x.shape[:-1], rows)
+        own_bias = None if bias is None else bias.to(x.dtype)
+        return products.multiply(tokens, self, own_bias).view(*x.shape[:-1], rows)
