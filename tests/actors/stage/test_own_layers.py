@@ -21,7 +21,9 @@ from actors.attention.ragged import NewTokens
 from actors.stage import cuda_layer
 from actors.stage.cuda_layer import KERNELS, SOURCE, Norm, Turning
 from actors.stage.own_layers import own_layers
+from actors.stage.stage import Stage
 from quant.backends.cuda_driver import CudaError, Kernels, compile_cuda, text_of
+from quant.devices import local_processor
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
@@ -386,3 +388,19 @@ def test_sizes_that_it_is_not_written_for() -> None:
     definitions = {"BFLOAT16": 0, "HIDDEN_SIZE": 100, "HEAD_DIM": 64, "CODED": 0}
     with pytest.raises(CudaError, match="HEAD_DIM and HIDDEN_SIZE are multiples of 8"):
         compile_cuda(text_of(SOURCE), (7, 0), definitions)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", WITH_OWN_LAYERS)
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_tokens_on_a_gpu(tmp_path: Path, name: str, kv_bits: int) -> None:
+    model = rounded_model(save_tiny(tmp_path, with_wide_heads(name)), HALF)
+    device = torch.device("cuda")
+    stages = [
+        Stage(spec, tmp_path, device, local_processor(device))
+        for spec in specs_of((0, 2, LAYERS), 4, 20, dtype="float16", kv_bits=kv_bits)
+    ]
+    assert [len(own_layers(stage._model)) for stage in stages] == [2, LAYERS - 2]
+    tokens = generate(stages, PROMPTS, NEW_TOKENS, prefill=2, decode=3)
+    check_tokens(model, tokens, LOSS[kv_bits, "float16"])
