@@ -13,14 +13,13 @@ from planner.cluster.device import Device
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import (
-    FUSED_TOKENS,
     MOST_SPLITS,
     SPLIT_TOKENS,
     reads_ranges,
     rule_for,
 )
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
 
 KV_SCALE_BYTES = 2
 """Bytes of the scale of a token's key or value in one head, beside its 8-bit codes."""
@@ -261,9 +260,25 @@ def graph_bytes(work: StageWork, device: Device) -> int:
         return 0
     rows = padded_rows(work.decode_requests)
     ends = 2 * rows * shape.hidden_size * DTYPE_BYTES[work.dtype]
-    recorded = replace(work, quantized=work.quantized and rows > FUSED_TOKENS)
-    temporary = max(_attention_bytes(work, rows, 0, False), _mlp_bytes(recorded, rows))
+    mlp = _mlp_bytes(replace(work, quantized=False), rows)
+    if work.quantized:
+        restored = _restored_bytes(shape, device.processor, work.dtype, rows)
+        mlp += max(restored, rows * _int8_bytes(shape))
+    temporary = max(_attention_bytes(work, rows, 0, False), mlp)
     return MOST_GRAPHS * ends + temporary + _split_bytes(work)
+
+
+@cache
+def _restored_bytes(shape: ModelShape, processor: Processor, dtype: str, rows: int) -> int:
+    """Bytes of the largest weight that products of so many rows restore, at any bitwidth."""
+    largest = 0
+    for linear in shape.layer_linears:
+        for bits in BITWIDTHS:
+            rule = rule_for(processor, bits, linear, dtype, decode_rows=rows)
+            cost = rule.cost_of(processor, linear, dtype)
+            if cost.passes and rows >= cost.restores_from:
+                largest = max(largest, linear.parameters)
+    return largest * DTYPE_BYTES[dtype]
 
 
 def margin_bytes(device: Device, share: float) -> int:
@@ -335,8 +350,12 @@ def _mlp_bytes(work: StageWork, tokens: int) -> int:
     per_token = 2 * shape.hidden_size + buffers * shape.intermediate_size
     total = tokens * per_token * element
     if work.quantized:
-        linears = shape.layer_linears
-        restored = max(linear.parameters for linear in linears) * element
-        each = max(_SUM_BYTES * linear.out_features + linear.in_features for linear in linears)
-        total += max(restored, tokens * each)
+        restored = max(linear.parameters for linear in shape.layer_linears) * element
+        total += max(restored, tokens * _int8_bytes(shape))
     return total
+
+
+def _int8_bytes(shape: ModelShape) -> int:
+    """Most bytes of codes and sums of a token in an int8 product."""
+    linears = shape.layer_linears
+    return max(_SUM_BYTES * linear.out_features + linear.in_features for linear in linears)
