@@ -278,6 +278,7 @@ def products_for(
     source = SOURCE if on_tensor_cores else SOURCE[:1]
     names = (*KERNELS, *TENSOR_KERNELS) if on_tensor_cores else KERNELS
     kernels = kernels_for(source, names, dtype, device, BITS=bits)
+    _zeros(device)  # while no graph is recorded
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return CudaProducts(kernels, dtype, multiprocessors, functools.partial(_gpu_seconds, device))
 

@@ -302,9 +302,9 @@ def test_a_wrong_kernel_on_tensor_cores_is_found(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products, backend = case.products, BACKENDS[case.bits]
-    assert tensor_cores_complaint(backend, products, case.dtype, CPU) is None
+    assert tensor_cores_complaint(backend, products, case.dtype, CPU, (192, 256)) is None
     monkeypatch.setitem(products._ways, TENSOR, lambda product: product.out.zero_())
-    complaint = tensor_cores_complaint(backend, products, case.dtype, CPU)
+    complaint = tensor_cores_complaint(backend, products, case.dtype, CPU, (192, 256))
     assert complaint == "their product of 3 tokens is off by 100.0%"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quant.backends.cuda_driver import Kernels
+from quant.backends.cuda_packed import _TEST_SHAPE, _TEST_TOKENS
 from quant.backends.cuda_products import (
     KERNELS,
     PACKED,
@@ -18,6 +19,7 @@ from quant.backends.cuda_products import (
     TENSOR_KERNELS,
     Codes,
     CudaProducts,
+    Grid,
     has_tensor_cores,
     splits_of,
 )
@@ -124,6 +126,14 @@ def test_columns_are_split_where_rows_leave_multiprocessors_idle(
     if tiles >= 4 * multiprocessors:
         assert splits == 1
     assert tiles * splits * width * 4096 <= 1 << 25
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("tokens", _TEST_TOKENS)
+def test_the_self_test_splits_columns(tokens: int, bits: int) -> None:
+    assert all(
+        Grid.of((*_TEST_SHAPE, bits), tokens, each).splits > 1 for each in (40, 80, 108, 132)
+    )
 
 
 def test_no_more_parts_than_stages() -> None:
