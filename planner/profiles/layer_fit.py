@@ -24,8 +24,8 @@ Vector = npt.NDArray[np.float64]
 Workload = tuple[int, int]
 """Requests and the length of each; for what goes by tokens alone, 1 and the tokens."""
 
-# Rows from which kernels restore weights instead of multiplying row by row: 24 at 8 bit, 96 at 3
-# and 4 bit on CPUs, 25 on GPUs; other products are below their full rate up to these.
+# Rows from which kernels restore weights instead of multiplying them packed: 24 at 8 bit, 96 at 3
+# and 4 bit on CPUs, 25 or 129 on GPUs; other products are below their full rate up to these.
 _KERNEL_ROWS = (24, 96)
 # Elements of hidden states that fill, with the intermediate results of a layer, the caches of a
 # processor: with more, rows took a fifth longer (hidden size 1024, 16 and 4 bit, 32 MiB of

@@ -155,5 +155,6 @@ def _rows(
             threads=device.threads,
             spread=each.spread,
             repetitions=each.passes,
+            unlike=each.workload.unlike,
             source=PROFILE,
         )
