@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from transformers import PretrainedConfig
 
 from actors.attention import cuda
 from actors.stage import cuda_layer
+from quant.backends.cuda_driver import Argument, Kernels
 from tests.actors.models import CONFIGS
 from tests.cuda_emulation import emulated
 
@@ -45,6 +48,23 @@ def use_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"actors.{user}.range_attention", range_attention)
     monkeypatch.setattr("actors.stage.own_layers.layer_kernels", layer_kernels)
     monkeypatch.setattr("actors.stage.stage.warm_up", lambda _: None)  # not used then
+
+
+class Unstarted(Kernels):
+    """Kernels on tensors without memory."""
+
+    def launch(self, name: str, blocks: int, *arguments: Argument) -> None:
+        pass
+
+
+def pretend_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have layers and attention on tensors without memory be those of a GPU from now on."""
+    kernels = Unstarted(ctypes.CDLL(None), {}, torch.device("meta"))
+    layers, attention = cuda_layer.LayerKernels(kernels), cuda.RangeAttention(kernels, 320)
+    monkeypatch.setattr("actors.stage.own_layers.layer_kernels", lambda *_: layers)
+    monkeypatch.setattr("actors.stage.own_layers.self_test", lambda *_: None)
+    for user in ("attention.ragged", "stage.own_layers"):
+        monkeypatch.setattr(f"actors.{user}.range_attention", lambda *_: attention)
 
 
 def with_wide_heads(name: str) -> PretrainedConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections import Counter
 from dataclasses import replace
@@ -16,17 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors.attention.cuda import RangeAttention
 from actors.attention.kv_cache import CacheForm
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
 from actors.stage import own_layers
-from actors.stage.cuda_layer import LayerKernels
 from actors.stage.stage import Stage, make_cache
 from benchmarks.gpu.counting import META, Step
 from planner.costs.roofline import layer_launches
 from planner.model.finding import shape_from_config
-from quant.backends.cuda_driver import Argument, Kernels
 from tests.actors.models import CONFIGS, LAYERS, save_tiny, stages_of
+from tests.actors.own_kernels import pretend_own_kernels
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
@@ -42,13 +39,6 @@ def test_a_layer_starts_as_many_kernels_as_plans_count(name: str, own: bool, kv_
     assert abs(counted.total() - layer_launches(shape, kv_bits, own)) <= (1 if own else 2)
     if own:
         assert counted.total() <= 12, counted
-
-
-class Unstarted(Kernels):
-    """Kernels on tensors without memory."""
-
-    def launch(self, name: str, blocks: int, *arguments: Argument) -> None:
-        pass
 
 
 class Waits(TorchDispatchMode):
@@ -102,12 +92,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch, folder: Path, bounds: tuple[int, ..
     """The last of the stages of a tiny model, as if on a GPU."""
     monkeypatch.setattr("actors.stage.stage.warm_up", lambda _: None)  # of a CPU's attention
     stage = stages_of(folder, bounds, 4, 20)[-1]
-    kernels = Unstarted(ctypes.CDLL(None), {}, META)
-    layers, attention = LayerKernels(kernels), RangeAttention(kernels, 320)
-    monkeypatch.setattr(own_layers, "layer_kernels", lambda *_: layers)
-    monkeypatch.setattr(own_layers, "self_test", lambda *_: None)
-    for user in ("attention.ragged", "stage.own_layers"):
-        monkeypatch.setattr(f"actors.{user}.range_attention", lambda *_: attention)
+    pretend_own_kernels(monkeypatch)
     stage.device, stage.dtype = META, torch.float16
     stage._model.to(META, torch.float16)
     form = CacheForm(torch.float16, META)

@@ -17,7 +17,10 @@ from actors.attention.addresses import Scoring
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import Admission, MicroBatch, Sampling
+from actors.stage.own_layers import own_layers, put_own_layers
+from actors.stage.partial_model import empty_model, keep_stage
 from actors.stage.sampler import Sampler
+from actors.stage.stage import make_cache, run_decoder
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
@@ -41,6 +44,7 @@ from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
 from quant.scheme import Processor, group_size
+from tests.actors.own_kernels import pretend_own_kernels
 
 WORKLOAD = Workload(global_batch=32, prompt_length=512, new_tokens=100)
 OPT_30B = model_shape("opt-30b")
@@ -122,6 +126,29 @@ def test_temporaries_cover_what_the_librarys_forward_allocates(model_type: str) 
     work = StageWork(shape, workload, MicroBatches(requests, requests), "float32", quantized=False)
     estimated = temporary_bytes(work, StageEnds(embedding=True))
     assert seen.peak <= estimated <= 3 * seen.peak
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize("model_type", ["llama", "opt", "bloom"])
+def test_temporaries_cover_prompts_by_own_layers(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, kv_bits: int
+) -> None:
+    pretend_own_kernels(monkeypatch)
+    config = AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    meta, layers = torch.device("meta"), range(config.num_hidden_layers)
+    model = empty_model(config)
+    keep_stage(model, layers, is_first=False, is_last=False, has_head=False)
+    model.to_empty(device=meta).half()
+    cache = make_cache(config, layers, 600, CacheForm(torch.float16, meta, kv_bits))
+    put_own_layers(model, layers, cache, torch.float16)
+    assert own_layers(model)
+    batch = MicroBatch(*np.array([[0, 1], [0, 0], [256, 256], [0, 300]]))
+    hidden = torch.empty(512, config.hidden_size, dtype=torch.float16, device=meta)
+    with torch.inference_mode(), PeakBytes() as seen:
+        run_decoder(model, RaggedContext.of(cache, batch, own_kernels=True), hidden)
+    shape, workload = tiny(model_type)[0], Workload(2, 256, 1)
+    work = StageWork(shape, workload, MicroBatches(2, 2), "float16", False, kv_bits=kv_bits)
+    assert seen.peak + hidden.nbytes <= temporary_bytes(work, StageEnds()) <= 4 * seen.peak
 
 
 def test_temporaries_cover_blooms_spelled_out_activation() -> None:
