@@ -264,7 +264,7 @@ def kernel_rows(capabilities: Sequence[tuple[int, int]]) -> Iterator[str]:
             log = assembler_log(text_of(source), capability, given)
             image = compile_cuda(text_of(source), capability, given)
         except CudaError as error:
-            yield table_row((name, label, str(error), "", "", "", ""))
+            yield table_row((name, label, str(error).partition("\n")[0], "", "", "", ""))
             continue
         is_known = 10 * capability[0] + capability[1] in KNOWN_CAPABILITIES
         loops = longest_loops(image) if is_known else {}
