@@ -9,12 +9,20 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from quant.backends.cuda_driver import CudaError, Kernels, Source, nvrtc_library, text_of
+from quant.backends.cuda_driver import (
+    CudaError,
+    Kernels,
+    Source,
+    compile_cuda,
+    nvrtc_library,
+    text_of,
+)
 
 EMULATOR = Path(__file__).with_name("cuda_emulator.cpp")
 CPU = torch.device("cpu")
@@ -67,6 +75,22 @@ def frame_bytes(image: bytes) -> list[int]:
     found = (each.start() for each in re.finditer(re.escape(_FRAME_SIZE), image))
     places = [at + 8 for at in found if at % 4 == 0]  # code may have the same bytes
     return [int.from_bytes(image[at : at + 4], "little") for at in places]
+
+
+def check_machine_code(
+    source: Source, names: Sequence[str], capability: tuple[int, int], **definitions: int
+) -> None:
+    """Check that every kernel compiles for the GPU without spills; skips the test where this NVRTC,
+    older than the GPU, makes no machine code for it.
+    """
+    image = compile_cuda(text_of(source), capability, definitions)
+    if not image.startswith(b"\x7fELF"):
+        pytest.skip(f"this NVRTC is older than compute capability {capability[0]}.{capability[1]}")
+    frames = frame_bytes(image)
+    assert len(frames) >= len(names)  # and functions that they call
+    assert not any(frames)
+    for name in names:
+        assert b".text." + name.encode() in image
 
 
 def environment_with_address_sanitizer() -> dict[str, str]:

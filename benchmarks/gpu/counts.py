@@ -1,12 +1,13 @@
 """What a decode step launches, moves and should take on GPUs, counted without one.
 
-    python -m benchmarks.gpu.counts [--models llama-13b] [--gpus V100-32G] [--bits 4] [--steps_only]
+    python -m benchmarks.gpu.counts [--models llama-13b] [--gpus V100-32G] [--bits 4]
 
 The decoder that stages run passes over tensors without memory (`benchmarks.gpu.counting`): with
 llmpq's kernels, and with what takes their place where self-tests fail, in the figures before `→`.
 Bytes are those of each kernel's tensors, once each; *by bytes* is their time at the bandwidth that
 plans count on (`planner.costs.roofline`), *planned* what plans count for the whole step, with
-embedding, LM head and sampling. Registers are the assembler's.
+embedding, LM head and sampling. Registers are the assembler's,
+for each of `--capabilities`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _answers(address: str, port: int, path: str) -> bool:
 
 def of_a_run() -> list[Listening]:
     """While the demo runs."""
-    workload = Workload(8, 16, 32)
+    workload = Workload(64, 16, 32)  # which needs all three
     plan = Cluster.from_yaml(CLUSTER).plan(MODEL, workload, keep_all_devices=True)
     requests = [Request(str(i), (5 + i % 90,) * 8, 32, Sampling()) for i in range(ROWS)]
     with (

@@ -26,7 +26,7 @@ from actors.messages import MicroBatch
 from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
 from tests.actors.models import LAYERS, save_tiny, stages_of
 from tests.actors.own_kernels import range_attention, use_own_kernels, with_wide_heads
-from tests.cuda_emulation import CPU, frame_bytes, needs_compiler, needs_nvrtc
+from tests.cuda_emulation import CPU, check_machine_code, needs_compiler, needs_nvrtc
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FEW, MANY = 1, 1000
@@ -305,20 +305,21 @@ def test_a_stage_computes_by_it_what_it_does_without(
 @pytest.mark.parametrize(
     ("capability", "head_dim", "coded"),
     [
-        *(((6, 0), 64, 1), ((6, 1), 80, 0), ((7, 0), 128, 0), ((7, 5), 256, 1), ((8, 0), 128, 1)),
-        *(((8, 6), 80, 0), ((8, 9), 64, 0), ((9, 0), 256, 1)),
+        *(((6, 0), 64, 1), ((7, 0), 128, 0), ((9, 0), 256, 1)),
+        *(
+            pytest.param(*form, marks=pytest.mark.rare)
+            for form in (
+                *(((6, 1), 80, 0), ((7, 5), 256, 1), ((8, 0), 128, 1), ((8, 6), 80, 0)),
+                *(((8, 9), 64, 0), ((10, 0), 128, 0), ((12, 0), 128, 1)),
+            )
+        ),
     ],
 )
 def test_compiles_for_every_gpu_without_spills(
     capability: tuple[int, int], head_dim: int, coded: int
 ) -> None:
-    definitions = {"BFLOAT16": capability[0] // 8, "HEAD_DIM": head_dim, "CODED": coded}
-    image = compile_cuda(text_of(SOURCE), capability, definitions)
-    frames = frame_bytes(image)
-    assert len(frames) >= len(KERNELS)  # and functions that they call
-    assert not any(frames)
-    for name in KERNELS:
-        assert b".text." + name.encode() in image
+    definitions = {"BFLOAT16": int(capability >= (8, 0)), "HEAD_DIM": head_dim, "CODED": coded}
+    check_machine_code(SOURCE, KERNELS, capability, **definitions)
 
 
 @needs_nvrtc
