@@ -52,7 +52,7 @@ _NOBODY = MicroBatch(*4 * (np.zeros(0, dtype=np.int64),))
 
 
 @dataclass(frozen=True)
-class StepSize:
+class GraphSize:
     """Rows of a step, and the most tokens of a request that its kernels are started for."""
 
     rows: int
@@ -84,12 +84,12 @@ class DecodeGraphs:
     def __init__(
         self,
         eager: Callable[[MicroBatch, Tensor], Tensor],
-        size_of: Callable[[MicroBatch], StepSize],
-        make: Callable[[StepSize, Tensor], Step],
+        size_of: Callable[[MicroBatch], GraphSize],
+        make: Callable[[GraphSize, Tensor], Step],
         record: Record,
     ) -> None:
         self._eager, self._size_of, self._make, self._record = eager, size_of, make, record
-        self._kept: OrderedDict[StepSize, _Recorded] = OrderedDict()  # the longest unused first
+        self._kept: OrderedDict[GraphSize, _Recorded] = OrderedDict()  # the longest unused first
         self._steps = 0
         self._works = True
 
@@ -108,7 +108,7 @@ class DecodeGraphs:
         found.last_used = self._steps
         return found.compute(batch, inputs)
 
-    def _first(self, size: StepSize, batch: MicroBatch, inputs: Tensor) -> Tensor:
+    def _first(self, size: GraphSize, batch: MicroBatch, inputs: Tensor) -> Tensor:
         """Compute a step of a new size, and record it if there is room."""
         if len(self._kept) == MOST_GRAPHS:
             oldest = next(iter(self._kept.values()))
@@ -213,10 +213,10 @@ class PaddedAddresses(Addresses):
     """
 
     requests: int = 0
-    size: StepSize = StepSize(0, 0)
+    size: GraphSize = GraphSize(0, 0)
 
     @classmethod
-    def of_step(cls, batch: MicroBatch, size: StepSize, device: torch.device) -> PaddedAddresses:
+    def of_step(cls, batch: MicroBatch, size: GraphSize, device: torch.device) -> PaddedAddresses:
         requests = len(batch.slots)
 
         def padded(numbers: TokenIds, filler: int = 0) -> TokenIds:
@@ -253,7 +253,7 @@ class LayersStep:
     """A step through the `OwnLayer`s of a stage, with what else of the decoder it has."""
 
     def __init__(
-        self, model: PreTrainedModel, cache: KVCache, size: StepSize, like: Tensor
+        self, model: PreTrainedModel, cache: KVCache, size: GraphSize, like: Tensor
     ) -> None:
         self._model, self._layers, self._size = model, own_layers(model), size
         self._group = self._layers[0].group(cache)
@@ -300,7 +300,7 @@ def decode_graphs(
 
 def step_size(
     attention: RangeAttention, kv_heads: int, group: int, most_tokens: int, batch: MicroBatch
-) -> StepSize:
+) -> GraphSize:
     """The size that a step is padded to: powers of two for the longest request, of which those
     whose ranges are split alike are one.
     """
@@ -309,4 +309,4 @@ def step_size(
     splits = attention.splits(blocks, longest)
     while longest < most_tokens and attention.splits(blocks, 2 * longest) == splits:
         longest *= 2
-    return StepSize(rows, longest)
+    return GraphSize(rows, longest)

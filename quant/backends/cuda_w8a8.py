@@ -41,7 +41,7 @@ _BLOCKS = 4
 _KERNEL_TYPES = (torch.float16, torch.bfloat16)
 
 
-class Shape(ctypes.Structure):
+class ProductShape(ctypes.Structure):
     """The struct `Shape` of the source."""
 
     _fields_ = tuple((name, ctypes.c_uint) for name in ("tokens", "rows", "runs", "splits"))
@@ -71,7 +71,7 @@ class CodeProducts:
         sums_of_splits = counted * splits * at_once * _TILES[at_once]
         counters = x.new_empty(counted + sums_of_splits, dtype=torch.int32)
         codes, scale = self.rounded(x, weight.factor, counters, counted)
-        shape = Shape(tokens, rows, runs, splits)
+        shape = ProductShape(tokens, rows, runs, splits)
         if by_library:
             sums = torch._int_mm(codes, weight.codes.t())
             blocks = -(-out.numel() // (_OCTET * THREADS))

@@ -23,7 +23,7 @@ from actors.attention.ragged import AttentionTimer
 from actors.messages import MicroBatch
 from actors.profiling.layers import TimedLayers
 from actors.stage import decode_graphs
-from actors.stage.decode_graphs import Compute, DecodeGraphs, StepSize, step_size
+from actors.stage.decode_graphs import Compute, DecodeGraphs, GraphSize, step_size
 from actors.stage.stage import Stage
 from planner.costs.memory import MOST_GRAPHS
 from planner.profiles.design import LayerWorkload
@@ -203,7 +203,7 @@ def test_layers_are_profiled_as_they_run(monkeypatch: pytest.MonkeyPatch) -> Non
 class Toy:
     """A step whose rows are multiplied by their lengths; a `careless` one has them from Python."""
 
-    def __init__(self, size: StepSize, like: Tensor, careless: bool = False) -> None:
+    def __init__(self, size: GraphSize, like: Tensor, careless: bool = False) -> None:
         self.inputs, self.lengths = like.new_zeros(size.rows, 3), like.new_zeros(size.rows, 1)
         self.careless, self.number = careless, 0
 
@@ -228,8 +228,8 @@ class Counted:
             self._eagerly, self._size, partial(Toy, careless=careless), self._counted
         )
 
-    def _size(self, batch: MicroBatch) -> StepSize:
-        return StepSize(len(batch.slots), 0)
+    def _size(self, batch: MicroBatch) -> GraphSize:
+        return GraphSize(len(batch.slots), 0)
 
     def _eagerly(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
         self.eager += 1
@@ -299,15 +299,15 @@ def test_sizes_by_rows_and_by_splits_of_the_longest_range() -> None:
     """Where there are blocks enough for the GPU, no range is split: one size serves all lengths."""
     own = RangeAttention(None, blocks=320)  # type: ignore[arg-type]
 
-    def size(requests: int, length: int, kv_heads: int = 8) -> StepSize:
+    def size(requests: int, length: int, kv_heads: int = 8) -> GraphSize:
         batch = batch_of(*((slot, length - 1, 1) for slot in range(requests)))
         return step_size(own, kv_heads, 4, 4000, batch)
 
-    assert size(40, 3) == size(33, 3999) == StepSize(48, 4096)
-    assert size(1, 3) == size(1, 256) == StepSize(1, 256)
-    assert size(1, 513) == size(1, 1000) == StepSize(1, 1024)
-    assert size(8, 513) == StepSize(8, 1024)
-    assert size(8, 1025) == size(8, 4000) == StepSize(8, 4096)  # 5 splits at most
+    assert size(40, 3) == size(33, 3999) == GraphSize(48, 4096)
+    assert size(1, 3) == size(1, 256) == GraphSize(1, 256)
+    assert size(1, 513) == size(1, 1000) == GraphSize(1, 1024)
+    assert size(8, 513) == GraphSize(8, 1024)
+    assert size(8, 1025) == size(8, 4000) == GraphSize(8, 4096)  # 5 splits at most
 
 
 class PretendGraph:

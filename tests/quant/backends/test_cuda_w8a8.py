@@ -16,7 +16,7 @@ from quant.backends.cuda_w8a8 import (
     SOURCE,
     CodeProducts,
     CudaW8A8,
-    Shape,
+    ProductShape,
     _library_multiplies,
 )
 from quant.backends.kernel_classes import self_test, usable_backend
@@ -159,7 +159,7 @@ def test_nothing_is_loaded_from_beside_the_tensors(way: str, dtype: str) -> None
     own = products(way, x.dtype)
     driver, counters = own.kernels.driver, torch.empty(0, dtype=torch.int32)
     codes, scale = own.rounded(x, packed.factor, counters, 0)
-    out, shape = x.new_empty(5, 33), Shape(5, 33, 3, 1)
+    out, shape = x.new_empty(5, 33), ProductShape(5, 33, 3, 1)
 
     def round_tokens() -> None:
         own.rounded(x, packed.factor, counters, 0)
