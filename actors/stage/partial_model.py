@@ -24,7 +24,8 @@ from actors.attention.ragged import (
     attend,
     register,
 )
-from planner.model.families import FAMILIES, Architecture, supported_model_types
+from planner.model.families import FAMILIES, supported_model_types
+from planner.model.family import Architecture
 from quant.common.errors import SpecError
 
 

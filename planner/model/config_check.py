@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.model.families import (
-    ConfigFile,
-    ConfigKeys,
-    RotaryKeys,
-    UnusedEntries,
-    is_number,
-    shown,
-)
+from planner.model.config_file import ConfigFile, is_number, shown
+from planner.model.family import ConfigKeys, RotaryKeys, UnusedEntries
 from planner.model.shape import MAX_SIZE, ModelShape
 from quant.common.errors import SpecError
 

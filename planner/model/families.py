@@ -2,148 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from planner.model.shape import MAX_LAYERS, MAX_SIZE, ModelShape
-from quant.common.errors import SpecError
-
-
-@dataclass(frozen=True)
-class ConfigFile:
-    name: str
-    values: Mapping[str, Any]
-    place: str
-
-    def refusal(self, key: str, value: Any, needed: str) -> SpecError:
-        return SpecError(f"{self.place}: {key} is {shown(value)}; it must be {needed}")
-
-    def integer(self, *keys: str, default: int | None = None) -> int:
-        for key in keys:
-            value = self.values.get(key)
-            if value is None:
-                continue
-            if type(value) is not int:
-                raise self.refusal(key, value, "a whole number")
-            return value
-        if default is None:
-            raise SpecError(f"{self.place}: {' or '.join(keys)} is missing")
-        return default
-
-    def size(self, *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        value = self.integer(*keys, default=default)
-        if not 1 <= value <= most:
-            key = next((key for key in keys if self.values.get(key) is not None), keys[0])
-            raise self.refusal(key, value, f"1 to {most}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            raise self.refusal(key, value, "true or false")
-        return value
-
-    def per_head(self, width: int, heads: int) -> int:
-        if heads < 1 or width % heads:
-            raise SpecError(f"{self.place}: hidden size {width} cannot be split over {heads} heads")
-        return width // heads
-
-
-def is_number(value: Any, least: float, most: float) -> bool:
-    """Whether `value` is a finite number above `least` and at most `most`."""
-    if type(value) not in (int, float) or (type(value) is float and not math.isfinite(value)):
-        return False
-    return bool(least < value <= most)
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Names of a family's modules in transformers. `decoder` is the module whose children are
-    `layers`, `embedding` (the first stage's, token embedding first) and `final` (the last stage's,
-    final norm first). In a layer: `attention` (queries, keys, values or all fused, then output),
-    `mlp` and its `activation`, `norms`. `head_names` are those of an untied head.
-    `layer_returns_tuple`: hidden states come in a tuple; `context_as_cache`: a layer passes nothing
-    but the KV cache on to attention.
-    """
-
-    decoder: str
-    embedding: tuple[str, ...]
-    final: tuple[str, ...]
-    attention: tuple[str, ...]
-    mlp: tuple[str, ...]
-    norms: tuple[str, str]
-    activation: str = "mlp.act_fn"
-    layers: str = "layers"
-    head_names: tuple[str, ...] = ("lm_head",)
-    layer_returns_tuple: bool = False
-    context_as_cache: bool = False
-
-    @property
-    def layers_path(self) -> str:
-        return f"{self.decoder}.{self.layers}"
-
-    @property
-    def base(self) -> str:
-        """The base model's prefix, which checkpoints may lack."""
-        return self.decoder.partition(".")[0]
-
-    @property
-    def embedding_path(self) -> str:
-        return f"{self.decoder}.{self.embedding[0]}"
-
-
-@dataclass(frozen=True)
-class RotaryKeys:
-    """Entries for rotary positions in older files: `share` of a head, or `default_share`."""
-
-    theta: str = "rope_theta"
-    share: str = "partial_rotary_factor"
-    default_share: float | None = None
-
-
-@dataclass(frozen=True)
-class UnusedEntries:
-    """Entries that generation does not use, but of whose wrong types transformers builds no model:
-    `flags`, `shares` (any number), `deviation` (with a decimal point), whole `counts`.
-    """
-
-    flags: tuple[str, ...] = ("use_cache",)
-    shares: tuple[str, ...] = ("attention_dropout",)
-    deviation: str = "initializer_range"
-    counts: tuple[str, ...] = ()
-    may_be_null: bool = False
-
-
-@dataclass(frozen=True)
-class ConfigKeys:
-    """Entries checked beside the sizes; None where the family has none. `has_padding_row`: the
-    embedding is built with `pad_token_id`.
-    """
-
-    activation: str | None = "hidden_act"
-    norm_eps: str | None = "rms_norm_eps"
-    rotary: RotaryKeys | None = RotaryKeys()
-    has_padding_row: bool = True
-    unused: UnusedEntries = UnusedEntries()
-
-
-@dataclass(frozen=True)
-class Family:
-    """`read_shape` raises SpecError; `attention_bias` and `mlp_bias` are entries, None for none."""
-
-    read_shape: Callable[[ConfigFile], ModelShape]
-    architecture: Architecture
-    keys: ConfigKeys = ConfigKeys()
-    attention_bias: str | None = None
-    mlp_bias: str | None = None
-
+from planner.model.config_file import ConfigFile
+from planner.model.family import (
+    GATED,
+    Architecture,
+    ConfigKeys,
+    Family,
+    RotaryKeys,
+    UnusedEntries,
+    gated_shape,
+    plain_shape,
+    window_of,
+)
+from planner.model.shape import MAX_LAYERS, ModelShape
 
 _TRAINED_LENGTH = 2048
 """ALiBi has no table of positions; BLOOM was trained on 2,048 tokens."""
@@ -154,57 +27,12 @@ _ACTIVATION_BUFFERS = 2
 _QWEN3_HEAD_DIM = 128
 """The default of transformers."""
 
-_GATED = Architecture(
-    decoder="model",
-    embedding=("embed_tokens",),
-    final=("norm",),
-    attention=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    norms=("input_layernorm", "post_attention_layernorm"),
-)
-
-
-def _shape(config: ConfigFile, **own: Any) -> ModelShape:
-    hidden = own["hidden_size"] = own.get("hidden_size") or config.size("hidden_size")
-    heads = own["heads"] = own.get("heads") or config.size("num_attention_heads")
-    usual: dict[str, Callable[[], Any]] = {
-        "layers": lambda: config.size("num_hidden_layers", most=MAX_LAYERS),
-        "intermediate_size": lambda: config.size("intermediate_size"),
-        "kv_heads": lambda: heads,
-        "head_dim": lambda: config.per_head(hidden, heads),
-        "vocab_size": lambda: config.size("vocab_size"),
-        "max_positions": lambda: config.size("max_position_embeddings"),
-        "word_embedding_size": lambda: hidden,
-        "norm_parameters": lambda: 2 * hidden,
-        "tied_embeddings": lambda: config.flag("tie_word_embeddings", False),
-    }
-    read = {name: value() for name, value in usual.items() if name not in own}
-    return ModelShape(name=config.name, model_type=str(config.values["model_type"]), **read, **own)
-
-
-def _gated_shape(config: ConfigFile, default_head_dim: int | None = None, **own: Any) -> ModelShape:
-    """Read a LLaMA-like shape; `default_head_dim` None: hidden size over heads."""
-    hidden = config.size("hidden_size")
-    own["heads"] = config.size("num_attention_heads")
-    is_given = config.values.get("head_dim") is not None
-    if default_head_dim is not None and "head_dim" in config.values and not is_given:
-        raise config.refusal("head_dim", None, "a whole number, or left out")
-    if is_given or default_head_dim is not None:
-        own["head_dim"] = config.size("head_dim", default=default_head_dim)
-    if own.get("kv_heads") is None:
-        own["kv_heads"] = config.size("num_key_value_heads")
-    return _shape(config, gated_mlp=True, norm_parameters=hidden, **own)
-
-
-def _sliding_window(config: ConfigFile) -> int | None:
-    return None if config.values.get("sliding_window") is None else config.size("sliding_window")
-
 
 def _llama(config: ConfigFile) -> ModelShape:
     heads = config.size("num_attention_heads")
     config.per_head(config.size("hidden_size"), heads)
     bias = config.flag("attention_bias", False)
-    return _gated_shape(
+    return gated_shape(
         config,
         kv_heads=config.size("num_key_value_heads", default=heads),
         qkv_bias=bias,
@@ -214,17 +42,17 @@ def _llama(config: ConfigFile) -> ModelShape:
 
 
 def _mistral(config: ConfigFile) -> ModelShape:
-    return _gated_shape(config, sliding_window=_sliding_window(config))
+    return gated_shape(config, sliding_window=window_of(config))
 
 
 def _qwen2(config: ConfigFile) -> ModelShape:
     heads, window = _qwen_kv_heads(config), _qwen_window(config)
-    return _gated_shape(config, kv_heads=heads, qkv_bias=True, sliding_window=window)
+    return gated_shape(config, kv_heads=heads, qkv_bias=True, sliding_window=window)
 
 
 def _qwen3(config: ConfigFile) -> ModelShape:
     bias = config.flag("attention_bias", False)
-    return _gated_shape(
+    return gated_shape(
         config,
         _QWEN3_HEAD_DIM,
         kv_heads=_qwen_kv_heads(config),
@@ -248,13 +76,13 @@ def _qwen_window(config: ConfigFile) -> int | None:
     layers = config.size("num_hidden_layers", most=MAX_LAYERS)
     first_sliding = config.integer("max_window_layers", default=layers)
     is_used = config.flag("use_sliding_window", False)
-    window = _sliding_window(config) if is_used else None
+    window = window_of(config) if is_used else None
     return window if first_sliding == 0 else None
 
 
 def _bloom(config: ConfigFile) -> ModelShape:
     hidden = config.size("n_embed", "hidden_size")
-    return _shape(
+    return plain_shape(
         config,
         layers=config.size("n_layer", "num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden,
@@ -274,7 +102,7 @@ def _bloom(config: ConfigFile) -> ModelShape:
 
 def _gpt_neox(config: ConfigFile) -> ModelShape:
     bias = config.flag("attention_bias", True)
-    return _shape(config, fused_qkv=True, qkv_bias=bias, output_bias=bias, mlp_bias=True)
+    return plain_shape(config, fused_qkv=True, qkv_bias=bias, output_bias=bias, mlp_bias=True)
 
 
 def _opt(config: ConfigFile) -> ModelShape:
@@ -283,7 +111,7 @@ def _opt(config: ConfigFile) -> ModelShape:
     removed = config.flag("_remove_final_layer_norm", False)
     bias = config.flag("enable_bias", True)
     positions = config.size("max_position_embeddings")
-    return _shape(
+    return plain_shape(
         config,
         intermediate_size=config.size("ffn_dim"),
         heads=heads,
@@ -356,7 +184,7 @@ _OPT = Family(
         decoder="model.decoder",
         embedding=("embed_tokens", "embed_positions", "project_in"),
         final=("final_layer_norm", "project_out"),
-        attention=(*_GATED.attention[:3], "self_attn.out_proj"),
+        attention=(*GATED.attention[:3], "self_attn.out_proj"),
         mlp=("fc1", "fc2"),
         norms=("self_attn_layer_norm", "final_layer_norm"),
         activation="activation_fn",
@@ -375,7 +203,7 @@ _OPT = Family(
 
 _LLAMA = Family(
     _llama,
-    _GATED,
+    GATED,
     ConfigKeys(unused=UnusedEntries(counts=("pretraining_tp",), may_be_null=True)),
     attention_bias="attention_bias",
     mlp_bias="mlp_bias",
@@ -385,10 +213,10 @@ FAMILIES: Mapping[str, Family] = {
     "bloom": _BLOOM,
     "gpt_neox": _GPT_NEOX,
     "llama": _LLAMA,
-    "mistral": Family(_mistral, _GATED),
+    "mistral": Family(_mistral, GATED),
     "opt": _OPT,
-    "qwen2": Family(_qwen2, _GATED),
-    "qwen3": Family(_qwen3, _GATED, attention_bias="attention_bias"),
+    "qwen2": Family(_qwen2, GATED),
+    "qwen3": Family(_qwen3, GATED, attention_bias="attention_bias"),
 }
 """The families by `model_type`. Stages cut the forward pass of transformers between layers. Tests
 compare their tokens with those of `generate` for each of these families: others may lose

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from planner.model.config_check import check_values, reach
-from planner.model.families import FAMILIES, ConfigFile, Family, supported_model_types
+from planner.model.config_file import ConfigFile
+from planner.model.families import FAMILIES, supported_model_types
+from planner.model.family import Family
 from planner.model.shape import ModelShape
 from quant.checkpoint.gguf.folder import gguf_index, model_name, settings_place
 from quant.checkpoint.gptq_config import (

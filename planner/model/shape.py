@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from planner.model.layer_parts import DeltaMixer, Experts
 from quant.checkpoint.gptq_config import WHOLE_ROW, GptqConfig
 from quant.common.errors import SpecError
 from quant.scheme import LinearShape, group_size
@@ -26,6 +28,13 @@ _NOT_IN_FINGERPRINT = frozenset(
         "cut_groups",
     }
 )
+_NOT_IN_OLDER_ONES = (
+    *("kind", "kinds", "pattern", "joined", "experts", "delta", "layer_norms", "fused_mlp"),
+    *("output_gate", "qk_norm_width", "values_are_keys", "reads_earlier_keys", "extra_linears"),
+    "per_layer_width",
+)
+"""Fields that enter the fingerprint only where they say something, so that plans from before them
+keep theirs."""
 _POSITIVE = (
     "layers",
     "hidden_size",
@@ -77,6 +86,20 @@ class ModelShape:
     alibi: bool = False
     activation_buffers: int = 0
     cut_groups: tuple[int, int] | None = None
+    kind: str = ""
+    kinds: tuple[ModelShape, ...] = ()
+    pattern: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    experts: Experts | None = None
+    delta: DeltaMixer | None = None
+    layer_norms: int = 2
+    fused_mlp: bool = False
+    output_gate: bool = False
+    qk_norm_width: int = 0
+    values_are_keys: bool = False
+    reads_earlier_keys: bool = False
+    extra_linears: tuple[LinearShape, ...] = ()
+    per_layer_width: int = 0
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -85,6 +108,10 @@ class ModelShape:
                 raise SpecError(
                     f"model {self.name}: {name} is {getattr(self, name)!r:.40}; 1 to {most} can be"
                 )
+        if self.kinds and len(self.pattern) != self.layers:
+            raise SpecError(
+                f"model {self.name}: kinds of {len(self.pattern)} layers are given of {self.layers}"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise SpecError(
                 f"model {self.name}: sliding_window is {self.sliding_window}; at least 1, or null"
@@ -96,23 +123,67 @@ class ModelShape:
             )
 
     @property
+    def kind_shapes(self) -> tuple[ModelShape, ...]:
+        """The kinds of layers, each as the shape of a model with only such layers."""
+        return self.kinds or (self,)
+
+    @property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """The index of each layer's kind in `kind_shapes`, `[layers]`."""
+        return self.pattern or (0,) * self.layers
+
+    @property
+    def kind_counts(self) -> tuple[int, ...]:
+        """How many layers are of each of `kind_shapes`."""
+        counts = Counter(self.kind_of_layer)
+        return tuple(counts[kind] for kind in range(len(self.kind_shapes)))
+
+    def layer(self, index: int) -> ModelShape:
+        """The shape of a model with only such layers as number `index`."""
+        return self.kind_shapes[self.kind_of_layer[index]]
+
+    @property
     def query_width(self) -> int:
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Elements of one token's keys, and as many values, in one layer."""
-        return self.kv_heads * self.head_dim
+        """Elements of one token's keys, and as many values, that a layer holds."""
+        holds_none = self.delta is not None or self.reads_earlier_keys
+        return 0 if holds_none else self.kv_heads * self.head_dim
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Bytes of a request's state in a layer, whatever its length; numbers of the convolution in
+        the compute type, of `element_bytes`.
+        """
+        if self.delta is None:
+            return 0
+        return 4 * self.delta.state_elements + element_bytes * self.delta.conv_elements
 
     @cached_property
     def layer_linears(self) -> tuple[LinearShape, ...]:
-        """Weight matrices of a decoder layer, fused where transformers fuses them."""
-        output = LinearShape(self.query_width, self.hidden_size)
-        plain = (*self._qkv_linears(), output, *self._mlp_linears())
+        """Weight matrices of a decoder layer that have its bitwidth, fused where transformers fuses
+        them, in the order of `Architecture.attention` and `mlp`; without those of its experts.
+        """
+        plain = (*self._attention_linears(), *self._mlp_linears())
         linears = [self._as_stored(place, linear) for place, linear in enumerate(plain)]
         for place, group in zip((self._output_place, -1), self.cut_groups or (), strict=False):
             linears[place] = replace(linears[place], cut_group=group)
         return tuple(linears)
+
+    @property
+    def expert_linears(self) -> tuple[LinearShape, ...]:
+        """Weights of one expert, gate and up in one; none where the layer has no experts."""
+        return () if self.experts is None else self.experts.linears(self.hidden_size)
+
+    @property
+    def full_linears(self) -> tuple[LinearShape, ...]:
+        """Weight matrices that stay in the compute type: those of routers and gates."""
+        found = self.extra_linears
+        if self.experts is not None:
+            found = (*found, LinearShape(self.hidden_size, self.experts.count))
+            found += (LinearShape(self.hidden_size, 1),) * self.experts.shared_gate
+        return found
 
     @property
     def output_linear(self) -> LinearShape:
@@ -120,7 +191,7 @@ class ModelShape:
 
     @property
     def _output_place(self) -> int:
-        return len(self._qkv_linears())
+        return len(self._attention_linears()) - 1
 
     @property
     def layer_input_order_bytes(self) -> int:
@@ -131,19 +202,36 @@ class ModelShape:
 
     @property
     def layer_linear_parameters(self) -> int:
-        return sum(linear.parameters for linear in self.layer_linears)
+        """Weights that have the layer's bitwidth, of all experts."""
+        experts = self.experts.count if self.experts is not None else 0
+        each = sum(linear.parameters for linear in self.expert_linears)
+        return sum(linear.parameters for linear in self.layer_linears) + experts * each
 
     @property
     def layer_other_parameters(self) -> int:
-        """Norms and biases, which stay in the compute type."""
+        """Norms, biases, routers, convolutions: all that stays in the compute type."""
         biases = self.qkv_bias * sum(linear.out_features for linear in self._qkv_linears())
         biases += self.output_bias * self.hidden_size
-        biases += self.mlp_bias * sum(linear.out_features for linear in self._mlp_linears())
-        return biases + 2 * self.norm_parameters + 2 * self.head_dim * self.qk_norm
+        if self.experts is not None:
+            biases += self.experts.bias_parameters(self.hidden_size)
+        else:
+            biases += self.mlp_bias * sum(linear.out_features for linear in self._mlp_linears())
+        norms = self.layer_norms * self.norm_parameters + 2 * self.head_dim * self.qk_norm
+        mixer = 0 if self.delta is None else self.delta.other_parameters
+        full = sum(linear.parameters for linear in self.full_linears)
+        return biases + norms + self.qk_norm_width + mixer + full
 
     @property
     def layer_parameters(self) -> int:
-        return self.layer_linear_parameters + self.layer_other_parameters
+        """Those of a layer; of layers of several kinds the mean, rounded down."""
+        return sum(self.parameters_by_layer) // self.layers
+
+    @property
+    def parameters_by_layer(self) -> tuple[int, ...]:
+        own = [
+            each.layer_linear_parameters + each.layer_other_parameters for each in self.kind_shapes
+        ]
+        return tuple(own[kind] for kind in self.kind_of_layer)
 
     @property
     def head_parameters(self) -> int:
@@ -164,10 +252,15 @@ class ModelShape:
     def total_parameters(self) -> int:
         shared = self.head_parameters if self.tied_embeddings else 0
         ends = self.embedding_parameters + self.final_parameters - shared
-        return self.layers * self.layer_parameters + ends
+        return sum(self.parameters_by_layer) + ends
 
     def fingerprint(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
+        for key in _NOT_IN_OLDER_ONES:
+            if getattr(self, key) == getattr(type(self), key):
+                del kept[key]
+        if self.kinds:
+            kept["kinds"] = [each.fingerprint() for each in self.kinds]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -186,13 +279,28 @@ class ModelShape:
         bits = None if own.bits == stored.bits else own.bits
         return replace(linear, stored_group=group, stored_bits=bits)
 
+    def _attention_linears(self) -> tuple[LinearShape, ...]:
+        """Projections of attention, or of what stands in its place, its output last."""
+        if self.delta is not None:
+            return self.delta.linears(self.hidden_size)
+        return (*self._qkv_linears(), LinearShape(self.query_width, self.hidden_size))
+
     def _qkv_linears(self) -> tuple[LinearShape, ...]:
+        if self.delta is not None:
+            return ()
         if self.fused_qkv:
             return (LinearShape(self.hidden_size, self.query_width + 2 * self.kv_width),)
+        query = LinearShape(self.hidden_size, self.query_width * (2 if self.output_gate else 1))
+        if self.reads_earlier_keys:
+            return (query,)
         key = LinearShape(self.hidden_size, self.kv_width)
-        return (LinearShape(self.hidden_size, self.query_width), key, key)
+        return (query, key) if self.values_are_keys else (query, key, key)
 
     def _mlp_linears(self) -> tuple[LinearShape, ...]:
+        if self.experts is not None:
+            return self.experts.shared_linears(self.hidden_size)
         up = LinearShape(self.hidden_size, self.intermediate_size)
         down = LinearShape(self.intermediate_size, self.hidden_size)
+        if self.fused_mlp:
+            return (LinearShape(self.hidden_size, 2 * self.intermediate_size), down)
         return (up, up, down) if self.gated_mlp else (up, down)

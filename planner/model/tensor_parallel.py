@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 from math import gcd
 
-from planner.model.families import Architecture
+from planner.model.family import Architecture
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
 from quant.scheme import COLUMNS, GROUP_SIZES, ROWS, Cut

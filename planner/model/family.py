@@ -1,0 +1,149 @@
+"""What a model family is: how its shape is read, which modules it has, what is checked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from planner.model.config_file import ConfigFile
+from planner.model.shape import MAX_LAYERS, ModelShape
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Names of a family's modules in transformers. `decoder` is the module whose children are
+    `layers`, `embedding` (the first stage's, token embedding first) and `final` (the last stage's,
+    final norm first). In a layer: `attention` (queries, keys, values or all fused, then output),
+    `mlp` and its `activation`, `norms`. `head_names` are those of an untied head.
+    `layer_returns_tuple`: hidden states come in a tuple; `context_as_cache`: a layer passes nothing
+    but the KV cache on to attention. `experts`: the module that has those of a layer, fused or as
+    many MLPs, `router` the linear that chooses among them, `shared_gate` one that weighs what all
+    tokens ask, which stands in `mlp`. `kinds`: in what layers of a kind differ, by
+    `ModelShape.kind`.
+    """
+
+    decoder: str
+    embedding: tuple[str, ...]
+    final: tuple[str, ...]
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
+    norms: tuple[str, str]
+    activation: str = "mlp.act_fn"
+    layers: str = "layers"
+    head_names: tuple[str, ...] = ("lm_head",)
+    layer_returns_tuple: bool = False
+    context_as_cache: bool = False
+    experts: str | None = None
+    router: str | None = None
+    shared_gate: str | None = None
+    kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def of_kind(self, kind: str) -> Architecture:
+        """The names of a layer of this kind."""
+        return replace(self, **self.kinds[kind]) if kind in self.kinds else self
+
+    @property
+    def layers_path(self) -> str:
+        return f"{self.decoder}.{self.layers}"
+
+    @property
+    def base(self) -> str:
+        """The base model's prefix, which checkpoints may lack."""
+        return self.decoder.partition(".")[0]
+
+    @property
+    def embedding_path(self) -> str:
+        return f"{self.decoder}.{self.embedding[0]}"
+
+
+@dataclass(frozen=True)
+class RotaryKeys:
+    """Entries for rotary positions in older files: `share` of a head, or `default_share`."""
+
+    theta: str = "rope_theta"
+    share: str = "partial_rotary_factor"
+    default_share: float | None = None
+
+
+@dataclass(frozen=True)
+class UnusedEntries:
+    """Entries that generation does not use, but of whose wrong types transformers builds no model:
+    `flags`, `shares` (any number), `deviation` (with a decimal point), whole `counts`.
+    """
+
+    flags: tuple[str, ...] = ("use_cache",)
+    shares: tuple[str, ...] = ("attention_dropout",)
+    deviation: str = "initializer_range"
+    counts: tuple[str, ...] = ()
+    may_be_null: bool = False
+
+
+@dataclass(frozen=True)
+class ConfigKeys:
+    """Entries checked beside the sizes; None where the family has none. `has_padding_row`: the
+    embedding is built with `pad_token_id`.
+    """
+
+    activation: str | None = "hidden_act"
+    norm_eps: str | None = "rms_norm_eps"
+    rotary: RotaryKeys | None = RotaryKeys()
+    has_padding_row: bool = True
+    unused: UnusedEntries = UnusedEntries()
+
+
+@dataclass(frozen=True)
+class Family:
+    """`read_shape` raises SpecError; `attention_bias` and `mlp_bias` are entries, None for none."""
+
+    read_shape: Callable[[ConfigFile], ModelShape]
+    architecture: Architecture
+    keys: ConfigKeys = ConfigKeys()
+    attention_bias: str | None = None
+    mlp_bias: str | None = None
+
+
+GATED = Architecture(
+    decoder="model",
+    embedding=("embed_tokens",),
+    final=("norm",),
+    attention=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    norms=("input_layernorm", "post_attention_layernorm"),
+)
+
+
+def plain_shape(config: ConfigFile, **own: Any) -> ModelShape:
+    hidden = own["hidden_size"] = own.get("hidden_size") or config.size("hidden_size")
+    heads = own["heads"] = own.get("heads") or config.size("num_attention_heads")
+    usual: dict[str, Callable[[], Any]] = {
+        "layers": lambda: config.size("num_hidden_layers", most=MAX_LAYERS),
+        "intermediate_size": lambda: config.size("intermediate_size"),
+        "kv_heads": lambda: heads,
+        "head_dim": lambda: config.per_head(hidden, heads),
+        "vocab_size": lambda: config.size("vocab_size"),
+        "max_positions": lambda: config.size("max_position_embeddings"),
+        "word_embedding_size": lambda: hidden,
+        "norm_parameters": lambda: 2 * hidden,
+        "tied_embeddings": lambda: config.flag("tie_word_embeddings", False),
+    }
+    read = {name: value() for name, value in usual.items() if name not in own}
+    return ModelShape(name=config.name, model_type=str(config.values["model_type"]), **read, **own)
+
+
+def gated_shape(config: ConfigFile, default_head_dim: int | None = None, **own: Any) -> ModelShape:
+    """Read a LLaMA-like shape; `default_head_dim` None: hidden size over heads."""
+    hidden = config.size("hidden_size")
+    own["heads"] = config.size("num_attention_heads")
+    is_given = config.values.get("head_dim") is not None
+    if default_head_dim is not None and "head_dim" in config.values and not is_given:
+        raise config.refusal("head_dim", None, "a whole number, or left out")
+    if is_given or default_head_dim is not None:
+        own["head_dim"] = config.size("head_dim", default=default_head_dim)
+    if own.get("kv_heads") is None:
+        own["kv_heads"] = config.size("num_key_value_heads")
+    return plain_shape(config, gated_mlp=True, norm_parameters=hidden, **own)
+
+
+def window_of(config: ConfigFile) -> int | None:
+    return None if config.values.get("sliding_window") is None else config.size("sliding_window")

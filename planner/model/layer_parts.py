@@ -1,0 +1,96 @@
+"""Parts of decoder layers that only some models have: experts, and mixers with a constant state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quant.scheme import LinearShape
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`count` MLPs of `width`, of which a router asks `per_token` for each token; `shared_width` is
+    that of one which all tokens ask (0: none), whose result is `shared_gate`d or not. `has_biases`:
+    of router and experts. `router_bias`: of its choice alone.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    shared_gate: bool = False
+    has_biases: bool = False
+    router_bias: bool = False
+
+    def asked(self, tokens: float) -> float:
+        """How many of them a pass of so many tokens asks, where all are as likely: E (1 - (1 -
+        k/E)^tokens).
+        """
+        return self.count * (1 - float((1 - self.per_token / self.count) ** tokens))
+
+    def linears(self, hidden_size: int) -> tuple[LinearShape, LinearShape]:
+        """The weights of one expert, gate and up in one."""
+        return LinearShape(hidden_size, 2 * self.width), LinearShape(self.width, hidden_size)
+
+    def bias_parameters(self, hidden_size: int) -> int:
+        """Biases of router and experts."""
+        outputs = self.count * sum(linear.out_features for linear in self.linears(hidden_size))
+        biases = (self.count + outputs) * self.has_biases
+        return biases + self.count * self.router_bias
+
+    def shared_linears(self, hidden_size: int) -> tuple[LinearShape, ...]:
+        if not self.shared_width:
+            return ()
+        up = LinearShape(hidden_size, self.shared_width)
+        return up, up, LinearShape(self.shared_width, hidden_size)
+
+
+@dataclass(frozen=True)
+class DeltaMixer:
+    """A gated delta rule with a causal convolution (Qwen3-Next, Qwen3.5): a state of `key_dim` by
+    `value_dim` numbers for each value head in place of keys and values. `fused`: two projections
+    hold queries, keys, values and gate, and both rates; else four.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    fused: bool = False
+
+    @property
+    def key_width(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_width + self.value_width
+
+    def linears(self, hidden_size: int) -> tuple[LinearShape, ...]:
+        """Its projections in the order of their names in transformers, the output last."""
+        widths = [self.conv_channels, self.value_width, self.value_heads, self.value_heads]
+        if self.fused:
+            widths = [self.conv_channels + self.value_width, 2 * self.value_heads]
+        projections = (LinearShape(hidden_size, width) for width in widths)
+        return (*projections, LinearShape(self.value_width, hidden_size))
+
+    @property
+    def other_parameters(self) -> int:
+        """The convolution, decay and bias of each head, and the norm of a head's values."""
+        conv = self.conv_channels * self.conv_width
+        return conv + 2 * self.value_heads + self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers of a request's state in one layer, in float32: no other width is exact enough."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def conv_elements(self) -> int:
+        """Inputs of the convolution that a request keeps in one layer, in the compute type."""
+        return self.conv_channels * (self.conv_width - 1)
