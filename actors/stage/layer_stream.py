@@ -30,7 +30,13 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, Stored
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.model_config import read_config
-from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
+from actors.stage.partial_model import (
+    PassThrough,
+    architecture_of,
+    empty_model,
+    keep_stage,
+    logits_of,
+)
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import kv_shape, make_cache, run_decoder
@@ -309,8 +315,7 @@ class Tail:
     @torch.no_grad()
     def logits(self, normed: Tensor) -> Tensor:
         """Logits `[..., vocabulary]` of rows `[..., head_width]` of `normed`."""
-        logits: Tensor = self._model.get_output_embeddings()(normed)
-        return logits
+        return logits_of(self._model, normed)
 
 
 def stream_layers(

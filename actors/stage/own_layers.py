@@ -23,6 +23,7 @@ from actors.attention.ragged import NewTokens, RaggedContext, attend_stored
 from actors.messages import MicroBatch
 from actors.stage.cuda_layer import LayerKernels, Norm, Turning, layer_kernels, warn_of
 from actors.stage.partial_model import ContextAsCache, architecture_of
+from planner.model.families import has_own_layers
 from quant.backends.cuda_driver import CudaError
 
 _TOLERANCE = 0.01
@@ -180,6 +181,8 @@ def put_own_layers(
 
 def _is_known(layer: nn.Module, config: PretrainedConfig) -> bool:
     """Whether `OwnLayer` computes what `layer` does."""
+    if not has_own_layers(config.model_type):
+        return False
     norms = [Norm.of(layer.get_submodule(name)) for name in architecture_of(config).norms]
     after = not getattr(config, "do_layer_norm_before", True)  # OPT-350m
     return None not in norms and not (

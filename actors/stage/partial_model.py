@@ -107,12 +107,26 @@ def keep_stage(
         for name in architecture.final:
             if getattr(decoder, name) is not None:
                 setattr(decoder, name, PassThrough())
+    if not is_first and architecture.input_multiplier is not None:
+        setattr(decoder, architecture.input_multiplier, 1.0)
     if not has_head:
         model.set_output_embeddings(PassThrough())
     _restore_buffers(decoder)
     replace_attention = _ATTENTION_REPLACEMENTS.get(model.config.model_type)
     if replace_attention is not None:
         replace_attention(model, [stack[index] for index in layers])
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """What the head makes of `hidden` `[rows, head_width]`, scaled and capped as the model's own
+    forward does: `[rows, vocabulary]`, of the vocabulary that a rank holds.
+    """
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    architecture, config = architecture_of(model.config), model.config
+    if architecture.logits_divisor is not None:
+        logits = logits / getattr(config, architecture.logits_divisor)
+    cap = None if architecture.logits_cap is None else getattr(config, architecture.logits_cap)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _restore_buffers(decoder: nn.Module) -> None:

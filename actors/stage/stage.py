@@ -23,7 +23,7 @@ from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
-from actors.stage.partial_model import ContextAsCache, architecture_of
+from actors.stage.partial_model import ContextAsCache, architecture_of, logits_of
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, share_of, weight_bytes
@@ -156,7 +156,7 @@ class Stage:
             if self.spec.has_head:
                 head = self._model.get_output_embeddings()
                 hidden = torch.randn(1, head.in_features, generator=draw).to(self.dtype)
-                head(hidden.repeat_interleave(FIXED_ROWS, 0))
+                logits_of(self._model, hidden.repeat_interleave(FIXED_ROWS, 0))
 
     def _check_memory(self) -> None:
         stats, limit = self.stats(), self.spec.memory_limit_bytes
@@ -239,12 +239,11 @@ class Stage:
             raise ValueError(f"stage {self.spec.index} has no LM head")
         logits: Tensor | None = last_hidden
         if len(last_hidden):
-            head = self._model.get_output_embeddings()
             parts = spread(int(self._model.config.vocab_size), self.spec.degree)
             if self.spec.deterministic:
-                own = by_fixed_rows(lambda _, rows: head(rows), last_hidden)
+                own = by_fixed_rows(lambda _, rows: logits_of(self._model, rows), last_hidden)
             else:
-                own = head(last_hidden)
+                own = logits_of(self._model, last_hidden)
             logits = self._group.gather(own, [len(part) for part in parts])
         if self._sampler is None or logits is None:  # rank 0 samples
             return NOTHING_SAMPLED

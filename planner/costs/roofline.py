@@ -13,6 +13,7 @@ from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.costs.latency_model import LatencyModel, LayerSeconds
 from planner.costs.memory import kv_token_bytes
+from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
 from quant.backends.table import reads_ranges, rule_for
@@ -160,7 +161,8 @@ class RooflineLatency(LatencyModel):
         )
         widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
-        own = self.own_layers and machine.reads_ranges(shape.head_dim)
+        own = self.own_layers and has_own_layers(shape.model_type)
+        own = own and machine.reads_ranges(shape.head_dim)
         kernels = layer_launches(shape, self.kv_bits, own)
         launches_s = machine.launches_s(kernels, own and self.replays and phase == "decode")
         return launches_s + linears + element_wise
@@ -192,7 +194,7 @@ def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: boo
     """
     if own_kernels:
         return len(shape.layer_linears) + _OWN_LAUNCHES
-    norms = 4 if shape.qk_norm else 2
+    norms = shape.layer_norms + 2 * (shape.qk_norm or shape.qk_norm_width > 0)
     has_rms_norms = shape.norm_parameters == shape.hidden_size
     rotates = not shape.position_rows and not shape.alibi
     return (

@@ -13,9 +13,11 @@ from planner.model.family import (
     RotaryKeys,
     UnusedEntries,
     gated_shape,
+    kv_heads_or_all,
     plain_shape,
     window_of,
 )
+from planner.model.gated_families import GATED_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
 
 _TRAINED_LENGTH = 2048
@@ -46,7 +48,7 @@ def _mistral(config: ConfigFile) -> ModelShape:
 
 
 def _qwen2(config: ConfigFile) -> ModelShape:
-    heads, window = _qwen_kv_heads(config), _qwen_window(config)
+    heads, window = kv_heads_or_all(config), _qwen_window(config)
     return gated_shape(config, kv_heads=heads, qkv_bias=True, sliding_window=window)
 
 
@@ -55,17 +57,12 @@ def _qwen3(config: ConfigFile) -> ModelShape:
     return gated_shape(
         config,
         _QWEN3_HEAD_DIM,
-        kv_heads=_qwen_kv_heads(config),
+        kv_heads=kv_heads_or_all(config),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
         sliding_window=_qwen_window(config),
     )
-
-
-def _qwen_kv_heads(config: ConfigFile) -> int | None:
-    is_null = config.values.get("num_key_value_heads", 0) is None
-    return config.size("num_attention_heads") if is_null else None
 
 
 def _qwen_window(config: ConfigFile) -> int | None:
@@ -152,6 +149,7 @@ _BLOOM = Family(
             counts=("pretraining_tp",),
         ),
     ),
+    own_layers=True,
 )
 
 _GPT_NEOX = Family(
@@ -176,6 +174,7 @@ _GPT_NEOX = Family(
         ),
     ),
     attention_bias="attention_bias",
+    own_layers=True,
 )
 
 _OPT = Family(
@@ -199,6 +198,7 @@ _OPT = Family(
     ),
     attention_bias="enable_bias",
     mlp_bias="enable_bias",
+    own_layers=True,
 )
 
 _LLAMA = Family(
@@ -207,20 +207,27 @@ _LLAMA = Family(
     ConfigKeys(unused=UnusedEntries(counts=("pretraining_tp",), may_be_null=True)),
     attention_bias="attention_bias",
     mlp_bias="mlp_bias",
+    own_layers=True,
 )
 
 FAMILIES: Mapping[str, Family] = {
+    **GATED_FAMILIES,
     "bloom": _BLOOM,
     "gpt_neox": _GPT_NEOX,
     "llama": _LLAMA,
-    "mistral": Family(_mistral, GATED),
+    "mistral": Family(_mistral, GATED, own_layers=True),
     "opt": _OPT,
-    "qwen2": Family(_qwen2, GATED),
-    "qwen3": Family(_qwen3, GATED, attention_bias="attention_bias"),
+    "qwen2": Family(_qwen2, GATED, own_layers=True),
+    "qwen3": Family(_qwen3, GATED, attention_bias="attention_bias", own_layers=True),
 }
 """The families by `model_type`. Stages cut the forward pass of transformers between layers. Tests
 compare their tokens with those of `generate` for each of these families: others may lose
 information at a cut without any error."""
+
+
+def has_own_layers(model_type: str) -> bool:
+    """Whether GPUs compute layers of this type by kernels of ours (`actors.stage.own_layers`)."""
+    return FAMILIES[model_type].own_layers
 
 
 def supported_model_types() -> tuple[str, ...]:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.model.config_file import ConfigFile
+from planner.model.config_file import ConfigFile, is_number
 from planner.model.shape import MAX_LAYERS, ModelShape
+
+_LARGEST_MULTIPLIER = 1e6
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,9 @@ class Architecture:
     but the KV cache on to attention. `experts`: the module that has those of a layer, fused or as
     many MLPs, `router` the linear that chooses among them, `shared_gate` one that weighs what all
     tokens ask, which stands in `mlp`. `kinds`: in what layers of a kind differ, by
-    `ModelShape.kind`.
+    `ModelShape.kind`. `input_multiplier`: the decoder's attribute by which it multiplies what comes
+    in, as the first stage alone may do. Logits are divided by the entry `logits_divisor` of the
+    configuration, then capped by `logits_cap`.
     """
 
     decoder: str
@@ -28,7 +32,7 @@ class Architecture:
     final: tuple[str, ...]
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
-    norms: tuple[str, str]
+    norms: tuple[str, ...]
     activation: str = "mlp.act_fn"
     layers: str = "layers"
     head_names: tuple[str, ...] = ("lm_head",)
@@ -38,6 +42,9 @@ class Architecture:
     router: str | None = None
     shared_gate: str | None = None
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    input_multiplier: str | None = None
+    logits_divisor: str | None = None
+    logits_cap: str | None = None
 
     def of_kind(self, kind: str) -> Architecture:
         """The names of a layer of this kind."""
@@ -94,13 +101,16 @@ class ConfigKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """`read_shape` raises SpecError; `attention_bias` and `mlp_bias` are entries, None for none."""
+    """`read_shape` raises SpecError; `attention_bias` and `mlp_bias` are entries, None for none.
+    `own_layers`: whether `actors.stage.own_layers` computes what its layers do.
+    """
 
     read_shape: Callable[[ConfigFile], ModelShape]
     architecture: Architecture
     keys: ConfigKeys = ConfigKeys()
     attention_bias: str | None = None
     mlp_bias: str | None = None
+    own_layers: bool = False
 
 
 GATED = Architecture(
@@ -143,6 +153,19 @@ def gated_shape(config: ConfigFile, default_head_dim: int | None = None, **own: 
     if own.get("kv_heads") is None:
         own["kv_heads"] = config.size("num_key_value_heads")
     return plain_shape(config, gated_mlp=True, norm_parameters=hidden, **own)
+
+
+def multiplier(config: ConfigFile, key: str) -> float:
+    value = config.values.get(key, 1.0)
+    if not is_number(value, 0, _LARGEST_MULTIPLIER):
+        raise config.refusal(key, value, "a number above 0, or left out")
+    return float(value)
+
+
+def kv_heads_or_all(config: ConfigFile) -> int | None:
+    """All heads where their number is null, as in older files; None where the entry says it."""
+    is_null = config.values.get("num_key_value_heads", 0) is None
+    return config.size("num_attention_heads") if is_null else None
 
 
 def window_of(config: ConfigFile) -> int | None:

@@ -13,12 +13,14 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     OPTConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from actors.messages import Request, Sampling
@@ -75,6 +77,27 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "opt-post-norm": OPTConfig(**_OPT | {"word_embed_proj_dim": 24}, do_layer_norm_before=False),
     "bloom": BloomConfig(**_COMMON, hidden_size=48, n_layer=LAYERS, n_head=6),
 }
+
+MORE_CONFIGS: dict[str, PretrainedConfig] = {
+    "smollm3": SmolLM3Config(
+        **_ROPE,
+        num_key_value_heads=2,
+        no_rope_layers=[1, 0, 1, 0, 1],
+        tie_word_embeddings=False,
+        mlp_bias=True,
+    ),
+    "granite": GraniteConfig(
+        **_ROPE,
+        num_key_value_heads=2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=5.0,
+    ),
+}
+"""Families of whose parts those above have most, so that fewer tests go through them."""
+
+EVERY_CONFIG = CONFIGS | MORE_CONFIGS
 
 
 def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0, shard: str = "5GB") -> Any:

@@ -35,7 +35,15 @@ from actors.transport.pipelines import GlooPipeline, RayPipeline, serve
 from quant.common.errors import StageLostError
 from tests.actors.batches import batch_in_ranges
 from tests.actors.linking import meet
-from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, random_prompts, save_tiny, stages_of
+from tests.actors.models import (
+    CONFIGS,
+    EVERY_CONFIG,
+    LAYERS,
+    VOCABULARY,
+    random_prompts,
+    save_tiny,
+    stages_of,
+)
 from tests.actors.schedule.token_pipeline import sizes_of
 from tests.actors.stage.test_mixed_batches import Computing, PretendRay, Relaying
 
@@ -124,12 +132,14 @@ def assert_are_best(told: TokenLogprobs, row: torch.Tensor, most: int, tolerance
     assert values == pytest.approx(row.topk(most).values.tolist(), abs=tolerance)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", "opt", "bloom", pytest.param("granite", marks=pytest.mark.rare)]
+)
 def test_they_are_those_of_the_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipelines, "ray", PretendRay)
-    model = save_tiny(tmp_path, CONFIGS[name])
+    model = save_tiny(tmp_path, EVERY_CONFIG[name])
     for bounds, head_on_first, over in (
         ((0, LAYERS), False, "ray"),
         ((0, 2, LAYERS), False, "ray"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from itertools import pairwise
 from pathlib import Path
@@ -16,17 +17,19 @@ from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from actors.attention.kv_cache import Stored, key_factors, quantized
+from actors.attention.kv_cache import CacheForm, Stored, key_factors, quantized
 from actors.attention.ragged import NewTokens
 from actors.stage import cuda_layer
 from actors.stage.cuda_layer import KERNELS, SOURCE, Norm, Turning
-from actors.stage.own_layers import own_layers
-from actors.stage.stage import Stage
+from actors.stage.own_layers import own_layers, put_own_layers
+from actors.stage.partial_model import empty_model
+from actors.stage.stage import Stage, make_cache
 from quant.backends.cuda_driver import CudaError, Kernels, compile_cuda, text_of
 from quant.devices import local_processor
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
+    MORE_CONFIGS,
     generate,
     random_prompts,
     save_tiny,
@@ -160,6 +163,18 @@ def test_a_layer_that_computes_something_else_is_not_used(
     opt = tmp_path / "opt"
     save_tiny(opt, with_wide_heads("opt-post-norm"))
     assert not own_layers(stages_of(opt, (0, LAYERS), 4, 20, dtype="float16")[0]._model)
+
+
+@pytest.mark.parametrize("name", MORE_CONFIGS)
+def test_layers_of_other_orders_are_left_to_transformers(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    use_own_kernels(monkeypatch)
+    model = empty_model(copy.deepcopy(MORE_CONFIGS[name]))
+    layers = range(LAYERS)
+    cache = make_cache(model.config, layers, 8, CacheForm(HALF, CPU))
+    put_own_layers(model, layers, cache, HALF)
+    assert not own_layers(model)
 
 
 # --- Kernels.

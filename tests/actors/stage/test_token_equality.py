@@ -10,6 +10,7 @@ import pytest
 from planner.model.finding import model_shape
 from tests.actors.models import (
     CONFIGS,
+    EVERY_CONFIG,
     LAYERS,
     generate,
     random_prompts,
@@ -28,15 +29,15 @@ LAYOUTS = tuple(product(SPLITS, (False, True)))
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        *((name, (LAYOUTS[0], LAYOUTS[-1])) for name in CONFIGS if name != "llama"),
+        *((name, (LAYOUTS[0], LAYOUTS[-1])) for name in EVERY_CONFIG if name != "llama"),
         ("llama", LAYOUTS),
-        *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in CONFIGS),
+        *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in EVERY_CONFIG),
     ],
 )
 def test_greedy_tokens_equal_generate(
     name: str, layouts: tuple[tuple[tuple[int, ...], bool], ...], tmp_path: Path
 ) -> None:
-    model = save_tiny(tmp_path, CONFIGS[name], shard="60KB")
+    model = save_tiny(tmp_path, EVERY_CONFIG[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
     for bounds, head_on_first in layouts:

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 from planner.model.families import FAMILIES
 from planner.model.finding import shape_from_config
 from planner.model.weight_check import end_tensors, layer_tensors
-from tests.actors.models import CONFIGS
+from tests.actors.models import EVERY_CONFIG
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_CONFIG)
 def test_tensors_are_those_of_transformers(name: str) -> None:
-    config = CONFIGS[name]
+    config = EVERY_CONFIG[name]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_from_config(name, json.loads(config.to_json_string()))
@@ -31,5 +31,5 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    """Tests of stages and of tensors go through `CONFIGS`: a new family needs an entry there."""
-    assert {config.model_type for config in CONFIGS.values()} == {*FAMILIES}
+    """Tests of stages and of tensors go through `EVERY_CONFIG`: a new family needs an entry."""
+    assert {config.model_type for config in EVERY_CONFIG.values()} == {*FAMILIES}
