@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number, shown
-from planner.model.family import ConfigKeys, RotaryKeys, UnusedEntries
+from planner.model.family import ConfigKeys, RotaryKeys, UnusedEntries, check_layer_types
 from planner.model.shape import MAX_SIZE, ModelShape
 from quant.common.errors import SpecError
 
@@ -19,8 +19,6 @@ ACTIVATIONS = frozenset({
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
 
 _MOST = 1e300
 
@@ -34,7 +32,8 @@ def check_values(config: ConfigFile, keys: ConfigKeys, shape: ModelShape) -> Non
     check_end_tokens(config.values.get("eos_token_id"), shape.vocab_size, config.place, SpecError)
     _check_other_tokens(config, keys.has_padding_row, shape.vocab_size)
     _check_dtype(config)
-    _check_layer_types(config, shape)
+    if (given := config.values.get("layer_types")) is not None:
+        check_layer_types(config, given, keys.layer_types, shape.layers)
     _check_unused(config, keys.unused)
 
 
@@ -82,17 +81,6 @@ def _check_dtype(config: ConfigFile) -> None:
         value = config.values.get(key)
         if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
             raise config.refusal(key, value, "float16, bfloat16 or float32, or left out")
-
-
-def _check_layer_types(config: ConfigFile, shape: ModelShape) -> None:
-    value = config.values.get("layer_types")
-    if value is None:
-        return
-    known = isinstance(value, list) and all(each in _LAYER_TYPES for each in value)
-    if not known or len(value) != shape.layers:
-        raise config.refusal(
-            "layer_types", value, f"{shape.layers} of {' and '.join(_LAYER_TYPES)}, or left out"
-        )
 
 
 def _check_unused(config: ConfigFile, unused: UnusedEntries) -> None:

@@ -18,6 +18,8 @@ from planner.model.family import (
     window_of,
 )
 from planner.model.gated_families import GATED_FAMILIES
+from planner.model.gpt_oss_family import GPT_OSS
+from planner.model.qwen_families import QWEN_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
 
 _TRAINED_LENGTH = 2048
@@ -214,11 +216,13 @@ FAMILIES: Mapping[str, Family] = {
     **GATED_FAMILIES,
     "bloom": _BLOOM,
     "gpt_neox": _GPT_NEOX,
+    "gpt_oss": GPT_OSS,
     "llama": _LLAMA,
     "mistral": Family(_mistral, GATED, own_layers=True),
     "opt": _OPT,
     "qwen2": Family(_qwen2, GATED, own_layers=True),
     "qwen3": Family(_qwen3, GATED, attention_bias="attention_bias", own_layers=True),
+    **QWEN_FAMILIES,
 }
 """The families by `model_type`. Stages cut the forward pass of transformers between layers. Tests
 compare their tokens with those of `generate` for each of these families: others may lose

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.model.config_file import ConfigFile, is_number
+from planner.model.config_file import ConfigFile, is_number, shown
 from planner.model.shape import MAX_LAYERS, ModelShape
+from quant.common.errors import SpecError
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Values of `layer_types`, by which kinds of layers are named too."""
 
 _LARGEST_MULTIPLIER = 1e6
 
@@ -89,13 +93,14 @@ class UnusedEntries:
 @dataclass(frozen=True)
 class ConfigKeys:
     """Entries checked beside the sizes; None where the family has none. `has_padding_row`: the
-    embedding is built with `pad_token_id`.
+    embedding is built with `pad_token_id`. `layer_types`: what a list of them may say.
     """
 
     activation: str | None = "hidden_act"
     norm_eps: str | None = "rms_norm_eps"
     rotary: RotaryKeys | None = RotaryKeys()
     has_padding_row: bool = True
+    layer_types: tuple[str, ...] = (FULL, SLIDING)
     unused: UnusedEntries = UnusedEntries()
 
 
@@ -170,3 +175,38 @@ def kv_heads_or_all(config: ConfigFile) -> int | None:
 
 def window_of(config: ConfigFile) -> int | None:
     return None if config.values.get("sliding_window") is None else config.size("sliding_window")
+
+
+def layer_types(
+    config: ConfigFile, known: tuple[str, ...], usual: Callable[[int], str]
+) -> tuple[str, ...]:
+    """Read the type of each layer; `usual` tells it where the file lists none."""
+    layers = config.size("num_hidden_layers", most=MAX_LAYERS)
+    given = config.values.get("layer_types")
+    if given is None:
+        return tuple(usual(index) for index in range(layers))
+    check_layer_types(config, given, known, layers)
+    return tuple(given)
+
+
+def check_layer_types(config: ConfigFile, given: Any, known: tuple[str, ...], layers: int) -> None:
+    if not isinstance(given, list) or len(given) != layers:
+        needed = f"a list of {layers} (num_hidden_layers) of {' and '.join(known)}, or left out"
+        length = f"a list of {len(given)}" if isinstance(given, list) else shown(given)
+        raise SpecError(f"{config.place}: layer_types is {length}; it must be {needed}")
+    for index, each in enumerate(given):
+        if each not in known:
+            raise config.refusal(f"layer_types[{index}]", each, f"one of {', '.join(known)}")
+
+
+def mixed_shape(layers: Sequence[ModelShape], joined: tuple[int, ...] = ()) -> ModelShape:
+    """Make the shape of a model of these layers, each the shape of a model with only such layers.
+    Equal ones are one kind, and one kind is a plain shape. What the model as a whole is said to
+    have is that of the layers which see most tokens.
+    """
+    kinds = tuple(dict.fromkeys(layers))
+    if len(kinds) == 1:
+        return replace(kinds[0], joined=joined)
+    widest = max(kinds, key=lambda kind: (kind.kv_width > 0, kind.sliding_window is None))
+    pattern = tuple(kinds.index(layer) for layer in layers)
+    return replace(widest, kind="", kinds=kinds, pattern=pattern, joined=joined)

@@ -231,28 +231,50 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError(f"{config.place} names no model_type")
-    has_experts = any(config.integer(key, default=0) > 1 for key in _EXPERT_KEYS)
-    if "moe" in model_type or "mixtral" in model_type or has_experts:
+    family = FAMILIES.get(model_type)
+    if (family is None or family.architecture.experts is None) and _has_experts(config):
         raise SpecError(
-            f"{config.place}: {model_type:.40} is a mixture-of-experts model, which llmpq does not "
-            "plan yet; choose a dense one"
+            f"{config.place}: {model_type:.40} is a mixture-of-experts model, of which llmpq runs "
+            f"{', '.join(_expert_families())}; choose one of these, or a dense one"
         )
     if values.get("is_encoder_decoder") is True or model_type in _ENCODER_DECODERS:
         raise SpecError(f"{config.place}: {model_type:.40} {_NOT_RUN}")
-    if model_type not in FAMILIES:
+    if family is None:
         raise SpecError(
             f"{config.place}: model_type {model_type!r:.40} is not supported; "
             f"supported: {', '.join(supported_model_types())}"
         )
-    family, quantization = FAMILIES[model_type], quantization_entries(values)
+    quantization = quantization_entries(values)
     shape = _read_shape(config, family)
     check_values(config, family.keys, shape)
     if family.keys.rotary is not None:
-        shape = replace(shape, max_positions=reach(config, shape.max_positions))
+        shape = shape.with_all(max_positions=reach(config, shape.max_positions))
     if quantization is None:
         return shape
     stored = parse_gptq_config(quantization, config.place)
-    return replace(shape, stored=as_configured(stored, shape))
+    _check_one_kind(shape, config.place)
+    return shape.with_all(stored=as_configured(stored, shape))
+
+
+def _has_experts(config: ConfigFile) -> bool:
+    model_type = str(config.values["model_type"])
+    counts = (config.integer(key, default=0) for key in _EXPERT_KEYS)
+    return "moe" in model_type or "mixtral" in model_type or any(count > 1 for count in counts)
+
+
+def _expert_families() -> tuple[str, ...]:
+    found = FAMILIES.items()
+    return tuple(sorted(name for name, each in found if each.architecture.experts is not None))
+
+
+def _check_one_kind(shape: ModelShape, place: str) -> None:
+    """Refuse a GPTQ checkpoint of layers whose weights do not all have one list of names."""
+    linears = {kind.layer_linears for kind in shape.kind_shapes}
+    if len(linears) > 1 or any(kind.experts for kind in shape.kind_shapes):
+        raise SpecError(
+            f"{place}: its weights are quantized by GPTQ, which is not read of a {shape.model_type}"
+            " model, whose layers have experts or differ; give the original checkpoint in 16 bit"
+        )
 
 
 def _read_shape(config: ConfigFile, family: Family) -> ModelShape:
@@ -307,8 +329,9 @@ def _folder_shape(folder: Path) -> ModelShape:
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
     stored = shape.stored or read_gptq_config(folder)
     if stored is not None:
-        stored = as_stored(stored, replace(shape, stored=None), folder)
-    return replace(shape, stored=stored, tied_embeddings=tied)
+        _check_one_kind(shape, place)
+        stored = as_stored(stored, shape.with_all(stored=None), folder)
+    return shape.with_all(stored=stored, tied_embeddings=tied)
 
 
 def _folder_name(folder: Path) -> str:

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from planner.model.layer_parts import DeltaMixer, Experts
 from quant.checkpoint.gptq_config import WHOLE_ROW, GptqConfig
@@ -31,7 +32,7 @@ _NOT_IN_FINGERPRINT = frozenset(
 _NOT_IN_OLDER_ONES = (
     *("kind", "kinds", "pattern", "joined", "experts", "delta", "layer_norms", "fused_mlp"),
     *("output_gate", "qk_norm_width", "values_are_keys", "reads_earlier_keys", "extra_linears"),
-    "per_layer_width",
+    *("per_layer_width", "sinks"),
 )
 """Fields that enter the fingerprint only where they say something, so that plans from before them
 keep theirs."""
@@ -100,6 +101,7 @@ class ModelShape:
     reads_earlier_keys: bool = False
     extra_linears: tuple[LinearShape, ...] = ()
     per_layer_width: int = 0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -141,6 +143,11 @@ class ModelShape:
     def layer(self, index: int) -> ModelShape:
         """The shape of a model with only such layers as number `index`."""
         return self.kind_shapes[self.kind_of_layer[index]]
+
+    def with_all(self, **changes: Any) -> ModelShape:
+        """Return this shape with what its kinds have in common changed."""
+        kinds = tuple(replace(kind, **changes) for kind in self.kinds)
+        return replace(self, kinds=kinds, **changes)
 
     @property
     def query_width(self) -> int:
@@ -218,6 +225,7 @@ class ModelShape:
             biases += self.mlp_bias * sum(linear.out_features for linear in self._mlp_linears())
         norms = self.layer_norms * self.norm_parameters + 2 * self.head_dim * self.qk_norm
         mixer = 0 if self.delta is None else self.delta.other_parameters
+        mixer += self.heads * self.sinks
         full = sum(linear.parameters for linear in self.full_linears)
         return biases + norms + self.qk_norm_width + mixer + full
 

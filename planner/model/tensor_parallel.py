@@ -7,7 +7,7 @@ where a cut goes through a group, ranks share its scale (`quant.scheme.part_grou
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import gcd
@@ -48,6 +48,8 @@ def rank_share(shape: ModelShape, degree: int, rank: int) -> RankShare:
             "desc_act, with the columns of a group apart; quantize it without desc_act, or give "
             "each stage one device"
         )
+    if degree > 1:
+        _check_parts(shape, degree)
     _check_enough(shape, "attention heads", shape.heads, degree)
     _check_enough(shape, "rows of vocabulary", shape.vocab_size, degree)
     heads, kv_heads = _heads(shape, degree)[rank]
@@ -83,8 +85,7 @@ def largest_rank_shape(shape: ModelShape, degree: int) -> ModelShape:
     shares = [rank_share(shape, degree, rank) for rank in range(degree)]
     kv_heads = max(len(share.kv_heads) for share in shares)
     heads = max(len(share.heads) for share in shares)
-    return replace(
-        shape,
+    return shape.with_all(
         heads=-(-heads // kv_heads) * kv_heads,
         kv_heads=kv_heads,
         intermediate_size=max(len(share.mlp) for share in shares),
@@ -168,6 +169,17 @@ def _mlp_unit(shape: ModelShape, degree: int) -> int:
         f"model {shape.name}: {columns} columns of the MLP cannot be divided among {degree} ranks; "
         "choose fewer ranks"
     )
+
+
+def _check_parts(shape: ModelShape, degree: int) -> None:
+    """Refuse layers with parts of which ranks would not have theirs."""
+    for kind in shape.kind_shapes:
+        has_others = kind.experts or kind.delta or kind.output_gate or kind.fused_mlp or kind.sinks
+        if has_others or kind.extra_linears or kind.values_are_keys or kind.reads_earlier_keys:
+            raise SpecError(
+                f"model {shape.name} cannot be divided among {degree} ranks: its layers have parts "
+                f"that are not divided ({shape.model_type}); give each stage one device"
+            )
 
 
 def _check_enough(shape: ModelShape, what: str, count: int, degree: int) -> None:

@@ -125,7 +125,7 @@ def test_scaled_positions_in_both_places(name: str, key: str) -> None:
         ({"rope_scaling": ROPE["yarn of older files"] | {"beta_fast": "x"}}, "beta_fast is 'x'"),
         (YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
         ({"head_dim": 31}, "head size .* is 31"),
-        ({"layer_types": ["full_attention"]}, "layer_types is .* 5 of full_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types is .* 5 .*of full_attention"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0"),
         ({"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
     ],

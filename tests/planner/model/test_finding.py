@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.model.families import supported_model_types
 from planner.model.finding import builtin_names, model_shape, names_of_builtin
 from quant.common.errors import SpecError
 
@@ -82,7 +81,7 @@ def layer_of(model: Any) -> Any:
     return (base.h if hasattr(base, "h") else base.decoder.layers if layers is None else layers)[0]
 
 
-@pytest.mark.parametrize("model_type", supported_model_types())
+@pytest.mark.parametrize("model_type", TINY)
 def test_saved_config_gives_the_librarys_parameters(model_type: str, tmp_path: Path) -> None:
     config = tiny_config(model_type)
     model = library_model(config)
@@ -176,9 +175,9 @@ def test_config_file_itself_is_accepted(tmp_path: Path) -> None:
     ("values", "message"),
     [
         ({"model_type": "mixtral", "num_local_experts": 8}, "mixture-of-experts"),
-        ({"model_type": "qwen3_moe"}, "mixture-of-experts"),
+        ({"model_type": "qwen3_moe"}, "hidden_size is missing"),
         ({"model_type": "llama", "num_experts": 4}, "mixture-of-experts"),
-        ({"model_type": "mamba"}, "supported: bloom, gpt_neox, llama"),
+        ({"model_type": "mamba"}, "supported: bloom, .*llama"),
         ({"hidden_size": 4}, "names no model_type"),
         ({"model_type": "opt", "hidden_size": 64}, "num_attention_heads is missing"),
         ({"model_type": "opt", "hidden_size": "64"}, "hidden_size is '64'"),

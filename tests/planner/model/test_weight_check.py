@@ -12,6 +12,7 @@ from planner.model.families import FAMILIES
 from planner.model.finding import shape_from_config
 from planner.model.weight_check import end_tensors, layer_tensors
 from tests.actors.models import EVERY_CONFIG
+from tests.planner.model.mixed_configs import MIXED
 
 
 @pytest.mark.parametrize("name", EVERY_CONFIG)
@@ -32,4 +33,5 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
 
 def test_every_family_has_a_tiny_model() -> None:
     """Tests of stages and of tensors go through `EVERY_CONFIG`: a new family needs an entry."""
-    assert {config.model_type for config in EVERY_CONFIG.values()} == {*FAMILIES}
+    mixed = {values["model_type"] for values in MIXED.values()}
+    assert {config.model_type for config in EVERY_CONFIG.values()} | mixed == {*FAMILIES}

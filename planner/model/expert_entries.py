@@ -1,0 +1,32 @@
+"""Reading the entries of a `config.json` about experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.model.config_file import ConfigFile
+from planner.model.family import ConfigKeys, RotaryKeys, UnusedEntries
+from planner.model.layer_parts import Experts
+
+_COUNT = ("num_experts", "num_local_experts")
+_ASKED = "num_experts_per_tok"
+
+
+def experts_of(config: ConfigFile, width_key: str, **own: Any) -> Experts:
+    """Read how many experts there are, how many a token asks, and their width."""
+    count, per_token = config.size(*_COUNT), config.size(_ASKED)
+    if per_token > count:
+        key = next(key for key in _COUNT if config.values.get(key) is not None)
+        raise config.refusal(_ASKED, per_token, f"at most {count} ({key})")
+    return Experts(count, per_token, config.size(width_key), **own)
+
+
+def expert_keys(*flags: str, share: float | None = None) -> ConfigKeys:
+    """The entries of a family with experts; `share` of a head is rotated, None: all of it."""
+    return ConfigKeys(
+        rotary=RotaryKeys(default_share=share),
+        unused=UnusedEntries(
+            flags=("use_cache", "output_router_logits", *flags),
+            shares=("attention_dropout", "router_aux_loss_coef"),
+        ),
+    )

@@ -1,0 +1,202 @@
+"""Qwen's families with experts, and with layers of a constant state among those of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.model.config_file import ConfigFile
+from planner.model.expert_entries import expert_keys, experts_of
+from planner.model.family import (
+    FULL,
+    GATED,
+    LINEAR,
+    ConfigKeys,
+    Family,
+    RotaryKeys,
+    gated_shape,
+    layer_types,
+    mixed_shape,
+    window_of,
+)
+from planner.model.layer_parts import DeltaMixer
+from planner.model.shape import MAX_LAYERS, ModelShape
+
+_DENSE = "dense"
+"""Said of kinds whose layers have one MLP, in models whose others have experts."""
+
+_HEAD_DIM, _FULL_INTERVAL, _ROTARY_SHARE = 256, 4, 0.25
+"""The defaults of transformers."""
+
+_STATE_DTYPE = "mamba_ssm_dtype"
+_STATE_DTYPES = ("float32", "bfloat16", "float16")
+"""What a file may suggest for the state, which is kept in float32 in any case."""
+
+
+def _qwen3_moe(config: ConfigFile) -> ModelShape:
+    bias, is_sliding = (config.flag(key, False) for key in ("attention_bias", "use_sliding_window"))
+    config.integer("sliding_window", default=0)
+    plain = gated_shape(
+        config,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        sliding_window=window_of(config) if is_sliding else None,
+    )
+    experts = experts_of(config, "moe_intermediate_size")
+    sparse = replace(plain, experts=experts, intermediate_size=experts.width)
+    dense = replace(plain, kind=_DENSE)
+    return mixed_shape([sparse if each else dense for each in _asks_experts(config)])
+
+
+def _qwen3_next(config: ConfigFile) -> ModelShape:
+    dense = _by_type(config, fused=True)
+    sparse = {kind: _with_shared_expert(config, shape) for kind, shape in dense.items()}
+    dense = {kind: replace(shape, kind=f"{kind}, {_DENSE}") for kind, shape in dense.items()}
+    layers = zip(_types(config), _asks_experts(config), strict=True)
+    return mixed_shape([(sparse if asks else dense)[kind] for kind, asks in layers])
+
+
+def _qwen3_5(config: ConfigFile) -> ModelShape:
+    kinds = _by_type(config, fused=False)
+    return mixed_shape([kinds[kind] for kind in _types(config)])
+
+
+def _qwen3_5_moe(config: ConfigFile) -> ModelShape:
+    width = config.size("moe_intermediate_size")
+    plain = _by_type(config, fused=False, intermediate_size=width)
+    kinds = {kind: _with_shared_expert(config, shape) for kind, shape in plain.items()}
+    return mixed_shape([kinds[kind] for kind in _types(config)])
+
+
+def _with_shared_expert(config: ConfigFile, shape: ModelShape) -> ModelShape:
+    width = config.size("shared_expert_intermediate_size")
+    experts = experts_of(config, "moe_intermediate_size", shared_width=width, shared_gate=True)
+    return replace(shape, experts=experts, intermediate_size=experts.width)
+
+
+def _by_type(config: ConfigFile, fused: bool, **own: Any) -> Mapping[str, ModelShape]:
+    """The shapes of layers of either type, with one MLP."""
+    bias = config.flag("attention_bias", False)
+    plain = gated_shape(config, _HEAD_DIM, **own)
+    full = replace(
+        plain, kind=FULL, qkv_bias=bias, output_bias=bias, qk_norm=True, output_gate=True
+    )
+    return {FULL: full, LINEAR: replace(plain, kind=LINEAR, delta=_mixer(config, fused))}
+
+
+def _mixer(config: ConfigFile, fused: bool) -> DeltaMixer:
+    keys, values = (config.size(f"linear_num_{part}_heads") for part in ("key", "value"))
+    if values % keys:
+        raise config.refusal(
+            "linear_num_value_heads", values, f"a multiple of {keys} (linear_num_key_heads)"
+        )
+    dtype = config.values.get(_STATE_DTYPE)
+    if dtype is not None and dtype not in _STATE_DTYPES:
+        raise config.refusal(_STATE_DTYPE, dtype, f"one of {', '.join(_STATE_DTYPES)}")
+    return DeltaMixer(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=config.size("linear_key_head_dim"),
+        value_dim=config.size("linear_value_head_dim"),
+        conv_width=config.size("linear_conv_kernel_dim"),
+        fused=fused,
+    )
+
+
+def _types(config: ConfigFile) -> tuple[str, ...]:
+    interval = config.size("full_attention_interval", default=_FULL_INTERVAL)
+    types = layer_types(
+        config, (FULL, LINEAR), lambda layer: LINEAR if (layer + 1) % interval else FULL
+    )
+    if FULL not in types:
+        raise config.refusal("layer_types", list(types), f"such that {FULL} is among them")
+    return types
+
+
+def _asks_experts(config: ConfigFile) -> list[bool]:
+    """Whether each layer has experts, as transformers decides it."""
+    step = config.size("decoder_sparse_step", default=1)
+    dense = config.values.get("mlp_only_layers")
+    if dense is not None and not (
+        isinstance(dense, list) and all(type(each) is int for each in dense)
+    ):
+        raise config.refusal("mlp_only_layers", dense, "a list of numbers of layers, or left out")
+    layers = config.size("num_hidden_layers", most=MAX_LAYERS)
+    return [layer not in (dense or ()) and (layer + 1) % step == 0 for layer in range(layers)]
+
+
+_NO_EXPERTS: dict[str, Any] = {
+    "mlp": GATED.mlp,
+    "activation": GATED.activation,
+    "experts": None,
+    "router": None,
+}
+_SHARED: dict[str, Any] = {
+    "mlp": tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    "experts": "mlp.experts",
+    "router": "mlp.gate",
+    "shared_gate": "mlp.shared_expert_gate",
+    "activation": "mlp.experts.act_fn",
+}
+_NO_SHARED = _NO_EXPERTS | {"shared_gate": None}
+_SEPARATE = {
+    "attention": tuple(
+        f"linear_attn.{name}"
+        for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    )
+}
+_FUSED = {
+    "attention": tuple(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"))
+}
+
+_QWEN3_MOE = Family(
+    _qwen3_moe,
+    replace(
+        GATED,
+        mlp=(),
+        experts="mlp.experts",
+        router="mlp.gate",
+        activation="mlp.experts.act_fn",
+        kinds={_DENSE: _NO_EXPERTS},
+    ),
+    expert_keys("norm_topk_prob"),
+    attention_bias="attention_bias",
+)
+
+_QWEN3_NEXT = Family(
+    _qwen3_next,
+    replace(
+        GATED,
+        **_SHARED,
+        kinds={
+            LINEAR: _FUSED,
+            f"{FULL}, {_DENSE}": _NO_SHARED,
+            f"{LINEAR}, {_DENSE}": _FUSED | _NO_SHARED,
+        },
+    ),
+    replace(expert_keys("norm_topk_prob", share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
+    attention_bias="attention_bias",
+)
+
+_QWEN3_5 = Family(
+    _qwen3_5,
+    replace(GATED, kinds={LINEAR: _SEPARATE}),
+    ConfigKeys(rotary=RotaryKeys(default_share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
+    attention_bias="attention_bias",
+)
+
+_QWEN3_5_MOE = Family(
+    _qwen3_5_moe,
+    replace(GATED, **_SHARED, kinds={LINEAR: _SEPARATE}),
+    replace(expert_keys(share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
+    attention_bias="attention_bias",
+)
+
+QWEN_FAMILIES: Mapping[str, Family] = {
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+}

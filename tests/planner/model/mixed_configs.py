@@ -1,0 +1,61 @@
+"""Tiny configurations of families whose layers have experts or are of several kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 40}
+_MIXER = {
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MIXED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"model_type": "qwen3_moe", "intermediate_size": 96} | _SIZES | _EXPERTS,
+    "qwen3_moe-dense": {
+        **{"model_type": "qwen3_moe", "intermediate_size": 96} | _SIZES | _EXPERTS,
+        **{"decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True},
+        "use_sliding_window": True,
+    },
+    "qwen3_next": {"model_type": "qwen3_next", "intermediate_size": 96} | _SIZES | _SHARED | _MIXER,
+    "qwen3_next-dense": {
+        **{"model_type": "qwen3_next", "intermediate_size": 96} | _SIZES | _SHARED | _MIXER,
+        **{"full_attention_interval": 2, "mlp_only_layers": [0, 1], "attention_bias": True},
+    },
+    "qwen3_5_text": {"model_type": "qwen3_5_text", "intermediate_size": 96} | _SIZES | _MIXER,
+    "qwen3_5_text-tied": {
+        **{"model_type": "qwen3_5_text", "intermediate_size": 96} | _SIZES | _MIXER,
+        **{"tie_word_embeddings": True, "mamba_ssm_dtype": "float32"},
+        "layer_types": ["full_attention", *["linear_attention"] * 4, "full_attention"],
+    },
+    "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text"} | _SIZES | _SHARED | _MIXER,
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_SIZES,
+        **{"intermediate_size": 40, "head_dim": 16, "sliding_window": 8},
+        **{"num_local_experts": 5, "num_experts_per_tok": 2},
+    },
+}
+
+
+def library_model(values: dict[str, Any]) -> Any:
+    """The model that transformers builds of a `config.json`, on the meta device."""
+    others = {key: value for key, value in values.items() if key not in ("model_type", "names")}
+    with torch.device("meta"):
+        config = AutoConfig.for_model(values["model_type"], **others)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
