@@ -24,7 +24,8 @@ from planner.costs.memory import (
 )
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
-from planner.optimiser.assignment import Assignment, stages_hold
+from planner.optimiser.assignment import Assignment
+from planner.optimiser.feasibility import stages_hold
 from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import SteadyCycle, job_passes
@@ -203,9 +204,9 @@ class CostModel:
         """Whether memory allows a plan, as it does or not for the problem of the same order."""
         rows = self._rows_of(sizes, len(devices))
         each = rows.layer_bytes(devices)[:, self._is_usable].min(axis=1) * self.options.group
-        layers = self.shape.layers // self.options.group
+        layers = np.zeros(self.shape.layers // self.options.group, dtype=np.int64)  # of one kind
         places = [(device, j) for j, device in enumerate(devices)]
-        return stages_hold(each, rows.free_bytes(places), layers)
+        return stages_hold(each[:, np.newaxis], rows.free_bytes(places), layers)
 
     def _rows_of(self, sizes: MicroBatches, stages: int) -> _StageRows:
         if (sizes, stages) not in self._rows:

@@ -1,179 +1,18 @@
-"""An assignment of layers to stages and bitwidths: whether any fits, and if not which memory is
-short by how much; its costs, its objective, how it is sought.
-"""
+"""An assignment of layers to stages and bitwidths: its costs, its objective, how it is sought."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from planner.optimiser.feasibility import run_sums
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
-from quant.common.errors import InfeasibleError, SpecError
-from quant.common.units import GIB
-
-SHRINK_STEPS = 60  # halvings of an interval within [0, 1]: down to double precision
-
-
-def smallest_layer_bytes(problem: AssignmentProblem) -> FloatArray:
-    """Bytes of the smallest layer each device can run, [N]; infinite where it can run none."""
-    usable: FloatArray = np.where(problem.available, problem.layer_bytes, np.inf)
-    return np.asarray(usable.min(axis=1))
-
-
-def layer_capacity(problem: AssignmentProblem) -> IntArray:
-    """The layers that fit on each stage at its smallest bitwidth [N]; -1 where nothing does."""
-    return _capacity(smallest_layer_bytes(problem), problem.memory_bytes, problem.layers)
-
-
-def _capacity(each: FloatArray, memory: FloatArray, layers: int) -> IntArray:
-    capacity = whole_layers(each, memory, layers)
-    capacity[np.isinf(each)] = 0
-    capacity[memory < 0] = -1
-    return capacity
-
-
-def is_feasible(problem: AssignmentProblem, layer_scale: float = 1.0) -> bool:
-    """Whether some assignment has a finite objective: exactly when fixed parts fit, the ends can
-    hold a layer, and all stages together all layers at their smallest.
-    """
-    each = smallest_layer_bytes(problem) * layer_scale
-    return stages_hold(each, problem.memory_bytes, problem.layers)
-
-
-def stages_hold(each: FloatArray, memory: FloatArray, layers: int) -> bool:
-    """Whether stages with so much `memory` [N] hold all layers, `each` [N] of so many bytes."""
-    capacity = _capacity(each, memory, layers)
-    return bool(
-        layers >= min(capacity.size, 2)
-        and capacity.min() >= 0
-        and min(capacity[0], capacity[-1]) >= 1
-        and capacity.sum() >= layers
-    )
-
-
-def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
-    """The most bytes of whole layers within a stage's memory, of all counts but one bitwidth's."""
-    memory = float(problem.memory_bytes[stage])
-    sizes = problem.layer_bytes[stage, problem.available[stage]]
-    sums = np.zeros(1)
-    for each in sizes[:-1]:
-        grown = np.add.outer(sums, np.arange(problem.layers + 1) * each).ravel()
-        sums = np.unique(grown[grown <= memory])
-    if sizes.size and sizes[-1] > 0:
-        last = sizes[-1]
-        room = np.minimum((memory - sums) // last, problem.layers)
-        sums = sums + room * last
-        sums = np.where(sums > memory, sums - last, sums)
-    return float(sums.max())
-
-
-def require_feasible(problem: AssignmentProblem) -> None:
-    """Raise InfeasibleError with the reason where no assignment fits."""
-    if not is_feasible(problem):
-        names = [f"device {stage}" for stage in range(problem.stages)]
-        raise InfeasibleError(explain_infeasible(problem, names))
-
-
-def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
-    """Why nothing fits, with figures and no remedies; empty for a problem with a solution."""
-    if is_feasible(problem):
-        return ""
-    if problem.layers < min(problem.stages, 2):
-        return (
-            f"{problem.layers} layer cannot fill both the first and the last of "
-            f"{problem.stages} stages; use 1 device"
-        )
-    return _explain_one_stage(problem, device_names) or _explain_total(problem)
-
-
-def whole_layers(
-    each: FloatArray | np.float64, memory: FloatArray | np.float64, most: int
-) -> IntArray:
-    """The greatest counts [N] up to `most` whose bytes, as `evaluate` multiplies, fit `memory`."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        whole = np.floor_divide(memory, each)
-        whole += ((whole + 1) * each <= memory) * 1.0 - (whole * each > memory) * 1.0
-        whole = np.where(most * each <= memory, most, whole)
-    return np.where(np.isfinite(whole), whole, 0.0).astype(np.int64)
-
-
-def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
-    """Explain the first stage that cannot hold what it must; empty if there is none."""
-    smallest = smallest_layer_bytes(problem)
-    ends = {0: "first", problem.stages - 1: "last"}
-    for stage, name in enumerate(device_names):
-        memory = float(problem.memory_bytes[stage])
-        if memory < 0:
-            return (
-                f"stage {stage} on {name} is {_gib(-memory)} short before it holds a layer: "
-                "what else lives there does not fit"
-            )
-        if stage not in ends:
-            continue
-        if np.isinf(smallest[stage]):
-            bits = ", ".join(map(str, problem.bitwidths))
-            return f"stage {stage} on {name} can run none of the bitwidths {bits}; allow another"
-        if smallest[stage] > memory:
-            return (
-                f"the {ends[stage]} stage must hold a layer, and the smallest that {name} can run "
-                f"takes {_gib(smallest[stage])} with its KV cache, but {name} has {_gib(memory)} "
-                f"left, {_gib(smallest[stage] - memory)} short"
-            )
-    return ""
-
-
-def _explain_total(problem: AssignmentProblem) -> str:
-    smallest = smallest_layer_bytes(problem)
-    capacity = layer_capacity(problem)
-    usable = np.isfinite(smallest)
-    held = int(capacity.sum())
-    typical = float(np.median(smallest[usable]))
-    needed = float((capacity[usable] * smallest[usable]).sum()) + (problem.layers - held) * typical
-    offered = float(problem.memory_bytes[usable].sum())
-    lowest = ", ".join(str(bits) for bits in sorted(_lowest_bits(problem)))
-    message = (
-        f"{problem.layers} layers need {_gib(needed)} at the lowest bitwidth each device can run "
-        f"({lowest} bit), KV cache included, but the devices offer {_gib(offered)}, which is whole "
-        f"layers for {held}: short by {problem.layers - held} of them or "
-        f"{_gib((problem.layers - held) * typical)}"
-    )
-    scale = _scale_that_fits(problem)
-    if scale > 0:
-        message += f"; they would fit if a layer were {_percent_rounded_up(1 - scale)} smaller"
-    return message
-
-
-def _lowest_bits(problem: AssignmentProblem) -> set[int]:
-    usable = np.where(problem.available, problem.layer_bytes, np.inf)
-    able = problem.available.any(axis=1)
-    return {problem.bitwidths[choice] for choice in usable.argmin(axis=1)[able]}
-
-
-def _scale_that_fits(problem: AssignmentProblem) -> float:
-    """The greatest factor below 1 on a layer's bytes with which all layers fit; 0 if none."""
-    low, high = 0.0, 1.0
-    for _ in range(SHRINK_STEPS):
-        middle = (low + high) / 2
-        if is_feasible(problem, middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _gib(amount_bytes: float) -> str:
-    if amount_bytes < GIB / 10:
-        return f"{amount_bytes / 2**20:.2f} MiB"
-    return f"{amount_bytes / GIB:.2f} GiB"
-
-
-def _percent_rounded_up(share: float) -> str:
-    return f"{math.ceil(share * 1000) / 10:.1f} %"
+from quant.common.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -242,10 +81,10 @@ class AssignmentCosts:
 def layer_counts(
     problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
 ) -> IntArray:
-    """Count layers per stage and bitwidth, [N, K]; SpecError if the two are no assignment."""
+    """Count layers per stage and cell, [N, C * K]; SpecError if the two are no assignment."""
     bounds = np.asarray(first_layer, dtype=np.int64)
     bits = np.asarray(bitwidth, dtype=np.int64)
-    stages, choices = problem.prefill_s.shape
+    (stages, cells), choices = problem.prefill_s.shape, len(problem.bitwidths)
     if bounds.shape != (stages + 1,) or bits.shape != (problem.layers,):
         raise SpecError(
             f"an assignment of {problem.layers} layers to {stages} stages has {stages + 1} "
@@ -258,12 +97,13 @@ def layer_counts(
         )
     if (bits < 0).any() or (bits >= choices).any():
         raise SpecError(f"bitwidth holds indices from 0 to {choices - 1}, but is {bits.tolist()}")
-    cell = np.repeat(np.arange(stages), np.diff(bounds)) * choices + bits
-    return np.bincount(cell, minlength=stages * choices).reshape(stages, choices)
+    cell = np.repeat(np.arange(stages), np.diff(bounds)) * cells
+    cell += problem.kind_of_layer * choices + bits
+    return np.bincount(cell, minlength=stages * cells).reshape(stages, cells)
 
 
 def compute_seconds(problem: AssignmentProblem, counts: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Prefill and decode seconds per micro-batch of every stage, each [N], for counts [N, K]."""
+    """Prefill and decode seconds per micro-batch of every stage, each [N], of counts [N, C * K]."""
     return (
         problem.fixed_prefill_s + (counts * problem.prefill_s).sum(axis=1),
         problem.fixed_decode_s + (counts * problem.decode_s).sum(axis=1),
@@ -294,50 +134,82 @@ def _costs_of(
 def evaluate(
     problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
 ) -> float:
-    """The objective in seconds; infinite over memory, with bits that a device lacks, or an empty
-    first or last stage (eq. 15).
+    """The objective in seconds; infinite over memory, with bits that a device lacks, joined layers
+    apart, or an empty first or last stage (eq. 15).
     """
     counts = layer_counts(problem, first_layer, bitwidth)
     costs = _costs_of(problem, counts, bitwidth)
     over_memory = (costs.bytes > problem.memory_bytes).any()
     lacking = (counts[~problem.available] > 0).any()
-    if over_memory or lacking or not counts[0].any() or not counts[-1].any():
+    apart = not set(problem.joined).isdisjoint(first_layer)
+    if over_memory or lacking or apart or not counts[0].any() or not counts[-1].any():
         return math.inf
     return costs.latency_s + problem.theta * costs.quality
 
 
 def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:
-    """The best assignment with exactly `counts` [N, K]; a stage's bits are matched to layers."""
+    """The best assignment with exactly `counts` [N, C * K]; a stage's bits are matched to its
+    layers, kind by kind.
+    """
     from scipy.optimize import linear_sum_assignment  # slow to import, and not every command plans
 
     first_layer = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
     bitwidth = np.zeros(problem.layers, dtype=np.int64)
-    for stage, held in enumerate(counts):
+    of_kinds = [np.flatnonzero(problem.kind_of_layer == kind) for kind in range(problem.kinds)]
+    for stage, held in enumerate(counts.reshape(problem.stages, problem.kinds, -1)):
         start, stop = first_layer[stage], first_layer[stage + 1]
-        slots = np.repeat(np.arange(held.size), held)
-        _, chosen = linear_sum_assignment(problem.sensitivity[start:stop, slots])
-        bitwidth[start:stop] = slots[chosen]
+        for layers, of_kind in zip(of_kinds, held, strict=True):
+            own = layers[(layers >= start) & (layers < stop)]
+            slots = np.repeat(np.arange(of_kind.size), of_kind)
+            _, chosen = linear_sum_assignment(problem.sensitivity[own][:, slots])
+            bitwidth[own] = slots[chosen]
     boundaries, bits = tuple(first_layer.tolist()), tuple(bitwidth.tolist())
     return Assignment(boundaries, bits, evaluate(problem, boundaries, bits))
 
 
 def smallest_assignment(problem: AssignmentProblem) -> Assignment:
     """Every layer as small as its device runs it, each where the bottleneck is then the least."""
-    smallest = np.where(problem.available, problem.layer_bytes, np.inf).argmin(axis=1)
-    stage = np.arange(problem.stages)
-    batches = np.array([problem.prefill_micro_batches, problem.decode_rounds])
-    layer_s = batches @ np.stack(
-        [problem.prefill_s[stage, smallest], problem.decode_s[stage, smallest]]
+    stages, kinds = problem.stages, problem.kinds
+    usable = np.where(problem.available, problem.layer_bytes, np.inf).reshape(stages, kinds, -1)
+    smallest = usable.argmin(axis=2)
+    cells = smallest + np.arange(kinds) * usable.shape[2]
+    stage = np.arange(stages)[:, np.newaxis]
+    each_s = problem.prefill_micro_batches * problem.prefill_s[stage, cells]
+    each_s += problem.decode_rounds * problem.decode_s[stage, cells]
+    smallest_bytes = usable.min(axis=2)
+    first_layer = fastest_boundaries(
+        np.where(run_sums(held, problem) <= memory, run_sums(seconds, problem), np.inf)
+        for held, memory, seconds in zip(smallest_bytes, problem.memory_bytes, each_s, strict=True)
     )
-    capacity = layer_capacity(problem)
-    sizes = np.zeros(problem.stages, dtype=np.int64)
-    sizes[[0, -1]] = 1
-    while sizes.sum() < problem.layers:
-        grown_s = np.where(sizes < capacity, (sizes + 1) * layer_s, np.inf)
-        sizes[grown_s.argmin()] += 1
-    counts = np.zeros_like(problem.available, dtype=np.int64)
-    counts[stage, smallest] = sizes
-    return assign_bits(problem, counts)
+    of_layer = smallest[:, problem.kind_of_layer]
+    stage_of = np.repeat(np.arange(stages), np.diff(first_layer))
+    bits = of_layer[stage_of, np.arange(problem.layers)]
+    return assign_bits(problem, layer_counts(problem, first_layer, bits.tolist()))
+
+
+def fastest_boundaries(run_s: Iterable[FloatArray], least_s: float = 0.0) -> tuple[int, ...]:
+    """Boundaries [N+1] with the least slowest stage above `least_s` seconds; none where no layers
+    fit. `run_s` are each stage's seconds by where its run begins and ends [L+1, L+1], infinite
+    where it cannot hold that; where several are as good, earlier stages hold more.
+    """
+    slowest, begins = np.zeros(0), list[IntArray]()
+    every = list(run_s)
+    for stage, seconds in enumerate(every):
+        if stage == 0:
+            slowest = np.full(len(seconds), np.inf)
+            slowest[0] = least_s
+        through = np.maximum(slowest[:, np.newaxis], seconds)
+        if stage in (0, len(every) - 1):
+            np.fill_diagonal(through, np.inf)
+        begin = len(through) - 1 - through[::-1].argmin(axis=0)
+        slowest = through[begin, np.arange(len(through))]
+        begins.append(begin)
+    if math.isinf(slowest[-1]):
+        return ()
+    first_layer = [len(slowest) - 1]
+    for begin in reversed(begins):
+        first_layer.append(int(begin[first_layer[-1]]))
+    return tuple(reversed(first_layer))
 
 
 def conclude(

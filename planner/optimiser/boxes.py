@@ -20,9 +20,9 @@ from planner.optimiser.assignment import (
     SolveOptions,
     assign_bits,
     conclude,
-    require_feasible,
     smallest_assignment,
 )
+from planner.optimiser.feasibility import require_feasible
 from planner.optimiser.milp import solve_exactly
 from planner.optimiser.prices import Prices
 from planner.optimiser.problem import AssignmentProblem, FloatArray

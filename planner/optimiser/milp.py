@@ -29,12 +29,10 @@ from planner.optimiser.assignment import (
     SolveOptions,
     assign_bits,
     conclude,
-    fullest_bytes,
-    require_feasible,
     smallest_assignment,
     stage_times,
-    whole_layers,
 )
+from planner.optimiser.feasibility import fullest_bytes, require_feasible, whole_layers
 from planner.optimiser.prices import PricedProblem, each_stage_alone
 from planner.optimiser.problem import (
     AssignmentProblem,

@@ -6,6 +6,9 @@ P_pre / f_j, `layer_bytes[j, b]` is M(i,b) at length s+n, `memory_bytes[j]` is M
 `sensitivity[i, b]` is omega(i,b), `prefill_micro_batches` is ceil(B/eta) and
 `decode_micro_batches` is ceil(B/xi).
 
+Layers may be of C kinds, which cost differently: the columns of these arrays are then *cells*,
+column kind * K + choice is a layer of that kind at that bitwidth.
+
 The seconds of a batch, or of a whole job, have the same form by every objective, and only this
 file states them. P and D are the seconds of the slowest stage per micro-batch of prefill and
 decode; sum P_j and sum D_j add up all stages:
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar, get_args
 
@@ -58,18 +62,19 @@ class JobPasses:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentProblem:
-    """The costs of placing L layers on N stages, each at one of K bitwidths; seconds are of one
-    micro-batch. `memory_bytes` is left for layers and may be negative. Arrays become read-only
-    float64; `layer_bytes` may be [K]. SpecError for shapes or values that make no problem.
+    """The costs of placing L layers of C kinds on N stages, each at one of K bitwidths; seconds are
+    of one micro-batch. `memory_bytes` is left for layers and may be negative. `joined` layers lie
+    on the stage of the layer before them. Arrays become read-only; `layer_bytes` and `available`
+    may be [K], the same for all kinds. SpecError for shapes or values that make no problem.
     """
 
-    prefill_s: FloatArray  # [N, K], one layer
-    decode_s: FloatArray  # [N, K], one layer
+    prefill_s: FloatArray  # [N, C * K], one layer
+    decode_s: FloatArray  # [N, C * K], one layer
     fixed_prefill_s: FloatArray  # [N], what else lives on the stage
     fixed_decode_s: FloatArray  # [N]
     prefill_comm_s: FloatArray  # [N], to the next stage; entry N-1 goes back to the first
     decode_comm_s: FloatArray  # [N]
-    layer_bytes: FloatArray  # [N, K]
+    layer_bytes: FloatArray  # [N, C * K]
     memory_bytes: FloatArray  # [N]
     sensitivity: FloatArray  # [L, K]
     theta: float
@@ -78,23 +83,29 @@ class AssignmentProblem:
     decode_micro_batches: int
     new_tokens: int
     objective: Objective = "pipeline"
-    available: BoolArray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))  # [N, K]
+    available: BoolArray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))  # [N, C * K]
     passes: JobPasses | None = None  # of objective "job"
+    kind_of_layer: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # [L]
+    joined: tuple[int, ...] = ()  # of layers 1 to L-1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bitwidths", tuple(int(bits) for bits in self.bitwidths))
         _check_scalars(self)
-        shape = (len(np.atleast_1d(np.asarray(self.memory_bytes))), len(self.bitwidths))
+        stages, choices = len(np.atleast_1d(np.asarray(self.memory_bytes))), len(self.bitwidths)
+        cells = max(1, np.atleast_1d(self.prefill_s).shape[-1] // choices) * choices
         for name in ("prefill_s", "decode_s", "layer_bytes"):
-            _store(self, name, shape, least=0.0, broadcast=name == "layer_bytes")
+            _store(self, name, (stages, cells), least=0.0, broadcast=name == "layer_bytes")
         for name in STAGE_TIMES:
-            _store(self, name, shape[:1], least=0.0)
-        _store(self, "memory_bytes", shape[:1], least=-np.inf)
+            _store(self, name, (stages,), least=0.0)
+        _store(self, "memory_bytes", (stages,), least=-np.inf)
         layers = len(np.atleast_1d(np.asarray(self.sensitivity)))
-        _store(self, "sensitivity", (layers, shape[1]), least=0.0)
+        _store(self, "sensitivity", (layers, choices), least=0.0)
         _check_sensitivity(self.sensitivity, self.bitwidths)
-        available = _broadcast("available", np.asarray(self.available, dtype=bool), shape)
-        object.__setattr__(self, "available", available)
+        usable = np.asarray(self.available, dtype=bool)
+        usable = _broadcast("available", usable, (stages, cells), choices)
+        object.__setattr__(self, "available", usable)
+        object.__setattr__(self, "kind_of_layer", _checked_kinds(self, layers))
+        object.__setattr__(self, "joined", _checked_joined(self.joined, layers))
 
     @property
     def stages(self) -> int:
@@ -103,6 +114,35 @@ class AssignmentProblem:
     @property
     def layers(self) -> int:
         return len(self.sensitivity)
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of layers there may be, C."""
+        return int(self.prefill_s.shape[1]) // len(self.bitwidths)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers are of one kind, and any boundary may be."""
+        return self.kinds == 1 and not self.joined
+
+    @cached_property
+    def open_boundaries(self) -> IntArray:
+        """Where a stage may begin or end, from 0 to L."""
+        return np.setdiff1d(np.arange(self.layers + 1), self.joined)
+
+    @cached_property
+    def kinds_before(self) -> IntArray:
+        """How many layers of each kind lie before each boundary, [L+1, C]."""
+        before = np.zeros((self.layers + 1, self.kinds), dtype=np.int64)
+        before[np.arange(1, self.layers + 1), self.kind_of_layer] = 1
+        return np.asarray(before.cumsum(axis=0))
+
+    def by_layer(self, cells: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+        """The values [N, C * K] of cells as each layer has them, [N, L, K]."""
+        by_kind = cells.reshape(len(cells), self.kinds, -1)
+        if self.kinds == 1:
+            return np.broadcast_to(by_kind, (len(cells), self.layers, by_kind.shape[2]))
+        return by_kind[:, self.kind_of_layer]
 
     @property
     def decode_rounds(self) -> int:
@@ -139,7 +179,7 @@ def _store(
     if 0 in shape:
         raise SpecError(f"{name} would have shape {list(shape)}; give at least one stage and layer")
     if broadcast:
-        values = _broadcast(name, values, shape)
+        values = _broadcast(name, values, shape, len(problem.bitwidths))
     if values.shape != shape:
         raise SpecError(f"{name} has shape {list(values.shape)}; give {list(shape)}")
     if not np.isfinite(values).all():
@@ -152,12 +192,42 @@ def _store(
 
 
 def _broadcast(
-    name: str, values: npt.NDArray[Scalar], shape: tuple[int, ...]
+    name: str, values: npt.NDArray[Scalar], shape: tuple[int, ...], choices: int
 ) -> npt.NDArray[Scalar]:
+    """The values as `shape` [N, C * K], from those of any stage or of the choices of any kind."""
+    if values.shape[-1:] == (choices,):
+        values = np.tile(values, shape[1] // choices)
     try:
         return np.broadcast_to(values, shape)
     except ValueError:
         raise SpecError(f"{name} has shape {list(values.shape)}; give {list(shape)}") from None
+
+
+def _checked_kinds(problem: AssignmentProblem, layers: int) -> IntArray:
+    """The kind of each layer, for which the arrays have columns."""
+    given, kinds = np.asarray(problem.kind_of_layer), problem.kinds
+    if kinds == 1 and not given.any():
+        return np.zeros(layers, dtype=np.int64)
+    if given.shape != (layers,):
+        raise SpecError(f"kind_of_layer has shape {list(given.shape)}; give [{layers}]")
+    if (given < 0).any() or (given >= kinds).any() or (given != given.astype(np.int64)).any():
+        raise SpecError(
+            f"kind_of_layer holds {given.tolist()}, but prefill_s has columns of {kinds} kinds; "
+            f"give whole numbers from 0 to {kinds - 1}, or a column for each kind and bitwidth"
+        )
+    own = given.astype(np.int64)
+    own.flags.writeable = False
+    return own
+
+
+def _checked_joined(joined: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    inner = tuple(sorted({int(layer) for layer in joined}))
+    if inner and (inner[0] < 1 or inner[-1] >= layers):
+        raise SpecError(
+            f"joined holds layers {list(inner)}; give some of 1 to {layers - 1}, which have a "
+            "layer before them"
+        )
+    return inner
 
 
 def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:

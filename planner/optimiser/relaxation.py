@@ -13,7 +13,7 @@ from typing import NamedTuple
 import highspy
 import numpy as np
 
-from planner.optimiser.assignment import is_feasible
+from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.prices import PathBound, PricedProblem, Prices, onto_simplex
 from planner.optimiser.problem import (
     AssignmentProblem,

@@ -17,14 +17,20 @@ from planner.optimiser.assignment import (
     Assignment,
     SolveOptions,
     evaluate,
-    require_feasible,
+    fastest_boundaries,
     stage_times,
-    whole_layers,
 )
 from planner.optimiser.boxes import solve_by_boxes
+from planner.optimiser.feasibility import require_feasible, run_sums
 from planner.optimiser.milp import solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER
-from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
+from planner.optimiser.problem import (
+    AssignmentProblem,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    latency_form,
+)
 from planner.optimiser.relaxation import relax
 from planner.optimiser.solvers import require_known
 from planner.optimiser.stage_options import SensitivityTables
@@ -47,14 +53,21 @@ def solve_bounded(
 
 def uniform_assignment(problem: AssignmentProblem) -> Assignment:
     """Uniform without a bound, for searches that ask often: the greatest bitwidth that fits."""
-    sizes = even_sizes(problem.layers, problem.stages)
-    first_layer = (0, *np.cumsum(sizes).tolist())
+    first_layer = even_boundaries(problem)
     for choice in reversed(range(len(problem.bitwidths))):
         bitwidth = (choice,) * problem.layers
         objective = evaluate(problem, first_layer, bitwidth)
         if math.isfinite(objective):
             return Assignment(first_layer, bitwidth, objective, status="uniform")
-    raise InfeasibleError(_explain_uneven(problem, sizes, first_layer))
+    raise InfeasibleError(_explain_uneven(problem, first_layer))
+
+
+def even_boundaries(problem: AssignmentProblem) -> tuple[int, ...]:
+    """Boundaries [N+1] as near to an even partition as joined layers allow."""
+    even = np.concatenate([[0], np.cumsum(even_sizes(problem.layers, problem.stages))])
+    open_ones = problem.open_boundaries
+    nearest = np.abs(open_ones - even[:, np.newaxis]).argmin(axis=1)
+    return tuple(open_ones[nearest].tolist())
 
 
 def even_sizes(layers: int, stages: int) -> IntArray:
@@ -65,16 +78,18 @@ def even_sizes(layers: int, stages: int) -> IntArray:
     return sizes
 
 
-def _explain_uneven(
-    problem: AssignmentProblem, sizes: IntArray, first_layer: tuple[int, ...]
-) -> str:
-    usable = np.flatnonzero(problem.available[sizes > 0].all(axis=0))
+def _explain_uneven(problem: AssignmentProblem, first_layer: tuple[int, ...]) -> str:
+    sizes = np.diff(first_layer)
+    usable = np.flatnonzero(_every_kind(problem)[sizes > 0].all(axis=0))
     if problem.layers < min(problem.stages, 2):
         return f"{problem.layers} layer cannot fill {problem.stages} stages; use 1 device"
+    if min(sizes[0], sizes[-1]) == 0:
+        return "an even partition would part layers that must lie on one stage; use fewer devices"
     if usable.size == 0:
         bits = ", ".join(map(str, problem.bitwidths))
         return f"no one bitwidth of {bits} runs on every device; allow another or mix bitwidths"
-    smallest = int(usable[problem.layer_bytes[:, usable].sum(axis=0).argmin()])
+    each = problem.layer_bytes.reshape(problem.stages, problem.kinds, -1)[:, :, usable]
+    smallest = int(usable[each.sum(axis=(0, 1)).argmin()])
     needed = stage_times(problem, first_layer, (smallest,) * problem.layers).bytes
     short = needed - problem.memory_bytes
     stage = int(short.argmax())
@@ -86,14 +101,17 @@ def _explain_uneven(
     )
 
 
+def _every_kind(problem: AssignmentProblem) -> BoolArray:
+    """Whether each stage runs layers of all kinds at a bitwidth [N, K]."""
+    return np.asarray(problem.by_layer(problem.available).all(axis=1))
+
+
 def pipeedge_assignment(problem: AssignmentProblem) -> Assignment:
     """PipeEdge without a bound: the greatest bitwidth that fits, and the least slowest prefill."""
     for choice in reversed(range(len(problem.bitwidths))):
         if (problem.memory_bytes < 0).any():
             break
-        held = whole_layers(problem.layer_bytes[:, choice], problem.memory_bytes, problem.layers)
-        most = np.where(problem.available[:, choice], held, 0)
-        first_layer = _fastest_prefill(problem, choice, most)
+        first_layer = _fastest_prefill(problem, choice)
         bits = (choice,) * problem.layers
         objective = evaluate(problem, first_layer, bits) if first_layer else math.inf
         if math.isfinite(objective):
@@ -106,28 +124,22 @@ def pipeedge_assignment(problem: AssignmentProblem) -> Assignment:
     )
 
 
-def _fastest_prefill(problem: AssignmentProblem, choice: int, most: IntArray) -> tuple[int, ...]:
-    """Boundaries with the least slowest prefill stage, of at most `most` [N] layers each; empty
-    where nothing fits. `slowest[j, l]` is the least for the first j stages with l layers.
-    """
-    stages, layers = problem.stages, problem.layers
-    slowest: FloatArray = np.full((stages + 1, layers + 1), np.inf)
-    slowest[0, 0] = float(problem.prefill_comm_s.max())
-    taken = np.zeros((stages + 1, layers + 1), dtype=np.int64)
-    for stage in range(stages):
-        least = 1 if stage in (0, stages - 1) else 0
-        for size in range(least, int(most[stage]) + 1):
-            own = problem.fixed_prefill_s[stage] + size * problem.prefill_s[stage, choice]
-            found = np.maximum(slowest[stage, : layers + 1 - size], own)
-            better = found < slowest[stage + 1, size:]
-            slowest[stage + 1, size:][better] = found[better]
-            taken[stage + 1, size:][better] = size
-    if math.isinf(slowest[stages, layers]):
-        return ()
-    first_layer = [layers]
-    for stage in range(stages, 0, -1):
-        first_layer.append(first_layer[-1] - int(taken[stage, first_layer[-1]]))
-    return tuple(reversed(first_layer))
+def _fastest_prefill(problem: AssignmentProblem, choice: int) -> tuple[int, ...]:
+    """Boundaries with the least slowest prefill stage at a bitwidth; none where nothing fits."""
+    cells = np.arange(problem.kinds) * len(problem.bitwidths) + choice
+    each = np.where(problem.available, problem.layer_bytes, np.inf)[:, cells]
+    seconds, fixed_s = problem.prefill_s[:, cells], problem.fixed_prefill_s
+    return fastest_boundaries(
+        (
+            np.where(
+                run_sums(each[stage], problem) <= problem.memory_bytes[stage],
+                run_sums(seconds[stage], problem) + fixed_s[stage],
+                np.inf,
+            )
+            for stage in range(problem.stages)
+        ),
+        float(problem.prefill_comm_s.max()),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,11 +165,11 @@ def estimate_offloading(
     if bits not in problem.bitwidths:
         raise SpecError(f"{bits} bit is none of {', '.join(map(str, problem.bitwidths))}")
     choice = problem.bitwidths.index(bits)
-    if not problem.available[:, choice].all():
-        stage = int(np.flatnonzero(~problem.available[:, choice])[0])
+    if not (usable := _every_kind(problem)[:, choice]).all():
+        stage = int(np.flatnonzero(~usable)[0])
         raise InfeasibleError(f"stage {stage} cannot run {bits} bit; estimate another bitwidth")
-    sizes = even_sizes(problem.layers, problem.stages)
-    host = np.maximum(sizes * problem.layer_bytes[:, choice] - problem.memory_bytes, 0.0)
+    times = stage_times(problem, even_boundaries(problem), (choice,) * problem.layers)
+    host = np.maximum(times.bytes - problem.memory_bytes, 0.0)
     short = host - np.asarray(host_memory_bytes, dtype=np.float64)
     if (short > 0).any():
         stage = int(short.argmax())
@@ -166,10 +178,8 @@ def estimate_offloading(
             "more than its host memory; use fewer bits or more host memory"
         )
     streamed_s = host / np.asarray(host_link_bytes_per_s, dtype=np.float64)
-    prefill = problem.fixed_prefill_s + sizes * problem.prefill_s[:, choice]
-    decode = problem.fixed_decode_s + sizes * problem.decode_s[:, choice]
-    prefill = np.maximum(prefill, streamed_s / problem.prefill_micro_batches)
-    decode = np.maximum(decode, streamed_s / problem.decode_micro_batches)
+    prefill = np.maximum(times.prefill_s, streamed_s / problem.prefill_micro_batches)
+    decode = np.maximum(times.decode_s, streamed_s / problem.decode_micro_batches)
     return OffloadingEstimate(latency_form(problem).of_stages(prefill, decode), bits, host)
 
 

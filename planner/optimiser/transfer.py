@@ -22,11 +22,11 @@ from planner.optimiser.assignment import (
     compute_seconds,
     evaluate,
     layer_counts,
-    require_feasible,
     smallest_assignment,
     stage_times,
 )
 from planner.optimiser.boxes import solve_by_boxes
+from planner.optimiser.feasibility import require_feasible
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
 from planner.optimiser.relaxation import relax
 from planner.optimiser.stage_options import SensitivityTables, rank_of_counts

@@ -17,9 +17,9 @@ from planner.optimiser.assignment import (
     Assignment,
     AssignmentCosts,
     SolveOptions,
-    is_feasible,
     stage_times,
 )
+from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.problem import AssignmentProblem, latency_form
 from planner.optimiser.solve import (
     OffloadingEstimate,

@@ -18,7 +18,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import equal_devices, group_of, ungrouped
 from planner.costs.model import CostModel
 from planner.model.tensor_parallel import possible_degrees, refusal
-from planner.optimiser.assignment import explain_infeasible, is_feasible, layer_capacity
+from planner.optimiser.feasibility import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import AUTO, PlanOptions
 from planner.search.orders import canonical_devices, distinct_sets, order_tree

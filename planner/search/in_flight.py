@@ -16,7 +16,8 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
-from planner.optimiser.assignment import is_feasible, stage_times
+from planner.optimiser.assignment import stage_times
+from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.relaxation import lower_bound
 from planner.options import AUTO, JOB_GAP
 from planner.plan.builder import Solution, forecast_solution, solution_quality

@@ -14,7 +14,8 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import transfer_terms
-from planner.optimiser.assignment import Assignment, SolveOptions, is_feasible
+from planner.optimiser.assignment import Assignment, SolveOptions
+from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.names import Objective
 from planner.optimiser.problem import AssignmentProblem, JobPasses
 from planner.optimiser.solve import solve_by

@@ -12,9 +12,9 @@ from planner.optimiser.assignment import (
     SolveOptions,
     assign_bits,
     evaluate,
-    fullest_bytes,
     smallest_assignment,
 )
+from planner.optimiser.feasibility import fullest_bytes
 from planner.optimiser.milp import BoundaryRelaxation, solve_exactly
 from planner.optimiser.names import DEFAULT_SOLVER, Objective
 from planner.optimiser.relaxation import lower_bound

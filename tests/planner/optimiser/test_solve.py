@@ -8,11 +8,9 @@ import pytest
 
 from planner.optimiser.assignment import (
     evaluate,
-    explain_infeasible,
-    fullest_bytes,
-    is_feasible,
     stage_times,
 )
+from planner.optimiser.feasibility import explain_infeasible, fullest_bytes, is_feasible
 from planner.optimiser.problem import AssignmentProblem, JobPasses
 from planner.optimiser.solve import even_sizes
 from quant.common.errors import InfeasibleError, SpecError
