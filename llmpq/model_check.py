@@ -10,10 +10,12 @@ import warnings
 from pathlib import Path
 
 from actors.stage.model_config import checked_end_tokens
-from planner.model.finding import model_shape
+from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
 from planner.model.weight_check import check_weights
 from quant.checkpoint.model_reference import cached_snapshot, local_model, unfetched
+from quant.checkpoint.stored_tensors import other_parts, stored_tensors
+from quant.checkpoint.text_part import wrapper_of
 from quant.common.errors import SpecError
 
 
@@ -35,3 +37,16 @@ def checked_shape(model: str | Path) -> ModelShape:
         if told is not None:
             warnings.warn(told, stacklevel=1)  # always this line, so that it is shown once
     return shape
+
+
+def left_out_note(model: str | Path) -> str | None:
+    """A line on the parts of `model` beside its text model, which are left out; None: it has none.
+
+    For a model that `checked_shape` took.
+    """
+    values, folder = model_config(model), local_model(model, "give a name or a folder", SpecError)
+    parts = other_parts(stored_tensors(folder)) if folder is not None and folder.is_dir() else ()
+    if not parts and wrapper_of(values) is None:
+        return None
+    named = f" ({', '.join(parts)})" if parts else ""
+    return f"{values['model_type']}: text alone is computed; its other parts{named} are left out"

@@ -15,6 +15,7 @@ from planner.model.shape import MAX_SIZE
 from quant.checkpoint.gguf.folder import model_place, settings_place
 from quant.checkpoint.gguf.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY, GENERATION_CONFIG_FILE
+from quant.checkpoint.text_part import TEXT_SECTION, text_entries
 from quant.common.errors import CheckpointError
 from quant.common.files import MAX_BYTES, read_json_object
 from quant.common.text import library_reason, printable
@@ -37,12 +38,13 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def config_of_values(values: Mapping[str, Any], place: str = CONFIG_FILE) -> PretrainedConfig:
-    """The configuration of a parsed `config.json`, without how its weights are stored; messages
-    call it `place`. Types may be written as torch shows them, `torch.bfloat16`.
+    """The configuration of the text model in a parsed `config.json`, without how its weights are
+    stored; messages call it `place`. Types may be written as torch shows them, `torch.bfloat16`.
     """
     from transformers import AutoConfig
 
-    kept = {k: v for k, v in values.items() if k not in (CONFIG_KEY, "names")}
+    entries = text_entries(values, place)
+    kept = {k: v for k, v in entries.items() if k not in (CONFIG_KEY, "names")}
     for key in kept.keys() & DTYPE_KEYS:
         kept[key] = kept[key] and str(kept[key]).removeprefix("torch.")
     with _named(place):
@@ -149,7 +151,10 @@ def checked_end_tokens(folder: Path, vocab_size: int = MAX_SIZE) -> tuple[int, .
 def _config_end_tokens(folder: Path) -> tuple[int, ...]:
     found = read_json_object(folder / CONFIG_FILE, "download it again", CheckpointError)
     place = settings_place(folder, CONFIG_FILE)
-    return check_end_tokens(found.get(_EOS_ID), MAX_SIZE, place, CheckpointError)
+    own = found.get(TEXT_SECTION)
+    entries = [found.get(_EOS_ID), own.get(_EOS_ID) if isinstance(own, Mapping) else None]
+    checked = (check_end_tokens(each, MAX_SIZE, place, CheckpointError) for each in entries)
+    return tuple(token for tokens in checked for token in tokens)
 
 
 def _end_tokens_named_in(folder: Path, file: str) -> tuple[int, ...]:

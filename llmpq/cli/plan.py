@@ -12,13 +12,20 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
+from llmpq.cli.common import (
+    EXIT_DONE,
+    command_line,
+    console,
+    run_command,
+    tell_notes,
+    tell_written,
+)
 from llmpq.cli.parser import made, taken
 from llmpq.cli.plan_input import asked_cluster, asked_model, asked_requests, asked_workload
 from llmpq.cli.plan_options import PROG, PlanCommand, plan_parser
 from llmpq.cli.terminal import TaskProgress
 from llmpq.cluster import Cluster
-from llmpq.model_check import checked_shape
+from llmpq.model_check import checked_shape, left_out_note
 from llmpq.plan import Plan
 from llmpq.profile.tables import loading_note
 from llmpq.report.bound_charts import write_latency_front
@@ -62,6 +69,7 @@ def _plan(options: PlanCommand, planning: dict[str, Any], words: Sequence[str]) 
     _ = options.prompting  # read and checked
     model = asked_model(options)
     checked_shape(model)  # before devices are looked for and prompts are tokenized
+    tell_notes(filter(None, [left_out_note(model)]))
     cluster = asked_cluster(options)
     if options.write_cluster is not None:
         _write_cluster(options, options.write_cluster, model, cluster)

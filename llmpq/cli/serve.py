@@ -90,8 +90,8 @@ def _run(
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options, given))
         engine = PipelineEngine(spec, run_options, source)
-        if engine.end_note:
-            say(engine.end_note)
+        for note in engine.notes:
+            say(note)
         stack.enter_context(ray_session(chosen.address))
         copies = 1 if is_fleet else count_replicas(all_stages(plans[0]), wanted)
         stack.enter_context(closing(engine))

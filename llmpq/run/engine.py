@@ -16,6 +16,7 @@ from actors.messages import Sampling
 from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.lengths.finished_rows import texts_of
 from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
+from llmpq.model_check import left_out_note
 from llmpq.remote.session import head_loss_raised, ray_session
 from llmpq.rows.sampling import JobSampling, SamplingInput, merge_sampling
 from llmpq.run.checkpoint import (
@@ -44,7 +45,8 @@ class CheckedModel:
     """The checkpoint that a plan or a fleet is run with, checked, and the stages that compute it.
 
     `source` is the plan's file, for messages; `job` names the stages in Ray's metrics. `sampling`
-    is that of rows without their own where a run has no other; `end_note` tells what ends answers.
+    is that of rows without their own where a run has no other; `notes` tell what of the model is
+    left out and what ends answers.
     `listener` is told of every event.
 
     The constructor checks what can be checked without torch and before Ray is started, and raises
@@ -62,7 +64,8 @@ class CheckedModel:
         self._importance: ImportanceStore | None = None
         self._checkpoint, self.folder, self._shape = found.checkpoint, found.folder, found.shape
         self.sampling, self.predicts = found.sampling, found.predicts
-        self.end_note = end_note(self.sampling.sampling, self.folder)
+        notes = (left_out_note(self.folder), end_note(self.sampling.sampling, self.folder))
+        self.notes = tuple(filter(None, notes))
 
     @property
     def vocab_size(self) -> int:

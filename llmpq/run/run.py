@@ -94,8 +94,8 @@ class Run:
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines on what the model's settings decide: where answers end, how tokens are chosen."""
-        found = (self._shared.end_note, self.sampling.note, self.sampling.limit_note)
-        return tuple(filter(None, found))
+        found = (self.sampling.note, self.sampling.limit_note)
+        return (*self._shared.notes, *filter(None, found))
 
     def close(self) -> None:
         """End the processes that tokenize and predict, where the results have not been asked for to

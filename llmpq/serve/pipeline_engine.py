@@ -54,7 +54,7 @@ class PipelineEngine:
     def __init__(self, spec: Runnable, options: RunOptions, source: str = "the plan") -> None:
         model = self._model = CheckedModel(spec, options, source)
         model.listener = lambda event: _LOG.warning("%s: %s", event.kind, event.text)
-        self.end_note = model.end_note
+        self.notes = model.notes
         model.load_importance()
         room, found = model.plan.workload, model.sampling.sampling
         self.model_name = model.plan.model.name

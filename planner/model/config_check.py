@@ -154,8 +154,8 @@ def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim:
         _check_original_length(config, key, parameters)
     if rope_type == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         raise SpecError(
-            f"{config.place}: {key}.low_freq_factor is {parameters['low_freq_factor']}; it must be "
-            f"below high_freq_factor, {parameters['high_freq_factor']}"
+            f"{config.entry(key)}.low_freq_factor is {parameters['low_freq_factor']}; it must "
+            f"be below high_freq_factor, {parameters['high_freq_factor']}"
         )
     _check_width(config, entries, keys, head_dim)
 
@@ -173,7 +173,7 @@ def rope_entries(config: ConfigFile) -> Entries:
     nested = next((name for name, value in parameters.items() if isinstance(value, Mapping)), None)
     if nested is not None:
         raise SpecError(
-            f"{config.place}: {key}.{nested} is an object; {config.values['model_type']} has one "
+            f"{config.entry(key)}.{nested} is an object; {config.values['model_type']} has one "
             "set of rotary parameters for all layers: put its entries directly there"
         )
     return key, parameters
@@ -199,7 +199,7 @@ def _rope_type(config: ConfigFile, key: str, parameters: Mapping[str, Any]) -> s
     value = parameters.get(name, "default")
     if value not in ROPE_TYPES:
         raise SpecError(
-            f"{config.place}: {key}.{name} is {shown(value)}, which llmpq does not run; it must be "
+            f"{config.entry(key)}.{name} is {shown(value)}, which llmpq does not run; it must be "
             f"one of {', '.join(ROPE_TYPES)}"
         )
     return str(value)

@@ -8,17 +8,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.model.shape import MAX_SIZE
+from quant.checkpoint.text_part import TEXT_SECTION, TIED_KEY, text_entries
 from quant.common.errors import SpecError
 
 
 @dataclass(frozen=True)
 class ConfigFile:
+    """The entries of a text model. Where it is part of another model, they stand in a section of
+    its file, but for the `outer` ones.
+    """
+
     name: str
     values: Mapping[str, Any]
     place: str
+    outer: frozenset[str] | None = None
+
+    @classmethod
+    def of(cls, name: str, values: Mapping[str, Any], place: str) -> ConfigFile:
+        """The text model's entries of a parsed `config.json`; SpecError where it has none."""
+        text = text_entries(values, place)
+        if text is values:
+            return cls(name, values, place)
+        outer = frozenset(text) - frozenset(values[TEXT_SECTION])
+        return cls(name, text, place, outer | {TIED_KEY})
+
+    def entry(self, key: str) -> str:
+        """The place of an entry in words, for messages."""
+        is_outer = self.outer is None or key.partition(".")[0] in self.outer
+        return f"{self.place}: {key}" if is_outer else f"{self.place}: {TEXT_SECTION}.{key}"
 
     def refusal(self, key: str, value: Any, needed: str) -> SpecError:
-        return SpecError(f"{self.place}: {key} is {shown(value)}; it must be {needed}")
+        return SpecError(f"{self.entry(key)} is {shown(value)}; it must be {needed}")
 
     def integer(self, *keys: str, default: int | None = None) -> int:
         for key in keys:
@@ -29,7 +49,7 @@ class ConfigFile:
                 raise self.refusal(key, value, "a whole number")
             return value
         if default is None:
-            raise SpecError(f"{self.place}: {' or '.join(keys)} is missing")
+            raise SpecError(f"{self.entry(' or '.join(keys))} is missing")
         return default
 
     def size(self, *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:

@@ -21,6 +21,7 @@ from planner.model.gated_families import GATED_FAMILIES
 from planner.model.gpt_oss_family import GPT_OSS
 from planner.model.qwen_families import QWEN_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
+from quant.checkpoint.text_part import WRAPPERS
 
 _TRAINED_LENGTH = 2048
 """ALiBi has no table of positions; BLOOM was trained on 2,048 tokens."""
@@ -236,3 +237,9 @@ def has_own_layers(model_type: str) -> bool:
 
 def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(FAMILIES))
+
+
+def wrapper_types() -> tuple[str, ...]:
+    """The types of models whose text part is of one of the families."""
+    known = FAMILIES.keys()
+    return tuple(sorted(n for n, each in WRAPPERS.items() if known & {*each.text_types}))

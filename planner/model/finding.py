@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.model.config_check import check_values, reach
 from planner.model.config_file import ConfigFile
-from planner.model.families import FAMILIES, supported_model_types
+from planner.model.families import FAMILIES, supported_model_types, wrapper_types
 from planner.model.family import Family
 from planner.model.shape import ModelShape
 from quant.checkpoint.gguf.folder import gguf_index, model_name, settings_place
@@ -133,7 +133,8 @@ def has_own_head(folder: Path, model_type: str) -> bool:
     """
     names = FAMILIES[model_type].architecture
     stored = stored_tensors(folder)
-    head = next((n for n in (f"{name}.weight" for name in names.head_names) if n in stored), None)
+    heads = (stored_name(stored, f"{name}.weight", names.base) for name in names.head_names)
+    head = next(filter(None, heads), None)
     embedding = stored_name(stored, f"{names.embedding_path}.weight", names.base)
     if head is None or embedding is None:
         return False
@@ -227,7 +228,8 @@ def shape_at_hand(text: str) -> ModelShape | None:
 
 def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = None) -> ModelShape:
     """Read the shape from a parsed `config.json`; SpecError for what cannot be planned or read."""
-    config = ConfigFile(name, values, place or f"config.json of {name}")
+    config = ConfigFile.of(name, values, place or f"config.json of {name}")
+    values = config.values
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError(f"{config.place} names no model_type")
@@ -241,8 +243,9 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
         raise SpecError(f"{config.place}: {model_type:.40} {_NOT_RUN}")
     if family is None:
         raise SpecError(
-            f"{config.place}: model_type {model_type!r:.40} is not supported; "
-            f"supported: {', '.join(supported_model_types())}"
+            f"{config.entry('model_type')} {model_type!r:.40} is not supported; "
+            f"supported: {', '.join(supported_model_types())}, and the text part of "
+            f"{', '.join(wrapper_types())}"
         )
     quantization = quantization_entries(values)
     shape = _read_shape(config, family)

@@ -89,7 +89,7 @@ class _Weights:
     def check_head(self) -> None:
         size = (self.shape.vocab_size, self.shape.word_embedding_size)
         heads = [f"{name}.weight" for name in self.names.head_names]
-        stored = [name for name in heads if name in self.stored]
+        stored = [n for n in heads if stored_name(self.stored, n, self.names.base) is not None]
         for name in stored or ([] if self.shape.tied_embeddings else heads[:1]):
             self.check(name, size)
 

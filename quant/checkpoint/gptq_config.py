@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quant.checkpoint.text_part import TEXT_SECTION
 from quant.common.errors import SpecError
 from quant.common.files import read_json_object
 
@@ -80,7 +81,10 @@ def quantization_entries(config: Mapping[str, Any]) -> Any:
     if values is not None:
         return values
     other = next((key for key in _OTHER_KEYS if config.get(key) is not None), None)
-    return None if other is None else {"quant_method": _OTHER_KEYS[other]}
+    if other is not None:
+        return {"quant_method": _OTHER_KEYS[other]}
+    text = config.get(TEXT_SECTION)
+    return quantization_entries(text) if isinstance(text, Mapping) else None
 
 
 def parse_gptq_config(values: Any, place: str) -> GptqConfig:

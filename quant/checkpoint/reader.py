@@ -87,8 +87,8 @@ class Checkpoint:
                 self._ahead = None
 
     def names_below(self, name_prefix: str) -> list[str]:
-        base, _, rest = name_prefix.partition(".")
-        prefixes = (f"{name_prefix}.", f"{rest}.", f"{base}.{name_prefix}.")
+        found = spellings(name_prefix, name_prefix.partition(".")[0])
+        prefixes = tuple(f"{each}." for each in found)
         return sorted(name for name in self._file_of if name.startswith(prefixes))
 
     def fingerprint(self, name_prefix: str) -> str:
@@ -119,9 +119,9 @@ class Checkpoint:
         found = stored_name(self._file_of, name, prefix)
         if found is not None:
             return found
-        tried = dict.fromkeys(spellings(name, prefix))
+        tried = (each for each in spellings(name, prefix) if "language_model." not in each)
         raise CheckpointError(
-            f"{self.place} has no tensor {name} (tried {', '.join(tried)}) "
+            f"{self.place} has no tensor {name} (tried {', '.join(dict.fromkeys(tried))}) "
             f"among its {len(self._file_of)}; it is incomplete or of another model"
         )
 

@@ -141,15 +141,25 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def spellings(name: str, prefix: str) -> list[str]:
-    """Names in order: checkpoints are saved with or without `prefix` (OPT's lack `model.`)."""
+    """Names in order: checkpoints are saved with or without `prefix` (OPT's lack `model.`), and
+    text models as parts of others, with names that changed over the versions of transformers.
+    """
     if not prefix:
         return [name]
-    return [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]
+    rest = name.removeprefix(f"{prefix}.")
+    of_text = [f"model.language_model.{rest}", f"language_model.{name}", f"language_model.{rest}"]
+    return [f"{prefix}.{name}", name, rest, *of_text]
 
 
 def stored_name(names: Container[str], name: str, prefix: str) -> str | None:
     """The first of the `spellings` of a tensor that is among `names`."""
     return next((each for each in spellings(name, prefix) if each in names), None)
+
+
+def text_name(stored: str) -> str:
+    """A stored name without that of the model around its text model."""
+    rest = stored.removeprefix("model.")
+    return rest.removeprefix("language_model.") if rest.startswith("language_model.") else stored
 
 
 def shard_path(folder: Path, file: str) -> Path:
@@ -216,12 +226,16 @@ def _stored(file: str, place: Any) -> StoredTensor:
 
 _HARMLESS = re.compile(
     r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|"
-    r"(^|\.)(attention|attn|self_attn)\.(bias|masked_bias)$|"
-    r"^(model\.)?(mtp|visual|vision_tower|vision_model|multi_modal_projector)[._]"
+    r"(^|\.)(attention|attn|self_attn)\.(bias|masked_bias)$"
 )
 """Tensors that may be ignored: tables that are computed, masks
-(`_keys_to_ignore_on_load_unexpected` of transformers), and parts of other models that were saved
-with this one."""
+(`_keys_to_ignore_on_load_unexpected` of transformers)."""
+
+_OTHER_PART = re.compile(
+    r"^(?:model\.)?(mtp|visual|vision_tower|vision_model|vision_embedder|audio_tower|embed_vision|"
+    r"embed_audio|multi_modal_projector)[._]"
+)
+"""Parts of a checkpoint beside its text model: for images and sound, and for drafts of tokens."""
 
 _NORM = re.compile(r"norm[^.]*\.weight$")
 _ADAPTER = re.compile(r"(^|\.)lora_")
@@ -230,7 +244,13 @@ _ZEROS_BYTES = 1 << 24
 
 
 def is_harmless(name: str) -> bool:
-    return _HARMLESS.search(name) is not None
+    return _HARMLESS.search(name) is not None or _OTHER_PART.match(name) is not None
+
+
+def other_parts(names: Iterable[str]) -> tuple[str, ...]:
+    """The parts among `names` that are none of the text model, which are left out."""
+    found = map(_OTHER_PART.match, names)
+    return tuple(dict.fromkeys(match[1] for match in found if match is not None))
 
 
 def is_bias(name: str, modules: Container[str]) -> bool:

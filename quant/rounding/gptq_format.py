@@ -40,7 +40,8 @@ from quant.checkpoint.gptq_config import (
 )
 from quant.checkpoint.model_folder import write_index
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.stored_tensors import INDEX_FILE
+from quant.checkpoint.stored_tensors import INDEX_FILE, other_parts, text_name
+from quant.checkpoint.text_part import text_entries
 from quant.common.errors import CheckpointError, SpecError
 from quant.rounding.canonical import CanonicalWeight, quantize, row_blocks
 from quant.scheme import FULL_BITS, GROUP_SIZES, GptqOptions, group_size
@@ -363,21 +364,21 @@ class GptqWriter:
 
     def finish(self) -> None:
         layers = f"{self._layout.layers_name}."
-        names = {stored: self._full_name(stored) for stored in self._checkpoint.names()}
+        names = {s: self._full_name(s) for s in self._checkpoint.names() if not other_parts((s,))}
         rest = {full: stored for stored, full in names.items() if not full.startswith(layers)}
         self._save({full: self._checkpoint.read(stored) for full, stored in rest.items()}, 0)
         write_index(self._target / INDEX_FILE, self._file_of, self.total_bytes)
         quantization = self._layout.configuration(self._options)
         path = self._target / CONFIG_FILE
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = text_entries(json.loads(path.read_text(encoding="utf-8")), str(path))
         _write_json(path, {**config, CONFIG_KEY: quantization})
         _write_json(self._target / GPTQ_CONFIG_FILE, quantization)
 
     def _full_name(self, stored: str) -> str:
         base = self._layout.layers_name.partition(".")[0]
-        if stored.startswith(tuple(f"{known}." for known in (base, *self._layout.head_names))):
-            return stored
-        return f"{base}.{stored}"
+        name = text_name(stored)
+        is_full = name.startswith(tuple(f"{each}." for each in (base, *self._layout.head_names)))
+        return name if is_full else f"{base}.{name}"
 
     def _save(self, tensors: dict[str, torch.Tensor], number: int) -> None:
         last = len(self._layout.bitwidths)
