@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Addresses, as_array
+from actors.attention.constant_state import ConstantStates
 from actors.attention.parked import ParkedTokens
 from actors.attention.rooms import Rooms
-from actors.messages import MicroBatch, Move, TokenRange
+from actors.messages import MicroBatch, Move, Park, TokenRange
 from quant.backends.table import reads_ranges
 from quant.devices import local_processor
 from quant.scheme import FULL_BITS
@@ -194,13 +195,15 @@ class CacheShape:
 @dataclass(frozen=True)
 class CacheForm:
     """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes; those of so
-    many `kv_heads` that a rank holds (None: all of the model's).
+    many `kv_heads` that a rank holds (None: all of the model's). Requests may be in `slots` slots,
+    for layers that hold a constant state of each.
     """
 
     dtype: torch.dtype
     device: torch.device
     kv_bits: int = FULL_BITS
     kv_heads: int | None = None
+    slots: int = 0
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -222,7 +225,7 @@ class KVCache:
 
     Up to `parked_tokens` tokens of requests that were preempted, or prefilled for other stages, lie
     in host memory. `factors` `[kv_heads, head_dim]` by layer: what keys are divided by before they
-    become codes; plain numbers have none.
+    become codes; plain numbers have none. Layers with constant `states` have no keys.
     """
 
     def __init__(
@@ -232,6 +235,7 @@ class KVCache:
         form: CacheForm,
         parked_tokens: int = 0,
         factors: Mapping[int, Tensor] = MappingProxyType({}),
+        states: ConstantStates | None = None,
     ) -> None:
         sizes = (shape.kv_heads, shape.tokens, shape.head_dim)
         self.layers = layers
@@ -242,8 +246,10 @@ class KVCache:
         def empty(factors: Tensor | None = None) -> Stored:
             return Stored.empty(sizes, self.held_dtype, form.device, factors)
 
-        self._keys = {layer: empty(own.get(layer)) for layer in layers}
-        self._values = {layer: empty() for layer in layers}
+        self.states = states
+        with_keys = [layer for layer in layers if states is None or layer not in states]
+        self._keys = {layer: empty(own.get(layer)) for layer in with_keys}
+        self._values = {layer: empty() for layer in with_keys}
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
         self._rooms = Rooms(shape.tokens)
         self.parked = ParkedTokens(parked_tokens, form.device)
@@ -260,26 +266,39 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self._all())
+        states = 0 if self.states is None else self.states.nbytes
+        return sum(each.nbytes for each in self._all()) + states
 
     def prepare(self, batch: MicroBatch) -> None:
         """Do what `batch` asks for before it is computed: park, move, clear and restore.
 
         Raises RuntimeError where its tokens do not lie in the ranges of its requests.
         """
+        parked = [self._held(park) for park in batch.parks if self.layers]
         self._rooms.follow(batch)
         self.parked.forget(batch.drops)
-        for park in batch.parks if self.layers else ():
-            self.parked.park(park, self.of_tokens(park.begin, park.tokens))
+        for park, parts in zip(batch.parks, parked, strict=False):
+            self.parked.park(park, parts)
         self.move(batch.moves)
         self.clear([admission.room for admission in batch.admitted])
         for back in batch.restores if self.layers else ():
-            self.parked.restore(back, self.of_tokens(back.begin, back.tokens))
+            self.parked.restore(back, self._held(back))
+            if self.states is not None:
+                self.states.restored(self._rooms.slot_of(back), back.tokens)
+        if self.states is not None:
+            self.states.follow(batch)
 
     def keep(self, batch: MicroBatch) -> None:
         """Copy what `batch`, which is computed, asks for to host memory, where that has room."""
         for each in batch.keeps if self.layers else ():
-            self.parked.keep(each, self.of_tokens(each.begin, each.tokens))
+            self.parked.keep(each, self._held(each))
+
+    def _held(self, park: Park) -> list[Tensor]:
+        """Views of all that is held of a request: see `of_tokens` and `ConstantStates.of_slot`."""
+        parts = self.of_tokens(park.begin, park.tokens)
+        if self.states is not None:
+            parts += self.states.of_slot(self._rooms.slot_of(park))
+        return parts
 
     def of_tokens(self, begin: int, tokens: int) -> list[Tensor]:
         """Views of what is held of neighbouring tokens, `[kv_heads, tokens, ...]`: of the keys of
@@ -314,6 +333,11 @@ class KVCache:
     def of_layer(self, layer: int) -> tuple[Stored, Stored]:
         """The layer's whole keys and values."""
         return self._keys[layer], self._values[layer]
+
+    def states_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The layer's constant states: see `ConstantStates.of_layer`."""
+        assert self.states is not None, "only layers that have one ask for a state"
+        return self.states.of_layer(layer)
 
     def append(
         self, layer: int, where: Addresses, key: Tensor, value: Tensor

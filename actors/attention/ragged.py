@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from actors.attention.addresses import Addresses, Scoring, tell
+from actors.attention.constant_state import TokenRuns
 from actors.attention.cpu import (
     attend_fresh,
     attend_in_place,
@@ -115,6 +117,11 @@ class RaggedContext:
         if (batch.counts == batch.counts[0]).all() and not batch.starts.any():
             return cls(cache, where, (Part("prompts", slice(None), where),))
         return cls(cache, where, _parts(cache, batch, own_kernels))
+
+    @cached_property
+    def runs(self) -> TokenRuns:
+        """The new tokens by requests, made once a pass."""
+        return TokenRuns.of(self.where.batch, self.where.device)
 
     def tell(self, group: int, into: Tensor | None = None) -> None:
         """As `addresses.tell`, of all parts."""

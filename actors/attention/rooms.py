@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from actors.messages import MicroBatch, TokenIds, TokenRange
+from actors.messages import MicroBatch, Park, TokenIds, TokenRange
 
 
 class Rooms:
@@ -31,7 +31,7 @@ class Rooms:
         """
         self._make_room(int(batch.slots.max()) + 1)
         for park in batch.parks:
-            self._slot_at(park.begin, park.tokens)
+            self.slot_of(park)
         for move in batch.moves:
             slot = self._slot_at(move.begin, move.tokens)
             self._give(slot, TokenRange(move.to, int(self._sizes[slot])))
@@ -40,7 +40,7 @@ class Rooms:
                 self._make_room(admission.slot + 1)
                 self._give(admission.slot, admission.room)
         for each in (*batch.restores, *batch.keeps):
-            self._slot_at(each.begin, each.tokens)
+            self.slot_of(each)
         if batch.sizes is None:  # of tests and measurements
             return
         grown = np.flatnonzero(batch.sizes > self._sizes[batch.slots])
@@ -70,6 +70,10 @@ class Rooms:
         if missing > 0:
             self._begins = np.pad(self._begins, (0, missing))
             self._sizes = np.pad(self._sizes, (0, missing))
+
+    def slot_of(self, park: Park) -> int:
+        """The slot of the request whose tokens are parked, or come back."""
+        return self._slot_at(park.begin, park.tokens)
 
     def _slot_at(self, begin: int, tokens: int) -> int:
         """The slot whose range begins there and has so many tokens."""

@@ -2,8 +2,8 @@
 
 A stage keeps the forward pass of transformers and replaces the modules of other stages by
 placeholders. `planner.model.families` says for each family which modules belong to the first and
-to the last stage; families whose layers do not call transformers' attention interface have an
-entry in `_ATTENTION_REPLACEMENTS` too.
+to the last stage; modules that do not call transformers' attention interface, or cannot tell
+requests apart, have an entry in `_REPLACEMENTS` too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from actors.attention.ragged import (
     attend,
     register,
 )
+from actors.stage.delta_mixer import replace_fused_mixer, replace_mixer
 from planner.model.families import FAMILIES, supported_model_types
 from planner.model.family import Architecture
 from quant.common.errors import SpecError
@@ -112,9 +113,11 @@ def keep_stage(
     if not has_head:
         model.set_output_embeddings(PassThrough())
     _restore_buffers(decoder)
-    replace_attention = _ATTENTION_REPLACEMENTS.get(model.config.model_type)
-    if replace_attention is not None:
-        replace_attention(model, [stack[index] for index in layers])
+    for index in layers:
+        for module in stack[index].modules():
+            replace = _REPLACEMENTS.get(type(module).__name__)
+            if replace is not None:
+                replace(module)
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -141,16 +144,13 @@ def _restore_buffers(decoder: nn.Module) -> None:
         decoder.rotary_emb = rotary
 
 
-def _replace_bloom_attention(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
+def _replace_bloom_attention(attention: Any) -> None:
     """Give BLOOM's attention, which does not call the attention interface, a ragged forward."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    heads = model.config.n_head
-    slopes = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
-    for block in blocks:
-        attention: Any = block.self_attention
-        attention.alibi_slopes = slopes
-        attention.forward = MethodType(_bloom_attention, attention)
+    slopes = build_alibi_tensor(torch.ones(1, 2), attention.num_heads, torch.float32)[:, 0, 1]
+    attention.alibi_slopes = slopes
+    attention.forward = MethodType(_bloom_attention, attention)
 
 
 def _bloom_attention(
@@ -168,8 +168,10 @@ def _bloom_attention(
     return self.dense(out.flatten(1)[None]) + residual, None
 
 
-_ATTENTION_REPLACEMENTS: Mapping[str, Callable[[PreTrainedModel, list[nn.Module]], None]] = {
-    "bloom": _replace_bloom_attention,
+_REPLACEMENTS: Mapping[str, Callable[[nn.Module], None]] = {
+    "BloomAttention": _replace_bloom_attention,
+    "Qwen3NextGatedDeltaNet": replace_fused_mixer,
+    "Qwen3_5GatedDeltaNet": replace_mixer,
+    "Qwen3_5MoeGatedDeltaNet": replace_mixer,
 }
-"""Functions that replace a model's attention, by `model_type`, for families whose layers do not
-call the attention interface of transformers."""
+"""Functions that give a module of transformers, by its class, a forward of ours."""

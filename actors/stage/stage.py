@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
 from actors.attention.cpu import can_attend, warm_up
 from actors.attention.cuda import range_attention
+from actors.attention.delta_cpu import warm_up as warm_up_rule
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
 from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
@@ -78,7 +80,7 @@ class Stage:
         tensors = Checkpoint(checkpoint)
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
-        form = CacheForm(self.dtype, device, spec.kv_bits)
+        form = CacheForm(self.dtype, device, spec.kv_bits, slots=spec.slots)
         kv_heads, head_dim = kv_shape(config)
         own = range(kv_heads)
         if spec.degree > 1:
@@ -91,6 +93,8 @@ class Stage:
         self.keys_values = HeldKeysValues(self._cache, own)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
+            if self._cache.states is not None:
+                warm_up_rule(self._cache.states.mixer)
         warm_up_kernels(self._model)
         range_attention(head_dim, self.dtype, form.held_dtype == torch.int8, device)  # compiles it
         put_own_layers(self._model, spec.layers, self._cache, self.dtype)
@@ -371,7 +375,11 @@ def make_cache(
     }
     kv_heads, head_dim = kv_shape(config)
     shape = CacheShape(tokens, form.kv_heads or kv_heads, head_dim)
-    return KVCache(layers, shape, form, parked_tokens, factors)
+    stateful, states = layers_with_states(config, layers), None
+    if stateful:
+        mixer = delta_mixer(config)
+        states = ConstantStates(stateful, mixer, form.slots, form.dtype, form.device)
+    return KVCache(layers, shape, form, parked_tokens, factors, states)
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int]:
