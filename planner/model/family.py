@@ -25,10 +25,11 @@ class Architecture:
     `layer_returns_tuple`: hidden states come in a tuple; `context_as_cache`: a layer passes nothing
     but the KV cache on to attention. `experts`: the module that has those of a layer, fused or as
     many MLPs, `router` the linear that chooses among them, `shared_gate` one that weighs what all
-    tokens ask, which stands in `mlp`. `kinds`: in what layers of a kind differ, by
-    `ModelShape.kind`. `input_multiplier`: the decoder's attribute by which it multiplies what comes
-    in, as the first stage alone may do. Logits are divided by the entry `logits_divisor` of the
-    configuration, then capped by `logits_cap`.
+    tokens ask, which stands in `mlp`; `experts_by_inputs`: the fused ones are stored inputs first.
+    `kinds`: in what layers of a kind differ, by `ModelShape.kind`. `input_multiplier`: the
+    decoder's attribute by which it multiplies what comes in, as the first stage alone may do.
+    Logits are divided by the entry `logits_divisor` of the configuration, then capped by
+    `logits_cap`.
     """
 
     decoder: str
@@ -45,6 +46,7 @@ class Architecture:
     experts: str | None = None
     router: str | None = None
     shared_gate: str | None = None
+    experts_by_inputs: bool = False
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     input_multiplier: str | None = None
     logits_divisor: str | None = None

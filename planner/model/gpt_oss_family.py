@@ -47,6 +47,7 @@ GPT_OSS = Family(
         mlp=(),
         experts="mlp.experts",
         router="mlp.router",
+        experts_by_inputs=True,
     ),
     expert_keys(),
     attention_bias="attention_bias",

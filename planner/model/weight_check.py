@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from planner.model.families import FAMILIES
+from planner.model.family import Architecture
 from planner.model.shape import ModelShape
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.folder import gguf_index, model_place
@@ -19,6 +20,7 @@ from quant.checkpoint.stored_tensors import (
     is_harmless,
     is_in_hub_cache,
     is_norm,
+    is_of_expert,
     patterns,
     spellings,
     stored_name,
@@ -94,14 +96,36 @@ class _Weights:
             self.check(name, size)
 
     def check_layers(self) -> None:
-        tensors = layer_tensors(self.shape)
-        linears = {f"{name}.weight" for name in (*self.names.attention, *self.names.mlp)}
         for index in range(self.shape.layers):
+            self._check_layer(f"{self.names.layers_path}.{index}", self.shape.layer(index))
+
+    def _check_layer(self, layer: str, kind: ModelShape) -> None:
+        names = self.names.of_kind(kind.kind)
+        linears = {f"{name}.weight" for name in (*names.attention, *names.mlp)}
+        fused = fused_experts(kind)
+        is_fused = any(self._find(f"{layer}.{name}") for name in fused)
+        for name, size in layer_tensors(kind).items():
+            full = f"{layer}.{name}"
+            is_linear = self.shape.stored is not None and name in linears
+            if name in fused and not is_fused:
+                continue
+            if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
+                self.check(full, size)
+        if fused and not is_fused:
+            self._check_experts(layer, kind)
+
+    def _check_experts(self, layer: str, kind: ModelShape) -> None:
+        """Check experts that are stored one by one."""
+        experts = separate_experts(kind)
+        for tensors in experts:
             for name, size in tensors.items():
-                full = f"{self.names.layers_path}.{index}.{name}"
-                is_linear = self.shape.stored is not None and name in linears
-                if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
-                    self.check(full, size)
+                if self._find(f"{layer}.{name}") is None:
+                    stored = sum(all(self._find(f"{layer}.{n}") for n in each) for each in experts)
+                    raise CheckpointError(
+                        f"{self._missing(f'{layer}.{name}')} ({stored} of {len(experts)} experts "
+                        "of this layer are there)"
+                    )
+                self.check(f"{layer}.{name}", size)
 
     def left_out(self) -> str | None:
         """Warn of tensors that nothing takes; CheckpointError where results depend on one."""
@@ -132,7 +156,8 @@ class _Weights:
 
     def _is_needed(self, name: str) -> bool:
         stacks = tuple(f"{each}." for each in spellings(self.names.layers_path, self.names.base))
-        return is_adapter(name) or (name.startswith(stacks) and is_norm(name))
+        counts = is_norm(name) or is_of_expert(name)
+        return is_adapter(name) or (name.startswith(stacks) and counts)
 
     def _remedy(self, name: str) -> str:
         if is_adapter(name):
@@ -213,21 +238,79 @@ class _Weights:
 Shapes = dict[str, tuple[int, ...]]
 
 
-def layer_tensors(shape: ModelShape) -> Shapes:
-    names = FAMILIES[shape.model_type].architecture
+def layer_tensors(kind: ModelShape) -> Shapes:
+    """The tensors of a layer of this kind, experts as transformers has them: in one."""
+    names = _names(kind)
     modules = (*names.attention, *names.mlp)
     output = len(names.attention) - 1
-    has_bias = [shape.qkv_bias] * output + [shape.output_bias] + [shape.mlp_bias] * len(names.mlp)
+    has_bias = [kind.qkv_bias] * output + [kind.output_bias] + [kind.mlp_bias] * len(names.mlp)
     found: Shapes = {}
-    for name, linear, bias in zip(modules, shape.layer_linears, has_bias, strict=True):
+    for name, linear, bias in zip(modules, kind.layer_linears, has_bias, strict=True):
         found[f"{name}.weight"] = (linear.out_features, linear.in_features)
         if bias:
             found[f"{name}.bias"] = (linear.out_features,)
     for name in names.norms:
-        found |= _norm(name, shape)
-    if shape.qk_norm:
-        found |= {f"self_attn.{name}.weight": (shape.head_dim,) for name in ("q_norm", "k_norm")}
+        found |= _norm(name, kind)
+    if kind.qk_norm and kind.delta is None:
+        found |= {f"self_attn.{name}.weight": (kind.head_dim,) for name in ("q_norm", "k_norm")}
+    if kind.sinks:
+        found["self_attn.sinks"] = (kind.heads,)
+    return found | _mixer_tensors(kind) | _router_tensors(kind) | fused_experts(kind)
+
+
+def _names(kind: ModelShape) -> Architecture:
+    return FAMILIES[kind.model_type].architecture.of_kind(kind.kind)
+
+
+def _mixer_tensors(kind: ModelShape) -> Shapes:
+    if kind.delta is None:
+        return {}
+    module, delta = _names(kind).attention[0].rpartition(".")[0], kind.delta
+    heads = (delta.value_heads,)
+    return {
+        f"{module}.conv1d.weight": (delta.conv_channels, 1, delta.conv_width),
+        f"{module}.A_log": heads,
+        f"{module}.dt_bias": heads,
+        f"{module}.norm.weight": (delta.value_dim,),
+    }
+
+
+def _router_tensors(kind: ModelShape) -> Shapes:
+    names, experts = _names(kind), kind.experts
+    if experts is None:
+        return {}
+    found: Shapes = {f"{names.router}.weight": (experts.count, kind.hidden_size)}
+    if experts.has_biases:
+        found[f"{names.router}.bias"] = (experts.count,)
+    if experts.shared_gate:
+        found[f"{names.shared_gate}.weight"] = (1, kind.hidden_size)
     return found
+
+
+def fused_experts(kind: ModelShape) -> Shapes:
+    """Tensors of all experts of a layer in one; none where it has none."""
+    names, found, experts = _names(kind), Shapes(), kind.experts
+    if experts is None:
+        return found
+    parts = ("gate_up_proj", "down_proj")
+    for part, linear in zip(parts, kind.expert_linears, strict=True):
+        size = (linear.out_features, linear.in_features)
+        stored = size[::-1] if names.experts_by_inputs else size
+        found[f"{names.experts}.{part}"] = (experts.count, *stored)
+        if experts.has_biases:
+            found[f"{names.experts}.{part}_bias"] = (experts.count, linear.out_features)
+    return found
+
+
+def separate_experts(kind: ModelShape) -> list[Shapes]:
+    """Tensors of each expert, as older checkpoints have them."""
+    assert kind.experts is not None
+    inner, outer, name = kind.experts.width, kind.hidden_size, _names(kind).experts
+    sizes = {"gate_proj": (inner, outer), "up_proj": (inner, outer), "down_proj": (outer, inner)}
+    return [
+        {f"{name}.{index}.{part}.weight": size for part, size in sizes.items()}
+        for index in range(kind.experts.count)
+    ]
 
 
 def end_tensors(shape: ModelShape) -> Shapes:

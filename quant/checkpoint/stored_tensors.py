@@ -238,6 +238,7 @@ _OTHER_PART = re.compile(
 """Parts of a checkpoint beside its text model: for images and sound, and for drafts of tokens."""
 
 _NORM = re.compile(r"norm[^.]*\.weight$")
+_OF_EXPERT = re.compile(r"\.experts\.")
 _ADAPTER = re.compile(r"(^|\.)lora_")
 _ZEROS_BYTES = 1 << 24
 """The largest bias that is looked at for zeros; that of a real model has a hundredth of it."""
@@ -265,6 +266,10 @@ def is_adapter(name: str) -> bool:
 
 def is_norm(name: str) -> bool:
     return _NORM.search(name) is not None
+
+
+def is_of_expert(name: str) -> bool:
+    return _OF_EXPERT.search(name) is not None
 
 
 def patterns(names: Iterable[str]) -> str:
