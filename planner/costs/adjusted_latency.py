@@ -36,6 +36,10 @@ class GroupLatency(DerivedLatency):
         self._kv_bits = kv_bits
         self._sums = sums
 
+    def _of_kind(self, kind: int) -> LatencyModel:
+        own = self._kv_bits, self._sums, self._own_layers
+        return GroupLatency(self.model.of_kind(kind), *own)
+
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
@@ -93,6 +97,9 @@ class EightBitCacheLatency(DerivedLatency):
     def __init__(self, measured: LatencyModel, kv_bits: int) -> None:
         super().__init__(measured)
         self._kv_bits = kv_bits
+
+    def _of_kind(self, kind: int) -> LatencyModel:
+        return EightBitCacheLatency(self.model.of_kind(kind), self._kv_bits)
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str

@@ -7,8 +7,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from math import ceil, floor
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -39,10 +39,22 @@ class LayerSeconds:
 
 class LatencyModel(ABC):
     """Times of the parts of the model `shape`; a 16-bit layer stands for the compute type `dtype`,
-    whatever its width.
+    whatever its width. Where layers are of several kinds, those of each are asked of `of_kind`.
     """
 
     shape: ModelShape
+
+    def of_kind(self, kind: int) -> LatencyModel:
+        """Times of a model with only layers of that kind of `shape`, the same object each time."""
+        return self._of_kinds[kind] if self.shape.kinds else self
+
+    @cached_property
+    def _of_kinds(self) -> tuple[LatencyModel, ...]:
+        return tuple(self._of_kind(kind) for kind in range(len(self.shape.kinds)))
+
+    @abstractmethod
+    def _of_kind(self, kind: int) -> LatencyModel:
+        """The model of one of several kinds, made anew."""
 
     @abstractmethod
     def layer_seconds(
@@ -79,6 +91,9 @@ class DerivedLatency(LatencyModel):
     def __init__(self, model: LatencyModel) -> None:
         self.model = model
         self.shape = model.shape
+
+    def _of_kind(self, kind: int) -> LatencyModel:
+        return type(self)(self.model.of_kind(kind))
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         return self.model.embedding_s(device, tokens, dtype)
@@ -152,6 +167,10 @@ class MicroBatchTimes:
         context = round(lengths.mean_context)
         prompts = _classes(lengths)
         return cls(latency, passes.prefill_requests, passes.decode_requests, prompts, context)
+
+    def of_kind(self, kind: int) -> MicroBatchTimes:
+        """Those of a model with only layers of one kind."""
+        return replace(self, latency=self.latency.of_kind(kind))
 
     def prefill_s(self, device: Device, bits: int, dtype: str) -> float:
         known = _MEANS.setdefault(self.latency, {})

@@ -10,6 +10,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from planner.cluster.device import Device
+from planner.costs.temporaries import (
+    KV_SCALE_BYTES,
+    all_linears,
+    attended_width,
+    bias_bytes,
+    code_bytes,
+    expert_row_bytes,
+    int8_bytes,
+    mixer_bytes,
+    restored_bytes,
+)
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import (
@@ -19,10 +30,13 @@ from quant.backends.table import (
     rule_for,
 )
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
-
-KV_SCALE_BYTES = 2
-"""Bytes of the scale of a token's key or value in one head, beside its 8-bit codes."""
+from quant.scheme import (
+    DTYPE_BYTES,
+    FULL_BITS,
+    KV_BITWIDTHS,
+    LinearShape,
+    Processor,
+)
 
 # PyTorch's caching allocator rounds large blocks up to 2 MiB and cannot join blocks of different
 # segments; 2 % of the device covers that where sizes repeat, as they do here.
@@ -38,15 +52,15 @@ GPU busy, 4 a multiprocessor of up to 192 (`actors.attention.cuda`)."""
 MOST_GRAPHS = 8
 """Recorded decode steps that a stage keeps: of the sizes that its micro-batches have at a time."""
 
-_FLOAT32_BYTES = _SUM_BYTES = 4
+_FLOAT32_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
 _TRANSFER_BUFFERS = 2  # one micro-batch arriving while another one leaves
 # Sampling works in float64. Its peak is in sorting: logits with bias and penalties, their scaled
 # copy, the sorted copy, its 64-bit order, and the sort's own space for both.
 _SAMPLING_BYTES_PER_LOGIT = 6 * 8
 # Buffers of the MLP's width that exist at once: gate, up and their product; else the matrix product
-# and its activation.
-_GATED_BUFFERS, _PLAIN_BUFFERS = 3, 2
+# and its activation; of gate and up in one, that, the activation and the product.
+_GATED_BUFFERS, _PLAIN_BUFFERS, _FUSED_BUFFERS = 3, 2, 4
 _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 
@@ -88,6 +102,11 @@ class StageWork:
     vocabulary: int | None = None
 
     @property
+    def of_kinds(self) -> list[StageWork]:
+        """The work of a model with only such layers, for each kind of layer."""
+        return [replace(self, shape=each) for each in self.shape.kind_shapes]
+
+    @property
     def prefill_tokens(self) -> int:
         return self.sizes.prefill * self.workload.prompt_length + self.mixed
 
@@ -115,9 +134,10 @@ class StageEnds:
 def layer_weight_bytes(
     shape: ModelShape, bits: int, device: Device, dtype: str, backend: str | None = None
 ) -> int:
-    """Bytes of a decoder layer as kernels pack it, of the preferred `backend` unless one is named
-    (errors as there).
+    """Bytes of a decoder layer as kernels pack it, with all experts, of the preferred `backend`
+    unless one is named (errors as there). `shape` has layers of one kind.
     """
+    _check_one_kind(shape)
     packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
     order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
     return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype]
@@ -127,28 +147,40 @@ def layer_weight_bytes(
 def _packed_bytes(
     shape: ModelShape, bits: int, processor: Processor, dtype: str, backend: str | None
 ) -> int:
-    return sum(
-        rule_for(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
-        if linear.stored_bits is None
-        else rule_for(processor, linear.stored_bits, linear, dtype).nbytes(linear, dtype)
-        for linear in shape.layer_linears
-    )
+    def packed(linears: Sequence[LinearShape]) -> int:
+        return sum(
+            rule_for(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
+            if linear.stored_bits is None
+            else rule_for(processor, linear.stored_bits, linear, dtype).nbytes(linear, dtype)
+            for linear in linears
+        )
+
+    experts = 0 if shape.experts is None else shape.experts.count
+    return packed(shape.layer_linears) + experts * packed(shape.expert_linears)
+
+
+def _check_one_kind(shape: ModelShape) -> None:
+    assert not shape.kinds, f"a layer of {shape.name} is of one of its kinds; ask for each"
 
 
 def kv_cache_bytes_per_layer(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> int:
-    """Bytes of the keys and values of all token slots in a layer; 16 bits stand for `dtype`."""
+    """Bytes of the keys and values of all token slots in a layer, and of its constant state for all
+    requests in flight; 16 bits stand for `dtype`. `shape` has layers of one kind.
+    """
+    _check_one_kind(shape)
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
-    return 2 * workload.kv_tokens * kv_token_bytes(shape, kv_bits, dtype)
+    states = workload.global_batch * shape.state_bytes(DTYPE_BYTES[dtype])
+    return 2 * workload.kv_tokens * kv_token_bytes(shape, kv_bits, dtype) + states
 
 
 def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
     """Bytes of a token's keys, or values, in a layer: elements of `dtype`, or codes and scales."""
     if kv_bits == FULL_BITS:
         return shape.kv_width * DTYPE_BYTES[dtype]
-    return shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES)
+    return shape.kv_width + shape.kv_width // shape.head_dim * KV_SCALE_BYTES
 
 
 def embedding_bytes(shape: ModelShape, dtype: str) -> int:
@@ -169,14 +201,7 @@ def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
 def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | None = None) -> int:
     """Peak bytes of activations without padding, and of hidden states between stages."""
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
-    prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
-    peaks = [
-        prefill_bytes + _bias_bytes(shape, work.workload.prompt_length, element),
-        _attention_bytes(work, work.decode_requests, _decode_keys(work, processor), False)
-        + _decode_index_bytes(work)
-        + _split_bytes(work),
-        _mlp_bytes(work, work.most_tokens),
-    ]
+    peaks = [_layer_peak(each, processor) for each in work.of_kinds]
     if ends.embedding:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
         peaks.append(work.most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
@@ -186,6 +211,27 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
         peaks.append(rows * logits * (element + _SAMPLING_BYTES_PER_LOGIT))
     under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.hidden_size * element
     return max(peaks) + under_way
+
+
+def _layer_peak(work: StageWork, processor: Processor | None) -> int:
+    """The most bytes that a layer of one kind takes at once."""
+    shape, element = work.shape, DTYPE_BYTES[work.dtype]
+    mlp = _mlp_bytes(work, work.most_tokens)
+    if shape.delta is not None:
+        prompts = work.sizes.prefill + work.mixed, work.prefill_tokens
+        steps = work.decode_requests, work.decode_requests
+        mixers = (
+            mixer_bytes(shape.delta, shape.hidden_size, batch, element)
+            for batch in (prompts, steps)
+        )
+        return max(mlp, *mixers)
+    prefill = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)
+    decode = _attention_bytes(work, work.decode_requests, _decode_keys(work, processor), False)
+    return max(
+        prefill + bias_bytes(shape, work.workload.prompt_length, element),
+        decode + _decode_index_bytes(work) + _split_bytes(work),
+        mlp,
+    )
 
 
 def _decode_keys(work: StageWork, processor: Processor | None) -> int:
@@ -255,30 +301,29 @@ def graph_bytes(work: StageWork, device: Device) -> int:
     The kernels in a graph are the driver's, in `Device.runtime_bytes`: about 10 kB each (NVIDIA's
     CCCL, pull request 3768, which bounds its graphs by that), 1.2 MB a layer in all graphs.
     """
-    shape = work.shape
-    if device.degree > 1 or not reads_ranges(device.processor, work.dtype, shape.head_dim):
+    if device.degree > 1 or not all(_is_recorded(each, device) for each in work.of_kinds):
         return 0
     rows = padded_rows(work.decode_requests)
-    ends = 2 * rows * shape.hidden_size * DTYPE_BYTES[work.dtype]
+    ends = 2 * rows * work.shape.hidden_size * DTYPE_BYTES[work.dtype]
+    return MOST_GRAPHS * ends + max(_recorded_bytes(each, device, rows) for each in work.of_kinds)
+
+
+def _is_recorded(work: StageWork, device: Device) -> bool:
+    """Whether steps of layers of one kind are recorded: which experts are asked changes, and mixers
+    are modules of PyTorch.
+    """
+    shape = work.shape
+    if shape.experts is not None or shape.delta is not None:
+        return False
+    return reads_ranges(device.processor, work.dtype, shape.head_dim)
+
+
+def _recorded_bytes(work: StageWork, device: Device, rows: int) -> int:
     mlp = _mlp_bytes(replace(work, quantized=False), rows)
     if work.quantized:
-        restored = _restored_bytes(shape, device.processor, work.dtype, rows)
-        mlp += max(restored, rows * _int8_bytes(shape))
-    temporary = max(_attention_bytes(work, rows, 0, False), mlp)
-    return MOST_GRAPHS * ends + temporary + _split_bytes(work)
-
-
-@cache
-def _restored_bytes(shape: ModelShape, processor: Processor, dtype: str, rows: int) -> int:
-    """Bytes of the largest weight that products of so many rows restore, at any bitwidth."""
-    largest = 0
-    for linear in shape.layer_linears:
-        for bits in BITWIDTHS:
-            rule = rule_for(processor, bits, linear, dtype, decode_rows=rows)
-            cost = rule.cost_of(processor, linear, dtype)
-            if cost.passes and rows >= cost.restores_from:
-                largest = max(largest, linear.parameters)
-    return largest * DTYPE_BYTES[dtype]
+        restored = restored_bytes(work.shape, device.processor, work.dtype, rows)
+        mlp += max(restored, rows * int8_bytes(work.shape))
+    return max(_attention_bytes(work, rows, 0, False), mlp) + _split_bytes(work)
 
 
 def margin_bytes(device: Device, share: float) -> int:
@@ -294,13 +339,25 @@ def stage_memory(
     dtype: str,
     fixed: StageMemory,
 ) -> StageMemory:
-    """Fill up `fixed` with layers of these `bitwidths` and their KV cache."""
+    """Fill up `fixed` with layers of one kind, of these `bitwidths`, and their KV cache."""
     weights = {bits: layer_weight_bytes(shape, bits, device, dtype) for bits in set(bitwidths)}
     return replace(
         fixed,
-        weights=sum(weights[bits] for bits in bitwidths),
-        kv_cache=len(bitwidths) * kv_bytes_per_layer,
+        weights=fixed.weights + sum(weights[bits] for bits in bitwidths),
+        kv_cache=fixed.kv_cache + len(bitwidths) * kv_bytes_per_layer,
     )
+
+
+def memory_with_layers(
+    work: StageWork, device: Device, layers: range, bitwidths: Sequence[int], fixed: StageMemory
+) -> StageMemory:
+    """Fill up `fixed` with these layers of the model and their KV cache."""
+    found, kinds = fixed, work.shape.kind_of_layer[layers.start : layers.stop]
+    for kind, shape in enumerate(work.shape.kind_shapes):
+        own = [bits for bits, of_kind in zip(bitwidths, kinds, strict=True) if of_kind == kind]
+        kv_bytes = kv_cache_bytes_per_layer(shape, work.workload, work.kv_bits, work.dtype)
+        found = stage_memory(shape, own, kv_bytes, device, work.dtype, found)
+    return found
 
 
 def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: bool) -> int:
@@ -310,34 +367,13 @@ def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: boo
     """
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     per_token = 2 * shape.hidden_size + 2 * (shape.query_width + 2 * shape.kv_width)
-    per_token += shape.query_width
-    keys = shape.query_width if repeats else shape.kv_width
+    per_token += shape.query_width * (2 if shape.output_gate else 1)
+    keys = shape.query_width if repeats else attended_width(shape)
     norm = _NORM_BUFFERS * _FLOAT32_BYTES * shape.hidden_size
     attended = tokens * per_token * element + 2 * key_tokens * keys * element
     if work.kv_bits != FULL_BITS:
-        attended += _code_bytes(shape, tokens, key_tokens, element, repeats)
+        attended += code_bytes(shape, tokens, key_tokens, element, repeats)
     return max(attended, tokens * (2 * shape.hidden_size * element + norm))
-
-
-def _code_bytes(
-    shape: ModelShape, tokens: int, key_tokens: int, element: int, repeats: bool
-) -> int:
-    """Bytes that 8-bit keys and values need beyond 16-bit ones: a float32 copy, two results and
-    codes while codes are made, else a copy of one tensor's codes, and what heads are repeated from.
-    """
-    made = tokens * (3 * _FLOAT32_BYTES + 1) * shape.kv_width
-    repeated = repeats and shape.heads != shape.kv_heads
-    repeated_from = 2 * shape.kv_width * element if repeated else 0
-    copied = kv_token_bytes(shape, KV_BITWIDTHS[0], "")
-    return max(made, key_tokens * (repeated_from + copied + element * shape.kv_heads))
-
-
-def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
-    """Bytes a prompt: ALiBi's bias and its masked copy, or a window's mask in two types."""
-    if shape.alibi:
-        return 2 * shape.heads * prompt_length**2 * element
-    windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window
-    return prompt_length**2 * (element + 1) if windowed else 0
 
 
 def _mlp_bytes(work: StageWork, tokens: int) -> int:
@@ -346,16 +382,14 @@ def _mlp_bytes(work: StageWork, tokens: int) -> int:
     """
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS
+    buffers = _FUSED_BUFFERS if shape.fused_mlp else buffers
     buffers += shape.activation_buffers
-    per_token = 2 * shape.hidden_size + buffers * shape.intermediate_size
-    total = tokens * per_token * element
+    total = 2 * tokens * shape.hidden_size * element
+    if shape.experts is None:
+        total += tokens * buffers * shape.intermediate_size * element
+    else:
+        total += expert_row_bytes(shape.experts, shape.hidden_size, tokens, element)
     if work.quantized:
-        restored = max(linear.parameters for linear in shape.layer_linears) * element
-        total += max(restored, tokens * _int8_bytes(shape))
+        restored = max(linear.parameters for linear in all_linears(shape)) * element
+        total += max(restored, tokens * int8_bytes(shape))
     return total
-
-
-def _int8_bytes(shape: ModelShape) -> int:
-    """Most bytes of codes and sums of a token in an int8 product."""
-    linears = shape.layer_linears
-    return max(_SUM_BYTES * linear.out_features + linear.in_features for linear in linears)

@@ -7,13 +7,16 @@ estimated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.costs.latency_model import LatencyModel, LayerSeconds
 from planner.costs.memory import kv_token_bytes
+from planner.costs.temporaries import CHUNK_TOKENS
 from planner.model.families import has_own_layers
+from planner.model.layer_parts import DeltaMixer
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
 from quant.backends.table import reads_ranges, rule_for
@@ -67,6 +70,12 @@ _ROTATION_LAUNCHES = 10
 _OTHER_LAUNCHES = 8
 _SPELLED_ACTIVATION_LAUNCHES = 8
 _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
+# Counted in the source of transformers' `Qwen3NextGatedDeltaNet` and roughly so for modules in its
+# place: the convolution, rates, normed queries and keys, the rule and the gated norm of a step, and
+# rows of states read and written; a chunk's products and sums. Of experts: logits, shares, choice,
+# sorting; and for each that is asked its rows, two products, the activation, and the sum.
+_MIXER_LAUNCHES, _CHUNK_LAUNCHES = 54, 9
+_ROUTER_LAUNCHES, _EXPERT_LAUNCHES = 8, 6
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
 # Attention kernels reach about half the rate of large matrix products; ours of decode steps
 # multiplies in float32, half of its instructions (counted in the source; no GPU has run it yet).
@@ -78,6 +87,10 @@ _COPIED = 3
 # over the MLP's width (activation, gate), each read and written.
 _HIDDEN_PASSES = 12
 _MLP_PASSES = 4
+# Of a gated delta rule: over the channels of its convolution in the compute type, and in float32
+# over queries, keys and values of all heads and over the matrices of a chunk. Of experts: over the
+# rows of all that are asked, gathered, weighed and summed.
+_CONV_PASSES, _RULE_PASSES, _ROW_PASSES = 8, 8, 5
 # Sampling sorts 64-bit numbers, which moves about this many bytes for each logit.
 _SAMPLING_BYTES_PER_LOGIT = 200
 
@@ -107,9 +120,13 @@ class RooflineLatency(LatencyModel):
     )
     """Seconds of all but attention, which are the same at any length of context."""
 
+    def _of_kind(self, kind: int) -> LatencyModel:
+        return replace(self, shape=self.shape.kinds[kind])
+
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
+        assert not self.shape.kinds, "a layer is of one kind; ask for the times of each"
         machine = _Machine.of(device, dtype)
         window = self.shape.sliding_window
         if phase == "prefill":
@@ -119,7 +136,10 @@ class RooflineLatency(LatencyModel):
         else:
             tokens = micro_batch
             pairs = kv_tokens = micro_batch * min(length + 1, window or length + 1)
-        attention_s = self._attention_s(machine, pairs, tokens, kv_tokens)
+        if self.shape.delta is not None:
+            attention_s = machine.mixer_s(self.shape.delta, micro_batch, tokens, phase)
+        else:
+            attention_s = self._attention_s(machine, pairs, tokens, kv_tokens)
         key = machine, bits, tokens, phase
         if key not in self._rests:
             self._rests[key] = self._rest_s(*key)
@@ -159,11 +179,18 @@ class RooflineLatency(LatencyModel):
             machine.linear_s(linear, linear.stored_bits or bits, tokens)
             for linear in shape.layer_linears
         )
-        widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
+        linears += sum(machine.linear_s(linear, FULL_BITS, tokens) for linear in shape.full_linears)
+        widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * _mlp_width(shape)
+        if shape.experts is not None:
+            linears += machine.experts_s(shape, bits, tokens)
+            widths += _ROW_PASSES * shape.experts.per_token * shape.hidden_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
         own = self.own_layers and has_own_layers(shape.model_type)
         own = own and machine.reads_ranges(shape.head_dim)
+        own = own and shape.delta is None and shape.experts is None
         kernels = layer_launches(shape, self.kv_bits, own)
+        if shape.experts is not None:
+            kernels += _ROUTER_LAUNCHES + ceil(_EXPERT_LAUNCHES * shape.experts.asked(tokens))
         launches_s = machine.launches_s(kernels, own and self.replays and phase == "decode")
         return launches_s + linears + element_wise
 
@@ -171,7 +198,10 @@ class RooflineLatency(LatencyModel):
         """Seconds of reading keys and values, and of making codes; prompts restore codes, and so do
         decode steps of GPUs that copy what they attend to.
         """
-        shape, plain = self.shape, self.shape.kv_width * machine.element_bytes
+        shape, made_width = self.shape, self.shape.kv_width
+        if shape.reads_earlier_keys:
+            shape = replace(shape, reads_earlier_keys=False)
+        plain = shape.kv_width * machine.element_bytes
         held = kv_token_bytes(shape, self.kv_bits, machine.dtype)
         is_decode, is_cpu = kv_tokens != tokens, machine.accelerator.is_cpu
         copies = is_decode and not is_cpu and not machine.reads_ranges(shape.head_dim)
@@ -180,7 +210,7 @@ class RooflineLatency(LatencyModel):
         each = float(2 * plain + held * (_COPIED if copies else 1))
         if is_decode and not copies:
             each = _CPU_CODE_BYTES * shape.kv_width if is_cpu else held
-        made = 2 * tokens * shape.kv_width * _BYTES_PER_CODE_MADE
+        made = 2 * tokens * made_width * _BYTES_PER_CODE_MADE
         return machine.move_s(2 * kv_tokens * each), machine.move_s(machine.cached(made))
 
     def _projection_s(self, machine: _Machine, tokens: int) -> float:
@@ -189,11 +219,13 @@ class RooflineLatency(LatencyModel):
 
 
 def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: bool = False) -> int:
-    """Kernels that a decode step of unlike requests starts in a layer, of linears one each; with
-    `own_kernels` (`actors.stage.own_layers`) those between them are few.
+    """Kernels that a decode step of unlike requests starts in a layer, of linears one each, without
+    those of experts; with `own_kernels` (`actors.stage.own_layers`) those between them are few.
     """
     if own_kernels:
         return len(shape.layer_linears) + _OWN_LAUNCHES
+    if shape.delta is not None:
+        return len(shape.layer_linears) + 2 * _RMS_NORM_LAUNCHES + _MIXER_LAUNCHES
     norms = shape.layer_norms + 2 * (shape.qk_norm or shape.qk_norm_width > 0)
     has_rms_norms = shape.norm_parameters == shape.hidden_size
     rotates = not shape.position_rows and not shape.alibi
@@ -206,6 +238,13 @@ def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: boo
         + (_SPELLED_ACTIVATION_LAUNCHES if shape.activation_buffers else 0)
         + (_CODE_LAUNCHES if kv_bits != FULL_BITS else 0)
     )
+
+
+def _mlp_width(shape: ModelShape) -> int:
+    """Elements of a token within the MLP, or within all experts that it asks."""
+    if shape.experts is None:
+        return shape.intermediate_size
+    return shape.experts.per_token * shape.experts.width + shape.experts.shared_width
 
 
 def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
@@ -269,10 +308,36 @@ class _Machine:
         """The part of bytes moved by successive element-wise passes that goes to main memory."""
         return moved_bytes * (_CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0)
 
-    def linear_s(self, linear: LinearShape, bits: int, rows: int) -> float:
+    def experts_s(self, shape: ModelShape, bits: int, tokens: int) -> float:
+        """Seconds of the products of all experts that a pass asks, each of as many rows."""
+        if shape.experts is None:
+            return 0.0
+        asked = shape.experts.asked(tokens)
+        rows = tokens * shape.experts.per_token / asked
+        return asked * sum(self.linear_s(linear, bits, rows) for linear in shape.expert_linears)
+
+    def mixer_s(self, mixer: DeltaMixer, requests: int, tokens: int, phase: Phase) -> float:
+        """Seconds of a gated delta rule and its convolution: products in float32 of a token with
+        the state, of a prompt's tokens within their chunk too (transformers'
+        `torch_chunk_gated_delta_rule`); the state is read and written once.
+        """
+        keys, values, chunk, chunks = mixer.key_dim, mixer.value_dim, 0, 0
+        each = 8 * keys * values
+        if phase == "prefill":
+            chunk, chunks = CHUNK_TOKENS, ceil(tokens / requests / CHUNK_TOKENS)
+            each = 6 * keys * values + chunk * (5 * keys + 3 * values)
+        flops = tokens * mixer.value_heads * each
+        state = 2 * requests * (4 * mixer.state_elements + mixer.conv_elements * self.element_bytes)
+        conv = _CONV_PASSES * tokens * mixer.conv_channels * self.element_bytes
+        rule = 4 * _RULE_PASSES * tokens * mixer.value_heads * (keys + values + chunk)
+        moved_s = self.move_s(state + self.cached(conv + rule))
+        products_s = flops / self.fp32_flops / _ATTENTION_SHARE
+        return max(products_s, moved_s) + chunks * _CHUNK_LAUNCHES * LAUNCH_S
+
+    def linear_s(self, linear: LinearShape, bits: int, rows: float) -> float:
         """Seconds of the product of `rows` tokens with a packed weight, and of restoring it."""
         processor = self.accelerator.processor
-        rule = rule_for(processor, bits, linear, self.dtype, decode_rows=rows)
+        rule = rule_for(processor, bits, linear, self.dtype, decode_rows=ceil(rows))
         cost = rule.cost_of(processor, linear, self.dtype)
         rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops
         is_few = rows < cost.restores_from

@@ -8,13 +8,14 @@ For a layer that was itself measured, the fit is corrected.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
+from planner.costs.roofline import RooflineLatency
 from planner.profiles.layer_fit import FitTask, LayerFit, Workload, medians, parts_of, row_length
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.scheduling import PHASES, Phase
@@ -197,21 +198,46 @@ class FittedLatency(DerivedLatency):
         self.profiles = profiles
         self._layer = LayerTerms.of(self.shape)
         self._fits: dict[Precision, LayerFit | None] = {}
+        self._plain = _of_plain_layer(profiles, fallback)
+
+    def fitted_of_kind(self, kind: int) -> FittedLatency:
+        return FittedLatency(self.profiles, self.model.of_kind(kind))
+
+    _of_kind = fitted_of_kind
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
     ) -> LayerSeconds:
         fit = self._fit(device, bits, dtype, phase)
-        if fit is None:
-            return self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
-        return fit(self._layer, micro_batch, length)
+        if fit is not None:
+            return fit(self._layer, micro_batch, length)
+        workload = device, bits, phase, micro_batch, length, dtype
+        estimate = self.model.layer_seconds(*workload)
+        if self._plain is None:
+            return estimate
+        measured, modelled = (
+            each.layer_seconds(*workload).rest_s for each in (self._plain, self._plain.model)
+        )
+        factor = measured / modelled
+        return LayerSeconds(factor * estimate.attention_s, factor * estimate.rest_s)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return self.described("fitted to", device, dtype, bits)
 
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        if self.shape.kinds:
+            kinds = map(self.fitted_of_kind, range(len(self.shape.kinds)))
+            texts = dict.fromkeys(each.described(verb, device, dtype, bits) for each in kinds)
+            return "; ".join(sorted(texts, key=lambda text: text.startswith("estimated")))
         found = select_all(self.profiles, device, dtype, self._layer, bits)
-        return describe_selections(verb, found, self.model.provenance(device, dtype, bits))
+        estimate = self.model.provenance(device, dtype, bits)
+        if self._plain is None or not all(used.problem for used in found):
+            return describe_selections(verb, found, estimate)
+        scaled = select_all(self.profiles, device, dtype, self._plain._layer, bits)
+        if not any(used.rows for used in scaled):
+            return estimate
+        what = describe_selections(verb, scaled, estimate)
+        return f"{estimate}, in proportion to a layer of attention and one MLP {what}"
 
     def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> LayerFit | None:
         key = (device, bits, dtype, phase)
@@ -219,7 +245,7 @@ class FittedLatency(DerivedLatency):
             layer = self._layer
             used = select_rows(self.profiles, TimeQuery(device, dtype, layer, bits, phase))
             self._fits[key] = None
-            if used.rows:
+            if used.rows and not (used.problem and self._plain):
                 self._fits[key] = FitTask(
                     rows=used.rows,
                     phase=phase,
@@ -233,6 +259,22 @@ class FittedLatency(DerivedLatency):
         return self._fits[key]
 
 
+def _of_plain_layer(
+    profiles: tuple[ProfileRow, ...], fallback: LatencyModel
+) -> FittedLatency | None:
+    """The times of a layer with attention and one MLP in place of what layers with experts or a
+    mixer have, by whose distance from estimates theirs are scaled; None for others.
+    """
+    shape = fallback.shape
+    if shape.experts is None and shape.delta is None:
+        return None
+    width = shape.intermediate_size
+    if shape.experts is not None:
+        width = shape.experts.per_token * shape.experts.width + shape.experts.shared_width
+    plain = replace(shape, experts=None, delta=None, intermediate_size=width, gated_mlp=True)
+    return FittedLatency(profiles, RooflineLatency(plain))
+
+
 class ProfiledLatency(DerivedLatency):
     """The median measured for this very layer and workload, else the fit, also for attention."""
 
@@ -241,6 +283,9 @@ class ProfiledLatency(DerivedLatency):
         self._fitted = fitted
         self._times: dict[Precision, dict[Workload, float]] = {}
         self._shares: dict[Precision, dict[Workload, float]] = {}
+
+    def _of_kind(self, kind: int) -> LatencyModel:
+        return ProfiledLatency(self._fitted.fitted_of_kind(kind))
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str

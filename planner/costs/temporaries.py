@@ -1,0 +1,106 @@
+"""Bytes of temporaries of a layer's parts, also of those that only some layers have: experts, and
+mixers with a constant state.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from planner.model.layer_parts import DeltaMixer, Experts
+from planner.model.shape import ModelShape
+from quant.backends.table import rule_for
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, LinearShape, Processor
+
+KV_SCALE_BYTES = 2
+"""Bytes of the scale of a token's key or value in one head, beside its 8-bit codes."""
+
+CHUNK_TOKENS = 64
+"""Tokens of a prompt that a gated delta rule takes at once (transformers'
+`torch_chunk_gated_delta_rule`)."""
+
+_FLOAT32_BYTES = _SUM_BYTES = 4
+# Tensors of a token that are alive where chunks are gone through, counted in that function: queries
+# and keys, those decayed, keys by beta, the same decayed, and those that read the state; values,
+# those by beta, new ones, results; three matrices over a chunk.
+_KEY_COPIES, _VALUE_COPIES, _CHUNK_MATRICES = 6, 4, 3
+_CONV_COPIES = 3  # of its inputs: with earlier ones before them, its sums, the activation's result
+# States of a request: the old one, that decayed, what is added, and a product with all of it.
+_STATE_COPIES = 4
+
+
+def mixer_bytes(
+    mixer: DeltaMixer, hidden_size: int, batch: tuple[int, int], element_bytes: int
+) -> int:
+    """Bytes of a gated delta rule and its convolution over a `batch` of requests and tokens; a
+    decode step has as many of both, and no chunks.
+    """
+    requests, tokens = batch
+    is_decode = requests == tokens
+    inputs = mixer.conv_channels + mixer.value_width + 2 * mixer.value_heads
+    kept = 2 * hidden_size + inputs + mixer.conv_channels + mixer.value_width
+    conv = tokens * _CONV_COPIES * mixer.conv_channels
+    widths = _KEY_COPIES * mixer.key_dim + _VALUE_COPIES * mixer.value_dim
+    padded = tokens if is_decode else tokens + requests * (CHUNK_TOKENS - 1)
+    widths += 0 if is_decode else _CHUNK_MATRICES * CHUNK_TOKENS
+    rule = padded * mixer.value_heads * widths + requests * _STATE_COPIES * mixer.state_elements
+    return tokens * kept * element_bytes + _FLOAT32_BYTES * max(conv, rule)
+
+
+def expert_row_bytes(experts: Experts, hidden_size: int, tokens: int, element_bytes: int) -> int:
+    """Bytes of the rows that experts are given, what they make of them, and the router's numbers:
+    logits, shares, and the order of the rows.
+    """
+    each = 2 * hidden_size + 3 * experts.width
+    rows = tokens * experts.per_token * (each * element_bytes + 2 * _FLOAT32_BYTES)
+    routed = 2 * _FLOAT32_BYTES * tokens * experts.count
+    shared = 3 * tokens * experts.shared_width * element_bytes
+    return rows + routed + shared
+
+
+def code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int, repeats: bool) -> int:
+    """Bytes that 8-bit keys and values need beyond 16-bit ones: a float32 copy, two results and
+    codes while codes are made, else a copy of one tensor's codes, and what heads are repeated from.
+    """
+    made = tokens * (3 * _FLOAT32_BYTES + 1) * shape.kv_width
+    repeated = repeats and shape.heads != shape.kv_heads
+    repeated_from = 2 * attended_width(shape) * element if repeated else 0
+    copied = attended_width(shape) + shape.kv_heads * KV_SCALE_BYTES
+    return max(made, key_tokens * (repeated_from + copied + element * shape.kv_heads))
+
+
+def bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
+    """Bytes a prompt: ALiBi's bias and its masked copy, or a window's mask in two types."""
+    if shape.alibi:
+        return 2 * shape.heads * prompt_length**2 * element
+    windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window
+    return prompt_length**2 * (element + 1) if windowed else 0
+
+
+@cache
+def restored_bytes(shape: ModelShape, processor: Processor, dtype: str, rows: int) -> int:
+    """Bytes of the largest weight that products of so many rows restore, at any bitwidth."""
+    largest = 0
+    for linear in all_linears(shape):
+        for bits in BITWIDTHS:
+            rule = rule_for(processor, bits, linear, dtype, decode_rows=rows)
+            cost = rule.cost_of(processor, linear, dtype)
+            if cost.passes and rows >= cost.restores_from:
+                largest = max(largest, linear.parameters)
+    return largest * DTYPE_BYTES[dtype]
+
+
+def all_linears(shape: ModelShape) -> tuple[LinearShape, ...]:
+    return (*shape.layer_linears, *shape.expert_linears)
+
+
+def int8_bytes(shape: ModelShape) -> int:
+    """Most bytes of codes and sums of a token in an int8 product."""
+    linears = all_linears(shape)
+    return max(_SUM_BYTES * linear.out_features + linear.in_features for linear in linears)
+
+
+def attended_width(shape: ModelShape) -> int:
+    """Elements of a token's keys, or values, that attention reads: the layer's own, or those of an
+    earlier one.
+    """
+    return shape.kv_heads * shape.head_dim
