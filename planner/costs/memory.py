@@ -21,6 +21,7 @@ from planner.costs.temporaries import (
     mixer_bytes,
     restored_bytes,
 )
+from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import (
@@ -313,7 +314,7 @@ def _is_recorded(work: StageWork, device: Device) -> bool:
     are modules of PyTorch.
     """
     shape = work.shape
-    if shape.experts is not None or shape.delta is not None:
+    if shape.experts is not None or shape.delta is not None or not has_own_layers(shape.model_type):
         return False
     return reads_ranges(device.processor, work.dtype, shape.head_dim)
 

@@ -225,7 +225,7 @@ def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: boo
     if own_kernels:
         return len(shape.layer_linears) + _OWN_LAUNCHES
     if shape.delta is not None:
-        return len(shape.layer_linears) + 2 * _RMS_NORM_LAUNCHES + _MIXER_LAUNCHES
+        return len(shape.layer_linears) + shape.layer_norms * _RMS_NORM_LAUNCHES + _MIXER_LAUNCHES
     norms = shape.layer_norms + 2 * (shape.qk_norm or shape.qk_norm_width > 0)
     has_rms_norms = shape.norm_parameters == shape.hidden_size
     rotates = not shape.position_rows and not shape.alibi
