@@ -41,6 +41,8 @@ def solve_by_boxes(
     tables: SensitivityTables | None = None,
 ) -> Assignment:
     """The best assignment within the gap, or found in time; InfeasibleError where nothing fits."""
+    if not problem.is_even:
+        return solve_exactly(problem, options)
     require_feasible(problem)
     start_s = options.clock()
     tables = tables or SensitivityTables(problem.sensitivity)

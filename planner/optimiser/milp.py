@@ -7,7 +7,8 @@
 
 The programme is a staircase of stages: `before[i][j]` is 1 where layer i lies on stage j or an
 earlier one; it falls with i, which keeps stages contiguous as eq. 16 does with one constraint for
-each pair of stages. `placed[i, j, b]` is the paper's z(i,j,b), `counts[j][b]` its sum over layers.
+each pair of stages. `placed[i, j, b]` is the paper's z(i,j,b), `counts[j][cell]` its sum over the
+layers of a kind.
 Once boundaries and counts are whole numbers, placing the bits is a transport problem, whose corners
 are whole numbers too: only those two are integer variables. Every objective is that of `evaluate`;
 a solver's own value is never reported.
@@ -102,19 +103,20 @@ class BoundaryRelaxation:
         self._boundaries = np.cumsum(held)[:-1].tolist()
 
     def near_windows(self) -> tuple[Window, ...]:
-        """Boundaries within `NEAR_LAYERS` of the relaxed ones, and a layer on either end."""
-        last = self._problem.layers - 1
-        return tuple(
-            (
-                min(last, max(1, math.floor(boundary) - NEAR_LAYERS)),
-                max(1, min(last, math.ceil(boundary) + NEAR_LAYERS)),
-            )
-            for boundary in self._boundaries
-        )
+        """Boundaries within `NEAR_LAYERS` of the relaxed ones or the next that are open, and a
+        layer on either end.
+        """
+        inner = self._problem.open_boundaries[1:-1]
+        least = [math.floor(boundary) - NEAR_LAYERS for boundary in self._boundaries]
+        most = [math.ceil(boundary) + NEAR_LAYERS for boundary in self._boundaries]
+        first = np.searchsorted(inner, least, side="right") - 1
+        last = np.searchsorted(inner, most)
+        firsts, lasts = (inner[np.clip(each, 0, inner.size - 1)].tolist() for each in (first, last))
+        return tuple(zip(firsts, lasts, strict=True))
 
     def windows_within(self, cutoff: float) -> tuple[Window, ...] | None:
         """Where N-1 boundaries lie in assignments of at most `cutoff` seconds; None if none is."""
-        last = self._problem.layers - 1
+        inner, last = self._problem.open_boundaries[1:-1], self._problem.layers - 1
         windows = []
         for boundary in range(1, self._problem.stages):
             extremes = self._programme.extremes(self._programme.layers_before(boundary), cutoff)
@@ -122,9 +124,10 @@ class BoundaryRelaxation:
                 return None
             least = math.ceil(max(1.0, extremes[0] - COUNT_SLACK))
             most = math.floor(min(last, extremes[1] + COUNT_SLACK))
-            if least > most:
+            within = inner[(inner >= least) & (inner <= most)]
+            if not within.size:
                 return None
-            windows.append((least, most))
+            windows.append((int(within[0]), int(within[-1])))
         return tuple(windows)
 
 
@@ -183,7 +186,7 @@ class AssignmentModel:
     programme: pulp.LpProblem
     before: list[list[Step]]  # [L][N]
     placed: dict[tuple[int, int, int], pulp.LpVariable]  # only where window and device allow
-    counts: list[list[pulp.LpVariable]]  # [N][K]
+    counts: list[list[pulp.LpVariable]]  # [N][C * K]
 
     def counts_found(self) -> IntArray:
         values = [[variable.value() for variable in row] for row in self.counts]
@@ -213,13 +216,13 @@ def build_model(
 
 def add_one_place_per_layer(model: AssignmentModel) -> None:
     """Give a layer one bitwidth where its staircase steps up, none elsewhere (eq. 9-11)."""
-    stages, choices = model.problem.prefill_s.shape
+    stages, choices = model.problem.stages, len(model.problem.bitwidths)
     for layer, steps in enumerate(model.before):
         for stage in range(stages):
             here = steps[stage] - (steps[stage - 1] if stage else 0)
             cells = ((layer, stage, choice) for choice in range(choices))
             terms = [model.placed[cell] for cell in cells if cell in model.placed]
-            if terms or not isinstance(here, int):
+            if terms or not isinstance(here, int) or here:
                 model.programme.addConstraint(pulp.lpSum(terms) == here)
 
 
@@ -227,18 +230,23 @@ def add_contiguity(model: AssignmentModel) -> None:
     """Keep every layer on its predecessor's stage or a later one (eq. 15-16)."""
     for steps, following in pairwise(model.before):
         for step, next_step in zip(steps, following, strict=True):
-            if not isinstance(step, int) and not isinstance(next_step, int):
+            if (
+                step is not next_step
+                and not isinstance(step, int)
+                and not isinstance(next_step, int)
+            ):
                 model.programme.addConstraint(step >= next_step)
 
 
 def add_layer_counts(model: AssignmentModel) -> None:
-    """Make `counts` add up the layers placed on a stage at a bitwidth."""
+    """Make `counts` add up the layers of a kind placed on a stage at a bitwidth."""
     terms: dict[tuple[int, int], list[pulp.LpVariable]] = {}
-    for (_, stage, choice), variable in model.placed.items():
-        terms.setdefault((stage, choice), []).append(variable)
+    for (layer, stage, choice), variable in model.placed.items():
+        cell = int(model.problem.kind_of_layer[layer]) * len(model.problem.bitwidths) + choice
+        terms.setdefault((stage, cell), []).append(variable)
     for stage, row in enumerate(model.counts):
-        for choice, count in enumerate(row):
-            held = pulp.lpSum(terms.get((stage, choice), []))
+        for cell, count in enumerate(row):
+            held = pulp.lpSum(terms.get((stage, cell), []))
             model.programme.addConstraint(held == count)
 
 
@@ -283,25 +291,26 @@ def _declare(
     problem: AssignmentProblem, windows: Sequence[Window], scale_s: float
 ) -> AssignmentModel:
     programme = pulp.LpProblem("assignment", pulp.LpMinimize)
-    stages, choices = problem.prefill_s.shape
-    before = [
-        [_step(programme, layer, stage, windows) for stage in range(stages)]
-        for layer in range(problem.layers)
-    ]
+    stages, cells = problem.prefill_s.shape
+    before: list[list[Step]] = []
+    for layer in range(problem.layers):
+        steps = [_step(programme, layer, stage, windows) for stage in range(stages)]
+        before.append(before[-1] if layer in problem.joined else steps)
+    usable = problem.by_layer(problem.available)
     placed = {
         (layer, stage, choice): programme.add_variable(f"placed_{layer}_{stage}_{choice}", 0, 1)
         for layer, steps in enumerate(before)
         for stage in range(stages)
         if _may_lie(steps, stage)
-        for choice in range(choices)
-        if problem.available[stage, choice]
+        for choice in range(len(problem.bitwidths))
+        if usable[stage, layer, choice]
     }
     counts = [
         [
             programme.add_variable(
-                f"count_{stage}_{choice}", 0, _most(problem, stage, choice), pulp.LpInteger
+                f"count_{stage}_{cell}", 0, _most(problem, stage, cell), pulp.LpInteger
             )
-            for choice in range(choices)
+            for cell in range(cells)
         ]
         for stage in range(stages)
     ]
@@ -322,11 +331,11 @@ def _may_lie(steps: Sequence[Step], stage: int) -> bool:
     return reached and not passed
 
 
-def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
+def _most(problem: AssignmentProblem, stage: int, cell: int) -> int:
     memory = problem.memory_bytes[stage]
-    if not problem.available[stage, choice] or memory < 0:
+    if not problem.available[stage, cell] or memory < 0:
         return 0
-    return int(whole_layers(problem.layer_bytes[stage, choice], memory, problem.layers))
+    return int(whole_layers(problem.layer_bytes[stage, cell], memory, problem.layers))
 
 
 def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
@@ -338,7 +347,7 @@ def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
 def _weighed(
     model: AssignmentModel, weights: FloatArray, stages: Sequence[int] | None = None
 ) -> pulp.LpAffineExpression:
-    """Sum of counts times `weights` [N, K] on all or some stages, without the zeros."""
+    """Sum of counts times `weights` [N, C * K] on all or some stages, without the zeros."""
     terms = [
         (count, float(weight))
         for stage in (range(len(model.counts)) if stages is None else stages)

@@ -8,12 +8,12 @@ on its stage, and the best boundaries are a shortest path, which keeps eq. 15-16
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from planner.optimiser.problem import (
     AssignmentProblem,
-    BoolArray,
     FloatArray,
     IntArray,
     latency_form,
@@ -144,42 +144,81 @@ class PricedProblem:
         held = prices.memory[:, np.newaxis] * np.where(usable, self.bytes, 0.0)
         place = prefill[:, np.newaxis] * self.prefill_s + decode[:, np.newaxis] * self.decode_s
         place = np.where(usable, place + held, np.inf)
-        each = (place[:, np.newaxis, :] + self.loss_s).min(axis=2)
-        able = np.asarray(usable.any(axis=1))
-        each[~able] = 0.0
-        running = np.concatenate([np.zeros((len(each), 1)), each.cumsum(axis=1)], axis=1)
+        each = (self.problem.by_layer(place) + self.loss_s).min(axis=2)
         fixed = prefill * self.fixed_prefill_s + decode * self.fixed_decode_s
-        return PricedStages(running, fixed - prices.memory * self.memory_bytes, able)
+        fixed = fixed - prices.memory * self.memory_bytes
+        return PricedStages(each, fixed, np.array(self.problem.joined, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
 class PricedStages:
-    """Prices in seconds by kind: `running` [Q, L+1] adds up layers, `fixed` [Q] is all else."""
+    """Prices in seconds by kind of stage: `each` [Q, L] of layers, infinite where the stage can run
+    none like it, `fixed` [Q] of all else; no stage begins at one of the layers `joined`.
+    """
 
-    running: FloatArray
+    each: FloatArray
     fixed: FloatArray
-    able: BoolArray
+    joined: IntArray
+
+    @cached_property
+    def running(self) -> FloatArray:
+        """The sums of layers that a stage can run, by where they end [Q, L+1]."""
+        able = np.where(np.isfinite(self.each), self.each, 0.0)
+        return np.concatenate([np.zeros((len(able), 1)), able.cumsum(axis=1)], axis=1)
+
+    @cached_property
+    def _runs(self) -> dict[int, FloatArray]:
+        """The prices of all runs of those kinds of stage that cannot hold every layer."""
+        lacking = np.flatnonzero(~np.isfinite(self.each).all(axis=1)).tolist()
+        return {kind: self._run_prices(kind) for kind in lacking}
+
+    def runs(self, kind: int) -> FloatArray:
+        """The price of layers by where their run begins and ends [L+1, L+1]; infinite where it ends
+        before it begins, or has layers that the stage cannot run.
+        """
+        return self._runs[kind] if kind in self._runs else self._run_prices(kind)
+
+    def _run_prices(self, kind: int) -> FloatArray:
+        running, lacks = self.running[kind], ~np.isfinite(self.each[kind])
+        lacked = np.concatenate([[0], lacks.cumsum()])
+        prices = running - running[:, np.newaxis]
+        prices[lacked != lacked[:, np.newaxis]] = np.inf
+        prices[np.tri(len(running), k=-1, dtype=bool)] = np.inf
+        return np.asarray(prices)
 
     def onward(self, before: FloatArray, kind: int, is_end: bool) -> FloatArray:
         """The least price [L+1] with one more stage; the ends, `is_end`, hold a layer at least."""
-        return self._with_one_more(before, self.running[kind], kind, is_end)
+        if kind in self._runs:
+            return self._opened(self._between(before, self._runs[kind], kind, is_end))
+        return self._opened(self._with_one_more(before, self.running[kind], kind, is_end))
 
     def back(self, after: FloatArray, kind: int, is_end: bool) -> FloatArray:
         """The least price [L+1] with one more stage, from that of the stages after it."""
+        if kind in self._runs:
+            return self._opened(self._between(after, self._runs[kind].T, kind, is_end))
         running = -self.running[kind, ::-1]
-        return self._with_one_more(after[::-1], running, kind, is_end)[::-1]
+        found = self._with_one_more(after[::-1], running, kind, is_end)
+        return self._opened(found[::-1])
+
+    def _opened(self, prices: FloatArray) -> FloatArray:
+        """The prices where a boundary may be, infinite elsewhere."""
+        if self.joined.size:
+            prices[self.joined] = np.inf
+        return prices
 
     def _with_one_more(
         self, lowest: FloatArray, running: FloatArray, kind: int, is_end: bool
     ) -> FloatArray:
-        if self.able[kind]:
-            lowest = np.minimum.accumulate(lowest - running)
-            if is_end:
-                lowest = np.concatenate([[np.inf], lowest[:-1]])
-            lowest = lowest + running
-        elif is_end:
-            lowest = np.full_like(lowest, np.inf)
-        return np.asarray(lowest + self.fixed[kind])
+        lowest = np.minimum.accumulate(lowest - running)
+        if is_end:
+            lowest = np.concatenate([[np.inf], lowest[:-1]])
+        return np.asarray(lowest + running + self.fixed[kind])
+
+    def _between(self, lowest: FloatArray, runs: FloatArray, kind: int, is_end: bool) -> FloatArray:
+        found = lowest[:, np.newaxis] + runs
+        if is_end:
+            np.fill_diagonal(found, np.inf)
+        return np.asarray(found.min(axis=0) + self.fixed[kind])
 
 
 def boundary(layers: int, place: int) -> FloatArray:

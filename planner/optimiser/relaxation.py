@@ -1,7 +1,7 @@
-"""The linear relaxation: how many layers each kind of stage holds at each bitwidth, in fractions.
+"""The linear relaxation: how many layers each kind of stage holds in each cell, in fractions.
 Every assignment is a point of this programme, so its minimum bounds LLM-PQ eq. 4 from below. Stages
-of one kind share columns, and so do layers of equal sensitivity; the integer programme's windows
-need every stage alone (`each_stage_alone`).
+of one kind share columns, and so do layers of one kind and equal sensitivity; the integer
+programme's windows need every stage alone (`each_stage_alone`).
 """
 
 from __future__ import annotations
@@ -69,19 +69,23 @@ def memory_unit_bytes(layer_bytes: FloatArray, memory_bytes: FloatArray) -> Floa
 
 
 class LinearProgramme:
-    """Columns: counts [Q * K], bits of the U distinct layers [U * K], both bottlenecks."""
+    """Columns: counts [Q * C * K], bits of the U distinct layers [U * K], both bottlenecks."""
 
     def __init__(self, priced: PricedProblem) -> None:
         self._priced = priced
         form, kinds = priced.form, priced.kinds
         self._scale = OBJECTIVE_UNITS / typical_objective_s(priced.problem)
-        distinct, repeats = distinct_rows(priced.loss_s)
+        layers = np.column_stack([priced.problem.kind_of_layer, priced.loss_s])
+        rows, repeats = distinct_rows(layers)
+        kind_of_row, distinct = rows[:, 0].astype(np.int64), rows[:, 1:]
         self._cells, losses = priced.prefill_s.size, distinct.size
         self._columns = self._cells + losses + 2
         each = form.prefill_each * priced.prefill_s + form.decode_each * priced.decode_s
         self._cost = np.concatenate([each.ravel(), distinct.ravel(), np.zeros(2)]) * self._scale
         self._cost[[PREFILL_COLUMN, DECODE_COLUMN]] = 1.0
         upper, limit, self._memory_unit = self._upper_rows()
+        shares, most_more = self._share_rows()
+        upper, limit = np.vstack([upper, shares]), np.concatenate([limit, most_more])
         value = np.concatenate([repeats, np.zeros(priced.prefill_s.shape[1])])
         least, most = np.zeros(self._columns), np.full(self._columns, np.inf)
         least[PREFILL_COLUMN] = form.prefill_max * form.prefill_floor_s * self._scale
@@ -89,7 +93,7 @@ class LinearProgramme:
         most[: self._cells] = np.where(np.isfinite(priced.bytes), np.inf, 0.0).ravel()
         self._uppers = len(limit)
         self._model = LinearModel(
-            np.vstack([upper, self._cost, self._equal_rows(len(distinct))]),
+            np.vstack([upper, self._cost, self._equal_rows(kind_of_row)]),
             np.concatenate([np.full(self._uppers + 1, -np.inf), value]),
             np.concatenate([limit, [np.inf], value]),
             (least, most),
@@ -191,14 +195,40 @@ class LinearProgramme:
             upper[row, kind * choices : (kind + 1) * choices] = limit[row] = -1.0
         return upper, limit, unit
 
-    def _equal_rows(self, distinct: int) -> FloatArray:
-        choices, cells = self._priced.prefill_s.shape[1], self._cells
-        rows = np.zeros((distinct + choices, self._columns))
+    def _share_rows(self) -> tuple[FloatArray, FloatArray]:
+        """Rows that keep a stage's layers of each kind near the kind's share in all, as the runs
+        do; limits. Without them a stage could take the layers of one kind only.
+        """
+        problem, count = self._priced.problem, self._priced.kinds.count
+        stages, width, kinds = count.size, len(problem.bitwidths), problem.kinds
+        rows = np.zeros((2 * (kinds - 1), stages, self._columns))
+        limit = np.zeros((2 * (kinds - 1), stages))
+        every = np.arange(self._cells).reshape(stages, kinds, width)
+        open_ones = problem.open_boundaries
+        for kind in range(kinds - 1):
+            before = problem.kinds_before[open_ones, kind]
+            share = float(before[-1]) / problem.layers
+            more = before - share * open_ones
+            # the most a run has more than its share, and the most it has less
+            rise = float((more - np.minimum.accumulate(more)).max())
+            fall = float((np.maximum.accumulate(more) - more).max())
+            for row, sign, most in ((2 * kind, 1.0, rise), (2 * kind + 1, -1.0, fall)):
+                for stage in range(stages):
+                    rows[row, stage, every[stage]] = -sign * share
+                    rows[row, stage, every[stage, kind]] += sign
+                limit[row] = count * most
+        return rows.reshape(-1, self._columns), limit.ravel()
+
+    def _equal_rows(self, kind_of_row: IntArray) -> FloatArray:
+        distinct, choices = kind_of_row.size, len(self._priced.problem.bitwidths)
+        per_stage, cells = self._priced.prefill_s.shape[1], self._cells
+        rows = np.zeros((distinct + per_stage, self._columns))
         own = cells + np.arange(distinct * choices).reshape(distinct, choices)
         rows[np.arange(distinct)[:, np.newaxis], own] = 1.0
-        for choice in range(choices):
-            rows[distinct + choice, choice:cells:choices] = -1.0
-            rows[distinct + choice, cells + choice : cells + distinct * choices : choices] = 1.0
+        for cell in range(per_stage):
+            kind, choice = divmod(cell, choices)
+            rows[distinct + cell, cell:cells:per_stage] = -1.0
+            rows[distinct + cell, own[kind_of_row == kind, choice]] = 1.0
         return rows
 
 

@@ -271,7 +271,7 @@ class SizedOrders:
         prefill, decode = np.tile(prices.prefill, 3), np.tile(prices.decode, 3)
         thrice = Prices(prefill, decode, np.tile(prices.memory, 3), prices.trip)
         costs = priced.priced_stages(thrice)
-        each_layer = np.diff(costs.running[costs.able], axis=1).min(axis=0)
+        each_layer = costs.each.min(axis=0)
         first, between, last = costs.fixed.reshape(3, len(kinds))
         return _RoughPrices(
             float(each_layer.sum()),

@@ -61,7 +61,7 @@ class PricedOrders:
 
     def rough_after(self, partial: PartialOrder) -> FloatArray:
         """A bound on the price [L+1] of stages to come: layers and transfers where cheapest."""
-        each = np.diff(self.stages.running[self.stages.able], axis=1).min(axis=0)
+        each = self.stages.each.min(axis=0)
         layers: FloatArray = np.append(each[::-1].cumsum()[::-1], 0.0)
         rows = list(self._rows_after(partial))
         return layers + float(self.stages.fixed[rows].sum()) + self._least_transfers_s(partial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from planner.costs.communication import transfer_terms
 from planner.optimiser.assignment import Assignment, SolveOptions
 from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.names import Objective
-from planner.optimiser.problem import AssignmentProblem, JobPasses
+from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
 from planner.optimiser.solve import solve_by
 
 PRECISION = 1e-6  # relative difference to brute force
@@ -122,9 +122,62 @@ def small_problem(seed: int, objective: Objective) -> AssignmentProblem:
     )
 
 
-def feasible_problems(count: int, objective: Objective) -> list[AssignmentProblem]:
+def of_kinds(
+    problem: AssignmentProblem, pattern: Sequence[int], seed: int, joined: Sequence[int] = ()
+) -> AssignmentProblem:
+    """The problem with layers of the kinds of `pattern` [L], which cost up to three times as much
+    and as little as its own, each choice in a way of its own.
+    """
+    rng = np.random.default_rng(seed)
+    kinds = 1 + max(pattern)
+
+    def cells(values: FloatArray) -> FloatArray:
+        factors = np.exp(rng.uniform(-1.1, 1.1, (kinds, 1, 1))) * rng.uniform(
+            0.9, 1.1, (kinds, *values.shape)
+        )
+        factors[0] = 1.0
+        return np.concatenate(list(factors * values), axis=1)
+
+    return replace(
+        problem,
+        prefill_s=cells(problem.prefill_s),
+        decode_s=cells(problem.decode_s),
+        layer_bytes=np.ceil(cells(problem.layer_bytes)),
+        available=np.tile(problem.available, kinds),
+        kind_of_layer=np.array(pattern),
+        joined=tuple(joined),
+    )
+
+
+def small_uneven_problem(seed: int, objective: Objective) -> AssignmentProblem:
+    """A small problem with two or three kinds of layers, in turns or anyhow; some have layers that
+    are joined, cells that a device lacks, or memory that is tight.
+    """
+    rng = np.random.default_rng([seed, 5])
+    problem = small_problem(seed, objective)
+    kinds = int(rng.integers(2, 4))
+    pattern = np.arange(problem.layers) % kinds
+    if rng.random() < 0.6:
+        pattern = rng.integers(0, kinds, problem.layers)
+    inner = np.arange(1, problem.layers)
+    joined = inner[rng.random(inner.size) < rng.choice([0.0, 0.4])].tolist()
+    uneven = of_kinds(problem, [*pattern.tolist()], seed, joined)
+    lacks = rng.random(uneven.available.shape) < rng.choice([0.0, 0.2])
+    mean = uneven.layer_bytes.mean() / problem.layer_bytes.mean()
+    return replace(
+        uneven,
+        available=uneven.available & ~lacks,
+        memory_bytes=np.floor(problem.memory_bytes * mean * rng.choice([1.0, 1.4])),
+    )
+
+
+def feasible_problems(
+    count: int,
+    objective: Objective,
+    made: Callable[[int, Objective], AssignmentProblem] = small_problem,
+) -> list[AssignmentProblem]:
     """The first small problems that have a solution; some of each sort are among any twenty."""
-    problems = (small_problem(seed, objective) for seed in itertools.count())
+    problems = (made(seed, objective) for seed in itertools.count())
     return list(itertools.islice(filter(is_feasible, problems), count))
 
 
@@ -132,7 +185,8 @@ def brute_force(problem: AssignmentProblem) -> float:
     """The least objective over all boundaries and bitwidths, written from the formulas alone."""
     stages, layers = problem.stages, problem.layers
     best = float("inf")
-    for cuts in itertools.combinations_with_replacement(range(1, layers), stages - 1):
+    inner = [cut for cut in range(1, layers) if cut not in problem.joined]
+    for cuts in itertools.combinations_with_replacement(inner, stages - 1):
         stage_of = [sum(layer >= cut for cut in cuts) for layer in range(layers)]
         for bits in itertools.product(range(len(problem.bitwidths)), repeat=layers):
             best = min(best, _price(problem, stage_of, bits))
@@ -146,11 +200,12 @@ def _price(problem: AssignmentProblem, stage_of: list[int], bits: tuple[int, ...
     free = problem.memory_bytes.tolist()
     omega = 0.0
     for layer, (stage, bit) in enumerate(zip(stage_of, bits, strict=True)):
-        if not problem.available[stage, bit]:
+        cell = problem.kind_of_layer[layer] * len(problem.bitwidths) + bit
+        if not problem.available[stage, cell]:
             return float("inf")
-        prefill[stage] += problem.prefill_s[stage, bit]
-        decode[stage] += problem.decode_s[stage, bit]
-        free[stage] -= problem.layer_bytes[stage, bit]
+        prefill[stage] += problem.prefill_s[stage, cell]
+        decode[stage] += problem.decode_s[stage, cell]
+        free[stage] -= problem.layer_bytes[stage, cell]
         omega += problem.sensitivity[layer, bit]
     if min(free) < 0:
         return float("inf")
