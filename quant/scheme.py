@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from math import gcd
 
 from quant.common.errors import SpecError
@@ -82,24 +83,30 @@ class Cut:
     """Half-open `begin` to `end` of `size` rows (`dimension` 0) or columns (1) of a tensor: what
     one rank holds. Column-parallel linears (queries, keys, values, the first ones of the MLP) are
     cut along the rows of their weights, row-parallel ones (the output of attention, the last one of
-    the MLP) along the columns (Megatron-LM, Shoeybi et al. 2019, section 3).
+    the MLP) along the columns (Megatron-LM, Shoeybi et al. 2019, section 3). `more`: ranges
+    behind that one, of linears that were fused.
     """
 
     dimension: int
     begin: int
     end: int
     size: int
+    more: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         assert 0 <= self.begin < self.end <= self.size, "ranks have parts of what there is"
+        assert not self.more or self.dimension == ROWS, "columns of a group lie together"
 
     @property
     def length(self) -> int:
-        return self.end - self.begin
+        return sum(end - begin for begin, end in ((self.begin, self.end), *self.more))
 
     @property
-    def index(self) -> tuple[slice, ...]:
-        return (slice(None),) * self.dimension + (slice(self.begin, self.end),)
+    def index(self) -> tuple[slice | list[int], ...]:
+        own = slice(self.begin, self.end)
+        if self.more:
+            return ([*range(self.begin, self.end), *chain(*(range(*each) for each in self.more))],)
+        return (slice(None),) * self.dimension + (own,)
 
     def whole_shape(self, held: Sequence[int]) -> tuple[int, ...]:
         before, after = held[: self.dimension], held[self.dimension + 1 :]
@@ -116,6 +123,14 @@ class Cut:
 
     def within(self, span: range) -> Cut:
         return Cut(self.dimension, self.begin - span.start, self.end - span.start, len(span))
+
+
+def stacked(cuts: Sequence[Cut]) -> Cut:
+    """The cut of a linear that has the rows of several ones below each other."""
+    firsts = [0, *accumulate(cut.size for cut in cuts)]
+    spans = [(first + cut.begin, first + cut.end) for first, cut in zip(firsts, cuts, strict=False)]
+    (begin, end), *more = spans
+    return Cut(ROWS, begin, end, firsts[-1], tuple(more))
 
 
 def part_group(group: int, cut: Cut) -> int:

@@ -36,6 +36,7 @@ from actors.stage.partial_model import (
     empty_model,
     keep_stage,
     logits_of,
+    plan_frequencies,
 )
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
@@ -121,6 +122,7 @@ class LayerStream:
         the model has positions for.
         """
         self._check(token_ids)
+        plan_frequencies(self._middle, token_ids.shape[1])
         first = self._part(_FIRST, range(0), self.compute.in_type(dtype))
         hidden = torch.empty(
             *token_ids.shape, self.config.hidden_size, dtype=self.compute.dtype, device="cpu"

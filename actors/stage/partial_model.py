@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from actors.attention.addresses import Scoring
 from actors.attention.ragged import (
@@ -137,11 +138,25 @@ def _restore_buffers(decoder: nn.Module) -> None:
     rotary: Any = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         rotary = type(rotary)(config=rotary.config)
-        if rotary.rope_type == "dynamic":
-            # Its frequencies change beyond the model's positions, which no request reaches
-            # (`planner.model.config_check.reach`); looking at that would wait for a GPU.
+        if rotary.rope_type in ("dynamic", "longrope"):
+            # The frequencies of the one change beyond the model's positions, which no request
+            # reaches (`planner.model.config_check.reach`), those of the other are chosen once
+            # (`plan_frequencies`); looking at that in each pass would wait for a GPU.
             rotary.rope_type = "default"
         decoder.rotary_emb = rotary
+
+
+def plan_frequencies(model: PreTrainedModel, longest: int) -> None:
+    """Take the rotary frequencies of requests of up to `longest` tokens where a model has others
+    for long ones (longrope): then all requests have those, as in vLLM.
+    """
+    config: Any = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    rotary: Any = model.get_decoder().rotary_emb
+    frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, rotary.inv_freq.device, longest)
+    rotary.inv_freq.copy_(frequencies)
 
 
 def _replace_bloom_attention(attention: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -108,6 +109,10 @@ def _keep_heads(attention: Any, share: RankShare) -> None:
     """Tell a family's attention of the heads that it has left, where it counts them itself."""
     if hasattr(attention, "num_heads"):
         attention.num_heads = len(share.heads)
+    if hasattr(attention, "qkv_proj"):  # takes it apart by these
+        attention.config = copy.copy(attention.config)
+        attention.config.num_attention_heads = len(share.heads)
+        attention.num_key_value_heads = len(share.kv_heads)
     if hasattr(attention, "alibi_slopes"):
         attention.alibi_slopes = attention.alibi_slopes[share.heads.start : share.heads.stop]
 

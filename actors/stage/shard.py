@@ -11,7 +11,12 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.stage.model_config import read_config
-from actors.stage.partial_model import architecture_of, empty_model, keep_stage
+from actors.stage.partial_model import (
+    architecture_of,
+    empty_model,
+    keep_stage,
+    plan_frequencies,
+)
 from actors.stage.ranks import divide, sum_over_ranks
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
@@ -43,6 +48,7 @@ def load_shard(
     architecture = architecture_of(config)
     model = empty_model(config)
     keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
+    plan_frequencies(model, spec.max_tokens)
     cuts, ends_cut = _divided(model, spec, checkpoint)
     decoder = model.get_decoder()
     path = path_of(model, decoder)

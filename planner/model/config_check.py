@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number, shown
-from planner.model.family import ConfigKeys, RotaryKeys, UnusedEntries, check_layer_types
+from planner.model.family import (
+    LONG_TYPES,
+    ConfigKeys,
+    RotaryKeys,
+    UnusedEntries,
+    check_layer_types,
+)
 from planner.model.shape import MAX_SIZE, ModelShape
 from quant.common.errors import SpecError
 
@@ -111,7 +117,7 @@ def _check_labels(config: ConfigFile) -> None:
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 """The `ROPE_INIT_FUNCTIONS` of transformers with which a token's frequencies depend only on its
-position: longrope changes them with the longest request of a batch."""
+position: longrope (`LONG_TYPES`) changes them with the longest request of a batch."""
 
 _DEFAULT_THETA = 10_000.0
 _MOST_ROPE = 1e12
@@ -140,7 +146,7 @@ Entries = tuple[str, Mapping[str, Any]]
 def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:
     """Raise SpecError for rotary entries with which heads of `head_dim` cannot be computed."""
     key, parameters = entries
-    rope_type = _rope_type(config, key, parameters)
+    rope_type = _rope_type(config, entries, keys.types or ROPE_TYPES)
     _check_theta(config, entries, keys.theta)
     for name in _NEEDED.get(rope_type, ()):
         if not is_number(parameters.get(name), 0, _MOST_ROPE):
@@ -157,7 +163,9 @@ def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim:
             f"{config.entry(key)}.low_freq_factor is {parameters['low_freq_factor']}; it must "
             f"be below high_freq_factor, {parameters['high_freq_factor']}"
         )
-    _check_width(config, entries, keys, head_dim)
+    width = _check_width(config, entries, keys, head_dim)
+    if rope_type in LONG_TYPES:
+        _check_long(config, entries, width // 2)
 
 
 def rope_entries(config: ConfigFile) -> Entries:
@@ -184,8 +192,8 @@ def reach(config: ConfigFile, positions: int) -> int:
     (`_get_and_verify_max_len`), but not `dynamic`, whose frequencies then depend on the longest
     request of a batch.
     """
-    key, parameters = rope_entries(config)
-    rope_type = _rope_type(config, key, parameters)
+    _, parameters = rope_entries(config)
+    rope_type = parameters.get("rope_type", parameters.get("type"))
     if rope_type not in _STRETCHING:
         return positions
     trained = positions
@@ -194,13 +202,14 @@ def reach(config: ConfigFile, positions: int) -> int:
     return min(max(1, int(trained * parameters["factor"])), MAX_SIZE)
 
 
-def _rope_type(config: ConfigFile, key: str, parameters: Mapping[str, Any]) -> str:
+def _rope_type(config: ConfigFile, entries: Entries, known: tuple[str, ...]) -> str:
+    key, parameters = entries
     name = "rope_type" if "rope_type" in parameters else "type"
     value = parameters.get(name, "default")
-    if value not in ROPE_TYPES:
+    if value not in known:
         raise SpecError(
             f"{config.entry(key)}.{name} is {shown(value)}, which llmpq does not run; it must be "
-            f"one of {', '.join(ROPE_TYPES)}"
+            f"one of {', '.join(known)}"
         )
     return str(value)
 
@@ -222,8 +231,24 @@ def _check_original_length(config: ConfigFile, key: str, parameters: Mapping[str
             raise config.refusal(f"{place}{_LENGTH}", value, "a whole number of at least 1")
 
 
-def _check_width(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:
-    """Check that pairs of rotated elements fit into a head, and are all of it in most families."""
+def _check_long(config: ConfigFile, entries: Entries, pairs: int) -> None:
+    key, parameters = entries
+    _check_original_length(config, key, parameters)
+    for name in ("short_factor", "long_factor"):
+        factors = parameters.get(name)
+        is_list = isinstance(factors, list) and all(is_number(f, 0, _MOST_ROPE) for f in factors)
+        if not isinstance(factors, list) or not is_list or len(factors) != pairs:
+            raise config.refusal(f"{key}.{name}", factors, f"{pairs} numbers above 0")
+    for name in ("factor", "attention_factor"):
+        value = parameters.get(name)
+        if value is not None and not is_number(value, 0, _MOST_ROPE):
+            raise config.refusal(f"{key}.{name}", value, "a number above 0, or left out")
+
+
+def _check_width(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> int:
+    """Check that pairs of rotated elements fit into a head, and are all of it in most families;
+    return how many elements turn.
+    """
     key, parameters = entries
     is_partial = keys.default_share is not None
     outer, name = keys.share, "partial_rotary_factor"
@@ -242,3 +267,4 @@ def _check_width(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_di
             f"{config.place}: the head size (head_dim, or hidden_size over num_attention_heads) is "
             f"{head_dim}; with rotary positions it must be even"
         )
+    return width

@@ -13,6 +13,10 @@ from quant.common.errors import SpecError
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Values of `layer_types`, by which kinds of layers are named too."""
 
+LONG_TYPES = ("longrope", "su")
+"""Longrope by its names: a stage takes one of its two sets of frequencies by the longest request
+that is planned for."""
+
 _LARGEST_MULTIPLIER = 1e6
 
 
@@ -26,10 +30,11 @@ class Architecture:
     but the KV cache on to attention. `experts`: the module that has those of a layer, fused or as
     many MLPs, `router` the linear that chooses among them, `shared_gate` one that weighs what all
     tokens ask, which stands in `mlp`; `experts_by_inputs`: the fused ones are stored inputs first.
-    `kinds`: in what layers of a kind differ, by `ModelShape.kind`. `input_multiplier`: the
-    decoder's attribute by which it multiplies what comes in, as the first stage alone may do.
-    Logits are divided by the entry `logits_divisor` of the configuration, then capped by
-    `logits_cap`.
+    `kinds`: in what layers of a kind differ, by `ModelShape.kind`. `qkv_in_blocks`: fused queries
+    come before keys and these before values, rather than those of one head before those of the
+    next. `input_multiplier`: the decoder's attribute by which it multiplies what comes in, as the
+    first stage alone may do. Logits are divided by the entry `logits_divisor` of the configuration,
+    then capped by `logits_cap`.
     """
 
     decoder: str
@@ -48,6 +53,7 @@ class Architecture:
     shared_gate: str | None = None
     experts_by_inputs: bool = False
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    qkv_in_blocks: bool = False
     input_multiplier: str | None = None
     logits_divisor: str | None = None
     logits_cap: str | None = None
@@ -72,11 +78,14 @@ class Architecture:
 
 @dataclass(frozen=True)
 class RotaryKeys:
-    """Entries for rotary positions in older files: `share` of a head, or `default_share`."""
+    """Entries for rotary positions in older files: `share` of a head, or `default_share`. `types`
+    that the family has; None: all whose frequencies depend on a token's position alone.
+    """
 
     theta: str = "rope_theta"
     share: str = "partial_rotary_factor"
     default_share: float | None = None
+    types: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

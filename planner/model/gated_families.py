@@ -8,13 +8,20 @@ from dataclasses import replace
 from planner.model.config_file import ConfigFile
 from planner.model.family import (
     GATED,
+    LONG_TYPES,
+    ConfigKeys,
     Family,
+    RotaryKeys,
+    UnusedEntries,
     gated_shape,
     kv_heads_or_all,
     multiplier,
     window_of,
 )
 from planner.model.shape import MAX_LAYERS, ModelShape
+
+_HEAD_DIM = 128
+"""The default of transformers for GLM and Ministral 3."""
 
 _NOPE_INTERVAL = 4
 """Every so many layers one does not rotate, where a SmolLM3 file does not list them."""
@@ -64,7 +71,49 @@ def _granite(config: ConfigFile) -> ModelShape:
     )
 
 
+def _phi3(config: ConfigFile) -> ModelShape:
+    heads = config.size("num_attention_heads")
+    config.per_head(config.size("hidden_size"), heads)
+    trained = "original_max_position_embeddings"
+    if config.values.get(trained, 1) is None:
+        raise config.refusal(trained, None, "a whole number, or left out")
+    config.size(trained, default=1)
+    return gated_shape(
+        config,
+        kv_heads=config.size("num_key_value_heads", default=heads),
+        fused_qkv=True,
+        fused_mlp=True,
+        sliding_window=window_of(config),
+    )
+
+
+def _glm(config: ConfigFile) -> ModelShape:
+    bias = config.flag("attention_bias", True)
+    return gated_shape(config, _HEAD_DIM, qkv_bias=bias, fused_mlp=True)
+
+
+def _glm4(config: ConfigFile) -> ModelShape:
+    return replace(_glm(config), layer_norms=4)
+
+
+def _olmo2(config: ConfigFile) -> ModelShape:
+    bias, heads = config.flag("attention_bias", False), config.size("num_attention_heads")
+    shape = gated_shape(
+        config,
+        kv_heads=config.size("num_key_value_heads", default=heads),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    return replace(shape, qk_norm_width=shape.query_width + shape.kv_width)
+
+
 _GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+
+_FUSED_MLP = replace(
+    GATED, mlp=("mlp.gate_up_proj", "mlp.down_proj"), activation="mlp.activation_fn"
+)
+_HALF_ROTATES = ConfigKeys(rotary=RotaryKeys(default_share=0.5))
+_POST_NORMS = replace(GATED, norms=("post_attention_layernorm", "post_feedforward_layernorm"))
 
 GATED_FAMILIES: Mapping[str, Family] = {
     "granite": Family(
@@ -72,6 +121,24 @@ GATED_FAMILIES: Mapping[str, Family] = {
         replace(GATED, input_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
         attention_bias="attention_bias",
         mlp_bias="mlp_bias",
+    ),
+    "glm": Family(_glm, _FUSED_MLP, _HALF_ROTATES, attention_bias="attention_bias"),
+    "glm4": Family(
+        _glm4,
+        replace(_FUSED_MLP, norms=(*GATED.norms, "post_self_attn_layernorm", "post_mlp_layernorm")),
+        _HALF_ROTATES,
+        attention_bias="attention_bias",
+    ),
+    "olmo2": Family(_olmo2, _POST_NORMS, attention_bias="attention_bias"),
+    "phi3": Family(
+        _phi3,
+        replace(
+            _FUSED_MLP, attention=("self_attn.qkv_proj", "self_attn.o_proj"), qkv_in_blocks=True
+        ),
+        ConfigKeys(
+            rotary=RotaryKeys(default_share=1.0, types=("default", *LONG_TYPES)),
+            unused=UnusedEntries(shares=("attention_dropout", "resid_pdrop", "embd_pdrop")),
+        ),
     ),
     "smollm3": Family(_smollm3, GATED, attention_bias="attention_bias", mlp_bias="mlp_bias"),
 }

@@ -15,7 +15,7 @@ from math import gcd
 from planner.model.family import Architecture
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
-from quant.scheme import COLUMNS, GROUP_SIZES, ROWS, Cut
+from quant.scheme import COLUMNS, GROUP_SIZES, ROWS, Cut, stacked
 
 DEGREES = (1, 2, 4, 8)
 """Numbers of devices that a group may have."""
@@ -114,10 +114,13 @@ def layer_cuts(
     heads = _cut(ROWS, share.heads, shape.heads, shape.head_dim)
     kv_heads = _cut(ROWS, share.kv_heads, shape.kv_heads, shape.head_dim)
     cuts = dict(zip(projections, (heads, kv_heads, kv_heads), strict=False))
-    if shape.fused_qkv:  # queries, keys and values of one head after those of another
+    if architecture.qkv_in_blocks:
+        cuts = {projections[0]: stacked((heads, kv_heads, kv_heads))}
+    elif shape.fused_qkv:  # queries, keys and values of one head after those of another
         cuts = {projections[0]: _cut(ROWS, share.heads, shape.heads, 3 * shape.head_dim)}
     cuts[output] = _cut(COLUMNS, share.heads, shape.heads, shape.head_dim)
-    cuts |= {name: _cut(ROWS, share.mlp, shape.intermediate_size) for name in first}
+    columns = _cut(ROWS, share.mlp, shape.intermediate_size)
+    cuts |= {name: stacked((columns, columns)) if shape.fused_mlp else columns for name in first}
     return cuts | {last: _cut(COLUMNS, share.mlp, shape.intermediate_size)}
 
 
@@ -174,8 +177,14 @@ def _mlp_unit(shape: ModelShape, degree: int) -> int:
 def _check_parts(shape: ModelShape, degree: int) -> None:
     """Refuse layers with parts of which ranks would not have theirs."""
     for kind in shape.kind_shapes:
-        has_others = kind.experts or kind.delta or kind.output_gate or kind.fused_mlp or kind.sinks
-        if has_others or kind.extra_linears or kind.values_are_keys or kind.reads_earlier_keys:
+        has_others = kind.experts or kind.delta or kind.output_gate or kind.sinks
+        if (
+            kind.qk_norm_width
+            or has_others
+            or kind.extra_linears
+            or kind.values_are_keys
+            or kind.reads_earlier_keys
+        ):
             raise SpecError(
                 f"model {shape.name} cannot be divided among {degree} ranks: its layers have parts "
                 f"that are not divided ({shape.model_type}); give each stage one device"

@@ -253,6 +253,9 @@ def layer_tensors(kind: ModelShape) -> Shapes:
         found |= _norm(name, kind)
     if kind.qk_norm and kind.delta is None:
         found |= {f"self_attn.{name}.weight": (kind.head_dim,) for name in ("q_norm", "k_norm")}
+    if kind.qk_norm_width:
+        widths = {"q_norm": kind.query_width, "k_norm": kind.kv_width}
+        found |= {f"self_attn.{name}.weight": (width,) for name, width in widths.items()}
     if kind.sinks:
         found["self_attn.sinks"] = (kind.heads,)
     return found | _mixer_tensors(kind) | _router_tensors(kind) | fused_experts(kind)

@@ -85,7 +85,10 @@ class StoredWeight:
 
 
 def read_gptq(
-    checkpoint: Checkpoint, module: str, shape: tuple[int, int], kept: slice | None = None
+    checkpoint: Checkpoint,
+    module: str,
+    shape: tuple[int, int],
+    kept: slice | list[int] | None = None,
 ) -> GptqWeight:
     """Read the weight of `module`, of `shape` `[out, in]`, or the `kept` rows of it, to the host.
     Its bits and groups follow from the stored shapes. CheckpointError, naming the tensor, for

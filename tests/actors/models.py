@@ -12,11 +12,15 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Glm4Config,
+    GlmConfig,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -94,6 +98,10 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
         attention_multiplier=0.2,
         logits_scaling=5.0,
     ),
+    "phi3": Phi3Config(**_ROPE, num_key_value_heads=3, partial_rotary_factor=0.5, sliding_window=9),
+    "glm": GlmConfig(**_ROPE, num_key_value_heads=3, head_dim=16),
+    "glm4": Glm4Config(**_ROPE, num_key_value_heads=2, head_dim=12, attention_bias=False),
+    "olmo2": Olmo2Config(**_ROPE, num_key_value_heads=2),
 }
 """Families of whose parts those above have most, so that fewer tests go through them."""
 

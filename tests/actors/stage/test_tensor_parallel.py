@@ -25,6 +25,7 @@ from quant.rounding.importance import InputStatistics, LayerImportance
 from tests.actors.batches import batch_in_ranges
 from tests.actors.models import (
     CONFIGS,
+    EVERY_CONFIG,
     LAYERS,
     VOCABULARY,
     generate,
@@ -49,7 +50,7 @@ WIDE = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "phi3", "glm"])
 @pytest.mark.parametrize(
     ("degrees", "head_on_first"),
     [
@@ -62,7 +63,7 @@ WIDE = LlamaConfig(
 def test_greedy_tokens_equal_generate(
     name: str, degrees: tuple[int, ...], head_on_first: bool, tmp_path: Path
 ) -> None:
-    model = save_tiny(tmp_path, CONFIGS[name], shard="60KB")
+    model = save_tiny(tmp_path, EVERY_CONFIG[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
     specs = specs_of(BOUNDS, len(prompts), max(LENGTHS) + NEW_TOKENS, head_on_first=head_on_first)

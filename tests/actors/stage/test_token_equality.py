@@ -6,7 +6,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
+from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
 from planner.model.finding import model_shape
 from tests.actors.models import (
     CONFIGS,
@@ -64,6 +66,30 @@ def test_positions_beyond_those_of_training_equal_generate(
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), most)
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=2) == expected
+
+
+@pytest.mark.parametrize("lengths", [(5, 9), (17, 25)])
+def test_frequencies_of_longrope_are_those_of_the_longest_request(
+    lengths: tuple[int, int], tmp_path: Path
+) -> None:
+    """Up to the length of training, and beyond; requests of one plan have the same ones."""
+    trained, new_tokens = 16, 7
+    rope = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [3.0, 9.0]}
+    values = EVERY_CONFIG["phi3"].to_dict() | {"original_max_position_embeddings": trained}
+    values |= {"rope_parameters": rope | {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    model = save_tiny(tmp_path, type(EVERY_CONFIG["phi3"]).from_dict(values))
+    assert model_shape(tmp_path).max_positions == 128
+    prompts = random_prompts(lengths)
+    expected = [reference(model, prompt, new_tokens) for prompt in prompts]
+    stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(lengths) + new_tokens)
+    assert generate(stages, prompts, new_tokens, prefill=2, decode=2) == expected
+    stream = LayerStream(tmp_path, compute_on(torch.device("cpu"), torch.float32))
+    token_ids = torch.tensor([prompts[1]])
+    *_, last = stream_layers(stream, token_ids)
+    tail = stream.tail()
+    found = tail.logits(tail.normed(last.hidden))
+    with torch.inference_mode():
+        torch.testing.assert_close(found, model(token_ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "opt", "mistral-sliding"])

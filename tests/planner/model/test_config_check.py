@@ -137,6 +137,41 @@ def test_what_is_refused_names_the_entry(entries: dict[str, Any], message: str) 
     assert str(caught.value).startswith("/models/m/config.json: ")
 
 
+LONG: dict[str, Any] = {"type": "su", "short_factor": [1.0, 2], "long_factor": [3, 4.0]}
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "message"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; .* 5 numbers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 0, 1]}, "no_rope_layers is .* 5 numbers"),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 4},
+            "use_sliding_window is True",
+        ),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number above 0"),
+        ("granite", {"residual_multiplier": "x"}, "residual_multiplier is 'x'"),
+        ("phi3", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "long_factor is .* 2 numbers"),
+        ("phi3", {"rope_parameters": LONG | {"factor": -1}}, r"rope_parameters\.factor is -1"),
+        ("phi3", {"rope_parameters": {"type": "yarn"}}, "'yarn', which llmpq does not run"),
+        ("phi3", {"original_max_position_embeddings": None}, "original_max_position_embeddings is"),
+        ("glm4", {"head_dim": None}, "head_dim is None"),
+        ("glm", {"partial_rotary_factor": 0, "rope_parameters": None}, "partial_rotary_factor is"),
+    ],
+)
+def test_entries_of_a_family_are_checked(
+    family: str, entries: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        shape_from_config("m", values_of(FAMILIES[family]) | entries)
+
+
+def test_longrope_is_taken_of_the_family_that_has_it() -> None:
+    values = values_of(FAMILIES["phi3"]) | {"rope_parameters": LONG, "partial_rotary_factor": 0.5}
+    assert shape_from_config("m", values).max_positions == 128
+
+
 def test_a_part_of_a_neox_head_turns() -> None:
     values = values_of(FAMILIES["gpt_neox"])
     del values["rope_parameters"]

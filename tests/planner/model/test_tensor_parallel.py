@@ -156,21 +156,23 @@ DIVIDED = [
 
 @pytest.mark.parametrize("model_type", DIVIDED)
 def test_the_last_linears_are_cut_along_their_columns(model_type: str) -> None:
-    fused = model_type in ("bloom", "gpt_neox")
+    by_head = model_type in ("bloom", "gpt_neox")
+    fused_mlp = model_type in ("glm", "glm4", "phi3")
     gated = model_type not in ("bloom", "gpt_neox", "opt")
-    kv_heads = 6 if fused else 3
-    shape = replace(SMALL, kv_heads=kv_heads, fused_qkv=fused, gated_mlp=gated)
+    kv_heads = 6 if by_head else 3
+    shape = replace(SMALL, kv_heads=kv_heads, gated_mlp=gated, fused_mlp=fused_mlp)
+    shape = replace(shape, fused_qkv=by_head or model_type == "phi3")
     architecture = FAMILIES[model_type].architecture
     cuts = layer_cuts(shape, rank_share(shape, 2, 1), architecture)
     assert set(cuts) == {*architecture.attention, *architecture.mlp}
     by_columns = {name for name, cut in cuts.items() if cut.dimension == COLUMNS}
     assert by_columns == {architecture.attention[-1], architecture.mlp[-1]}
     wholes = dict(zip(cuts, shape.layer_linears, strict=False))
-    sizes = {**dict.fromkeys(architecture.mlp, 80)}
+    sizes = dict.fromkeys(architecture.mlp, 80) | ({architecture.mlp[0]: 160} if fused_mlp else {})
     assert all(cuts[name].size == size for name, size in sizes.items())
     first = cuts[architecture.attention[0]]
     assert first.size == wholes[architecture.attention[0]].out_features
-    assert first.begin == (3 * 3 * 8 if fused else 4 * 8)
+    assert first.begin == (3 * 3 * 8 if by_head else 4 * 8)
 
 
 def test_rows_of_the_vocabulary() -> None:
