@@ -71,13 +71,6 @@ class QuantizedLinear(nn.Module):
         )
 
 
-def warm_up_kernels(model: nn.Module) -> None:
-    found = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    different = {(type(each.packed), each.in_features, each.out_features): each for each in found}
-    for (_, in_features, _), linear in different.items():
-        linear.packed.warm_up(in_features, linear.compute_dtype)
-
-
 def quantize_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -96,12 +89,26 @@ def quantize_linear(
     """
     dtype, device = form.dtype, form.device
     own_bias = None if bias is None else copy_of(bias, dtype, device)
-    shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
-    shape = shape if cut is None else part_shape(shape, cut)
-    own_weight = weight if cut is None else weight[cut.index]
+    shape = _held_shape(weight, cut)
     rule = form.rule_of(shape)
     if form.bits == FULL_BITS:
+        own_weight = weight if cut is None else weight[cut.index]
         return _plain_linear(own_weight, own_bias, dtype, device)
+    packed = packed_weight(weight, form, name, inputs, cut)
+    return QuantizedLinear(packed, shape, own_bias, dtype, rule)
+
+
+def packed_weight(
+    weight: torch.Tensor,
+    form: LayerForm,
+    name: str,
+    inputs: InputStatistics | None = None,
+    cut: Cut | None = None,
+) -> PackedWeight:
+    """Quantize as `quantize_linear`, to less than 16 bit."""
+    dtype, device = form.dtype, form.device
+    shape = _held_shape(weight, cut)
+    rule = form.rule_of(shape)
     kernel = usable_backend(rule.name, form.bits, dtype, device)
     rounding = Rounding.of_tensor(form.rounding, name, inputs)
     packed: PackedWeight
@@ -112,9 +119,15 @@ def quantize_linear(
         if cut is not None and inputs is not None and cut.dimension == COLUMNS:
             own_inputs = inputs.of_inputs(slice(cut.begin, cut.end))
             rounding = replace(rounding, inputs=own_inputs)
+        own_weight = weight if cut is None else weight[cut.index]
         packed = kernel.from_weight(own_weight, dtype, device, rounding)
     _check_bytes(packed, rule, shape, dtype)
-    return QuantizedLinear(packed, shape, own_bias, dtype, rule)
+    return packed
+
+
+def _held_shape(weight: torch.Tensor, cut: Cut | None) -> LinearShape:
+    shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
+    return shape if cut is None else part_shape(shape, cut)
 
 
 def linear_of_codes(
@@ -205,17 +218,24 @@ def prepack(linear: nn.Linear, processor: Processor) -> nn.Module:
     """Prepack where that is faster and adds no byte; oneDNN refuses the layout on a CPU too old, as
     `processor` may be one that is only played here.
     """
-    weight = linear.weight
-    if not processor.is_cpu or weight.dtype != torch.bfloat16:
-        return linear
-    known = "avx512_bf16" in processor.instruction_sets
-    if not (known and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return linear
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:  # blocks that do not fill are padded
+    packed = reordered(linear.weight.detach(), processor)
+    if packed is None:
         return linear
     bias = None if linear.bias is None else linear.bias.detach()
     return PrepackedLinear(packed, bias, (linear.out_features, linear.in_features))
+
+
+def reordered(weight: Tensor, processor: Processor) -> Tensor | None:
+    """Bring `weight` `[out, in]` into the layout of `PrepackedLinear`, where `prepack` would."""
+    if not processor.is_cpu or weight.dtype != torch.bfloat16:
+        return None
+    known = "avx512_bf16" in processor.instruction_sets
+    if not (known and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return None
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:  # blocks that do not fill are padded
+        return None
+    return packed
 
 
 def prepack_linears(module: nn.Module, processor: Processor) -> None:

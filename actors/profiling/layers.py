@@ -35,7 +35,8 @@ from quant.devices import local_processor
 from quant.linear import LayerForm, prepack_linears, quantize_linear
 from quant.loading.cache_folder import ShardCache
 from quant.loading.cached_layer import put_submodule
-from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
+from quant.loading.layer_load import LayerLoad
+from quant.loading.loader import load_layer, loading, module_nbytes
 from quant.scheme import FULL_BITS
 
 # Decode passes take a millisecond a layer, of which the cost beside the layers is a notable share.

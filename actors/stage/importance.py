@@ -114,7 +114,7 @@ def measure_layers(
 def measure_layer(layer: StreamedLayer) -> LayerImportance:
     """Send all sequences through the layer and on, and return its importance."""
     inputs, keys = LinearInputs(), LargestKeys()
-    with inputs.watching(layer.linears):
+    with inputs.watching(layer.linears, layer.experts):
         layer.advance(keys.see)
     try:
         return LayerImportance(inputs.results(), keys.result())

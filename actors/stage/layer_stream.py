@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,11 @@ from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.devices import local_processor
+from quant.experts import QuantizedExperts
 from quant.linear import LayerForm, dtype_name
-from quant.loading.emulated_kernels import Compute, LayerScheme, load_layer_as_planned
-from quant.loading.loader import LayerLoad, loading
+from quant.loading.emulated_kernels import Compute, LayerScheme, form_of, load_layer_as_planned
+from quant.loading.layer_load import LayerLoad, plain_linears
+from quant.loading.loader import loading
 from quant.rounding.importance import LayerImportance
 from quant.scheme import FULL_BITS
 
@@ -82,6 +85,7 @@ class LayerStream:
         self._checkpoint = Checkpoint(checkpoint)
         self.config = read_config(self._checkpoint.folder)
         architecture = architecture_of(self.config)
+        self.quantized = architecture.linears
         self.layers: int = self.config.num_hidden_layers
         self._middle = self._part(_MIDDLE, range(self.layers), compute)
         decoder = self._middle.get_decoder()
@@ -111,8 +115,8 @@ class LayerStream:
 
     def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
         """`[out, in]` of each linear of a decoder layer by its name within the layer."""
-        named = self._empty[0].named_modules()
-        return {n: (m.out_features, m.in_features) for n, m in named if isinstance(m, nn.Linear)}
+        named = plain_linears(self._empty[0], self.quantized)
+        return {name: (linear.out_features, linear.in_features) for name, linear in named}
 
     def embed(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Hidden states `[sequences, length, hidden_size]` that go into the first layer.
@@ -145,16 +149,12 @@ class LayerStream:
         are plain ones in the compute type.
         """
         module = copy.deepcopy(self._empty[index])
-        represented = load_layer_as_planned(
-            module,
-            self._checkpoint,
-            f"{self.layers_name}.{index}",
-            scheme or LayerScheme(),
-            self.compute,
-            importance,
-        )
+        own = scheme or LayerScheme()
+        load = self._load(index, module, form_of(own, self.compute))
+        load = replace(load, importance=importance)
+        represented = load_layer_as_planned(load, self._checkpoint, own)
         dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
-        form = CacheForm(dtype, self.compute.device, (scheme or LayerScheme()).kv_bits)
+        form = CacheForm(dtype, self.compute.device, own.kv_bits)
         layer = StreamedLayer(self, index, module, hidden, form, represented)
         layer.importance = importance
         return layer
@@ -163,8 +163,11 @@ class LayerStream:
         """Have the disk read while `layers` are loaded in their order."""
         compute = self.compute
         form = LayerForm(FULL_BITS, compute.processor, compute.dtype, compute.device)
-        loads = [LayerLoad(self._empty[i], f"{self.layers_name}.{i}", form) for i in layers]
+        loads = [self._load(index, self._empty[index], form) for index in layers]
         return loading(loads, (), self._checkpoint)
+
+    def _load(self, index: int, module: nn.Module, form: LayerForm) -> LayerLoad:
+        return LayerLoad(module, f"{self.layers_name}.{index}", form, quantized=self.quantized)
 
     def tail(self, dtype: torch.dtype | None = None) -> Tail:
         """Final norm and LM head, held in `dtype` (None: in the compute type)."""
@@ -266,9 +269,16 @@ class StreamedLayer:
 
     @property
     def linears(self) -> Mapping[str, nn.Linear]:
-        """The plain linears by their name within the layer, such as `self_attn.q_proj`."""
+        """The plain linears by their name within the layer, such as `self_attn.q_proj`, without
+        those of routers and gates, which no bits are chosen for.
+        """
+        return dict(plain_linears(self.module, self._stream.quantized))
+
+    @property
+    def experts(self) -> Mapping[str, QuantizedExperts]:
+        """Experts by the name of their module within the layer."""
         named = self.module.named_modules()
-        return {name: child for name, child in named if isinstance(child, nn.Linear)}
+        return {name: child for name, child in named if isinstance(child, QuantizedExperts)}
 
     def outputs(self, on_keys: OnKeys | None = None) -> Generator[tuple[slice, Tensor]]:
         """Half-open ranges of sequences and their hidden states after the layer, on the host."""

@@ -24,7 +24,8 @@ from planner.model.tensor_parallel import RankShare, layer_cuts, rank_share, voc
 from quant.checkpoint.reader import Checkpoint
 from quant.linear import LayerForm, prepack, prepack_linears
 from quant.loading.cache_folder import ShardCache
-from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
+from quant.loading.layer_load import LayerLoad
+from quant.loading.loader import load_layer, load_tensors, loading, module_nbytes
 from quant.rounding.importance import LayerImportance
 from quant.scheme import WEIGHTED, Cut, Processor
 
@@ -61,6 +62,7 @@ def load_shard(
             form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
             importance=own,
             cuts=cuts,
+            quantized=architecture.linears,
         )
         for index, bits, own in zip(spec.layers, spec.bitwidths, weighing, strict=True)
     ]

@@ -37,7 +37,7 @@ from planner.model.tensor_parallel import spread
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
 from quant.devices import on_device
-from quant.linear import warm_up_kernels
+from quant.experts import pad_products, warm_up_kernels
 from quant.loading.cache_folder import open_cache
 from quant.loading.cache_settings import NO_CACHE, CacheSettings
 from quant.rounding.importance import LayerImportance
@@ -110,6 +110,7 @@ class Stage:
         self._weight_bytes = weight_bytes(self._model)
         self._check_memory()
         if spec.deterministic:
+            pad_products(self._model, FIXED_ROWS)
             self._check_deterministic()
 
     def _check_deterministic(self) -> None:

@@ -49,7 +49,8 @@ from quant.common.units import MIB
 from quant.devices import local_processor
 from quant.linear import LayerForm
 from quant.loading.cache_folder import ShardCache
-from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading
+from quant.loading.layer_load import LayerLoad
+from quant.loading.loader import load_layer, load_tensors, loading
 
 CPU = torch.device("cpu")
 LOOK_EVERY_S = 0.005

@@ -77,7 +77,7 @@ def _layer_rows(
     inputs, keys = LinearInputs(), LargestKeys()
     with (
         _observed(layer.linears, list(statistics.values())) as source_of,
-        inputs.watching(layer.linears),
+        inputs.watching(layer.linears, layer.experts),
     ):
         layer.advance(keys.see)
     weights = {name: linear.weight.detach() for name, linear in layer.linears.items()}

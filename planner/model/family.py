@@ -63,6 +63,12 @@ class Architecture:
         return replace(self, **self.kinds[kind]) if kind in self.kinds else self
 
     @property
+    def linears(self) -> frozenset[str]:
+        """Names of the linears that have the bits of their layer, of all kinds."""
+        each = (self, *(self.of_kind(kind) for kind in self.kinds))
+        return frozenset(name for own in each for name in (*own.attention, *own.mlp))
+
+    @property
     def layers_path(self) -> str:
         return f"{self.decoder}.{self.layers}"
 

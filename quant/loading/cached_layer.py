@@ -14,12 +14,12 @@ import json
 import platform
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from hashlib import sha256
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -28,10 +28,13 @@ from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.checkpoint.stored_tensors import DamagedFileError
+from quant.experts import ExpertWeights, QuantizedExperts, expert_shapes, is_experts
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.cache_folder import CachedTensors, CacheKey, NewEntry
-from quant.rounding.importance import LayerImportance, digest_of_inputs
-from quant.scheme import Cut, LinearShape, part_shape
+from quant.loading.expert_tensors import FUSED, experts_like
+from quant.loading.layer_load import LayerLoad
+from quant.rounding.importance import digest_of_inputs
+from quant.scheme import LinearShape, part_shape
 
 _LIBRARIES = ("torch", "bitsandbytes")
 """Libraries that decide on the layout or the rounding of packed weights."""
@@ -40,7 +43,7 @@ _SOURCES = (".py", ".cu")
 _RULES = {BACKENDS[rule.name].__name__: rule for rule in KERNEL_RULES if rule.name in BACKENDS}
 """Rules by the name of the backend's class, which stands in the file."""
 
-_LINEARS = "linears"
+_LINEARS, _EXPERTS = "linears", "experts"
 _PART = ":"
 """Separates the name of a linear and that of a part of its packed weight in a file."""
 
@@ -53,17 +56,16 @@ _TOLERANCE = 1e-3
 """Largest relative difference of products that differ only in the order of their sums."""
 
 
-def layer_key(
-    module: nn.Module,
-    name_prefix: str,
-    fingerprint: str,
-    form: LayerForm,
-    importance: LayerImportance | None = None,
-    cuts: Mapping[str, Cut] = MappingProxyType({}),
-) -> CacheKey:
-    """The key of what `module`, on the meta device, becomes in `form`. The source code of this
+def layer_key(load: LayerLoad, fingerprint: str) -> CacheKey:
+    """The key of what a module, on the meta device, becomes by `load`. The source code of this
     package stands for what it does to a weight, so that no version number has to be kept.
     """
+    module, name_prefix, form, importance = (
+        load.module,
+        load.name_prefix,
+        load.form,
+        load.importance,
+    )
     depends_on = {
         "checkpoint": fingerprint,
         "layer": name_prefix,
@@ -71,8 +73,8 @@ def layer_key(
             name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in all_tensors(module)
         },
         "bits": form.bits,
-        "backends": _backends(module, form, cuts),
-        "cuts": {name: astuple(cut) for name, cut in cuts.items()},
+        "backends": _backends(load),
+        "cuts": {name: astuple(cut) for name, cut in load.cuts.items()},
         "rounding": form.rounding,
         "importance": None if importance is None else digest_of_inputs(importance.inputs),
         "dtype": str(form.dtype),
@@ -90,22 +92,35 @@ def layer_key(
 
 def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) -> NewEntry | None:
     """Make an entry of a filled layer; None if weights of a backend cannot be stored."""
-    linears = {
-        n: child for n, child in module.named_modules() if isinstance(child, QuantizedLinear)
-    }
-    backends = {name: type(linear.packed) for name, linear in linears.items()}
-    if not all(comes_back(each, form.dtype, form.device) for each in set(backends.values())):
+    linears: dict[str, PackedWeight] = {}
+    experts: dict[str, ExpertWeights] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, QuantizedLinear):
+            linears[name] = child.packed
+        elif isinstance(child, QuantizedExperts):
+            fused = zip(FUSED, (child.gate_up, child.down), strict=True)
+            experts |= {f"{name}.{part}": weights for part, weights in fused}
+    names = {name: type(packed) for name, packed in linears.items()}
+    stacks = {name: weights.backend for name, weights in experts.items()}
+    if not all(comes_back(x, form.dtype, form.device) for x in {*names.values(), *stacks.values()}):
         return None
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, linear in linears.items():  # one at a time, as oneDNN's are copied
-            for part, tensor in linear.packed.state().items():
+        for name, packed in linears.items():  # one at a time, as oneDNN's are copied
+            for part, tensor in packed.state().items():
+                yield f"{name}{_PART}{part}", tensor
+        for name, weights in experts.items():
+            for part, tensor in weights.state():
                 yield f"{name}{_PART}{part}", tensor
         yield from all_tensors(module)
 
-    names = {name: backend.__name__ for name, backend in backends.items()}
-    nbytes += _NOTES_BYTES * len(linears)
-    return NewEntry(key, tensors, {_LINEARS: json.dumps(names)}, nbytes)
+    notes = {_LINEARS: _class_names(names), _EXPERTS: _class_names(stacks)}
+    nbytes += _NOTES_BYTES * (len(linears) + sum(each.count for each in experts.values()))
+    return NewEntry(key, tensors, notes, nbytes)
+
+
+def _class_names(backends: Mapping[str, type[PackedWeight]]) -> str:
+    return json.dumps({name: backend.__name__ for name, backend in backends.items()})
 
 
 @functools.cache
@@ -138,19 +153,29 @@ def comes_back(backend: type[PackedWeight], dtype: torch.dtype, device: torch.de
 
 @dataclass(frozen=True)
 class CachedLayer:
-    linears: Mapping[str, QuantizedLinear]
+    """`modules`: linears and experts, by name."""
+
+    modules: Mapping[str, nn.Module]
     tensors: Mapping[str, torch.Tensor]
 
 
 def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> CachedLayer:
     try:
-        names: dict[str, str] = dict(json.loads(cached.notes[_LINEARS]))
-        places = {name: (module.get_submodule(name), _RULES[own]) for name, own in names.items()}
+        names, stacks = (
+            {name: _RULES[own] for name, own in dict(json.loads(cached.notes[kind])).items()}
+            for kind in (_LINEARS, _EXPERTS)
+        )
+        places = {name: (module.get_submodule(name), rule) for name, rule in names.items()}
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"{type(error).__name__}: {error}") from error
-    linears = {n: _read_linear(meta, n, rule, cached, form) for n, (meta, rule) in places.items()}
+    modules: dict[str, nn.Module] = {
+        n: _read_linear(meta, n, rule, cached, form) for n, (meta, rule) in places.items()
+    }
+    for name, child in module.named_modules():
+        if is_experts(child):
+            modules[name] = _read_experts(child, name, stacks, cached, form)
+    packed = {f"{name}.weight" for name in names} | {*stacks}
     tensors = {n: cached.read(n).to(form.device) for n in cached.names if _PART not in n}
-    packed = {f"{name}.weight" for name in linears}
     expected = {name: tensor for name, tensor in all_tensors(module) if name not in packed}
     if tensors.keys() != expected.keys():
         raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
@@ -159,12 +184,12 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
         wanted = (tensor.shape, form.dtype if casts else tensor.dtype)
         if (tensors[name].shape, tensors[name].dtype) != wanted:
             raise DamagedFileError(f"{name} is not {list(tensor.shape)} of {wanted[1]}")
-    return CachedLayer(linears, tensors)
+    return CachedLayer(modules, tensors)
 
 
 def fill_from(module: nn.Module, layer: CachedLayer) -> None:
-    for name, linear in layer.linears.items():
-        put_submodule(module, name, linear)
+    for name, child in layer.modules.items():
+        put_submodule(module, name, child)
     for name, tensor in layer.tensors.items():
         owner_name, _, attribute = name.rpartition(".")
         owner = module.get_submodule(owner_name)
@@ -178,33 +203,67 @@ def _read_linear(
     if not isinstance(meta, nn.Linear):
         raise DamagedFileError(f"{name} is no linear layer")
     shape = LinearShape(meta.in_features, meta.out_features)
-    start = f"{name}{_PART}"
-    parts = {n.removeprefix(start): cached.read(n) for n in cached.names if n.startswith(start)}
-    placed = {
-        part: tensor.to(form.device) if tensor.dim() else tensor for part, tensor in parts.items()
-    }
-    try:
+    placed = _placed_parts(name, cached, form.device)
+    with _damaged(name):
         packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise  # the file is not at fault
-        raise DamagedFileError(f"{name}: {type(error).__name__}: {error}") from error
     linear = QuantizedLinear(packed, shape, None, form.dtype, rule)
     linear.bias = meta.bias
     return linear
 
 
-def _backends(module: nn.Module, form: LayerForm, cuts: Mapping[str, Cut]) -> dict[str, str]:
-    chosen = {}
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Linear):
-            shape = LinearShape(child.in_features, child.out_features)
-            if name in cuts:
-                rows, columns = cuts[name].whole_shape(child.weight.shape)
-                shape = part_shape(LinearShape(columns, rows), cuts[name])
-            backend = usable_backend(form.rule_of(shape).name, form.bits, form.dtype, form.device)
-            chosen[name] = backend.__name__
-    return chosen
+def _read_experts(
+    meta: nn.Module,
+    name: str,
+    rules: Mapping[str, KernelRule],
+    cached: CachedTensors,
+    form: LayerForm,
+) -> QuantizedExperts:
+    count, *shapes = expert_shapes(meta)
+    held = []
+    for fused, shape in zip(FUSED, shapes, strict=True):
+        full_name = f"{name}.{fused}"
+        with _damaged(full_name):
+            backend = BACKENDS[rules[full_name].name]
+            state = _placed_parts(full_name, cached, form.device)
+            held.append(ExpertWeights.of_state(backend, state, shape, count, form.dtype))
+    return experts_like(meta, held[0], held[1], form)
+
+
+def _placed_parts(
+    name: str, cached: CachedTensors, device: torch.device
+) -> dict[str, torch.Tensor]:
+    start = f"{name}{_PART}"
+    parts = {n.removeprefix(start): cached.read(n) for n in cached.names if n.startswith(start)}
+    return {part: tensor.to(device) if tensor.dim() else tensor for part, tensor in parts.items()}
+
+
+@contextmanager
+def _damaged(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise  # the file is not at fault
+        raise DamagedFileError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def _backends(load: LayerLoad) -> dict[str, str]:
+    shapes = {}
+    for name, child in load.linears:
+        shapes[name] = LinearShape(child.in_features, child.out_features)
+        if name in load.cuts:
+            rows, columns = load.cuts[name].whole_shape(child.weight.shape)
+            shapes[name] = part_shape(LinearShape(columns, rows), load.cuts[name])
+    for name, child in load.module.named_modules():
+        if is_experts(child):
+            own = zip(FUSED, expert_shapes(child)[1:], strict=True)
+            shapes |= {f"{name}.{fused}": shape for fused, shape in own}
+    form = load.form
+    rules = {name: form.rule_of(shape) for name, shape in shapes.items()}
+    return {
+        name: usable_backend(rule.name, form.bits, form.dtype, form.device).__name__
+        for name, rule in rules.items()
+    }
 
 
 def all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,21 +5,26 @@ multiply codes round activations to 8 bit too: so do these products, which are c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.rotation import RotatedCodes
 from quant.backends.table import KernelRule, rule_for
 from quant.checkpoint.reader import Checkpoint
-from quant.linear import LayerForm, dtype_name
+from quant.experts import PackExpert, expert_shapes
+from quant.linear import LayerForm
 from quant.loading.cached_layer import put_submodule
-from quant.loading.loader import LayerLoad, load_layer, load_tensors
-from quant.rounding.importance import LayerImportance
+from quant.loading.expert_tensors import load_experts
+from quant.loading.layer_load import LayerLoad, expert_inputs
+from quant.loading.loader import load_layer, load_tensors
+from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 
@@ -76,36 +81,9 @@ def represented_product(
     return lambda x: functional.linear(x, represented)
 
 
-def load_layer_as_planned(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    name_prefix: str,
-    scheme: LayerScheme,
-    compute: Compute,
-    importance: LayerImportance | None = None,
-) -> frozenset[str]:
-    """Fill a layer on the meta device; return the backends represented: none of a checkpoint that
-    is quantized already, as it has the same weights on every device.
-    """
+def form_of(scheme: LayerScheme, compute: Compute) -> LayerForm:
     compute = compute.in_type(scheme.dtype)
-    if scheme.rounding != WEIGHTED:
-        importance = None
-    represented = set()
-    if scheme.planned_for is not None and scheme.bits < FULL_BITS and checkpoint.gptq is None:
-        for name, linear in list(module.named_modules()):
-            if not isinstance(linear, nn.Linear):
-                continue
-            rule = _foreign_rule(linear, scheme, compute)
-            if rule is None:
-                continue
-            full_name = f"{name_prefix}.{name}"
-            stored = _stored(linear, checkpoint, full_name, compute)
-            inputs = None if importance is None else importance.inputs.get(name)
-            rounding = Rounding.of_tensor(scheme.rounding, full_name, inputs)
-            product = represented_product(rule.name, stored, compute.dtype, rounding)
-            put_submodule(module, name, RepresentedLinear(product, linear.bias))
-            represented.add(rule.name)
-    form = LayerForm(
+    return LayerForm(
         scheme.bits,
         compute.processor,
         compute.dtype,
@@ -113,22 +91,92 @@ def load_layer_as_planned(
         scheme.backend,
         scheme.rounding,
     )
-    load_layer(LayerLoad(module, name_prefix, form, importance), checkpoint)
+
+
+def load_layer_as_planned(
+    load: LayerLoad, checkpoint: Checkpoint, scheme: LayerScheme
+) -> frozenset[str]:
+    """Fill a layer on the meta device in the form of `scheme`; return the backends represented:
+    none of a checkpoint that is quantized already, as it has the same weights on every device.
+    """
+    if scheme.rounding != WEIGHTED:
+        load = replace(load, importance=None)
+    represented: set[str] = set()
+    if scheme.planned_for is not None and scheme.bits < FULL_BITS and checkpoint.gptq is None:
+        for name, linear in load.linears:
+            shape = LinearShape(linear.in_features, linear.out_features)
+            rule = _foreign_rule(shape, scheme, load.form)
+            if rule is None:
+                continue
+            full_name = f"{load.name_prefix}.{name}"
+            stored = _stored(linear, checkpoint, full_name, load.form)
+            inputs = None if load.importance is None else load.importance.inputs.get(name)
+            rounding = Rounding.of_tensor(scheme.rounding, full_name, inputs)
+            product = represented_product(rule.name, stored, load.form.dtype, rounding)
+            put_submodule(load.module, name, RepresentedLinear(product, linear.bias))
+            represented.add(rule.name)
+        for name, tensors in load.experts(checkpoint):
+            _, *shapes = expert_shapes(tensors.module)
+            found = {shape: _foreign_rule(shape, scheme, load.form) for shape in shapes}
+            rules = {shape: rule for shape, rule in found.items() if rule is not None}
+            if len(rules) < len(found):
+                continue
+            pack = _representing(rules, scheme.rounding)
+            experts = load_experts(tensors, load.form, expert_inputs(load, name), pack)
+            put_submodule(load.module, name, experts)
+            represented |= {rule.name for rule in rules.values()}
+    load_layer(load, checkpoint)
     return frozenset(represented)
 
 
-def _foreign_rule(linear: nn.Linear, scheme: LayerScheme, compute: Compute) -> KernelRule | None:
+@dataclass(frozen=True)
+class _RepresentedExpert(PackedWeight):
+    """Computes a backend's `product`; nothing of it is stored."""
+
+    product: Product
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = DEFAULT,
+    ) -> Self:
+        raise NotImplementedError("the backend is not known")
+
+    @classmethod
+    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
+        raise NotImplementedError("the backend is not known")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def _representing(rules: Mapping[LinearShape, KernelRule], rounding: str) -> PackExpert:
+    def pack(
+        weight: torch.Tensor, form: LayerForm, name: str, inputs: InputStatistics | None
+    ) -> PackedWeight:
+        rule = rules[LinearShape(weight.shape[1], weight.shape[0])]
+        way = Rounding.of_tensor(rounding, name, inputs)
+        return _RepresentedExpert(represented_product(rule.name, weight.float(), form.dtype, way))
+
+    return pack
+
+
+def _foreign_rule(shape: LinearShape, scheme: LayerScheme, form: LayerForm) -> KernelRule | None:
     assert scheme.planned_for is not None, "the scheme is of this machine"
-    shape = LinearShape(linear.in_features, linear.out_features)
-    bits, dtype = scheme.bits, dtype_name(compute.dtype)
+    bits = scheme.bits
     planned = rule_for(scheme.planned_for, bits, shape, scheme.planned_dtype, scheme.backend)
-    here = rule_for(compute.processor, bits, shape, dtype, scheme.backend)
-    return None if here is planned else planned
+    return None if form.rule_of(shape) is planned else planned
 
 
 def _stored(
-    linear: nn.Linear, checkpoint: Checkpoint, full_name: str, compute: Compute
+    linear: nn.Linear, checkpoint: Checkpoint, full_name: str, form: LayerForm
 ) -> torch.Tensor:
     stored = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-    load_tensors(stored, checkpoint, full_name, torch.float32, compute.device)
+    load_tensors(stored, checkpoint, full_name, torch.float32, form.device)
     return stored.weight.detach()

@@ -7,18 +7,19 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from quant.backends.base import copy_of
+from quant.backends.base import PackedWeight, copy_of
 from quant.checkpoint.gptq_config import bits_of_words
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError, PlanMismatchError
+from quant.experts import QuantizedExperts
 from quant.linear import (
     LayerForm,
     PrepackedLinear,
@@ -35,9 +36,10 @@ from quant.loading.cached_layer import (
     put_submodule,
     read_layer,
 )
+from quant.loading.expert_tensors import load_experts
+from quant.loading.layer_load import LayerLoad, expert_inputs
 from quant.rounding.canonical import part_of
 from quant.rounding.gptq_format import StoredWeight, read_gptq, to_canonical
-from quant.rounding.importance import LayerImportance
 from quant.scheme import COLUMNS, FULL_BITS, ROWS, Cut
 
 _note: ContextVar[Callable[[], None] | None] = ContextVar("note of a loaded layer", default=None)
@@ -56,19 +58,6 @@ def note_layer() -> None:
     note = _note.get()
     if note is not None:
         note()
-
-
-@dataclass(frozen=True)
-class LayerLoad:
-    """`module` on the meta device, of full name `name_prefix`. `cuts`: parts of linears that are
-    held, of which `module` has the shapes; `importance` tells of the whole.
-    """
-
-    module: nn.Module
-    name_prefix: str
-    form: LayerForm
-    importance: LayerImportance | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
@@ -114,10 +103,7 @@ def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
 
 
 def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
-    fingerprint = checkpoint.fingerprint(load.name_prefix)
-    return layer_key(
-        load.module, load.name_prefix, fingerprint, load.form, load.importance, load.cuts
-    )
+    return layer_key(load, checkpoint.fingerprint(load.name_prefix))
 
 
 def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache) -> None:
@@ -135,12 +121,14 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     module, form = load.module, load.form
     if checkpoint.gptq is not None:
-        columns = {f"{load.name_prefix}.{n}": _whole(load, n, x)[1] for n, x in _linears(module)}
+        columns = {f"{load.name_prefix}.{n}": _whole(load, n, x)[1] for n, x in load.linears}
         check_planned_bits(checkpoint, columns, form.bits)
-    for name, linear in _linears(module):
+    for name, linear in load.linears:
         filled = _stored_linear(load, name, linear, checkpoint)
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
+    for name, tensors in load.experts(checkpoint):
+        put_submodule(module, name, load_experts(tensors, form, expert_inputs(load, name)))
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device, load.cuts)
 
 
@@ -256,7 +244,7 @@ def _ranges_of_layer(
         path = cache.path_of(_key(load, checkpoint))
         if path.is_file():
             return [file_range(path)]
-    weights = [f"{name}.weight" for name, _ in _linears(load.module)]
+    weights = [f"{name}.weight" for name, _ in load.linears]
     names = [*weights, *(name for name, _ in all_tensors(load.module))]
     ranges = _ranges([f"{load.name_prefix}.{name}" for name in names], checkpoint)
     others = map(checkpoint.range_of, checkpoint.names_below(load.name_prefix))
@@ -295,7 +283,12 @@ def load_tensors(
 
 
 def module_nbytes(module: nn.Module) -> int:
-    packed = [child.packed for child in module.modules() if isinstance(child, QuantizedLinear)]
+    packed: list[PackedWeight | QuantizedExperts] = []
+    for child in module.modules():
+        if isinstance(child, QuantizedLinear):
+            packed.append(child.packed)
+        elif isinstance(child, QuantizedExperts):
+            packed.append(child)
     tensors = (tensor for _, tensor in all_tensors(module) if not tensor.is_meta)
     storages = {
         storage.data_ptr(): storage.nbytes()
@@ -321,11 +314,6 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    named = module.named_modules()
-    return [(name, child) for name, child in named if isinstance(child, nn.Linear)]
 
 
 def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

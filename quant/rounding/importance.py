@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -66,17 +68,17 @@ class RunningStatistics:
     def __init__(self) -> None:
         self._squares = torch.zeros((), dtype=torch.float64)
         self._largest = torch.zeros(())
-        self._vectors = 0
+        self.vectors = 0
 
     def add(self, vectors: Tensor) -> None:
         rows = vectors.detach().reshape(-1, vectors.shape[-1]).float()
         self._squares = self._squares + rows.square().sum(0).cpu().double()
         self._largest = torch.maximum(self._largest, rows.abs().amax(0).cpu())
-        self._vectors += len(rows)
+        self.vectors += len(rows)
 
     def result(self) -> InputStatistics:
-        mean_square = (self._squares / max(1, self._vectors)).float()
-        if not self._vectors or not bool(mean_square.isfinite().all()):
+        mean_square = (self._squares / max(1, self.vectors)).float()
+        if not self.vectors or not bool(mean_square.isfinite().all()):
             raise CheckpointError(
                 "the values that it multiplies are not finite in the type computed in; the weights "
                 "are damaged, or the model needs another dtype (or rounding nearest, which does "
@@ -85,28 +87,66 @@ class RunningStatistics:
         return InputStatistics(mean_square, self._largest)
 
 
+class ExpertStatistics:
+    """As `RunningStatistics`, of experts that each see a part of what passes: one after another in
+    `[experts * in]`, zeros for an expert that has seen nothing.
+    """
+
+    def __init__(self) -> None:
+        self._of: list[RunningStatistics] = []
+
+    def add(self, rows: Tensor, counts: Sequence[int]) -> None:
+        self._of = self._of or [RunningStatistics() for _ in counts]
+        for running, own in zip(self._of, rows.split(list(counts)), strict=True):
+            if len(own):
+                running.add(own)
+
+    def result(self) -> InputStatistics:
+        found = [running.result() if running.vectors else None for running in self._of]
+        seen = next((each for each in found if each is not None), None)
+        if seen is None:
+            raise CheckpointError("no expert was asked; the weights are damaged")
+        nothing = InputStatistics(*(torch.zeros_like(seen.mean_square) for _ in range(2)))
+        each = [nothing if own is None else own for own in found]
+        return InputStatistics(
+            torch.cat([own.mean_square for own in each]), torch.cat([own.largest for own in each])
+        )
+
+
 class LinearInputs:
     """Statistics by name while `watching`; linears called in turn with one tensor share theirs."""
 
     def __init__(self) -> None:
         self._running: dict[str, RunningStatistics] = {}
+        self._experts: dict[str, ExpertStatistics] = {}
         self._source_of: dict[str, str] = {}
         self._last: tuple[Tensor | None, str] = (None, "")  # kept: no other takes its place
 
     @contextmanager
-    def watching(self, linears: Mapping[str, nn.Module]) -> Iterator[None]:
+    def watching(
+        self, linears: Mapping[str, nn.Module], experts: Mapping[str, Any] = MappingProxyType({})
+    ) -> Iterator[None]:
+        """Watch `linears`, and `quant.experts.QuantizedExperts`, whose weights have the names
+        `gate_up_proj` and `down_proj` below theirs; all experts share what the first ones see.
+        """
+        watched = {**linears, **{f"{name}.gate_up_proj": own for name, own in experts.items()}}
         handles = [
-            linear.register_forward_pre_hook(
+            module.register_forward_pre_hook(
                 lambda _, inputs, name=name: self._see(name, inputs[0])
             )
-            for name, linear in linears.items()
+            for name, module in watched.items()
         ]
+        for name, own in experts.items():
+            statistics = self._experts.setdefault(f"{name}.down_proj", ExpertStatistics())
+            own.seen = statistics.add
         try:
             yield
         finally:
             self._last = (None, "")
             for handle in handles:
                 handle.remove()
+            for own in experts.values():
+                own.seen = None
 
     def _see(self, name: str, inputs: Tensor) -> None:
         if inputs is not self._last[0]:
@@ -116,12 +156,14 @@ class LinearInputs:
 
     def results(self) -> dict[str, InputStatistics]:
         found: dict[str, InputStatistics] = {}
-        for name, running in self._running.items():
+        all_running: dict[str, RunningStatistics | ExpertStatistics] = {}
+        for name, running in (all_running | self._running | self._experts).items():
             try:
                 found[name] = running.result()
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {error}") from error
-        return {name: found[source] for name, source in self._source_of.items()}
+        sources = self._source_of | {name: name for name in self._experts}
+        return {name: found[source] for name, source in sources.items()}
 
 
 class LargestKeys:

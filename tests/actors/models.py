@@ -24,6 +24,7 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -73,6 +74,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
         max_window_layers=2,
     ),
     "qwen3": Qwen3Config(**_ROPE, num_key_value_heads=2, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_ROPE | {"num_attention_heads": 4},
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
     "mistral": MistralConfig(**_ROPE, num_key_value_heads=2, sliding_window=None),
     "mistral-sliding": MistralConfig(**_ROPE, num_key_value_heads=2, sliding_window=7),
     "gpt_neox": GPTNeoXConfig(**_ROPE),

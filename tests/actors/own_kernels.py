@@ -10,11 +10,16 @@ from transformers import PretrainedConfig
 
 from actors.attention import cuda
 from actors.stage import cuda_layer
+from planner.model.families import has_own_layers
 from quant.backends.cuda_driver import Argument, Kernels
 from tests.actors.models import CONFIGS
 from tests.cuda_emulation import emulated
 
-WITH_OWN_LAYERS = tuple(name for name in CONFIGS if name != "opt-post-norm")
+WITH_OWN_LAYERS = tuple(
+    name
+    for name, config in CONFIGS.items()
+    if name != "opt-post-norm" and has_own_layers(config.model_type)
+)
 
 
 def range_attention(

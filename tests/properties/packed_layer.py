@@ -18,6 +18,7 @@ from quant.checkpoint.tensor_files import _HEADER_CRC32, _header_crc32
 from quant.linear import LayerForm, quantize_linear
 from quant.loading.cache_folder import CacheKey, ShardCache
 from quant.loading.cached_layer import fill_from, layer_key, new_entry, read_layer
+from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor
 from tests.properties.mutation import mutate_framed
@@ -68,7 +69,7 @@ def packed_layer() -> PackedLayer:
     layer = Small()
     with torch.device("meta"):
         meta = Small()
-    key = layer_key(meta, "m.layers.0", "fingerprint", FORM)
+    key = layer_key(LayerLoad(meta, "m.layers.0", FORM), "fingerprint")
     for name in ("a", "b"):
         weight = getattr(layer, name).weight.detach()
         linear = quantize_linear(weight, None, FORM)

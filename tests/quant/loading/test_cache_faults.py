@@ -25,6 +25,7 @@ from quant.linear import LayerForm, quantize_linear
 from quant.loading import cache_folder as shard_cache
 from quant.loading.cache_folder import CacheKey, NewEntry, ShardCache
 from quant.loading.cached_layer import CachedLayer, layer_key, new_entry, read_layer
+from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor
 
@@ -50,7 +51,7 @@ def meta_layer() -> nn.Module:
         return Layer()
 
 
-KEY = layer_key(meta_layer(), "model.layers.0", "fingerprint", FORM)
+KEY = layer_key(LayerLoad(meta_layer(), "model.layers.0", FORM), "fingerprint")
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def restore(folder: Path) -> CachedLayer | None:
 def contents(layer: CachedLayer) -> Contents:
     packed = {
         f"{name}:{part}": tensor
-        for name, linear in layer.linears.items()
+        for name, linear in layer.modules.items()
         for part, tensor in linear.packed.state().items()
     }
     return {**layer.tensors, **packed}

@@ -28,7 +28,8 @@ from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.cache_folder import ShardCache
 from quant.loading.cached_layer import comes_back, layer_key
-from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
+from quant.loading.layer_load import LayerLoad
+from quant.loading.loader import load_layer, loading, module_nbytes
 from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")
@@ -292,7 +293,7 @@ def test_what_a_key_depends_on(tiny_model: Build, meta_layer: MetaLayer, tmp_pat
     def text(
         form: LayerForm = FORM, name: str = name, fingerprint: str = "x", part: nn.Module = module
     ) -> str:
-        return layer_key(part, name, fingerprint, form).text
+        return layer_key(LayerLoad(part, name, form), fingerprint).text
 
     keys = [
         text(),

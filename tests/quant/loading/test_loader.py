@@ -15,7 +15,8 @@ from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear
-from quant.loading.loader import LayerLoad, load_layer, load_tensors, module_nbytes
+from quant.loading.layer_load import LayerLoad
+from quant.loading.loader import load_layer, load_tensors, module_nbytes
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import LinearShape
 

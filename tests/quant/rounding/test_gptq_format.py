@@ -20,7 +20,8 @@ from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError, PlanMismatchError
 from quant.devices import local_processor
 from quant.linear import LayerForm, QuantizedLinear, linear_of_codes
-from quant.loading.loader import LayerLoad, load_layer, module_nbytes
+from quant.loading.layer_load import LayerLoad
+from quant.loading.loader import load_layer, module_nbytes
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.gptq_format import (
     GptqWeight,

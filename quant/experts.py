@@ -1,0 +1,291 @@
+"""Experts of a layer over packed weights: products grouped by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quant.backends.base import PackedWeight, copy_of, tensor_bytes
+from quant.linear import LayerForm, QuantizedLinear, packed_weight, reordered
+from quant.rounding.importance import InputStatistics
+from quant.rounding.ways import DEFAULT, Rounding
+from quant.scheme import FULL_BITS, LinearShape
+
+_ALIGNMENT = 16
+"""Bytes that kernels load at once: parts of a larger tensor begin at multiples of it."""
+
+
+@dataclass(frozen=True)
+class PlainWeight(PackedWeight):
+    """`weight` `[out, in]` of 16 bit, in the compute type."""
+
+    weight: Tensor
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = DEFAULT,
+    ) -> Self:
+        return cls(copy_of(weight, dtype, device))
+
+    @classmethod
+    def represent(cls, weight: Tensor, rounding: Rounding = DEFAULT) -> Tensor:
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+@dataclass(frozen=True)
+class _ReorderedWeight(PlainWeight):
+    """One in oneDNN's layout, as of `quant.linear.PrepackedLinear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return out
+
+    def state(self) -> dict[str, Tensor]:
+        return {}  # 16-bit layers are not stored
+
+    @property
+    def nbytes(self) -> int:
+        count: int = torch.ops.mkldnn._nbytes(self.weight)
+        return count
+
+
+class ExpertWeights:
+    """One weight `[out, in]` of each expert, as a backend packs them. Their tensors are parts of
+    larger ones where they can be, so that an allocator rounds up once.
+    """
+
+    def __init__(self, shape: LinearShape, count: int) -> None:
+        self.shape, self.count = shape, count
+        self.weights: list[PackedWeight] = []
+        self._joined: dict[str, Tensor] = {}
+
+    @classmethod
+    def of_state(
+        cls,
+        backend: type[PackedWeight],
+        state: Mapping[str, Tensor],
+        shape: LinearShape,
+        count: int,
+        dtype: torch.dtype,
+    ) -> Self:
+        """Restore what `state` gave."""
+        found = cls(shape, count)
+        found._joined = dict(state)
+        first = found._part(backend, 0, dtype)
+        if _shares(first, found._of(0)):
+            rest = (found._part(backend, index, dtype) for index in range(1, count))
+            found.weights = [first, *rest]
+            return found
+        for index in range(count):
+            own = {name: part.clone() for name, part in found._of(index).items()}
+            found.weights.append(backend.from_state(own, shape, dtype))
+        found._joined = {}
+        return found
+
+    def add(self, packed: PackedWeight, dtype: torch.dtype) -> None:
+        """Add the next expert's weight, which may be held as a copy."""
+        index = len(self.weights)
+        if not index:
+            self._joined = self._room_for(packed, dtype)
+        if not self._joined:
+            self.weights.append(packed)
+            return
+        for name, part in packed.state().items():
+            if part.dim():
+                self._joined[name][index] = part
+        self.weights.append(self._part(type(packed), index, dtype))
+
+    def multiply(self, rows: Tensor, counts: Sequence[int], padded_to: int = 0) -> Tensor:
+        """Multiply `rows` `[asked, in]`, of which `counts` follow each other for each expert, to
+        `[asked, out]`; by products of at least `padded_to` rows.
+        """
+        asked = [index for index, count in enumerate(counts) if count]
+        parts = rows.split([counts[index] for index in asked])
+        weights = self.weights
+        if padded_to:
+            pairs = zip(asked, parts, strict=True)
+            products = [_padded_product(weights[i], part, padded_to) for i, part in pairs]
+        else:
+            products = [
+                weights[index].forward(part) for index, part in zip(asked, parts, strict=True)
+            ]
+        return torch.cat(products) if products else rows.new_empty(0, self.shape.out_features)
+
+    @property
+    def backend(self) -> type[PackedWeight]:
+        return type(self.weights[0])
+
+    @property
+    def nbytes(self) -> int:
+        if self._joined:
+            return tensor_bytes(*self._joined.values())
+        return sum(weight.nbytes for weight in self.weights)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Give tensors `[experts, ...]` of all weights' states, one at a time."""
+        if self._joined:
+            yield from self._joined.items()
+            return
+        for name in self.weights[0].state():
+            parts = [weight.state()[name] for weight in self.weights]
+            yield name, torch.stack(parts) if parts[0].dim() else parts[0]
+
+    def _of(self, index: int) -> dict[str, Tensor]:
+        return {n: joined[index] if joined.dim() else joined for n, joined in self._joined.items()}
+
+    def _part(self, backend: type[PackedWeight], index: int, dtype: torch.dtype) -> PackedWeight:
+        return backend.from_state(self._of(index), self.shape, dtype)
+
+    def _room_for(self, packed: PackedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Memory for all weights like `packed`, none where a weight is not made of such parts."""
+        state = packed.state()
+        parts = [each for each in state.values() if each.dim()]
+        aligned = all(each.is_contiguous() and each.nbytes % _ALIGNMENT == 0 for each in parts)
+        if not (parts and aligned):
+            return {}
+        again = type(packed).from_state(state, self.shape, dtype)
+        if not (_shares(packed, state) and _shares(again, state)):
+            return {}
+        return {
+            name: part.new_empty(self.count, *part.shape) if part.dim() else part
+            for name, part in state.items()
+        }
+
+
+def _shares(packed: PackedWeight, state: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors of `packed` are those of `state`."""
+    again = packed.state()
+    return all(
+        part.data_ptr() == again[name].data_ptr() for name, part in state.items() if part.dim()
+    )
+
+
+def _padded_product(weight: PackedWeight, part: Tensor, rows: int) -> Tensor:
+    missing = rows - len(part)
+    if missing <= 0:
+        return weight.forward(part)
+    return weight.forward(torch.cat([part, part.new_zeros(missing, part.shape[1])]))[: len(part)]
+
+
+PackExpert = Callable[[Tensor, LayerForm, str, InputStatistics | None], PackedWeight]
+"""As `packed_expert`."""
+
+
+class QuantizedExperts(nn.Module):
+    """Takes the place of transformers' fused experts. `apply_gate` makes `[rows, width]` of gate
+    and up, `[rows, 2 * width]`. `seen`, where it is set, is given the inputs of `down` `[asked,
+    width]` and how many of them are each expert's. `padded_to`: rows that products have at least.
+    """
+
+    def __init__(
+        self,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        apply_gate: Callable[[Tensor], Tensor],
+        form: LayerForm,
+    ) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.apply_gate = apply_gate
+        self.bits, self.compute_dtype = form.bits, form.dtype
+        self.gate_up_proj_bias: nn.Parameter | None = None
+        self.down_proj_bias: nn.Parameter | None = None
+        self.seen: Callable[[Tensor, Sequence[int]], None] | None = None
+        self.padded_to = 0
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Of `hidden` `[tokens, hidden_size]` give the results of the experts in `top_k_index`
+        `[tokens, k]`, summed with `top_k_weights` `[tokens, k]`, in the order of a token's experts.
+        """
+        tokens, per_token = top_k_index.shape
+        experts, order = top_k_index.flatten().sort(stable=True)
+        counts = self._counts(experts)
+        rows = hidden.to(self.compute_dtype).index_select(0, order // per_token)
+        grown = self.gate_up.multiply(rows, counts, self.padded_to)
+        if self.gate_up_proj_bias is not None:
+            grown += self.gate_up_proj_bias[experts]
+        gated = self.apply_gate(grown)
+        if self.seen is not None:
+            self.seen(gated, counts)
+        out = self.down.multiply(gated, counts, self.padded_to)
+        if self.down_proj_bias is not None:
+            out += self.down_proj_bias[experts]
+        by_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, -1)
+        return (by_token * top_k_weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def _counts(self, experts: Tensor) -> list[int]:
+        """Rows of each expert in ascending `experts`; a GPU is waited for once."""
+        numbers = torch.arange(self.gate_up.count, device=experts.device)
+        ends: list[int] = torch.searchsorted(experts, numbers, right=True).tolist()
+        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights, without biases."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def extra_repr(self) -> str:
+        kind = self.gate_up.backend.__name__
+        return f"experts={self.gate_up.count}, bits={self.bits}, backend={kind}"
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` has a layer's experts as transformers fuses them."""
+    own = dict(module.named_parameters(recurse=False))
+    return all(name in own and own[name].dim() == 3 for name in ("gate_up_proj", "down_proj"))
+
+
+def expert_shapes(module: nn.Module) -> tuple[int, LinearShape, LinearShape]:
+    """The number of experts of a fused module, and the weights of one: gate and up, and down."""
+    shapes = []
+    for name in ("gate_up_proj", "down_proj"):
+        count, rows, columns = module.get_parameter(name).shape
+        if getattr(module, "is_transposed", False):
+            rows, columns = columns, rows
+        shapes.append(LinearShape(columns, rows))
+    return count, shapes[0], shapes[1]
+
+
+def packed_expert(
+    weight: Tensor, form: LayerForm, name: str, inputs: InputStatistics | None
+) -> PackedWeight:
+    """Pack an expert's `weight` `[out, in]`, which may be a view of a file; errors as of
+    `quant.linear.quantize_linear`.
+    """
+    if form.bits < FULL_BITS:
+        return packed_weight(weight, form, name, inputs)
+    plain = copy_of(weight, form.dtype, form.device)
+    blocks = reordered(plain, form.processor)
+    return PlainWeight(plain) if blocks is None else _ReorderedWeight(blocks)
+
+
+def warm_up_kernels(model: nn.Module) -> None:
+    found: dict[tuple[type[PackedWeight], LinearShape], tuple[PackedWeight, torch.dtype]] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            shape = LinearShape(module.in_features, module.out_features)
+            found[type(module.packed), shape] = module.packed, module.compute_dtype
+        elif isinstance(module, QuantizedExperts):
+            for held in (module.gate_up, module.down):
+                found[held.backend, held.shape] = held.weights[0], module.compute_dtype
+    for (_, shape), (packed, dtype) in found.items():
+        packed.warm_up(shape.in_features, dtype)
+
+
+def pad_products(model: nn.Module, rows: int) -> None:
+    """Have the experts of `model` multiply at least so many rows at once, as its linears do."""
+    for module in model.modules():
+        if isinstance(module, QuantizedExperts):
+            module.padded_to = rows

@@ -1,0 +1,169 @@
+"""Reading the weights of a layer's experts one by one, in whatever form a checkpoint has them.
+
+Hub checkpoints have a tensor for each expert and projection (Qwen3-MoE), one for all experts as
+transformers fuses them (Qwen3.5-MoE), that transposed, or its MXFP4 codes and scales (gpt-oss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import CheckpointError
+from quant.experts import (
+    ExpertWeights,
+    PackExpert,
+    QuantizedExperts,
+    expert_shapes,
+    packed_expert,
+)
+from quant.linear import LayerForm
+from quant.rounding.importance import InputStatistics
+from quant.scheme import LinearShape
+
+GATE_UP, DOWN = FUSED = ("gate_up_proj", "down_proj")
+_OF_EXPERT = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
+"""Projections of one expert whose rows follow each other in the fused weight."""
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4_BIAS = 127
+_MXFP4_BYTES = 16
+"""Bytes of a block of 32 codes, which share a scale."""
+
+_ReadExpert = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """The experts of full name `name`, of which `module` has the shapes, on the meta device."""
+
+    checkpoint: Checkpoint
+    name: str
+    module: nn.Module
+
+    def reader(self, fused: str, shape: LinearShape) -> _ReadExpert:
+        """Give a function that reads the weight `fused` of an expert, `[out, in]`, which may be a
+        view of the file; CheckpointError where there is none, or of another shape.
+        """
+        count, _, _ = expert_shapes(self.module)
+        size = shape.out_features, shape.in_features
+        if self._find(f"{fused}{_BLOCKS}") is not None:
+            return self._mxfp4_reader(fused, (count, *size))
+        whole = self._find(fused)
+        if whole is None:
+            return lambda index: self._of_expert(fused, index, size)
+        is_transposed = bool(getattr(self.module, "is_transposed", False))
+        self._check(whole, (count, *(size[::-1] if is_transposed else size)))
+
+        def read(index: int) -> Tensor:
+            found = self._floats(whole)[index]
+            return found.t() if is_transposed else found
+
+        return read
+
+    def _of_expert(self, fused: str, index: int, size: tuple[int, int]) -> Tensor:
+        """Read an expert that is stored by itself."""
+        parts = []
+        names = _OF_EXPERT[fused]
+        for projection in names:
+            name = f"{self.name}.{index}.{projection}.weight"
+            stored = self.checkpoint.find(name, _first(name))
+            self._check(stored, (size[0] // len(names), size[1]))
+            parts.append(self._floats(stored))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _mxfp4_reader(self, fused: str, size: tuple[int, int, int]) -> _ReadExpert:
+        names = [
+            self.checkpoint.find(f"{self.name}.{fused}{end}", _first(self.name))
+            for end in (_BLOCKS, _SCALES)
+        ]
+        groups = size[2] // (2 * _MXFP4_BYTES)
+        self._check(names[0], (*size[:2], groups, _MXFP4_BYTES))
+        self._check(names[1], (*size[:2], groups))
+        blocks, scales = (self.checkpoint.read(name) for name in names)
+        return lambda index: decode_mxfp4(blocks[index], scales[index])
+
+    def _find(self, part: str) -> str | None:
+        name, prefix = f"{self.name}.{part}", _first(self.name)
+        return self.checkpoint.find(name, prefix) if self.checkpoint.has(name, prefix) else None
+
+    def _check(self, stored: str, size: tuple[int, ...]) -> None:
+        found = self.checkpoint.shape_of(stored)
+        if found != size:
+            raise CheckpointError(
+                f"tensor {stored} in {self.checkpoint.place} is {list(found)} but the model's "
+                f"configuration wants {list(size)}; the checkpoint is of another model"
+            )
+
+    def _floats(self, stored: str) -> Tensor:
+        tensor = self.checkpoint.read(stored)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(
+                f"tensor {stored} in {self.checkpoint.place} holds {tensor.dtype}: the checkpoint "
+                "is quantized already; give the original one in 16 or 32 bit"
+            )
+        return tensor
+
+
+def _first(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Decode uint8 `blocks` `[out, groups, 16]`, two codes a byte, the first one low, with powers
+    of two `scales` `[out, groups]` to bfloat16 `[out, 32 * groups]`, exactly.
+    """
+    table = torch.tensor([*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)]).bfloat16()
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    values = table[codes.int()]
+    exponents = scales.int().unsqueeze(-1) - _MXFP4_BIAS
+    return torch.ldexp(values, exponents).flatten(-2)
+
+
+def load_experts(
+    tensors: ExpertTensors,
+    form: LayerForm,
+    inputs: Mapping[str, InputStatistics | None],
+    pack: PackExpert = packed_expert,
+) -> QuantizedExperts:
+    """Read and pack the experts one by one; biases are left on the meta device. `inputs` are those
+    of the layer by the names in `FUSED`, those of `down_proj` `[experts * width]`.
+    """
+    module = tensors.module
+    count, *shapes = expert_shapes(module)
+    held = [ExpertWeights(shape, count) for shape in shapes]
+    for fused, weights in zip(FUSED, held, strict=True):
+        read = tensors.reader(fused, weights.shape)
+        for index in range(count):
+            name = f"{tensors.name}.{index}.{fused}"
+            own = _inputs_of(inputs.get(fused), index, weights.shape.in_features)
+            try:
+                weights.add(pack(read(index), form, name, own), form.dtype)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name} in {tensors.checkpoint.place}: {error}") from error
+    return experts_like(module, held[0], held[1], form)
+
+
+def experts_like(
+    module: nn.Module, gate_up: ExpertWeights, down: ExpertWeights, form: LayerForm
+) -> QuantizedExperts:
+    """Make experts that compute as the fused `module`, whose biases they take."""
+    apply_gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
+    experts = QuantizedExperts(gate_up, down, apply_gate, form)
+    for fused in FUSED:
+        name = f"{fused}_bias"
+        setattr(experts, name, getattr(module, name, None))
+    return experts
+
+
+def _inputs_of(inputs: InputStatistics | None, index: int, width: int) -> InputStatistics | None:
+    """Give those of one expert; None where it was not asked."""
+    if inputs is None or len(inputs.mean_square) == width:
+        return inputs
+    own = inputs.of_inputs(slice(index * width, (index + 1) * width))
+    return own if bool(own.mean_square.any()) else None

@@ -1,0 +1,56 @@
+"""What of a layer is to be loaded, and in which form."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from quant.checkpoint.reader import Checkpoint
+from quant.experts import is_experts
+from quant.linear import LayerForm
+from quant.loading.expert_tensors import FUSED, ExpertTensors
+from quant.rounding.importance import InputStatistics, LayerImportance
+from quant.scheme import Cut
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """`module` on the meta device, of full name `name_prefix`. `cuts`: parts of linears that are
+    held, of which `module` has the shapes; `importance` tells of the whole. `quantized`: the
+    linears that have the bits of `form`, None for all; others stay in the compute type.
+    """
+
+    module: nn.Module
+    name_prefix: str
+    form: LayerForm
+    importance: LayerImportance | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    quantized: frozenset[str] | None = None
+
+    @property
+    def linears(self) -> list[tuple[str, nn.Linear]]:
+        """Those that have the layer's bits, by name."""
+        return plain_linears(self.module, self.quantized)
+
+    def experts(self, checkpoint: Checkpoint) -> list[tuple[str, ExpertTensors]]:
+        """Fused experts by name, with their tensors."""
+        return [
+            (name, ExpertTensors(checkpoint, f"{self.name_prefix}.{name}", child))
+            for name, child in self.module.named_modules()
+            if is_experts(child)
+        ]
+
+
+def plain_linears(
+    module: nn.Module, names: Container[str] | None = None
+) -> list[tuple[str, nn.Linear]]:
+    """The linears of a layer by name, those in `names` where it is given."""
+    linears = [(n, child) for n, child in module.named_modules() if isinstance(child, nn.Linear)]
+    return [(name, child) for name, child in linears if names is None or name in names]
+
+
+def expert_inputs(load: LayerLoad, name: str) -> dict[str, InputStatistics | None]:
+    known = {} if load.importance is None else load.importance.inputs
+    return {fused: known.get(f"{name}.{fused}") for fused in FUSED}
