@@ -104,12 +104,14 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
     },
     "look": {
         "devices": Subcommand(
-            "catalog:devices_main",
-            "catalog:devices_parser",
+            "device_list:devices_main",
+            "device_list:devices_parser",
             "list the accelerators that are known",
         ),
         "models": Subcommand(
-            "catalog:models_main", "catalog:models_parser", "list the models that are built in"
+            "model_list:models_main",
+            "model_list:models_parser",
+            "list the models that are built in",
         ),
         "jobs": Subcommand(
             "jobs:main", "jobs:jobs_parser", "list jobs, and show one while it runs or after"

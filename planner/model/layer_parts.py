@@ -32,11 +32,13 @@ class Experts:
         """The weights of one expert, gate and up in one."""
         return LinearShape(hidden_size, 2 * self.width), LinearShape(self.width, hidden_size)
 
+    def biases_of_one(self, hidden_size: int) -> int:
+        return self.has_biases * sum(linear.out_features for linear in self.linears(hidden_size))
+
     def bias_parameters(self, hidden_size: int) -> int:
         """Biases of router and experts."""
-        outputs = self.count * sum(linear.out_features for linear in self.linears(hidden_size))
-        biases = (self.count + outputs) * self.has_biases
-        return biases + self.count * self.router_bias
+        router = self.has_biases + self.router_bias
+        return self.count * (router + self.biases_of_one(hidden_size))
 
     def shared_linears(self, hidden_size: int) -> tuple[LinearShape, ...]:
         if not self.shared_width:

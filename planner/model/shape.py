@@ -262,6 +262,17 @@ class ModelShape:
         ends = self.embedding_parameters + self.final_parameters - shared
         return sum(self.parameters_by_layer) + ends
 
+    @property
+    def active_parameters(self) -> int:
+        """All but those of experts that a token does not ask."""
+        idle = 0
+        for kind, count in zip(self.kind_shapes, self.kind_counts, strict=True):
+            if kind.experts is not None:
+                each = sum(linear.parameters for linear in kind.expert_linears)
+                each += kind.experts.biases_of_one(self.hidden_size)
+                idle += count * (kind.experts.count - kind.experts.per_token) * each
+        return self.total_parameters - idle
+
     def fingerprint(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         for key in _NOT_IN_OLDER_ONES:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.messages import Sampling
-from llmpq.cli.catalog import DevicesCommand, ModelsCommand
+from llmpq.cli.device_list import DevicesCommand
 from llmpq.cli.jobs import ListCommand, ShowCommand
 from llmpq.cli.main import SUBCOMMANDS, help_text
 from llmpq.cli.measure.forecast_options import JudgeCommand, ProfileCommand, TrainCommand
@@ -22,6 +22,7 @@ from llmpq.cli.measure.weight_options import (
     IndicatorCommand,
     QuantizeCommand,
 )
+from llmpq.cli.model_list import ModelsCommand
 from llmpq.cli.parser import Parser
 from llmpq.cli.plan_options import PlanCommand
 from llmpq.cli.run_options import RunCommand, ServeCommand, SubmitOptions

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from actors.processes.device import ReportedGpu
-from llmpq.cli.catalog import devices_main, models_main
+from llmpq.cli.device_list import devices_main
+from llmpq.cli.model_list import models_main
 from planner.cluster.accelerators import find_accelerator, registry
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import builtin_names, model_shape, names_of_builtin
@@ -42,8 +43,9 @@ def test_the_list_has_every_name_within_80_columns(
 @pytest.mark.parametrize("command", ["devices", "models"])
 def test_no_list_loads_torch_or_ray_and_each_takes_no_second_of_work(command: str) -> None:
     code = (
-        f"import sys\nfrom llmpq.cli.catalog import {command}_main\n{command}_main([])\n"
-        "import time\nheavy = {'torch', 'ray', 'transformers', 'scipy'} & set(sys.modules)\n"
+        f"import sys\nfrom llmpq.cli.{command[:-1]}_list import {command}_main\n"
+        f"{command}_main([])\nimport time\n"
+        "heavy = {'torch', 'ray', 'transformers', 'scipy'} & set(sys.modules)\n"
         "print('heavy', sorted(heavy), time.process_time())"
     )
     began = time.monotonic()
@@ -129,6 +131,13 @@ def test_one_model_in_full_and_of_a_folder(capsys: pytest.CaptureFixture[str]) -
     text = shown(capsys, "models", "qwen2.5-14b-instruct")
     for part in ("Qwen/Qwen2.5-14B-Instruct", "14.8 billion", "27.5 GiB", "192 KiB a token"):
         assert part in text
+    text = " ".join(shown(capsys, "models", "qwen3.6-35b-a3b").split())
+    for part in ("30 of", "linear attention, 256 experts of which a token asks 8", "10 of"):
+        assert part in text
+    # 10 layers have keys of 2 heads of 256; 30 have 32 states of 128 by 128 and three inputs of a
+    # convolution over 8192 channels.
+    for part in ("34.7 billion, 3.45 a token", "20 KiB a token", "61.41 MiB a request"):
+        assert part in text
     assert "12 of" in shown(capsys, "models", str(ROOT / "examples" / "demo_model"))
     assert models_main(["opt-30b-tuned"]) == 2
     assert "nearest built-in: opt-30b" in capsys.readouterr().err
@@ -143,9 +152,16 @@ def test_json_of_models_has_their_sizes(capsys: pytest.CaptureFixture[str]) -> N
         assert sizes["16"] == 2 * shape.total_parameters
         assert sizes["16"] > sizes["8"] > sizes["4"] > sizes["3"]
         # A weight of 4 bit has a scale and a zero of 16 bit for each group of up to 128 too.
-        linears = shape.layers * shape.layer_linear_parameters
+        kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
+        linears = sum(count * kind.layer_linear_parameters for kind, count in kinds)
         saved = (sizes["16"] - sizes["4"]) / linears
         assert 1.3 < saved < 1.5
+        assert each["active_parameters"] == shape.active_parameters
+        assert sum(kind["layers"] for kind in each["kinds"]) == shape.layers
+    by_name = {each["name"]: each for each in found}
+    # 30.5 * 10^9 weights in 16 bit are 56.9 GiB, of 4 bit 15.8: more than 16 GiB offer.
+    assert by_name["qwen3-30b-a3b"]["gpu_gib"] == {"16": 64, "8": 32, "4": 24, "3": 16}
+    assert by_name["qwen3.5-397b-a17b"]["gpu_gib"]["16"] is None
 
 
 def test_the_driver_is_asked_for_names_and_sizes(

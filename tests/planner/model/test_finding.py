@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from planner.model.finding import builtin_names, model_shape, names_of_builtin
 from quant.common.errors import SpecError
+from tests.planner.model.mixed_configs import library_model
 
 TINY: dict[str, dict[str, Any]] = {
     "opt": {
@@ -51,6 +52,9 @@ BUILTIN = (
     "qwen3-8b",
     "mistral-7b",
     "pythia-160m",
+    "qwen3-30b-a3b",
+    "qwen3.5-9b",
+    "gpt-oss-20b",
 )
 
 
@@ -59,14 +63,6 @@ def tiny_config(model_type: str) -> dict[str, Any]:
     if model_type in ("llama", "mistral", "qwen2", "qwen3"):
         config = {**GATED, "num_attention_heads": 4, **config}
     return config
-
-
-def library_model(config: dict[str, Any]) -> Any:
-    values = {key: value for key, value in config.items() if key not in ("model_type", "names")}
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **values), dtype=torch.float32
-        )
 
 
 def save(config: dict[str, Any], folder: Path) -> Path:
@@ -128,6 +124,30 @@ def test_built_in_shape_gives_the_librarys_parameters(name: str, builtin: dict[s
 )
 def test_published_sizes(name: str, billions: float) -> None:
     assert model_shape(name).total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("qwen3-coder-30b-a3b", 30.5, 3.3),
+        ("qwen3-235b-a22b", 235, 22),
+        ("qwen3-coder-480b-a35b", 480, 35),
+        ("qwen3-next-80b-a3b", 80, 3.9),
+        ("qwen3.5-27b", 27, 27),
+        ("qwen3.5-9b", 9, 9),
+        ("qwen3.6-35b-a3b", 35, 3.4),
+        ("qwen3.5-122b-a10b", 122, 9.8),
+        ("qwen3.5-397b-a17b", 397, 17.3),
+        # The makers leave the 0.58 billion weights of the embedding out of what is active.
+        ("gpt-oss-20b", 20.9, 3.6 + 0.58),
+        ("gpt-oss-120b", 116.8, 5.1 + 0.58),
+    ],
+)
+def test_published_sizes_with_experts(name: str, billions: float, active: float) -> None:
+    shape = model_shape(name)
+    assert shape.total_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_every_built_in_loads_under_all_its_names(builtin: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`llmpq devices` and `llmpq models`: what is built in, and what else a name stands for."""
+"""`llmpq devices`: the accelerators that are built in, and what else a name stands for."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from llmpq.cli.common import (
 from llmpq.cli.parser import Parser, made
 from planner.cluster.accelerators import Accelerator, assumption, find_accelerator, registry
 from planner.option_rules import argument, flag, option
-from quant.backends.table import backend_name, rule_for
-from quant.common.units import GIB, KIB
-from quant.scheme import BITWIDTHS, FULL_BITS, Processor
+from quant.backends.table import backend_name
+from quant.common.units import GIB
+from quant.scheme import BITWIDTHS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from planner.model.shape import ModelShape
 
 DEVICES = "llmpq devices"
 
@@ -200,158 +198,3 @@ def _wheels(each: Accelerator) -> str:
     if each.compute_capability < (7, 5):
         return "CUDA 12.6 wheels; newer CUDA has dropped it"
     return "CUDA 12.8 wheels or newer" if each.compute_capability >= (10, 0) else "any CUDA wheels"
-
-
-MODELS = "llmpq models"
-
-_MODELS_DESCRIPTION = (
-    "List the models whose shapes are built in, so that they are planned for without weights and "
-    "without a hub, or show one in full: a built-in name, a folder, a config.json or a hub id."
-)
-_MODELS_EXAMPLES = ("%(prog)s", "%(prog)s qwen2.5-14b-instruct", "%(prog)s /models/opt-30b --json")
-
-_MODEL_HEADS = (
-    "model",
-    "family",
-    "layers",
-    "hidden",
-    "B",
-    *(f"{bits} bit" for bits in reversed(BITWIDTHS)),
-    "tokens",
-)
-
-_USUAL_GPU = Processor(compute_capability=(8, 0))
-_DTYPE = "bfloat16"
-
-_MODEL_NOTES = (
-    "B: 10^9 parameters. 16 to 3 bit: GiB of all weights, with every decoder layer at these bits "
-    "by the kernels of a usual GPU; embeddings, norms and head stay in 16 bit. tokens: the longest "
-    "prompt with its answer.",
-    "`llmpq models NAME` shows one in full. Any other model of these families is planned by its "
-    "folder, its config.json or its hub id: {families}.",
-)
-
-
-@dataclass(frozen=True)
-class ModelsCommand:
-    model: str | None = argument(
-        "MODEL", "a name, a folder, a config.json or a hub id", more={"nargs": "?"}
-    )
-    json: bool = flag("as JSON, sizes in bytes")
-
-
-def models_main(arguments: Sequence[str] | None = None, prog: str = MODELS) -> int:
-    options = made(ModelsCommand, models_parser(prog).parse(arguments))
-    return run_command(prog, partial(_show_models, options))
-
-
-def models_parser(prog: str | None = MODELS) -> Parser:
-    parser = Parser(prog, _MODELS_DESCRIPTION, _MODELS_EXAMPLES)
-    parser.declare({"what is shown": "model json"}, ModelsCommand)
-    return parser
-
-
-def _show_models(options: ModelsCommand) -> int:
-    from planner.model.finding import builtin_names, model_shape
-
-    name = options.model
-    if name is not None:
-        shape = model_shape(name)
-        if options.json:
-            print_json(_model_json(shape, name))
-        else:
-            print_table(facts_table(_model_facts(shape, name)))
-        return EXIT_DONE
-    shapes = [(model_shape(each), each) for each in builtin_names()]
-    if options.json:
-        print_json([_model_json(*each) for each in shapes])
-    else:
-        print_table(_model_table([shape for shape, _ in shapes]))
-    return EXIT_DONE
-
-
-def weight_bytes(shape: ModelShape, bits: int) -> int:
-    """Bytes of a model's weights, layers at `bits` on a usual GPU; a tied head counts once."""
-    linears = shape.layer_linears
-    rules = [(rule_for(_USUAL_GPU, bits, linear, _DTYPE), linear) for linear in linears]
-    layer = sum(rule.nbytes(linear, _DTYPE) for rule, linear in rules)
-    others = shape.total_parameters - shape.layers * shape.layer_linear_parameters
-    return shape.layers * layer + 2 * others
-
-
-def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:
-    from planner.model.finding import names_of_builtin
-
-    return {
-        "name": name,
-        "names": list(names_of_builtin(name)),
-        "family": shape.model_type,
-        "layers": shape.layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_positions": shape.max_positions,
-        "sliding_window": shape.sliding_window,
-        "tied_embeddings": shape.tied_embeddings,
-        "parameters": shape.total_parameters,
-        "stored_bits": None if shape.stored is None else shape.stored.bits,
-        "weight_bytes": {str(bits): weight_bytes(shape, bits) for bits in reversed(BITWIDTHS)},
-        "kv_bytes_per_token": _kv_bytes(shape),
-    }
-
-
-def _kv_bytes(shape: ModelShape) -> int:
-    """The bytes of a token's keys and values in all layers, in 16 bit."""
-    return 2 * 2 * shape.kv_width * shape.layers
-
-
-def _model_table(shapes: Iterable[ModelShape]) -> RenderableType:
-    from planner.model.families import supported_model_types
-
-    table = plain_table(_MODEL_HEADS, left=("model", "family"), gap=1)
-    for shape in shapes:
-        table.add_row(
-            shape.name,
-            shape.model_type,
-            str(shape.layers),
-            str(shape.hidden_size),
-            _short(shape.total_parameters / 1e9),
-            *(_short(weight_bytes(shape, bits) / GIB) for bits in reversed(BITWIDTHS)),
-            f"{shape.max_positions / KIB:g}K",
-        )
-    families = ", ".join(supported_model_types())
-    return with_notes(table, *(note.format(families=families) for note in _MODEL_NOTES))
-
-
-def _short(amount: float) -> str:
-    """Three digits or so."""
-    decimals = 0 if amount >= 100 else 1 if amount >= 10 else 2 if amount >= 0.01 else 4
-    return f"{amount:.{decimals}f}"
-
-
-def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
-    from planner.model.finding import names_of_builtin
-
-    yield "model", shape.name
-    names = [each for each in names_of_builtin(name) if each.lower() != name.lower()]
-    yield "same shape as", ", ".join(names)
-    yield "family", shape.model_type
-    yield "layers", f"{shape.layers} of {shape.layer_parameters / 1e6:.4g} million parameters"
-    yield "parameters", f"{_short(shape.total_parameters / 1e9)} billion"
-    yield "widths", f"{shape.hidden_size} hidden, {shape.intermediate_size} in the MLP"
-    heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys and values"
-    yield "attention", heads
-    window = shape.sliding_window
-    yield "looks back", "" if window is None else f"{window} tokens"
-    tied = "tied to the head" if shape.tied_embeddings else "beside a head of its own"
-    yield "vocabulary", f"{shape.vocab_size}, {tied}"
-    yield "positions", f"{shape.max_positions}{' (no limit: ALiBi)' if shape.alibi else ''}"
-    stored = shape.stored
-    yield "stored as", "" if stored is None else f"{stored.bits} bit (GPTQ)"
-    for bits in reversed(BITWIDTHS):
-        full = " (as published)" if bits == FULL_BITS and stored is None else ""
-        yield f"{bits} bit", f"{_short(weight_bytes(shape, bits) / GIB)} GiB of weights{full}"
-    yield "KV cache", f"{_kv_bytes(shape) / KIB:.4g} KiB a token in 16 bit"

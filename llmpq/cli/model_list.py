@@ -1,0 +1,276 @@
+"""`llmpq models`: the models whose shapes are built in, and what any other name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from llmpq.cli.common import (
+    EXIT_DONE,
+    facts_table,
+    plain_table,
+    print_json,
+    print_table,
+    run_command,
+    with_notes,
+)
+from llmpq.cli.parser import Parser, made
+from planner.cluster.accelerators import registry
+from planner.cluster.device import CUDA_CONTEXT_BYTES
+from planner.option_rules import argument, flag
+from quant.backends.table import rule_for
+from quant.common.units import GIB, KIB, MIB
+from quant.scheme import BITWIDTHS, FULL_BITS, LinearShape, Processor
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from planner.model.shape import ModelShape
+
+MODELS = "llmpq models"
+
+_MODELS_DESCRIPTION = (
+    "List the models whose shapes are built in, so that they are planned for without weights and "
+    "without a hub, or show one in full: a built-in name, a folder, a config.json or a hub id."
+)
+_MODELS_EXAMPLES = ("%(prog)s", "%(prog)s qwen2.5-14b-instruct", "%(prog)s /models/opt-30b --json")
+
+_MODEL_HEADS = (
+    "model",
+    "B",
+    "active",
+    *(f"{bits}bit" for bits in reversed(BITWIDTHS)),
+    "on GPUs of",
+    "tokens",
+)
+
+_USUAL_GPU = Processor(compute_capability=(8, 0))
+_DTYPE = "bfloat16"
+
+_REQUEST_TOKENS = 4096
+"""Of the one request for which a GPU has room in the list of models."""
+
+_MODEL_NOTES = (
+    "B: 10^9 parameters; active: all but those of experts that a token does not ask. 16 to 3 bit: "
+    "GiB of all weights, with every decoder layer at these bits by the kernels of a usual GPU; "
+    "embeddings, norms and head stay in 16 bit. on GPUs of: so many GiB hold them, at each of "
+    "these bits, and a request of 4096 tokens; -: several do, as `llmpq plan` divides it. tokens: "
+    "the longest prompt with its answer.",
+    "`llmpq models NAME` shows one in full. Any other model of these families is planned by its "
+    "folder, its config.json or its hub id: {families}.",
+)
+
+
+@dataclass(frozen=True)
+class ModelsCommand:
+    model: str | None = argument(
+        "MODEL", "a name, a folder, a config.json or a hub id", more={"nargs": "?"}
+    )
+    json: bool = flag("as JSON, sizes in bytes")
+
+
+def models_main(arguments: Sequence[str] | None = None, prog: str = MODELS) -> int:
+    options = made(ModelsCommand, models_parser(prog).parse(arguments))
+    return run_command(prog, partial(_show_models, options))
+
+
+def models_parser(prog: str | None = MODELS) -> Parser:
+    parser = Parser(prog, _MODELS_DESCRIPTION, _MODELS_EXAMPLES)
+    parser.declare({"what is shown": "model json"}, ModelsCommand)
+    return parser
+
+
+def _show_models(options: ModelsCommand) -> int:
+    from planner.model.finding import builtin_names, model_shape
+
+    name = options.model
+    if name is not None:
+        shape = model_shape(name)
+        if options.json:
+            print_json(_model_json(shape, name))
+        else:
+            print_table(facts_table(_model_facts(shape, name)))
+        return EXIT_DONE
+    shapes = [(model_shape(each), each) for each in builtin_names()]
+    if options.json:
+        print_json([_model_json(*each) for each in shapes])
+    else:
+        print_table(_model_table([shape for shape, _ in shapes]))
+    return EXIT_DONE
+
+
+def weight_bytes(shape: ModelShape, bits: int) -> int:
+    """Bytes of a model's weights, layers at `bits` on a usual GPU; a tied head counts once."""
+    layers = zip(shape.kind_shapes, shape.kind_counts, strict=True)
+    packed = sum(count * _packed_bytes(kind, bits) for kind, count in layers)
+    counts = zip(shape.kind_shapes, shape.kind_counts, strict=True)
+    linears = sum(count * kind.layer_linear_parameters for kind, count in counts)
+    return packed + 2 * (shape.total_parameters - linears)
+
+
+def _packed_bytes(kind: ModelShape, bits: int) -> int:
+    """Bytes of a layer's weights that have its bitwidth."""
+
+    def packed(linears: Iterable[LinearShape]) -> int:
+        return sum(
+            rule_for(_USUAL_GPU, bits, each, _DTYPE).nbytes(each, _DTYPE) for each in linears
+        )
+
+    experts = 0 if kind.experts is None else kind.experts.count
+    return packed(kind.layer_linears) + experts * packed(kind.expert_linears)
+
+
+def least_gpu_gib(shape: ModelShape, bits: int) -> int | None:
+    """GiB of the smallest GPUs that all hold the model at `bits` and one request; None: no one."""
+    needed = weight_bytes(shape, bits) + _request_bytes(shape)
+    usable = dict[int, int]()
+    for each in registry():
+        if not each.is_cpu:
+            size = round(each.nominal_memory_bytes / GIB)
+            held = each.usable_memory_bytes - CUDA_CONTEXT_BYTES
+            usable[size] = min(held, usable.get(size, held))
+    return min((size for size, held in usable.items() if held >= needed), default=None)
+
+
+def _request_bytes(shape: ModelShape) -> int:
+    """Bytes of a request's keys and values, of which windows hold no more, and constant states."""
+    layers = (shape.layer(index) for index in range(shape.layers))
+    return sum(
+        2 * 2 * kind.kv_width * min(_REQUEST_TOKENS, kind.sliding_window or _REQUEST_TOKENS)
+        + kind.state_bytes(2)
+        for kind in layers
+    )
+
+
+def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:
+    from planner.model.finding import names_of_builtin
+
+    return {
+        "name": name,
+        "names": list(names_of_builtin(name)),
+        "family": shape.model_type,
+        "layers": shape.layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_positions": shape.max_positions,
+        "sliding_window": shape.sliding_window,
+        "tied_embeddings": shape.tied_embeddings,
+        "parameters": shape.total_parameters,
+        "active_parameters": shape.active_parameters,
+        "kinds": [
+            _kind_json(*each) for each in zip(shape.kind_shapes, shape.kind_counts, strict=True)
+        ],
+        "stored_bits": None if shape.stored is None else shape.stored.bits,
+        "weight_bytes": {str(bits): weight_bytes(shape, bits) for bits in reversed(BITWIDTHS)},
+        "gpu_gib": {str(bits): least_gpu_gib(shape, bits) for bits in reversed(BITWIDTHS)},
+        "kv_bytes_per_token": _kv_bytes(shape),
+        "state_bytes_per_request": _state_bytes(shape),
+    }
+
+
+def _kind_json(kind: ModelShape, layers: int) -> dict[str, Any]:
+    experts = kind.experts
+    return {
+        "kind": kind.kind or None,
+        "layers": layers,
+        "parameters": kind.layer_linear_parameters + kind.layer_other_parameters,
+        "sliding_window": kind.sliding_window,
+        "kv_bytes_per_token": 2 * 2 * kind.kv_width,
+        "state_bytes_per_request": kind.state_bytes(2),
+        "experts": None if experts is None else experts.count,
+        "experts_per_token": None if experts is None else experts.per_token,
+    }
+
+
+def _kv_bytes(shape: ModelShape) -> int:
+    """The bytes of a token's keys and values in all layers, in 16 bit."""
+    kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
+    return sum(count * 2 * 2 * kind.kv_width for kind, count in kinds)
+
+
+def _state_bytes(shape: ModelShape) -> int:
+    """The bytes of a request's constant states in all layers."""
+    kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
+    return sum(count * kind.state_bytes(2) for kind, count in kinds)
+
+
+def _model_table(shapes: Iterable[ModelShape]) -> RenderableType:
+    """A row for each model, below one that names its family."""
+    from planner.model.families import supported_model_types
+
+    table = plain_table(_MODEL_HEADS, left=("model",), gap=1)
+    family = None
+    for shape in shapes:
+        if shape.model_type != family:
+            family = shape.model_type
+            table.add_row(f"{family}")
+        sizes = (least_gpu_gib(shape, bits) for bits in reversed(BITWIDTHS))
+        is_sparse = shape.active_parameters < shape.total_parameters
+        table.add_row(
+            f"  {shape.name}",
+            _short(shape.total_parameters / 1e9),
+            _short(shape.active_parameters / 1e9) if is_sparse else "",
+            *(_short(weight_bytes(shape, bits) / GIB) for bits in reversed(BITWIDTHS)),
+            " ".join("-" if size is None else str(size) for size in sizes),
+            f"{shape.max_positions / KIB:g}K",
+        )
+    families = ", ".join(supported_model_types())
+    return with_notes(table, *(note.format(families=families) for note in _MODEL_NOTES))
+
+
+def _short(amount: float) -> str:
+    """Three digits or so."""
+    decimals = 0 if amount >= 100 else 1 if amount >= 10 else 2 if amount >= 0.01 else 4
+    return f"{amount:.{decimals}f}"
+
+
+def _model_facts(shape: ModelShape, name: str) -> Iterable[tuple[str, str]]:
+    from planner.model.finding import names_of_builtin
+
+    yield "model", shape.name
+    names = [each for each in names_of_builtin(name) if each.lower() != name.lower()]
+    yield "same shape as", ", ".join(names)
+    yield "family", shape.model_type
+    yield from _layer_facts(shape)
+    active = _short(shape.active_parameters / 1e9)
+    asked = f", {active} a token" if shape.active_parameters < shape.total_parameters else ""
+    yield "parameters", f"{_short(shape.total_parameters / 1e9)} billion{asked}"
+    yield "widths", f"{shape.hidden_size} hidden, {shape.intermediate_size} in the MLP"
+    heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} for keys and values"
+    yield "attention", heads
+    window = shape.sliding_window
+    yield "looks back", "" if window is None else f"{window} tokens"
+    tied = "tied to the head" if shape.tied_embeddings else "beside a head of its own"
+    yield "vocabulary", f"{shape.vocab_size}, {tied}"
+    yield "positions", f"{shape.max_positions}{' (no limit: ALiBi)' if shape.alibi else ''}"
+    stored = shape.stored
+    yield "stored as", "" if stored is None else f"{stored.bits} bit (GPTQ)"
+    for bits in reversed(BITWIDTHS):
+        full = " (as published)" if bits == FULL_BITS and stored is None else ""
+        size = least_gpu_gib(shape, bits)
+        on = "" if size is None else f", on GPUs of {size} GiB"
+        yield f"{bits} bit", f"{_short(weight_bytes(shape, bits) / GIB)} GiB of weights{full}{on}"
+    yield "KV cache", f"{_kv_bytes(shape) / KIB:.4g} KiB a token in 16 bit"
+    state = _state_bytes(shape)
+    yield "states", f"{state / MIB:.4g} MiB a request" if state else ""
+
+
+def _layer_facts(shape: ModelShape) -> Iterable[tuple[str, str]]:
+    kinds = list(zip(shape.kind_shapes, shape.kind_counts, strict=True))
+    for index, (kind, count) in enumerate(kinds):
+        parameters = kind.layer_linear_parameters + kind.layer_other_parameters
+        words = f"{count} of {parameters / 1e6:.4g} million parameters"
+        words += f", {kind.kind.replace('_', ' ')}" if kind.kind else ""
+        if kind.sliding_window is not None and shape.kinds:
+            words += f" over {kind.sliding_window} tokens"
+        if kind.experts is not None:
+            words += (
+                f", {kind.experts.count} experts of which a token asks {kind.experts.per_token}"
+            )
+        yield ("layers" if index == 0 else ""), words
