@@ -5,7 +5,7 @@ the gated delta rule, and the last inputs of its convolution.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -151,10 +151,6 @@ class TokenRuns:
         rows = np.cumsum(counts) - counts
         joined = np.add.reduceat(counts, edges)
         return cls(np.stack([slots[edges], starts[edges], rows[edges], joined]), device)
-
-    def up_to(self, most: int) -> TokenRuns:
-        """Those of at most so many new tokens."""
-        return replace(self, told=self.told[:, self.told[3] <= most])
 
     @cached_property
     def equal(self) -> tuple[Runs, ...]:

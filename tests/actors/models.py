@@ -23,8 +23,10 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -60,6 +62,17 @@ _OPT = _COMMON | {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
     "word_embed_proj_dim": 48,
+}
+_KINDS = ("linear", "full", "linear", "linear", "full")
+_DELTA = _ROPE | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": [f"{kind}_attention" for kind in _KINDS],
 }
 
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -117,6 +130,12 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
 """Families of whose parts those above have most, so that fewer tests go through them."""
 
 EVERY_CONFIG = CONFIGS | MORE_CONFIGS
+
+STATE_CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3_next": Qwen3NextConfig(**_DELTA, mlp_only_layers=list(range(LAYERS))),
+    "qwen3_5": Qwen3_5TextConfig(**_DELTA),
+}
+"""Families with layers whose requests have a constant state in place of keys and values."""
 
 
 def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0, shard: str = "5GB") -> Any:

@@ -14,6 +14,7 @@ from tests.actors.models import (
     CONFIGS,
     EVERY_CONFIG,
     LAYERS,
+    STATE_CONFIGS,
     generate,
     random_prompts,
     reference,
@@ -21,6 +22,7 @@ from tests.actors.models import (
     stages_of,
 )
 
+ALL = EVERY_CONFIG | STATE_CONFIGS
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 NEW_TOKENS = 11
 SPLITS = (0, LAYERS), (0, 1, LAYERS), (0, 2, 3, LAYERS)
@@ -31,15 +33,15 @@ LAYOUTS = tuple(product(SPLITS, (False, True)))
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        *((name, (LAYOUTS[0], LAYOUTS[-1])) for name in EVERY_CONFIG if name != "llama"),
+        *((name, (LAYOUTS[0], LAYOUTS[-1])) for name in ALL if name != "llama"),
         ("llama", LAYOUTS),
-        *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in EVERY_CONFIG),
+        *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in ALL),
     ],
 )
 def test_greedy_tokens_equal_generate(
     name: str, layouts: tuple[tuple[tuple[int, ...], bool], ...], tmp_path: Path
 ) -> None:
-    model = save_tiny(tmp_path, EVERY_CONFIG[name], shard="60KB")
+    model = save_tiny(tmp_path, ALL[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
     for bounds, head_on_first in layouts:
