@@ -7,7 +7,9 @@ from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number, shown
 from planner.model.family import (
+    FULL,
     LONG_TYPES,
+    SLIDING,
     ConfigKeys,
     RotaryKeys,
     UnusedEntries,
@@ -32,9 +34,13 @@ _MOST = 1e300
 def check_values(config: ConfigFile, keys: ConfigKeys, shape: ModelShape) -> None:
     _check_eps(config, keys.norm_eps)
     _check_activation(config, keys.activation)
-    rope = rope_entries(config)
-    if keys.rotary is not None:
-        check_rope(config, rope, keys.rotary, shape.head_dim)
+    if keys.rotary is None:
+        rope_entries(config)
+    elif keys.rotary.by_type:
+        for entries in _entries_by_type(config):
+            check_rope(config, entries, keys.rotary, shape.head_dim)
+    else:
+        check_rope(config, rope_entries(config), keys.rotary, shape.head_dim)
     check_end_tokens(config.values.get("eos_token_id"), shape.vocab_size, config.place, SpecError)
     _check_other_tokens(config, keys.has_padding_row, shape.vocab_size)
     _check_dtype(config)
@@ -185,6 +191,23 @@ def rope_entries(config: ConfigFile) -> Entries:
             "set of rotary parameters for all layers: put its entries directly there"
         )
     return key, parameters
+
+
+def _entries_by_type(config: ConfigFile) -> list[Entries]:
+    """Entries of each type of layers, or older `rope_scaling`, which is that of full attention."""
+    nested, scaling = config.values.get("rope_parameters"), config.values.get("rope_scaling")
+    for key, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
+        if value is not None and not isinstance(value, Mapping):
+            raise config.refusal(key, value, "an object or null")
+    if nested is None:
+        return [("rope_scaling", scaling or {})]
+    if scaling is not None:
+        raise config.refusal("rope_scaling", scaling, "left out beside rope_parameters")
+    for name, value in nested.items():
+        if name not in (FULL, SLIDING) or not (value is None or isinstance(value, Mapping)):
+            needed = f"below {FULL} or {SLIDING}, an object each"
+            raise config.refusal(f"rope_parameters.{name}", value, needed)
+    return [(f"rope_parameters.{name}", value or {}) for name, value in nested.items()]
 
 
 def reach(config: ConfigFile, positions: int) -> int:

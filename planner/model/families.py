@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from planner.model.config_file import ConfigFile
 from planner.model.family import (
+    FULL,
     GATED,
+    SLIDING,
     Architecture,
     ConfigKeys,
     Family,
@@ -14,8 +17,10 @@ from planner.model.family import (
     UnusedEntries,
     gated_shape,
     kv_heads_or_all,
+    layer_types,
     plain_shape,
     window_of,
+    windowed_shape,
 )
 from planner.model.gated_families import GATED_FAMILIES
 from planner.model.gpt_oss_family import GPT_OSS
@@ -29,8 +34,8 @@ _TRAINED_LENGTH = 2048
 _ACTIVATION_BUFFERS = 2
 """The library writes BLOOM's GELU out in terms of which two more are of the MLP's width."""
 
-_QWEN3_HEAD_DIM = 128
-"""The default of transformers."""
+_QWEN3_HEAD_DIM, _QWEN_FULL_LAYERS = 128, 28
+"""The defaults of transformers."""
 
 
 def _llama(config: ConfigFile) -> ModelShape:
@@ -51,33 +56,34 @@ def _mistral(config: ConfigFile) -> ModelShape:
 
 
 def _qwen2(config: ConfigFile) -> ModelShape:
-    heads, window = kv_heads_or_all(config), _qwen_window(config)
-    return gated_shape(config, kv_heads=heads, qkv_bias=True, sliding_window=window)
+    return _with_qwen_windows(config, kv_heads=kv_heads_or_all(config), qkv_bias=True)
 
 
 def _qwen3(config: ConfigFile) -> ModelShape:
     bias = config.flag("attention_bias", False)
-    return gated_shape(
+    return _with_qwen_windows(
         config,
         _QWEN3_HEAD_DIM,
         kv_heads=kv_heads_or_all(config),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
-        sliding_window=_qwen_window(config),
     )
 
 
-def _qwen_window(config: ConfigFile) -> int | None:
-    """Return the window where every layer has it; with full layers among them, None."""
+def _with_qwen_windows(
+    config: ConfigFile, default_head_dim: int | None = None, **own: Any
+) -> ModelShape:
+    """The shape, of two kinds of layers where the last ones attend to a window."""
     config.integer("sliding_window", default=0)
     if config.values.get("max_window_layers", 0) is None:
         raise config.refusal("max_window_layers", None, "a whole number")
-    layers = config.size("num_hidden_layers", most=MAX_LAYERS)
-    first_sliding = config.integer("max_window_layers", default=layers)
-    is_used = config.flag("use_sliding_window", False)
-    window = window_of(config) if is_used else None
-    return window if first_sliding == 0 else None
+    first_sliding = config.integer("max_window_layers", default=_QWEN_FULL_LAYERS)
+    window = window_of(config) if config.flag("use_sliding_window", False) else None
+    types = layer_types(
+        config, (FULL, SLIDING), lambda layer: FULL if layer < first_sliding else SLIDING
+    )
+    return windowed_shape(gated_shape(config, default_head_dim, **own), types, window)
 
 
 def _bloom(config: ConfigFile) -> ModelShape:

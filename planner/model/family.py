@@ -85,13 +85,15 @@ class Architecture:
 @dataclass(frozen=True)
 class RotaryKeys:
     """Entries for rotary positions in older files: `share` of a head, or `default_share`. `types`
-    that the family has; None: all whose frequencies depend on a token's position alone.
+    that the family has; None: all whose frequencies depend on a token's position alone. `by_type`:
+    each type of layers has its own entries.
     """
 
     theta: str = "rope_theta"
     share: str = "partial_rotary_factor"
     default_share: float | None = None
     types: tuple[str, ...] | None = None
+    by_type: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,17 @@ def check_layer_types(config: ConfigFile, given: Any, known: tuple[str, ...], la
     for index, each in enumerate(given):
         if each not in known:
             raise config.refusal(f"layer_types[{index}]", each, f"one of {', '.join(known)}")
+
+
+def windowed_shape(shape: ModelShape, types: Sequence[str], window: int | None) -> ModelShape:
+    """Make the shape of a model like `shape`, whose layers of type `SLIDING` attend to `window`
+    tokens, and all others to all tokens; of two kinds where it has both.
+    """
+    windows = [window if each == SLIDING else None for each in types]
+    if len({*windows}) == 1:
+        return replace(shape, sliding_window=windows[0])
+    both = zip(types, windows, strict=True)
+    return mixed_shape([replace(shape, kind=kind, sliding_window=each) for kind, each in both])
 
 
 def mixed_shape(layers: Sequence[ModelShape], joined: tuple[int, ...] = ()) -> ModelShape:

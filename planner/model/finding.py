@@ -250,7 +250,7 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     quantization = quantization_entries(values)
     shape = _read_shape(config, family)
     check_values(config, family.keys, shape)
-    if family.keys.rotary is not None:
+    if family.keys.rotary is not None and not family.keys.rotary.by_type:
         shape = shape.with_all(max_positions=reach(config, shape.max_positions))
     if quantization is None:
         return shape

@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planner.model.config_file import ConfigFile
+from planner.model.config_file import ConfigFile, is_number
 from planner.model.family import (
+    FULL,
     GATED,
     LONG_TYPES,
+    SLIDING,
     ConfigKeys,
     Family,
     RotaryKeys,
     UnusedEntries,
     gated_shape,
     kv_heads_or_all,
+    layer_types,
     multiplier,
     window_of,
+    windowed_shape,
 )
 from planner.model.shape import MAX_LAYERS, ModelShape
 
 _HEAD_DIM = 128
 """The default of transformers for GLM and Ministral 3."""
+
+_WINDOW = 4096
+"""That of transformers for OLMo 3 and Ministral."""
+
+_LARGEST_GROWTH = 1e9
+_TYPES = (FULL, SLIDING)
 
 _NOPE_INTERVAL = 4
 """Every so many layers one does not rotate, where a SmolLM3 file does not list them."""
@@ -29,12 +39,10 @@ _NOPE_INTERVAL = 4
 
 def _smollm3(config: ConfigFile) -> ModelShape:
     bias = config.flag("attention_bias", False)
-    _check_rotating_layers(config)
-    is_used = config.flag("use_sliding_window", False)
+    rotates = _rotating_layers(config)
     config.integer("sliding_window", default=0)
-    if is_used and window_of(config) is not None:
-        raise config.refusal("use_sliding_window", True, "false: no window of this family is run")
-    return gated_shape(
+    window = window_of(config) if config.flag("use_sliding_window", False) else None
+    shape = gated_shape(
         config,
         kv_heads=kv_heads_or_all(config),
         qkv_bias=bias,
@@ -42,19 +50,25 @@ def _smollm3(config: ConfigFile) -> ModelShape:
         mlp_bias=config.flag("mlp_bias", False),
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )
+    types = layer_types(config, _TYPES, lambda layer: FULL if rotates[layer] else SLIDING)
+    return windowed_shape(shape, types, window)
 
 
-def _check_rotating_layers(config: ConfigFile) -> None:
+def _rotating_layers(config: ConfigFile) -> list[int]:
+    """For each layer 1, or 0 where it has no rotary positions."""
     layers = config.size("num_hidden_layers", most=MAX_LAYERS)
     key, interval = "no_rope_layers", "no_rope_layer_interval"
     if config.values.get(interval, 0) is None:
         raise config.refusal(interval, None, "a whole number, or left out")
-    config.size(interval, default=_NOPE_INTERVAL)
+    every = config.size(interval, default=_NOPE_INTERVAL)
     listed = config.values.get(key)
+    if listed is None:
+        return [int((layer + 1) % every != 0) for layer in range(layers)]
     is_list = isinstance(listed, list) and all(type(each) is int for each in listed)
-    if listed is not None and not (is_list and len(listed) == layers and {*listed} <= {0, 1}):
+    if not (is_list and len(listed) == layers and {*listed} <= {0, 1}):
         needed = f"{layers} numbers, 1 where a layer has rotary positions and 0 where not"
         raise config.refusal(key, listed, needed)
+    return [*listed]
 
 
 def _granite(config: ConfigFile) -> ModelShape:
@@ -107,6 +121,42 @@ def _olmo2(config: ConfigFile) -> ModelShape:
     return replace(shape, qk_norm_width=shape.query_width + shape.kv_width)
 
 
+def _olmo3(config: ConfigFile) -> ModelShape:
+    window = _usual_window(config)
+    types = layer_types(config, _TYPES, lambda layer: SLIDING if (layer + 1) % 4 else FULL)
+    return windowed_shape(_olmo2(config), types, window)
+
+
+def _usual_window(config: ConfigFile) -> int | None:
+    """The window, or that of transformers where the entry is left out."""
+    return window_of(config) if "sliding_window" in config.values else _WINDOW
+
+
+def _ministral(config: ConfigFile) -> ModelShape:
+    config.size("head_dim")
+    window = _usual_window(config)
+    types = layer_types(config, _TYPES, lambda _: SLIDING)
+    return windowed_shape(gated_shape(config), types, window)
+
+
+def _ministral3(config: ConfigFile) -> ModelShape:
+    _check_growing_scores(config)
+    return gated_shape(config, _HEAD_DIM, sliding_window=window_of(config))
+
+
+def _check_growing_scores(config: ConfigFile) -> None:
+    """Check what the scores of later queries grow by; nothing of a file that has no rotary entries,
+    whose are transformers' own.
+    """
+    key = next((k for k in ("rope_scaling", "rope_parameters") if config.values.get(k)), None)
+    entries = None if key is None else config.values[key]
+    if not isinstance(entries, Mapping):
+        return
+    for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        if not is_number(entries.get(name), 0, _LARGEST_GROWTH):
+            raise config.refusal(f"{key}.{name}", entries.get(name), "a number above 0")
+
+
 _GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
 
 _FUSED_MLP = replace(
@@ -129,7 +179,15 @@ GATED_FAMILIES: Mapping[str, Family] = {
         _HALF_ROTATES,
         attention_bias="attention_bias",
     ),
+    "ministral": Family(_ministral, GATED),
+    "ministral3": Family(_ministral3, GATED),
     "olmo2": Family(_olmo2, _POST_NORMS, attention_bias="attention_bias"),
+    "olmo3": Family(
+        _olmo3,
+        _POST_NORMS,
+        ConfigKeys(rotary=RotaryKeys(types=("default", "linear", "yarn", "llama3"), by_type=True)),
+        attention_bias="attention_bias",
+    ),
     "phi3": Family(
         _phi3,
         replace(

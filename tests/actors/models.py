@@ -17,8 +17,11 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -126,6 +129,32 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
     "glm": GlmConfig(**_ROPE, num_key_value_heads=3, head_dim=16),
     "glm4": Glm4Config(**_ROPE, num_key_value_heads=2, head_dim=12, attention_bias=False),
     "olmo2": Olmo2Config(**_ROPE, num_key_value_heads=2),
+    "olmo3": Olmo3Config(
+        **_ROPE,
+        num_key_value_heads=3,
+        sliding_window=6,
+        rope_theta=9000.0,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ),
+    "ministral": MinistralConfig(
+        **_ROPE,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention"] * 2 + ["sliding_attention"],
+    ),
+    "ministral3": Ministral3Config(
+        **_ROPE,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
 }
 """Families of whose parts those above have most, so that fewer tests go through them."""
 

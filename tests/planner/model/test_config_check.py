@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, PretrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from planner.model.config_check import ACTIVATIONS, ROPE_TYPES
+from planner.model.family import FULL
 from planner.model.finding import shape_from_config
 from quant.common.errors import SpecError
 from tests.actors.models import EVERY_CONFIG
@@ -137,6 +140,7 @@ def test_what_is_refused_names_the_entry(entries: dict[str, Any], message: str) 
     assert str(caught.value).startswith("/models/m/config.json: ")
 
 
+SLIDES = {"use_sliding_window": True, "sliding_window": 9}
 LONG: dict[str, Any] = {"type": "su", "short_factor": [1.0, 2], "long_factor": [3, 4.0]}
 
 
@@ -145,10 +149,16 @@ LONG: dict[str, Any] = {"type": "su", "short_factor": [1.0, 2], "long_factor": [
     [
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; .* 5 numbers"),
         ("smollm3", {"no_rope_layers": [1, 0, 2, 0, 1]}, "no_rope_layers is .* 5 numbers"),
+        ("smollm3", {"layer_types": ["full_attention"] * 4 + ["x"]}, r"layer_types\[4\] is 'x'"),
+        ("ministral", {"layer_types": ["full_attention"]}, "layer_types is a list of 1; .* 5"),
+        ("ministral", {"head_dim": None}, "head_dim is missing"),
+        ("ministral3", {"rope_parameters": {"rope_theta": 9.0}}, "llama_4_scaling_beta is None"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 9.0}}, r"rope_parameters\.rope_theta is 9"),
+        ("olmo3", {"rope_scaling": {"factor": 2.0}}, "rope_scaling is .* left out beside"),
         (
-            "smollm3",
-            {"use_sliding_window": True, "sliding_window": 4},
-            "use_sliding_window is True",
+            "olmo3",
+            {"rope_parameters": {FULL: {"type": "dynamic"}}},
+            r"full_attention\.type is 'dyn",
         ),
         ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number above 0"),
         ("granite", {"residual_multiplier": "x"}, "residual_multiplier is 'x'"),
@@ -165,6 +175,29 @@ def test_entries_of_a_family_are_checked(
 ) -> None:
     with pytest.raises(SpecError, match=message):
         shape_from_config("m", values_of(FAMILIES[family]) | entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("qwen2-sliding", {}),
+        ("qwen3", SLIDES | {"max_window_layers": 3}),
+        ("olmo3", {}),
+        ("ministral", {}),
+        ("smollm3", SLIDES | {"no_rope_layers": [1, 0] * 4}),
+        ("smollm3", SLIDES | {"no_rope_layers": None}),
+    ],
+)
+def test_windows_of_layers_are_those_of_transformers(name: str, entries: dict[str, Any]) -> None:
+    values = {k: v for k, v in values_of(EVERY_CONFIG[name]).items() if k != "layer_types"}
+    values |= {"num_hidden_layers": 8} | entries
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**copy.deepcopy(values))
+        model = AutoModelForCausalLM.from_config(config)
+    expected = [layer.self_attn.sliding_window for layer in model.model.layers]
+    shape = shape_from_config("m", values)
+    assert [shape.layer(index).sliding_window for index in range(8)] == expected
+    assert len(shape.kind_shapes) == len({*expected})
 
 
 def test_longrope_is_taken_of_the_family_that_has_it() -> None:
