@@ -26,7 +26,13 @@ from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.feasibility import stages_hold
-from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, JobPasses
+from planner.optimiser.problem import (
+    AssignmentProblem,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    JobPasses,
+)
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import SteadyCycle, job_passes
 from planner.scheduling import TOKEN_POLICIES, PolicyOptions
@@ -87,9 +93,11 @@ class CostModel:
     def kv_bits(self) -> int:
         return kv_bits_of(self.options)
 
-    def kv_bytes_per_layer(self, device: Device) -> int:
+    def kv_bytes_per_layer(self, device: Device, kind: int | None = None) -> int:
+        """Bytes of what a layer of a kind keeps of requests; None where there is but one kind."""
         shape, dtype = self.shape_on(device), self.dtype(device)
-        return kv_cache_bytes_per_layer(shape, self.workload, self.kv_bits, dtype)
+        own = shape if kind is None else shape.kind_shapes[kind]
+        return kv_cache_bytes_per_layer(own, self.workload, self.kv_bits, dtype)
 
     def policy(self, sizes: MicroBatches) -> PolicyOptions:
         """The policy; mixed micro-batches have by default as many requests as a decode step."""
@@ -148,8 +156,11 @@ class CostModel:
 
     def memory_with(self, device: Device, ends: StageEnds, sizes: MicroBatches) -> StageMemory:
         """The memory of a stage besides its layers."""
+        return fixed_stage_memory(self.work_on(device, sizes), device, ends)
+
+    def work_on(self, device: Device, sizes: MicroBatches) -> StageWork:
         quantized = min(self.options.bits) < FULL_BITS
-        work = StageWork(
+        return StageWork(
             self.shape_on(device),
             self.workload,
             sizes,
@@ -159,7 +170,6 @@ class CostModel:
             self.policy(sizes).mixed_requests,
             self.shape.vocab_size,
         )
-        return fixed_stage_memory(work, device, ends)
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
         rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))
@@ -198,24 +208,32 @@ class CostModel:
             objective=self.options.objective if self.job is None else "job",
             available=self._is_usable,
             passes=rows.passes,
+            kind_of_layer=np.array(self.shape.kind_of_layer),
+            joined=self.shape.joined,
         )
 
     def has_room(self, devices: Sequence[Device], sizes: MicroBatches) -> bool:
         """Whether memory allows a plan, as it does or not for the problem of the same order."""
-        rows = self._rows_of(sizes, len(devices))
-        each = rows.layer_bytes(devices)[:, self._is_usable].min(axis=1) * self.options.group
-        layers = np.zeros(self.shape.layers // self.options.group, dtype=np.int64)  # of one kind
-        places = [(device, j) for j, device in enumerate(devices)]
-        return stages_hold(each[:, np.newaxis], rows.free_bytes(places), layers)
+        rows, units = self._rows_of(sizes, len(devices)), self._units
+        each = rows.layer_bytes(devices).reshape(len(devices), -1, len(self.options.bits))
+        smallest = units.summed(each[:, :, self._is_usable].min(axis=2))
+        free = rows.free_bytes([(device, j) for j, device in enumerate(devices)])
+        return stages_hold(smallest, free, units.kind_of_unit, units.joined)
+
+    @cached_property
+    def _units(self) -> LayerUnits:
+        shape, kinds = self.shape, np.array(self.shape.kind_of_layer)
+        return LayerUnits.of(kinds, shape.joined, self.options.group)
 
     def _rows_of(self, sizes: MicroBatches, stages: int) -> _StageRows:
         if (sizes, stages) not in self._rows:
             self._rows[sizes, stages] = _StageRows(self, sizes, stages)
         return self._rows[sizes, stages]
 
-    def layer_bytes(self, device: Device, bits: int) -> float:
-        weights = layer_weight_bytes(self.shape_on(device), bits, device, self.dtype(device))
-        return weights + self.kv_bytes_per_layer(device)
+    def layer_bytes(self, device: Device, bits: int, kind: int) -> float:
+        shape = self.shape_on(device).kind_shapes[kind]
+        weights = layer_weight_bytes(shape, bits, device, self.dtype(device))
+        return weights + self.kv_bytes_per_layer(device, kind)
 
 
 class _StageRows:
@@ -241,19 +259,22 @@ class _StageRows:
         return self._costs.transfers(self.sizes, self._stages)
 
     def layer_seconds(self, devices: Sequence[Device]) -> FloatArray:
-        """Seconds of a layer in prefill and in decode by bitwidth: `[N, 2, K]`."""
+        """Seconds of a layer in prefill and in decode by kind and bitwidth: `[N, 2, C * K]`."""
         for device in devices:
             if device.cost_kind not in self._seconds:
                 self._seconds[device.cost_kind] = self._seconds_on(device)
         return np.array([self._seconds[device.cost_kind] for device in devices])
 
     def layer_bytes(self, devices: Sequence[Device]) -> FloatArray:
-        """Bytes of a layer with its KV cache by bitwidth: `[N, K]`."""
+        """Bytes of a layer with its KV cache by kind and bitwidth: `[N, C * K]`."""
         costs = self._costs
         for device in devices:
             if device.cost_kind not in self._bytes:
-                bytes_of = [float(costs.layer_bytes(device, bits)) for bits in costs.options.bits]
-                self._bytes[device.cost_kind] = bytes_of
+                self._bytes[device.cost_kind] = [
+                    float(costs.layer_bytes(device, bits, kind))
+                    for kind in range(len(costs.shape.kind_shapes))
+                    for bits in costs.options.bits
+                ]
         return np.array([self._bytes[device.cost_kind] for device in devices])
 
     def free_bytes(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
@@ -278,11 +299,12 @@ class _StageRows:
         return seconds
 
     def _seconds_on(self, device: Device) -> list[list[float]]:
-        times, dtype = self._times, self._costs.dtype(device)
-        bits = self._costs.options.bits
+        dtype, bits = self._costs.dtype(device), self._costs.options.bits
+        kinds = range(len(self._costs.shape.kind_shapes))
+        cells = [(self._times.of_kind(kind), each) for kind in kinds for each in bits]
         return [
-            [float(seconds(device, each, dtype)) for each in bits]
-            for seconds in (times.prefill_s, times.decode_s)
+            [float(times.prefill_s(device, each, dtype)) for times, each in cells],
+            [float(times.decode_s(device, each, dtype)) for times, each in cells],
         ]
 
     def _free_bytes(self, device: Device, stage: int) -> float:
@@ -306,6 +328,40 @@ class _StageRows:
         return self._hops[key]
 
 
+@dataclass(frozen=True, eq=False)
+class LayerUnits:
+    """Successive layers as units of as many: how many of each kind those of a kind of unit have
+    [U, C], and the kind of each unit. A unit that begins with a joined layer is joined.
+    """
+
+    counts: IntArray
+    kind_of_unit: IntArray
+    joined: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kind_of_layer: IntArray, joined: Sequence[int], group: int) -> LayerUnits:
+        """The units of `group` layers; SpecError unless it divides their number."""
+        layers = len(kind_of_layer)
+        if layers % group:
+            raise SpecError(
+                f"group is {group}, which does not divide the model's {layers} layers; "
+                f"use one of {[g for g in range(1, layers + 1) if layers % g == 0]}"
+            )
+        is_kind = kind_of_layer[:, np.newaxis] == np.arange(kind_of_layer.max() + 1)
+        in_units = is_kind.reshape(-1, group, is_kind.shape[1]).sum(axis=1)
+        counts, kind_of_unit = np.unique(in_units, axis=0, return_inverse=True)
+        firsts = tuple(layer // group for layer in joined if layer % group == 0)
+        return cls(counts, kind_of_unit.reshape(-1), firsts)
+
+    def summed(self, by_kind: FloatArray) -> FloatArray:
+        """What layers of each kind [N, C, ...] come to in a unit of each kind [N, U, ...]."""
+        return np.asarray(np.einsum("uc,nc...->nu...", self.counts, by_kind))
+
+    def summed_cells(self, problem: AssignmentProblem, cells: FloatArray) -> FloatArray:
+        by_kind = cells.reshape(len(cells), problem.kinds, -1)
+        return self.summed(by_kind).reshape(len(cells), -1)
+
+
 def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:
     """Join every `group` successive layers of a problem (LLM-PQ section 4.3, optimisation 2).
 
@@ -313,17 +369,17 @@ def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:
     """
     if group == 1:
         return problem
-    if problem.layers % group:
-        raise SpecError(
-            f"group is {group}, which does not divide the model's {problem.layers} layers; "
-            f"use one of {[g for g in range(1, problem.layers + 1) if problem.layers % g == 0]}"
-        )
+    units = LayerUnits.of(problem.kind_of_layer, problem.joined, group)
+    lacking = units.summed_cells(problem, (~problem.available).astype(np.float64))
     return replace(
         problem,
-        prefill_s=problem.prefill_s * group,
-        decode_s=problem.decode_s * group,
-        layer_bytes=problem.layer_bytes * group,
+        prefill_s=units.summed_cells(problem, problem.prefill_s),
+        decode_s=units.summed_cells(problem, problem.decode_s),
+        layer_bytes=units.summed_cells(problem, problem.layer_bytes),
         sensitivity=problem.sensitivity.reshape(-1, group, len(problem.bitwidths)).sum(axis=1),
+        available=lacking == 0,
+        kind_of_layer=units.kind_of_unit,
+        joined=units.joined,
     )
 
 

@@ -66,7 +66,9 @@ class PassTable:
     def __init__(self, costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]) -> None:
         bits, bounds = [costs.options.bits[choice] for choice in bitwidth], stages.first_layer
         self.costs, self.devices = costs, stages.devices
-        self.counts = [Counter(bits[a:b]) for a, b in pairwise(bounds)]  # layers by bits, per stage
+        layers = list(zip(costs.shape.kind_of_layer, bits, strict=True))
+        self.counts = [Counter(layers[a:b]) for a, b in pairwise(bounds)]
+        """Layers of each stage by kind and bits."""
         self._passes: dict[tuple[Phase, int, int, int], PassSeconds] = {}
         self._layers: dict[tuple[Phase, int, int], tuple[FloatArray, FloatArray]] = {}
         self._whole: dict[tuple[Phase, int, int], FloatArray] = {}
@@ -164,22 +166,22 @@ class PassTable:
         """Seconds of attention and the rest of each stage's layers, both [N], for equal lengths."""
         key = phase, requests, length
         if key not in self._layers:
-            kinds: dict[tuple[Hashable, int], LayerSeconds] = {}
+            known: dict[Hashable, LayerSeconds] = {}
             for device, counts in zip(self.devices, self.counts, strict=True):
-                for bits in counts:
-                    kind = device.time_kind, bits
-                    if kind not in kinds:
-                        dtype = self.costs.dtype(device)
-                        kinds[kind] = self.costs.latency.layer_seconds(
+                for layer in counts:
+                    kind, bits = layer
+                    if (device.time_kind, layer) not in known:
+                        dtype, latency = self.costs.dtype(device), self.costs.latency.of_kind(kind)
+                        known[device.time_kind, layer] = latency.layer_seconds(
                             device, bits, phase, requests, length, dtype
                         )
             stages = [
-                [(count, kinds[device.time_kind, bits]) for bits, count in counts.items()]
+                [(count, known[device.time_kind, layer]) for layer, count in counts.items()]
                 for device, counts in zip(self.devices, self.counts, strict=True)
             ]
             self._layers[key] = (
-                np.array([sum(n * layer.attention_s for n, layer in own) for own in stages]),
-                np.array([sum(n * layer.rest_s for n, layer in own) for own in stages]),
+                np.array([sum(n * each.attention_s for n, each in own) for own in stages]),
+                np.array([sum(n * each.rest_s for n, each in own) for own in stages]),
             )
         return self._layers[key]
 

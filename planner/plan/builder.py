@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.spec import ungrouped
-from planner.costs.memory import stage_memory
+from planner.costs.memory import memory_with_layers
 from planner.costs.model import CostModel, expanded
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.optimiser.assignment import Assignment, stage_times
@@ -166,15 +166,10 @@ def _stages(
     stages = []
     for j, device in enumerate(devices):
         accelerator = device.accelerator
-        dtype, mine = costs.dtype(device), tuple(bits[bounds[j] : bounds[j + 1]])
-        memory = stage_memory(
-            costs.shape_on(device),
-            mine,
-            costs.kv_bytes_per_layer(device),
-            device,
-            dtype,
-            costs.fixed_memory(devices, j, sizes),
-        )
+        dtype, layers = costs.dtype(device), range(bounds[j], bounds[j + 1])
+        mine = tuple(bits[layers.start : layers.stop])
+        fixed, work = costs.fixed_memory(devices, j, sizes), costs.work_on(device, sizes)
+        memory = memory_with_layers(work, device, layers, mine, fixed)
         stages.append(
             StagePlan(
                 index=j,
@@ -185,7 +180,7 @@ def _stages(
                 threads=device.threads or 1,
                 custom_resource=device.custom_resource,
                 dtype=dtype,
-                layers=range(bounds[j], bounds[j + 1]),
+                layers=layers,
                 bitwidths=mine,
                 backends={
                     b: backend_name(

@@ -14,8 +14,7 @@ from planner.costs.memory import (
     StageMemory,
     StageWork,
     fixed_stage_memory,
-    kv_cache_bytes_per_layer,
-    stage_memory,
+    memory_with_layers,
 )
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
@@ -116,7 +115,7 @@ def _kernels_and_bytes(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> l
     found = list(_fields_of(plan, stage, shape))
     if shape.stored is None or all(one == other for _, one, other, _ in found):
         return found
-    return list(_fields_of(plan, stage, replace(shape, stored=None)))
+    return list(_fields_of(plan, stage, shape.with_all(stored=None)))
 
 
 def _fields_of(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
@@ -149,5 +148,4 @@ def _stage_memory(
     )
     ends = StageEnds.of(stage.index, len(plan.stages), plan.head_on_first)
     fixed = fixed_stage_memory(work, device, ends)
-    kv_bytes = kv_cache_bytes_per_layer(shape, plan.workload, plan.kv_bits, stage.dtype)
-    return stage_memory(shape, stage.bitwidths, kv_bytes, device, stage.dtype, fixed)
+    return memory_with_layers(work, device, stage.layers, stage.bitwidths, fixed)

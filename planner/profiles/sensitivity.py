@@ -223,10 +223,13 @@ class OmegaContent:
 
 
 def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """Estimate sensitivities [L, K] as squared steps, (2^b - 1)^-2: 0 at 16 bit, in all 1 at 4."""
+    """Estimate sensitivities [L, K] as squared steps, (2^b - 1)^-2, of each layer's share of all
+    weights: 0 at 16 bit, in all 1 at 4.
+    """
     noise = np.array([0.0 if bits == FULL_BITS else _noise(bits) for bits in bitwidths])
-    row = noise / (_noise(REFERENCE_BITS) * shape.layers)
-    return np.tile(row, (shape.layers, 1))
+    weights = [shape.layer(layer).layer_linear_parameters for layer in range(shape.layers)]
+    shares = np.array([[sum(weights) / own] for own in weights])
+    return np.asarray(noise / (_noise(REFERENCE_BITS) * shares))
 
 
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:

@@ -190,8 +190,9 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
     if options.strict_profiles:
         kinds = {device.time_kind: device for device in reversed(cluster.devices)}
         typed = [(each, each.compute_dtype(options.dtype)) for each in reversed(kinds.values())]
-        layer = LayerTerms.of(shape)
-        refuse_estimates(rows, layer, typed, options.bits, str(options.profiles))
+        for kind in shape.kind_shapes:
+            layer = LayerTerms.of(kind)
+            refuse_estimates(rows, layer, typed, options.bits, str(options.profiles))
     fitted = FittedLatency(rows, RooflineLatency(shape))
     latency = ProfiledLatency(fitted) if options.profile_use == "measured" else fitted
     return latency if kv_bits == FULL_BITS else EightBitCacheLatency(latency, kv_bits)
