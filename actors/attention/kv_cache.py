@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -185,11 +185,20 @@ def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Room for so many `tokens` of all requests together, in every layer."""
+    """Room for so many `tokens` of all requests together, in every layer. `others`: heads and width
+    in layers that differ; None: a layer has no keys and values of its own.
+    """
 
     tokens: int
     kv_heads: int
     head_dim: int
+    others: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
+
+    def heads(self, layers: range) -> dict[int, tuple[int, int]]:
+        """Heads and width of those of the `layers` that have keys and values."""
+        usual = self.kv_heads, self.head_dim
+        found = {layer: self.others.get(layer, usual) for layer in layers}
+        return {layer: heads for layer, heads in found.items() if heads is not None}
 
 
 @dataclass(frozen=True)
@@ -217,7 +226,7 @@ def counts_on_ranges(head_dim: int, dtype: torch.dtype, device: torch.device) ->
 
 
 class KVCache:
-    """Keys and values of the stage's `layers` in token slots.
+    """Keys and values of the stage's `layers` in token slots; some layers may have none.
 
     Attention reads all of them from here, also within a prompt: what a token sees of another does
     not depend on whether the two came in one pass, so that a request replayed from its tokens goes
@@ -237,23 +246,26 @@ class KVCache:
         factors: Mapping[int, Tensor] = MappingProxyType({}),
         states: ConstantStates | None = None,
     ) -> None:
-        sizes = (shape.kv_heads, shape.tokens, shape.head_dim)
+        heads = shape.heads(layers)
         self.layers = layers
         self.held_dtype, self._device = form.held_dtype, form.device
         kept = {} if form.kv_bits == FULL_BITS else factors
         own = {layer: each.to(form.device, form.dtype) for layer, each in kept.items()}
 
-        def empty(factors: Tensor | None = None) -> Stored:
+        def empty(layer: int, factors: Tensor | None = None) -> Stored:
+            kv_heads, head_dim = heads[layer]
+            sizes = (kv_heads, shape.tokens, head_dim)
             return Stored.empty(sizes, self.held_dtype, form.device, factors)
 
         self.states = states
-        with_keys = [layer for layer in layers if states is None or layer not in states]
-        self._keys = {layer: empty(own.get(layer)) for layer in with_keys}
-        self._values = {layer: empty() for layer in with_keys}
+        self._keys = {layer: empty(layer, own.get(layer)) for layer in heads}
+        self._values = {layer: empty(layer) for layer in heads}
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
         self._rooms = Rooms(shape.tokens)
         self.parked = ParkedTokens(parked_tokens, form.device)
-        self._reads_ranges = counts_on_ranges(shape.head_dim, form.dtype, form.device)
+        self._reads_ranges = all(
+            counts_on_ranges(width, form.dtype, form.device) for width in self.head_widths
+        )
 
     def like(self, layers: range, tokens: int) -> KVCache:
         """An empty cache of some of the layers, in the same form."""
@@ -261,8 +273,17 @@ class KVCache:
         made.layers, made._own_ends = layers, np.zeros(tokens, dtype=np.int64)
         for held in ("_keys", "_values"):
             own: dict[int, Stored] = getattr(self, held)
-            setattr(made, held, {layer: own[layer].like(tokens) for layer in layers})
+            setattr(made, held, {n: own[n].like(tokens) for n in layers if n in own})
         return made
+
+    @property
+    def holding_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values of their own."""
+        return tuple(self._keys)
+
+    @property
+    def head_widths(self) -> frozenset[int]:
+        return frozenset(keys.numbers.shape[-1] for keys in self._keys.values())
 
     @property
     def nbytes(self) -> int:

@@ -21,11 +21,12 @@ from actors.attention.ragged import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 from actors.processes.device import device_here
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
+from actors.stage.layer_cache import cache_shape, make_cache
 from actors.stage.model_config import config_of_values, with_layers
 from actors.stage.own_layers import put_own_layers
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.shard import path_of
-from actors.stage.stage import kv_shape, make_cache, run_in_passes
+from actors.stage.stage import run_in_passes
 from planner.profiles.design import LayerWorkload
 from planner.profiles.links import Origin
 from quant.backends.table import backend_name
@@ -122,11 +123,11 @@ class TimedLayers:
 
     def kv_bytes(self, workload: LayerWorkload) -> int:
         """Bytes of keys and values that `prepare` will allocate."""
-        config = self._model.config
         copies = len(self._layers) if workload.phase == "decode" else _PREFILL_COPIES
-        kv_heads, width = kv_shape(config)
+        shape = cache_shape(self._model.config, range(copies), workload.tokens)
+        numbers = sum(heads * width for heads, width in shape.heads(range(copies)).values())
         element = torch.empty(0, dtype=self._form.dtype).element_size()
-        return 2 * copies * workload.tokens * kv_heads * width * element
+        return 2 * workload.tokens * numbers * element
 
     def _fill(self, layer: nn.Module) -> None:
         """Give `layer` random weights in the form."""
@@ -162,12 +163,13 @@ class TimedLayers:
         if workload.phase == "prefill":
             return cache
         longest = max(workload.lengths)
-        made = torch.randn(longest, *kv_shape(self._model.config), generator=self._generator)
-        made = made.to(form.device, form.dtype)
         begins = (np.cumsum(rooms) - rooms).tolist()
-        for slot, (begin, past) in enumerate(zip(begins, workload.lengths, strict=True)):
-            where = cache.addresses(MicroBatch(*np.array([[slot], [0], [past], [begin]])))
-            for layer in range(copies):
+        for layer in cache.holding_layers:
+            heads, _, width = cache.of_layer(layer)[0].numbers.shape
+            made = torch.randn(longest, heads, width, generator=self._generator)
+            made = made.to(form.device, form.dtype)
+            for slot, (begin, past) in enumerate(zip(begins, workload.lengths, strict=True)):
+                where = cache.addresses(MicroBatch(*np.array([[slot], [0], [past], [begin]])))
                 cache.append(layer, where, made[:past], made[:past])
         return cache
 

@@ -82,13 +82,11 @@ class HeldKeysValues:
 
     def _places(self, layers: range, tensors: int) -> list[int]:
         """Where the tensors of `layers` stand among all of a cache: see `KVCache.of_tokens`."""
-        each = tensors // (2 * len(self._own.layers))
-        found: list[int] = []
-        for layer in layers:
-            key = each * (layer - self._own.layers.start)
-            for first in (key, key + tensors // 2):
-                found += range(first, first + each)
-        return found
+        holding = self._cache.holding_layers
+        each = tensors // (2 * len(holding))
+        keys = [each * place for place, layer in enumerate(holding) if layer in layers]
+        firsts = [*keys, *(key + tensors // 2 for key in keys)]
+        return [place for first in firsts for place in range(first, first + each)]
 
 
 def _fill(into: Tensor, tensor: Tensor) -> None:

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, Stored
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
+from actors.stage.layer_cache import cache_shape, make_cache
 from actors.stage.model_config import read_config
 from actors.stage.partial_model import (
     PassThrough,
@@ -41,7 +42,7 @@ from actors.stage.partial_model import (
 )
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
-from actors.stage.stage import kv_shape, make_cache, run_decoder
+from actors.stage.stage import run_decoder
 from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
@@ -185,7 +186,7 @@ class LayerStream:
         known = None if layer.importance is None else [layer.importance]
         cache = make_cache(self.config, own, tokens, layer.form, known)
         if on_keys is not None:
-            shape = CacheShape(tokens, *kv_shape(self.config))
+            shape = cache_shape(self.config, own, tokens)
             cache = _WatchedCache(own, shape, layer.form, on_keys)
         self._stack[layer.index] = layer.module
         try:

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
 from actors.attention.cpu import can_attend, warm_up
 from actors.attention.cuda import range_attention
 from actors.attention.delta_cpu import warm_up as warm_up_rule
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
+from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues
+from actors.stage.layer_cache import make_cache, most_kv_heads
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
 from actors.stage.partial_model import ContextAsCache, architecture_of, logits_of
@@ -81,8 +81,7 @@ class Stage:
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
         form = CacheForm(self.dtype, device, spec.kv_bits, slots=spec.slots)
-        kv_heads, head_dim = kv_shape(config)
-        own = range(kv_heads)
+        own = range(most_kv_heads(config))
         if spec.degree > 1:
             own = share_of(spec, tensors).kv_heads
             form = replace(form, kv_heads=len(own))
@@ -96,7 +95,8 @@ class Stage:
             if self._cache.states is not None:
                 warm_up_rule(self._cache.states.mixer)
         warm_up_kernels(self._model)
-        range_attention(head_dim, self.dtype, form.held_dtype == torch.int8, device)  # compiles it
+        for width in self._cache.head_widths:  # compiles it
+            range_attention(width, self.dtype, form.held_dtype == torch.int8, device)
         put_own_layers(self._model, spec.layers, self._cache, self.dtype)
         self._graphs: DecodeGraphs | None = None
         if spec.cuda_graphs and spec.degree == 1:
@@ -356,42 +356,3 @@ def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) 
     arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
     hidden: Tensor = model.get_decoder()(**arguments).last_hidden_state[0]
     return hidden
-
-
-def make_cache(
-    config: PretrainedConfig,
-    layers: range,
-    tokens: int,
-    form: CacheForm,
-    importance: Sequence[LayerImportance] | None = None,
-    parked_tokens: int = 0,
-) -> KVCache:
-    """An empty KV cache of so many token slots for some decoder layers of the model of `config`.
-
-    `importance`: one a layer, by whose keys, those of `form.kv_heads`, 8-bit keys are rounded.
-    """
-    factors = {
-        layer: key_factors(own.keys, rotary_width(config))
-        for layer, own in zip(layers, importance or (), strict=False)
-    }
-    kv_heads, head_dim = kv_shape(config)
-    shape = CacheShape(tokens, form.kv_heads or kv_heads, head_dim)
-    stateful, states = layers_with_states(config, layers), None
-    if stateful:
-        mixer = delta_mixer(config)
-        states = ConstantStates(stateful, mixer, form.slots, form.dtype, form.device)
-    return KVCache(layers, shape, form, parked_tokens, factors, states)
-
-
-def kv_shape(config: PretrainedConfig) -> tuple[int, int]:
-    """Number of key and value heads of the model of `config`, and the width of each."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, head_dim
-
-
-def rotary_width(config: PretrainedConfig) -> int:
-    """Channels of a head that positions rotate, in the model of `config`: the first ones."""
-    rotation = getattr(config, "rope_parameters", None)
-    share = rotation.get("partial_rotary_factor", 1.0) if rotation else 0.0
-    return int(share * kv_shape(config)[1])

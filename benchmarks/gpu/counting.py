@@ -21,15 +21,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention import cuda as range_kernels
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
+from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage import cuda_layer
 from actors.stage import own_layers as own_layer_files
+from actors.stage.layer_cache import make_cache
 from actors.stage.model_config import with_layers
 from actors.stage.own_layers import own_layers, put_own_layers
 from actors.stage.partial_model import empty_model, keep_stage
-from actors.stage.stage import kv_shape, run_decoder
+from actors.stage.stage import run_decoder
 from quant.backends import cuda_driver, cuda_packed, cuda_products, cuda_w8a8
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.cuda_driver import Argument, Kernels
@@ -164,7 +165,7 @@ class Step:
         lengths = np.array(self.lengths)
         own = int(lengths.sum())
         tokens = own if self.own_kernels else len(lengths) * int(lengths.max())
-        cache = KVCache(range(layers), CacheShape(tokens, *kv_shape(config)), form)
+        cache = make_cache(config, range(layers), tokens, form)
         begins = np.cumsum(lengths) - lengths
         ones = np.ones_like(lengths)
         batch = MicroBatch(np.arange(len(lengths)), lengths - 1, ones, begins)

@@ -15,7 +15,8 @@ from actors.attention.addresses import Scoring
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors, quantized
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.stage.importance import measure_stage
-from actors.stage.stage import Stage, make_cache, rotary_width, run_decoder
+from actors.stage.layer_cache import make_cache, rotary_width
+from actors.stage.stage import Stage, run_decoder
 from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
@@ -60,7 +61,7 @@ def test_large_channels_are_divided_by_what_they_are_larger() -> None:
 def test_pairs_are_the_channels_that_rotate_into_each_other(name: str, tmp_path: Path) -> None:
     """The first layer sees one token everywhere: what changes in its keys is the rotation."""
     model = save_tiny(tmp_path, CONFIGS[name])
-    width = rotary_width(model.config)
+    width = rotary_width(model.config, 0)
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     assert width == (0 if rotary is None else 2 * len(rotary.inv_freq))
     if not width:
@@ -158,7 +159,7 @@ def with_biases(folder: Path) -> Any:
     another, as Qwen 2 has them; queries there are small.
     """
     model = save_tiny(folder, CONFIGS["qwen2"])
-    width = rotary_width(model.config)
+    width = rotary_width(model.config, 0)
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn

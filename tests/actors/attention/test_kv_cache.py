@@ -22,8 +22,9 @@ from actors.attention.kv_cache import (
 )
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import MicroBatch, Move, TokenRange
+from actors.stage.layer_cache import make_cache
 from actors.stage.spec import stage_spec
-from actors.stage.stage import Stage, make_cache, run_decoder
+from actors.stage.stage import Stage, run_decoder
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -218,3 +219,21 @@ def test_the_demo_model_hardly_notices() -> None:
     divergence = (full.exp() * (full - coded)).sum(-1).mean()
     assert agreement > 0.97
     assert 0 < divergence < 1e-3
+
+
+def test_layers_of_other_sizes_and_of_none() -> None:
+    """What is written in one layer lies there alone, whatever the others hold."""
+    shape = CacheShape(8, 2, 8, others={1: (1, 16), 2: None})
+    cache = KVCache(range(4), shape, CacheForm(torch.float32, CPU))
+    assert cache.holding_layers == (0, 1, 3)
+    assert cache.nbytes == 2 * 4 * 8 * (2 * 8 + 16 + 2 * 8)
+    where = cache.addresses(batch_in_ranges([0], [0], [3], slot_tokens=8))
+    new = {0: torch.randn(2, 3, 2, 8), 1: torch.randn(2, 3, 1, 16), 3: torch.randn(2, 3, 2, 8)}
+    for layer, (key, value) in new.items():
+        cache.append(layer, where, key, value)
+    small = cache.like(range(1, 3), 2)
+    assert [part.shape for part in small.of_tokens(0, 2)] == [(1, 2, 16)] * 2
+    parts = cache.of_tokens(0, 3)
+    for place, (key, value) in enumerate(new.values()):
+        assert torch.equal(parts[place], key.transpose(0, 1))
+        assert torch.equal(parts[place + 3], value.transpose(0, 1))

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actors.attention.kv_cache import CacheForm
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
 from actors.stage import own_layers
-from actors.stage.stage import Stage, make_cache
+from actors.stage.layer_cache import make_cache
+from actors.stage.stage import Stage
 from benchmarks.gpu.counting import META, Step
 from planner.costs.roofline import layer_launches
 from planner.model.finding import shape_from_config

@@ -21,9 +21,10 @@ from actors.attention.kv_cache import CacheForm, Stored, key_factors, quantized
 from actors.attention.ragged import NewTokens
 from actors.stage import cuda_layer
 from actors.stage.cuda_layer import KERNELS, SOURCE, Norm, Turning
+from actors.stage.layer_cache import make_cache
 from actors.stage.own_layers import own_layers, put_own_layers
 from actors.stage.partial_model import empty_model
-from actors.stage.stage import Stage, make_cache
+from actors.stage.stage import Stage
 from quant.backends.cuda_driver import CudaError, Kernels, compile_cuda, text_of
 from quant.devices import local_processor
 from tests.actors.models import (

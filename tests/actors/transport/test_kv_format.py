@@ -45,19 +45,31 @@ def test_what_is_encoded_comes_out_bit_for_bit(dtype: torch.dtype, coded: bool) 
         assert all(map(torch.equal, found[key], each))
 
 
+def test_layers_of_other_sizes() -> None:
+    """Two heads of one width in one layer, one of another in the next, and a layer of none."""
+    shapes = [(2, 5, 4), (1, 5, 8)] * 2
+    sent = {7: [torch.randn(shape) for shape in shapes]}
+    part, found = decode_kv(encode_kv(KvPart(range(3), range(2)), sent))
+    assert part == KvPart(range(3), range(2))
+    assert all(map(torch.equal, found[7], sent[7]))
+
+
 def test_a_message_of_no_requests() -> None:
     assert decode_kv(encode_kv(PART, {})) == (PART, {})
 
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(0, 5), (1, 2**63), (3, 1), (4, 0), (4, 5), (5, 4), (6, 9), (7, 2**60), (8, 2**50), (9, 6)],
+    [
+        *((0, 5), (1, 2**63), (3, 1), (4, 0), (4, 5), (5, 4), (6, 9), (7, 2**60)),
+        *((8, 0), (9, 5), (10, 2**63), (12, 2**50), (13, 6)),
+    ],
 )
 def test_numbers_that_do_not_agree_are_refused(place: int, value: int) -> None:
     message = encode_kv(PART, {7: tensors(5, torch.float32)})
     data = message.numpy().data
     struct.pack_into("<Q", data, 8 * place, value)
-    if place == 8:  # the key, which any number may be
+    if place == 12:  # the key, which any number may be
         assert decode_kv(message)[1].keys() == {value}
         return
     with pytest.raises(StageLostError, match="a message of another stage"):

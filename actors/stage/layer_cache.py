@@ -1,0 +1,88 @@
+"""The KV cache of a model's layers: which have keys and values, and of what sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PretrainedConfig
+
+from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
+from quant.rounding.importance import LayerImportance
+
+_WHOLE_HEADS = ("proportional",)
+"""Types of rotary positions that pair channels at half the head's width, however few they turn."""
+
+
+def make_cache(
+    config: PretrainedConfig,
+    layers: range,
+    tokens: int,
+    form: CacheForm,
+    importance: Sequence[LayerImportance] | None = None,
+    parked_tokens: int = 0,
+) -> KVCache:
+    """An empty KV cache of so many token slots for some decoder layers of the model of `config`.
+
+    `importance`: one a layer, by whose keys, those of `form.kv_heads`, 8-bit keys are rounded.
+    """
+    factors = {
+        layer: key_factors(own.keys, rotary_width(config, layer))
+        for layer, own in zip(layers, importance or (), strict=False)
+        if kv_shape(config, layer) is not None
+    }
+    shape = cache_shape(config, layers, tokens, form.kv_heads)
+    stateful, states = layers_with_states(config, layers), None
+    if stateful:
+        mixer = delta_mixer(config)
+        states = ConstantStates(stateful, mixer, form.slots, form.dtype, form.device)
+    return KVCache(layers, shape, form, parked_tokens, factors, states)
+
+
+def cache_shape(
+    config: PretrainedConfig, layers: range, tokens: int, kv_heads: int | None = None
+) -> CacheShape:
+    """Room for `tokens` in the `layers` of the model of `config`, of which a rank holds so many
+    `kv_heads` (None: all).
+    """
+    found = {layer: kv_shape(config, layer) for layer in layers}
+    held = {n: each and (kv_heads or each[0], each[1]) for n, each in found.items()}
+    usual = next(filter(None, held.values()), (1, 1))
+    others = {layer: heads for layer, heads in held.items() if heads != usual}
+    return CacheShape(tokens, *usual, others)
+
+
+def kv_shape(config: PretrainedConfig, layer: int) -> tuple[int, int] | None:
+    """Number of key and value heads of a layer of the model of `config`, and the width of each;
+    None where it has none of its own: a constant state, or what an earlier layer holds.
+    """
+    sharing = getattr(config, "kv_sharing_modes", None)
+    if layers_with_states(config, range(layer, layer + 1)) or (
+        sharing and sharing[layer] == "reuse"
+    ):
+        return None
+    own = config.per_layer_config[layer] if config.is_heterogeneous else config
+    heads = own.num_attention_heads
+    head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
+    return getattr(own, "num_key_value_heads", None) or heads, head_dim
+
+
+def most_kv_heads(config: PretrainedConfig) -> int:
+    """Key and value heads of the layer that has most of them."""
+    shapes = (kv_shape(config, layer) for layer in range(config.num_hidden_layers))
+    return max((shape[0] for shape in shapes if shape is not None), default=1)
+
+
+def rotary_width(config: PretrainedConfig, layer: int) -> int:
+    """Channels of a head that positions rotate, in a layer of the model of `config`: the first
+    ones.
+    """
+    shape = kv_shape(config, layer)
+    rotation = getattr(config, "rope_parameters", None)
+    if shape is None or not rotation:
+        return 0
+    types = getattr(config, "layer_types", None)
+    if types and types[layer] in rotation:
+        rotation = rotation[types[layer]] or {"partial_rotary_factor": 0.0}
+    is_whole = rotation.get("rope_type") in _WHOLE_HEADS
+    return int((1.0 if is_whole else rotation.get("partial_rotary_factor", 1.0)) * shape[1])
