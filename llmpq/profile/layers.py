@@ -50,6 +50,16 @@ def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
     return tuple(kinds.values())
 
 
+def check_equal_layers(shape: ModelShape) -> None:
+    """Raise SpecError where one layer of attention and an MLP does not stand for all."""
+    if shape.kinds or shape.experts is not None or shape.delta is not None:
+        raise SpecError(
+            f"model {shape.name}: its layers differ or have experts ({shape.model_type}) and are "
+            "not timed; profile a model whose layers are alike, such as qwen3-8b: its measured "
+            "times correct the estimates of this one too"
+        )
+
+
 class Profile:
     """The CSV at `path` while it grows by rows of the model of `config` and `shape`.
 

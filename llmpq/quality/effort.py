@@ -56,8 +56,10 @@ class Effort:
 
     def passes_s(self, tokens: int, layer_passes: int, head_passes: int = 0) -> float:
         """Seconds in which `tokens` pass `layer_passes` layers and `head_passes` heads."""
-        weights = layer_passes * self.shape.layer_parameters
-        weights += head_passes * self.shape.head_parameters
+        shape = self.shape
+        idle = shape.total_parameters - shape.active_parameters
+        weights = layer_passes * (sum(shape.parameters_by_layer) - idle) / shape.layers
+        weights += head_passes * shape.head_parameters
         return 2.0 * tokens * weights / (self.operations_per_s * PASS_SHARE)
 
     def evaluation_s(self, tokens: int, layers: Sequence[Sequence[object]]) -> float:
@@ -85,7 +87,7 @@ class Effort:
         if options.method != ERROR:
             return seconds
         bits = [each for each in options.bits if each != FULL_BITS]
-        weights = len(bits) * shape.layers * shape.layer_parameters
+        weights = len(bits) * sum(shape.parameters_by_layer)
         seconds += ROUNDING_OPERATIONS * weights / self.operations_per_s
         models = min(2, len(bits)) * shape.layers  # with one layer quantized, which shares those
         few, passes = min(tokens, ALONE_TOKENS), models * (shape.layers + 1) // 2  # before it

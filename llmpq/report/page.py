@@ -32,7 +32,7 @@ from llmpq.report.reasons import (
 from llmpq.report.rendering import Making, making, render, write_page
 from planner.cluster.device import Device
 from planner.cluster.spec import grouped_cluster
-from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
+from planner.costs.memory import kv_cache_bytes_per_layer, model_weight_bytes
 from planner.explanation.explain import Explanation
 from planner.latency_bound.bounded_plan import KindFronts
 from planner.options import kv_bits_of
@@ -197,9 +197,16 @@ def _needs(request: PlanningRequest) -> list[tuple[int, int, int]]:
     """
     shape, device = request.shape, request.cluster.devices[0]
     dtype = device.compute_dtype(request.options.dtype)
-    cache = kv_cache_bytes_per_layer(shape, request.workload, kv_bits_of(request.options), dtype)
+    kv_bits, kinds = (
+        kv_bits_of(request.options),
+        zip(shape.kind_shapes, shape.kind_counts, strict=True),
+    )
+    cache = sum(
+        count * kv_cache_bytes_per_layer(kind, request.workload, kv_bits, dtype)
+        for kind, count in kinds
+    )
     return [
-        (bits, shape.layers * layer_weight_bytes(shape, bits, device, dtype), shape.layers * cache)
+        (bits, model_weight_bytes(shape, bits, device, dtype), cache)
         for bits in sorted(request.options.bits, reverse=True)
     ]
 

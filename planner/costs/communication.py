@@ -165,15 +165,18 @@ COPY_LAUNCH_S = 10e-6
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies of a stage's keys and values to host memory and back, in `tensors` of the cache."""
+    """Copies of a stage's keys, values and constant states to host memory and back, in `tensors` of
+    the cache.
+    """
 
     kv_bytes_per_token: float
     tensors: int
     host_link_bytes_per_s: float
+    state_bytes: float = 0.0
 
     def one_way_s(self, tokens: _Tokens) -> _Tokens:
-        bytes_s = tokens * self.kv_bytes_per_token / self.host_link_bytes_per_s
-        return bytes_s + self.tensors * COPY_LAUNCH_S
+        moved = tokens * self.kv_bytes_per_token + self.state_bytes
+        return moved / self.host_link_bytes_per_s + self.tensors * COPY_LAUNCH_S
 
 
 def cache_tensors(kv_bits: int, layers: int) -> int:

@@ -141,9 +141,13 @@ def layer_weight_bytes(
     _check_one_kind(shape)
     packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
     order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
-    exact = 0 if shape.delta is None else shape.delta.exact_parameters
-    wider = exact * (_FLOAT32_BYTES - DTYPE_BYTES[dtype])
-    return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype] + wider
+    return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype]
+
+
+def model_weight_bytes(shape: ModelShape, bits: int, device: Device, dtype: str) -> int:
+    """Bytes of all decoder layers at these bits."""
+    layers = zip(shape.kind_shapes, shape.kind_counts, strict=True)
+    return sum(count * layer_weight_bytes(kind, bits, device, dtype) for kind, count in layers)
 
 
 @cache

@@ -141,28 +141,34 @@ def ceiling_tokens_per_s(costs: CostModel, job: Job, devices: Sequence[Device]) 
 
 def device_tokens_per_s(costs: CostModel, job: Job, device: Device) -> float:
     """Rate of one device that computes all layers, of which it need hold but one."""
-    dtype, lengths, layer = costs.dtype(device), job.lengths, costs.latency
+    dtype, lengths = costs.dtype(device), job.lengths
     most = _most_requests(costs, job, device)
     sizes = [*(1 << power for power in range(most.bit_length())), most]
     prompt, context = max(1, round(lengths.mean_prompt)), round(lengths.mean_context)
-    best = min(
-        min(layer.layer_prefill_s(device, bits, n, prompt, dtype) / n for n in sizes)
-        + (lengths.mean_output - 1)
-        * min(layer.layer_decode_s(device, bits, n, context, dtype) / n for n in sizes)
-        for bits in costs.options.bits
-    )
-    return lengths.mean_output / (best * costs.shape.layers)
+    whole_s = 0.0
+    for kind, count in enumerate(costs.shape.kind_counts):
+        layer = costs.latency.of_kind(kind)
+        whole_s += count * min(
+            min(layer.layer_prefill_s(device, bits, n, prompt, dtype) / n for n in sizes)
+            + (lengths.mean_output - 1)
+            * min(layer.layer_decode_s(device, bits, n, context, dtype) / n for n in sizes)
+            for bits in costs.options.bits
+        )
+    return lengths.mean_output / whole_s
 
 
 def _most_requests(costs: CostModel, job: Job, device: Device) -> int:
-    """Requests whose cache of one layer fits beside it; a rank has those of some heads."""
+    """Requests of which some one layer keeps all beside it; a rank has what is of some heads."""
     ranks = 1 if costs.options.tensor_parallel == 1 else DEGREES[-1]
-    limit = costs.limit_bytes(device) - min(
-        layer_weight_bytes(costs.shape, bits, device, costs.dtype(device))
-        for bits in costs.options.bits
-    )
-    one = costs.with_in_flight(job, 1).kv_bytes_per_layer(device)
-    return max(1, min(job.prompts, MAX_REQUESTS, int(ranks * limit // one)))
+    one, most = costs.with_in_flight(job, 1), 1
+    for kind, shape in enumerate(costs.shape.kind_shapes):
+        kept = one.kv_bytes_per_layer(device, kind)
+        limit = costs.limit_bytes(device) - min(
+            layer_weight_bytes(shape, bits, device, costs.dtype(device))
+            for bits in costs.options.bits
+        )
+        most = max(most, int(ranks * limit // kept) if kept else MAX_REQUESTS)
+    return min(job.prompts, MAX_REQUESTS, most)
 
 
 MOST_ROWS = 200_000

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from planner.costs.memory import layer_weight_bytes
+from planner.costs.memory import model_weight_bytes
 from planner.costs.model import CostModel
 from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPoint, ScheduleSpace
 from planner.latency_bound.branch_and_bound import (
@@ -214,9 +214,9 @@ def _nothing_fits(costs: CostModel, request: BoundRequest) -> InfeasibleError:
     if len(devices) == 1:
         return DoesNotFitError(f"{needs}requests decode, but there is one device; {remedy}")
     bits = min(costs.options.bits)
-    copy = costs.shape.layers * min(
+    copy = min(
         device.degree
-        * layer_weight_bytes(costs.shape_on(device), bits, device, costs.dtype(device))
+        * model_weight_bytes(costs.shape_on(device), bits, device, costs.dtype(device))
         for device in devices
     )
     offered = sum(device.degree * costs.limit_bytes(device) for device in devices)

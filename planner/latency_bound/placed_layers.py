@@ -15,7 +15,7 @@ from itertools import pairwise
 from planner.cluster.device import Device
 from planner.cluster.spec import equal_devices
 from planner.costs.communication import HostCopies, cache_tensors, handover_terms
-from planner.costs.memory import layer_weight_bytes
+from planner.costs.memory import kv_token_bytes, layer_weight_bytes, model_weight_bytes
 from planner.costs.model import CostModel, expanded
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.latency_bound.timeline import GridTimes
@@ -26,6 +26,7 @@ from planner.search.fitting import first_sets
 from planner.search.in_flight import JobSearch
 from planner.workload import Job, MicroBatches, Workload
 from quant.common.errors import DoesNotFitError
+from quant.scheme import DTYPE_BYTES
 
 
 class PlacedLayers:
@@ -58,6 +59,11 @@ class PlacedLayers:
         """Layers of each stage [N]."""
         return tuple(stop - start for start, stop in pairwise(self.stages.first_layer))
 
+    def kinds(self, stage: int) -> tuple[int, ...]:
+        """The kind of each layer of a stage."""
+        first, stop = self.stages.first_layer[stage : stage + 2]
+        return self.costs.shape.kind_of_layer[first:stop]
+
     @property
     def key(self) -> Hashable:
         """A key that is equal for equal placements."""
@@ -66,8 +72,9 @@ class PlacedLayers:
 
     def has_room(self, workload: Workload, sizes: MicroBatches) -> bool:
         costs = replace(self.costs, workload=workload)
-        for j, (device, layers) in enumerate(zip(self.devices, self.layer_counts, strict=True)):
-            taken = self._weights[j] + layers * costs.kv_bytes_per_layer(device)
+        for j, device in enumerate(self.devices):
+            kept = (costs.kv_bytes_per_layer(device, kind) for kind in self.kinds(j))
+            taken = self._weights[j] + sum(kept)
             if taken > costs.limit_bytes(device):
                 return False
             if taken + costs.fixed_memory(self.devices, j, sizes).total > costs.limit_bytes(device):
@@ -81,9 +88,9 @@ class PlacedLayers:
         bits = [costs.options.bits[choice] for choice in self.bitwidth]
         weights = []
         for j, device in enumerate(self.devices):
-            shape, dtype = costs.shape_on(device), costs.dtype(device)
-            mine = bits[bounds[j] : bounds[j + 1]]
-            weights.append(sum(layer_weight_bytes(shape, b, device, dtype) for b in mine))
+            shapes, dtype = costs.shape_on(device).kind_shapes, costs.dtype(device)
+            mine = zip(self.kinds(j), bits[bounds[j] : bounds[j + 1]], strict=True)
+            weights.append(sum(layer_weight_bytes(shapes[k], b, device, dtype) for k, b in mine))
         return tuple(weights)
 
 
@@ -134,16 +141,19 @@ def most_requests(costs: CostModel, job: Job, clock: Callable[[], float], sets: 
 
 def handover_of(prefill: PlacedLayers, decode: PlacedLayers) -> Handover:
     """The handover between placements of all layers; nodes send at once and the slowest counts."""
-    cluster = prefill.costs.cluster
+    cluster, costs = prefill.costs.cluster, prefill.costs
     message_s: dict[str, float] = defaultdict(float)
     token_s: dict[str, float] = defaultdict(float)
-    for sender, receiver in zip(_owners(prefill), _owners(decode), strict=True):
+    request_s: dict[str, float] = defaultdict(float)
+    owners = zip(_owners(prefill), _owners(decode), costs.shape.kind_of_layer, strict=True)
+    for sender, receiver, kind in owners:
         latency_s, byte_s = handover_terms(cluster, sender, receiver)
         message_s[sender.node] = max(message_s[sender.node], latency_s)
-        token_s[sender.node] += byte_s * _token_bytes(prefill, sender)
-    return Handover(
-        _copies(prefill), _copies(decode), max(message_s.values()), max(token_s.values())
-    )
+        token_bytes, state_bytes = kept_bytes(costs, sender, (kind,))
+        token_s[sender.node] += byte_s * token_bytes
+        request_s[sender.node] += byte_s * state_bytes
+    slowest = (max(each.values()) for each in (message_s, token_s, request_s))
+    return Handover(_copies(prefill), _copies(decode), *slowest)
 
 
 def _owners(placement: PlacedLayers) -> list[Device]:
@@ -153,22 +163,28 @@ def _owners(placement: PlacedLayers) -> list[Device]:
 
 
 def _copies(placement: PlacedLayers) -> StageCopies:
-    kv_bits = placement.costs.kv_bits
-    return StageCopies.of(
-        [
+    costs, copies = placement.costs, []
+    for j, device in enumerate(placement.devices):
+        token_bytes, state_bytes = kept_bytes(costs, device, placement.kinds(j))
+        copies.append(
             HostCopies(
-                layers * _token_bytes(placement, device) / device.degree,
-                cache_tensors(kv_bits, layers),
+                token_bytes / device.degree,
+                cache_tensors(costs.kv_bits, len(placement.kinds(j))),
                 device.host_link_bytes_per_s,
+                state_bytes / device.degree,
             )
-            for device, layers in zip(placement.devices, placement.layer_counts, strict=True)
-        ]
-    )
+        )
+    return StageCopies.of(copies)
 
 
-def _token_bytes(placement: PlacedLayers, device: Device) -> float:
-    costs = placement.costs
-    return device.degree * costs.kv_bytes_per_layer(device) / costs.workload.kv_tokens
+def kept_bytes(costs: CostModel, device: Device, kinds: Sequence[int]) -> tuple[float, float]:
+    """Bytes that layers of these kinds on a device, or on all ranks of a group, keep of a token and
+    of a request.
+    """
+    shapes, dtype = costs.shape_on(device).kind_shapes, costs.dtype(device)
+    token = sum(2 * kv_token_bytes(shapes[kind], costs.kv_bits, dtype) for kind in kinds)
+    state = sum(shapes[kind].state_bytes(DTYPE_BYTES[dtype]) for kind in kinds)
+    return device.degree * token, device.degree * state
 
 
 MOST_DIVISIONS = 512
@@ -237,15 +253,18 @@ def _rates(costs: CostModel, job: Job, device: Device) -> tuple[float, float]:
     """Requests per second that a device with all layers prefills, and decodes, at the fastest
     bitwidth for each.
     """
-    lengths, latency, dtype = job.lengths, costs.latency, costs.dtype(device)
+    lengths, dtype = job.lengths, costs.dtype(device)
     prompt, context = round(lengths.mean_prompt), round(lengths.mean_context)
     at_once = max(1, PREFILL_TOKENS // prompt)
-    bits = costs.options.bits
-    prefill_s = min(latency.layer_prefill_s(device, b, at_once, prompt, dtype) for b in bits)
-    step_s = min(latency.layer_decode_s(device, b, DECODING, context, dtype) for b in bits)
-    steps = max(lengths.mean_output - 1, 1e-3)
-    layers = costs.shape.layers
-    return at_once / (layers * prefill_s), DECODING / (layers * step_s * steps)
+    prefill_s = step_s = 0.0
+    for kind, count in enumerate(costs.shape.kind_counts):
+        layer, bits = costs.latency.of_kind(kind), costs.options.bits
+        prefills = (layer.layer_prefill_s(device, b, at_once, prompt, dtype) for b in bits)
+        steps = (layer.layer_decode_s(device, b, DECODING, context, dtype) for b in bits)
+        prefill_s += count * min(prefills)
+        step_s += count * min(steps)
+    each = max(lengths.mean_output - 1, 1e-3)
+    return at_once / prefill_s, DECODING / (step_s * each)
 
 
 def _by_memory(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
@@ -257,14 +276,15 @@ def _by_memory(costs: CostModel, job: Job) -> Callable[[PhaseDivision], float]:
     first, offered = devices[0], _bytes(costs, devices)
     weights = [_weights(costs, first, bits) for bits in costs.options.bits]
     copy = max((each for each in weights if 4 * each <= offered), default=min(weights))
-    token = costs.shape.layers * costs.kv_bytes_per_layer(first) / costs.workload.kv_tokens
+    token, state = kept_bytes(costs, first, costs.shape.kind_of_layer)
     prompts, whole = job.lengths.mean_prompt, job.lengths.mean_reserved
     decoding = max(1.0, job.lengths.mean_output - 1)  # for each newcomer
-    newcomers = max(0.0, offered - 2 * copy) / (token * (prompts + decoding * whole))
+    begun, going_on = token * prompts + state, decoding * (token * whole + state)
+    newcomers = max(0.0, offered - 2 * copy) / (begun + going_on)
 
     def imbalance(division: PhaseDivision) -> float:
-        prefill = (copy + newcomers * token * prompts) / _bytes(costs, division.prefill)
-        decode = (copy + newcomers * token * decoding * whole) / _bytes(costs, division.decode)
+        prefill = (copy + newcomers * begun) / _bytes(costs, division.prefill)
+        decode = (copy + newcomers * going_on) / _bytes(costs, division.decode)
         return abs(math.log(prefill / decode))
 
     return imbalance
@@ -275,5 +295,4 @@ def _bytes(costs: CostModel, devices: Sequence[Device]) -> float:
 
 
 def _weights(costs: CostModel, device: Device, bits: int) -> float:
-    dtype = costs.dtype(device)
-    return costs.shape.layers * layer_weight_bytes(costs.shape, bits, device, dtype)
+    return model_weight_bytes(costs.shape, bits, device, costs.dtype(device))

@@ -260,7 +260,7 @@ def estimated_waa(sides: WaaSides, schedule: RequestSchedule, quantile: float) -
         prefill_rate(prefill, lengths.prompts, size),
         decoding / max(steps, LEAST_STEPS) / together_s,
     )
-    sent_s = sides.handover.sent_s(lengths.prompts.mean * size)
+    sent_s = sides.handover.sent_s(size, lengths.prompts.mean * size)
     decoded_s = together_s * (lengths.outputs.quantile(quantile) - 0.5)
     return Performance(rate, once_s + sent_s + decoded_s)
 

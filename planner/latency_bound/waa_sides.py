@@ -137,14 +137,16 @@ class DecodeSide(ABC, Generic[Group]):
 
 
 class WaaRun(Generic[Group]):
-    """Both sides under `schedule`; a message with prompts of so many tokens takes `sent_s`."""
+    """Both sides under `schedule`; a message with so many prompts, of so many tokens together,
+    takes `sent_s`.
+    """
 
     def __init__(
         self,
         schedule: RequestSchedule,
         prefill: PrefillSide,
         decode: DecodeSide[Group],
-        sent_s: Callable[[int], float],
+        sent_s: Callable[[int, int], float],
     ) -> None:
         self._schedule, self._sent_s = schedule, sent_s
         self._prefill, self._decode = prefill, decode
@@ -191,7 +193,8 @@ class WaaRun(Generic[Group]):
         going = sum(batch.go_on)
         self._decoding += going
         if going:
-            sent_s = self._sent_s(sum(compress(batch.tokens, batch.go_on)))
+            gone = list(compress(batch.tokens, batch.go_on))
+            sent_s = self._sent_s(len(gone), sum(gone))
             self._moved_s = max(self._moved_s, batch.back_s) + sent_s
             self._moving.append((self._moved_s, going))
 
@@ -222,18 +225,19 @@ class StageCopies:
 @dataclass(frozen=True, eq=False)
 class Handover:
     """Stages that prefill copy keys and values to their hosts (`keep`), those that decode from
-    theirs (`restore`), between their kernels. From host to host each message takes `message_s` and
-    `token_s` a token.
+    theirs (`restore`), between their kernels. From host to host each message takes `message_s`,
+    `token_s` a token, and `request_s` a request, of its constant states.
     """
 
     keep: StageCopies
     restore: StageCopies
     message_s: float
     token_s: float
+    request_s: float = 0.0
 
-    def sent_s(self, tokens: float) -> float:
-        """Seconds of a message with prompts of so many tokens together."""
-        return self.message_s + self.token_s * tokens
+    def sent_s(self, requests: float, tokens: float) -> float:
+        """Seconds of a message with so many prompts, of so many tokens together."""
+        return self.message_s + self.request_s * requests + self.token_s * tokens
 
 
 def going_on(outputs: LengthDistribution) -> float:

@@ -273,7 +273,7 @@ def waa_timeline(sides: WaaSides, schedule: RequestSchedule, quantile: float) ->
     outputs, requests = sides.lengths.outputs, schedule.prefill_requests
     busy = busy_prefills(sides, schedule)
     together = min(requests, schedule.prefill_micro_batch)
-    sent_s = sides.handover.sent_s(together * sides.lengths.prompts.mean)
+    sent_s = sides.handover.sent_s(together, together * sides.lengths.prompts.mean)
     if sent_s:
         busy = replace(busy, requests_per_s=min(busy.requests_per_s, together / sent_s))
     rate, round_s, deviation_s, parts = _load(sides, schedule, busy)

@@ -265,13 +265,17 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """All but those of experts that a token does not ask."""
-        idle = 0
-        for kind, count in zip(self.kind_shapes, self.kind_counts, strict=True):
-            if kind.experts is not None:
-                each = sum(linear.parameters for linear in kind.expert_linears)
-                each += kind.experts.biases_of_one(self.hidden_size)
-                idle += count * (kind.experts.count - kind.experts.per_token) * each
-        return self.total_parameters - idle
+        counted = zip(self.kind_shapes, self.kind_counts, strict=True)
+        return self.total_parameters - sum(count * kind.idle_parameters for kind, count in counted)
+
+    @property
+    def idle_parameters(self) -> int:
+        """Those of a layer's experts that a token does not ask; of layers of one kind."""
+        if self.experts is None:
+            return 0
+        each = sum(linear.parameters for linear in self.expert_linears)
+        each += self.experts.biases_of_one(self.hidden_size)
+        return (self.experts.count - self.experts.per_token) * each
 
     def fingerprint(self) -> str:
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}

@@ -36,7 +36,7 @@ from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.predictor import Agreement
 from llmpq.lengths.training import Judgement, ServedIds, TrainingOptions, judge, train
 from llmpq.model_check import checked_shape
-from llmpq.profile.layers import Profile, devices_to_profile
+from llmpq.profile.layers import Profile, check_equal_layers, devices_to_profile
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.report.layout import Fitting, new_table
@@ -65,6 +65,7 @@ def profile_main(arguments: Sequence[str] | None = None, prog: str = PROFILE) ->
 def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     target = target_file(options.output)
     shape = model_shape(options.model)
+    check_equal_layers(shape)
     on_cluster = options.cluster is not None or options.address is not None
     cluster = _profiled_cluster(options)
     devices = devices_to_profile(cluster)
