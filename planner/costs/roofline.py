@@ -70,12 +70,13 @@ _ROTATION_LAUNCHES = 10
 _OTHER_LAUNCHES = 8
 _SPELLED_ACTIVATION_LAUNCHES = 8
 _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
-# Counted in the source of transformers' `Qwen3NextGatedDeltaNet` and roughly so for modules in its
-# place: the convolution, rates, normed queries and keys, the rule and the gated norm of a step, and
-# rows of states read and written; a chunk's products and sums. Of experts: logits, shares, choice,
-# sorting; and for each that is asked its rows, two products, the activation, and the sum.
-_MIXER_LAUNCHES, _CHUNK_LAUNCHES = 54, 9
-_ROUTER_LAUNCHES, _EXPERT_LAUNCHES = 8, 6
+# Counted in the sources, roughly. A mixer (`actors.stage.delta_mixer`, and the delta rule below
+# `actors.attention`): rates 9, the convolution 16, rows of the state 4, normed queries and keys and
+# the rule of a step 34, the gated norm 10; for each chunk of a prompt its products and sums.
+# Experts (`quant.experts`): the router 6, sorting and numbers 8, rows and results 8, and two
+# products for each that is asked.
+_MIXER_LAUNCHES, _CHUNK_LAUNCHES = 73, 9
+_ROUTER_LAUNCHES, _EXPERT_LAUNCHES = 22, 2
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
 # Attention kernels reach about half the rate of large matrix products; ours of decode steps
 # multiplies in float32, half of its instructions (counted in the source; no GPU has run it yet).

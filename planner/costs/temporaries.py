@@ -19,11 +19,15 @@ CHUNK_TOKENS = 64
 `torch_chunk_gated_delta_rule`)."""
 
 _FLOAT32_BYTES = _SUM_BYTES = 4
+_INDEX_BYTES = 8
 # Tensors of a token that are alive where chunks are gone through, counted in that function: queries
 # and keys, those decayed, keys by beta, the same decayed, and those that read the state; values,
 # those by beta, new ones, results; three matrices over a chunk.
 _KEY_COPIES, _VALUE_COPIES, _CHUNK_MATRICES = 6, 4, 3
-_CONV_COPIES = 3  # of its inputs: with earlier ones before them, its sums, the activation's result
+# Of the inputs of the convolution (`actors.attention.delta_rule`): they and earlier ones, the sums,
+# a product, the result; while chunks are gone through the activated result, and the part of it of a
+# group of requests of one length.
+_CONV_COPIES, _CONVOLVED_COPIES = 4, 2
 # States of a request: the old one, that decayed, what is added, and a product with all of it.
 _STATE_COPIES = 4
 
@@ -43,15 +47,17 @@ def mixer_bytes(
     padded = tokens if is_decode else tokens + requests * (CHUNK_TOKENS - 1)
     widths += 0 if is_decode else _CHUNK_MATRICES * CHUNK_TOKENS
     rule = padded * mixer.value_heads * widths + requests * _STATE_COPIES * mixer.state_elements
+    rule += tokens * _CONVOLVED_COPIES * mixer.conv_channels
     return tokens * kept * element_bytes + _FLOAT32_BYTES * max(conv, rule)
 
 
 def expert_row_bytes(experts: Experts, hidden_size: int, tokens: int, element_bytes: int) -> int:
-    """Bytes of the rows that experts are given, what they make of them, and the router's numbers:
-    logits, shares, and the order of the rows.
+    """Bytes of what `quant.experts` has at once of each row of an expert (the row, gate and up,
+    their product, the result, that by token and weighed) with its place in both orders; of the
+    router's logits and shares, and of the expert that all tokens ask.
     """
-    each = 2 * hidden_size + 3 * experts.width
-    rows = tokens * experts.per_token * (each * element_bytes + 2 * _FLOAT32_BYTES)
+    each = 4 * hidden_size + 3 * experts.width
+    rows = tokens * experts.per_token * (each * element_bytes + 3 * _INDEX_BYTES)
     routed = 2 * _FLOAT32_BYTES * tokens * experts.count
     shared = 3 * tokens * experts.shared_width * element_bytes
     return rows + routed + shared

@@ -27,11 +27,14 @@ from planner.costs.memory import (
     temporary_bytes,
 )
 from planner.costs.roofline import RooflineLatency
-from planner.costs.temporaries import mixer_bytes
+from planner.costs.temporaries import expert_row_bytes, mixer_bytes
 from planner.model.finding import shape_from_config
 from planner.model.layer_parts import Experts
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
+from quant.experts import ExpertWeights, PlainWeight, QuantizedExperts
+from quant.linear import LayerForm
+from quant.scheme import Processor
 from tests.planner.costs.test_memory import PeakBytes
 from tests.planner.model.mixed_configs import MIXED
 
@@ -119,6 +122,28 @@ def test_temporaries_cover_the_gated_delta_rule(rule: Callable[..., Any], tokens
         )
     planned = mixer_bytes(mixer, 0, (requests, requests * tokens), 4)
     assert seen.peak <= planned <= 3 * seen.peak
+
+
+def test_temporaries_cover_products_grouped_by_expert() -> None:
+    experts, hidden_size, tokens = Experts(count=6, per_token=2, width=48), 64, 40
+    weights = []
+    for linear in experts.linears(hidden_size):
+        weights.append(ExpertWeights(linear, experts.count))
+        for _ in range(experts.count):
+            plain = PlainWeight(torch.rand(linear.out_features, linear.in_features))
+            weights[-1].add(plain, torch.float32)
+
+    def gate(grown: torch.Tensor) -> torch.Tensor:
+        gate, up = grown.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    form = LayerForm(16, Processor(), torch.float32, torch.device("cpu"))
+    module, rows = QuantizedExperts(*weights, gate, form), torch.rand(tokens, hidden_size)
+    asked = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
+    with torch.inference_mode(), PeakBytes() as seen:
+        module(rows, asked, torch.rand(tokens, 2))
+    planned = expert_row_bytes(experts, hidden_size, tokens, 4) + 2 * tokens * hidden_size * 4
+    assert seen.peak <= planned <= 1.5 * seen.peak
 
 
 def test_a_token_costs_less_of_its_experts_in_larger_batches() -> None:
