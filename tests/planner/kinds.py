@@ -1,0 +1,24 @@
+"""A model whose layers are of three kinds, as large as its tests need it to be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.model.finding import shape_from_config
+from planner.model.layer_parts import Experts
+from planner.model.shape import ModelShape
+from tests.planner.model.mixed_configs import MIXED
+
+EXPERT, DELTA, FULL = 0, 1, 2
+
+
+def three_kinds(pattern: tuple[int, ...], joined: tuple[int, ...] = ()) -> ModelShape:
+    """Layers of Qwen3-Next's sizes: attention with 64 experts, a mixer, attention with one MLP."""
+    large = {"hidden_size": 2048, "head_dim": 256, "num_attention_heads": 16}
+    mixer = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    config = MIXED["qwen3_5_text"] | large | mixer | heads | {"intermediate_size": 8192}
+    config |= {"num_hidden_layers": len(pattern), "vocab_size": 150_000}
+    delta, full = shape_from_config("mixed", config | {"max_position_embeddings": 4096}).kinds
+    experts = replace(full, kind="experts", experts=Experts(64, 4, 4096))
+    return replace(full, kind="", kinds=(experts, delta, full), pattern=pattern, joined=joined)
