@@ -246,7 +246,8 @@ class KVCache:
         factors: Mapping[int, Tensor] = MappingProxyType({}),
         states: ConstantStates | None = None,
     ) -> None:
-        heads = shape.heads(layers)
+        found = shape.heads(layers)
+        heads = {n: each for n, each in found.items() if states is None or n not in states}
         self.layers = layers
         self.held_dtype, self._device = form.held_dtype, form.device
         kept = {} if form.kv_bits == FULL_BITS else factors
