@@ -27,10 +27,12 @@ from planner.optimiser.milp import solve_exactly
 from planner.optimiser.prices import Prices
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
-from planner.optimiser.stage_options import SensitivityTables, StageLister, StageOptions
+from planner.optimiser.sensitivity_tables import LossTables
+from planner.optimiser.stage_lister import StageLister
+from planner.optimiser.stage_options import StageOptions
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
-MOST_ENTRIES = 60_000_000  # options looked at for one limit: about 2 GB and 10 s; else the ILP
+NEARER = (1.002, 1.005, 1.01)  # tried first where kinds of layers multiply the options
 LEAST_GAP = 1e-9  # relative; above the rounding of sums
 TRIP_STEPS = 4
 
@@ -38,14 +40,12 @@ TRIP_STEPS = 4
 def solve_by_boxes(
     problem: AssignmentProblem,
     options: SolveOptions,
-    tables: SensitivityTables | None = None,
+    tables: LossTables | None = None,
 ) -> Assignment:
     """The best assignment within the gap, or found in time; InfeasibleError where nothing fits."""
-    if not problem.is_even:
-        return solve_exactly(problem, options)
     require_feasible(problem)
     start_s = options.clock()
-    tables = tables or SensitivityTables(problem.sensitivity)
+    tables = tables or LossTables(problem)
     return _BoxMethod(relax(problem), tables, options, start_s).result()
 
 
@@ -53,7 +53,7 @@ class _BoxMethod:
     def __init__(
         self,
         relaxed: RelaxedProblem,
-        tables: SensitivityTables,
+        tables: LossTables,
         options: SolveOptions,
         start_s: float,
     ) -> None:
@@ -81,7 +81,8 @@ class _BoxMethod:
         return conclude(best, self._bound, options, self._start_s, rounding)
 
     def _limits(self) -> Iterator[float]:
-        for growth in (*GROWTH, math.inf):
+        nearer = NEARER if self._problem.kinds > 1 else ()
+        for growth in (*nearer, *GROWTH, math.inf):
             raised = growth * self._relaxed.bound if math.isfinite(growth) else growth
             yield min(self._target(), raised)
             if self._bound >= self._target() * (1 - ROUNDING):
@@ -107,7 +108,7 @@ class _BoxMethod:
             self._bound = max(self._bound, limit)
             return True
         lister = StageLister(relaxed, self._tables, limit, slowest)
-        if lister.entries() > MOST_ENTRIES:
+        if lister.has_too_many:
             return False
         kinds = [lister.options(kind) for kind in range(relaxed.priced.kinds.count.size)]
         stages = tuple(kinds[kind] for kind in relaxed.priced.kinds.of_stage)
@@ -125,7 +126,7 @@ class _BoxMethod:
 
     def _assignment(self, path: BoxPath) -> Assignment:
         width = self._problem.layers + 1
-        rows = [self._tables.counts(run % width - run // width)[row] for run, row in path.picks]
+        rows = [self._tables.counts(*divmod(run, width), row) for run, row in path.picks]
         return assign_bits(self._problem, np.stack(rows))
 
     def _out_of_time(self) -> bool:

@@ -32,8 +32,8 @@ from planner.optimiser.problem import (
     latency_form,
 )
 from planner.optimiser.relaxation import relax
+from planner.optimiser.sensitivity_tables import LossTables
 from planner.optimiser.solvers import require_known
-from planner.optimiser.stage_options import SensitivityTables
 from planner.optimiser.transfer import improve_by_transfer, solve_adabits, solve_by_transfer
 from quant.common.errors import InfeasibleError, SpecError
 from quant.common.units import GIB
@@ -190,7 +190,7 @@ def solve_by(
     method: str,
     problem: AssignmentProblem,
     options: SolveOptions,
-    tables: SensitivityTables | None = None,
+    tables: LossTables | None = None,
 ) -> Assignment:
     """Assign layers to stages and bitwidths by a `method` of `METHODS`; "auto" searches exactly
     without an integer programme, unless options name another solver than HiGHS. Exact methods stop
@@ -203,11 +203,11 @@ def solve_by(
     require_known(options.solver)
     if method == "auto" and options.solver != DEFAULT_SOLVER:
         method = "ilp"
-    return METHODS[method](problem, options, tables or SensitivityTables(problem.sensitivity))
+    return METHODS[method](problem, options, tables or LossTables(problem))
 
 
 def solve_automatically(
-    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables
+    problem: AssignmentProblem, options: SolveOptions, tables: LossTables
 ) -> Assignment:
     """Exact search to the gap; out of time, the best after bitwidth transfer, with its bound."""
     if options.time_limit_s is None:
@@ -224,7 +224,7 @@ def solve_automatically(
     return replace(better, bound=bound, status="time_limit", seconds=seconds)
 
 
-METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions, SensitivityTables], Assignment]] = {
+METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions, LossTables], Assignment]] = {
     "auto": solve_automatically,
     "ilp": lambda problem, options, _: solve_exactly(problem, options),
     "transfer": solve_by_transfer,

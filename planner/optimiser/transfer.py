@@ -29,7 +29,7 @@ from planner.optimiser.boxes import solve_by_boxes
 from planner.optimiser.feasibility import require_feasible
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
 from planner.optimiser.relaxation import relax
-from planner.optimiser.stage_options import SensitivityTables, rank_of_counts
+from planner.optimiser.sensitivity_tables import LossTables
 
 QUALITY_WEIGHT = 1e4  # of adabits: quality counts so many times the latency
 NORMS = (8.0, 32.0, math.inf)
@@ -37,7 +37,9 @@ LEAST_GAIN = 1e-9  # relative; below it a step is rounding
 
 
 class StepSize(NamedTuple):
-    """Limits of a step: layers moved, and bitwidths changed by giver and taker."""
+    """Limits of a step: layers moved (of uneven ones, groups up to the next boundary that may be),
+    and bitwidths changed by giver and taker.
+    """
 
     moved: tuple[int, ...]
     giver_swaps: int
@@ -47,16 +49,21 @@ class StepSize(NamedTuple):
 # Larger steps are tried only where smaller ones find nothing. A 16-bit layer's room takes up to
 # three others to go from 8 to 4 bits.
 STEP_SIZES = (StepSize((0, 1), 1, 2), StepSize((0, 1, 2), 1, 3))
+# Of several kinds, whose swaps are as many times more.
+KINDS_STEP_SIZES = (StepSize((0, 1), 1, 1), StepSize((2,), 0, 1))
 
 Step = tuple[IntArray, float]
-"""Layer counts [N, K] after a step, and their merit in seconds: less is better."""
+"""Layer counts [N, C * K] after a step, and their merit in seconds: less is better."""
+
+Moved = tuple[int, ...]
+"""Layers of each kind [C] that a stage gets; negative where it gives them."""
 
 PhaseSeconds = tuple[FloatArray, FloatArray]
 """Prefill and decode seconds per micro-batch, of some stages or of the ways to change one."""
 
 
 def solve_adabits(
-    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
+    problem: AssignmentProblem, options: SolveOptions, tables: LossTables | None = None
 ) -> Assignment:
     """The plan of least summed sensitivity, the fastest of equal ones: eq. 4 without latency
     (section 6.9), and the start of transfer (Alg. 2, line 1). Objective and bound are those of
@@ -83,11 +90,11 @@ def _quality_first(problem: AssignmentProblem) -> AssignmentProblem:
 
 
 def solve_by_transfer(
-    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
+    problem: AssignmentProblem, options: SolveOptions, tables: LossTables | None = None
 ) -> Assignment:
     """The transferred plan with the relaxation's bound; InfeasibleError where nothing fits."""
     start_s = options.clock()
-    tables = tables or SensitivityTables(problem.sensitivity)
+    tables = tables or LossTables(problem)
     half = None if options.time_limit_s is None else options.time_limit_s / 2
     halved = replace(options, time_limit_s=half)
     best = improve_by_transfer(problem, solve_adabits(problem, halved, tables), halved, tables)
@@ -96,7 +103,7 @@ def solve_by_transfer(
 
 
 def improve_by_transfer(
-    problem: AssignmentProblem, begin: Assignment, options: SolveOptions, tables: SensitivityTables
+    problem: AssignmentProblem, begin: Assignment, options: SolveOptions, tables: LossTables
 ) -> Assignment:
     """Improve `begin` by Alg. 2, lines 4 to 23; the result is never worse."""
     started_s, limit_s = options.clock(), options.time_limit_s
@@ -124,15 +131,17 @@ class TransferSteps:
     """Finds the best step; `norm` is p, infinite for the maximum. A step (Alg. 2, lines 5 to 16)
     takes up to two layers from a stage, which may change the bitwidth of one, and gives them to
     another, which may change some to make room: rules (b_st, b_pi, nums). All variants are looked
-    at together.
+    at together. Uneven layers are given to neighbours only: others' kinds would change.
     """
 
-    def __init__(self, problem: AssignmentProblem, tables: SensitivityTables, norm: float) -> None:
+    def __init__(self, problem: AssignmentProblem, tables: LossTables, norm: float) -> None:
         self._problem, self._tables, self._norm = problem, tables, norm
         self._form = latency_form(problem)
-        self._swaps = _swaps(len(problem.bitwidths))
+        self._sizes = STEP_SIZES if problem.kinds == 1 else KINDS_STEP_SIZES
+        most_swaps = max(size.taker_swaps for size in self._sizes)
+        self._swaps = _swaps(problem.kinds, len(problem.bitwidths), most_swaps)
         self._losses: dict[tuple[bytes, int], float] = {}
-        self._known: dict[tuple[bytes, int, int, int, int], _Changes | None] = {}
+        self._known: dict[tuple[bytes, int, Moved, int, int], _Changes | None] = {}
 
     def merit(self, counts: IntArray) -> float:
         """Seconds of a plan that fits; its objective if the norm is infinite."""
@@ -148,7 +157,7 @@ class TransferSteps:
         prefill, decode = compute_seconds(self._problem, counts)
         slowest = list(dict.fromkeys([int(decode.argmax()), int(prefill.argmax())]))
         others = [stage for stage in range(len(counts)) if stage not in slowest]
-        for size in STEP_SIZES:
+        for size in self._sizes:
             for givers in (slowest, others):
                 steps = list(self._steps(counts, givers, size))
                 step = min(steps, key=lambda each: each[1], default=None)
@@ -159,23 +168,40 @@ class TransferSteps:
     def _steps(self, counts: IntArray, givers: Sequence[int], size: StepSize) -> Iterator[Step]:
         ends = (0, len(counts) - 1)
         for giver, moved in itertools.product(givers, size.moved):
-            if counts[giver].sum() - moved < (1 if giver in ends else 0):
-                continue
-            takers = [stage for stage in range(len(counts)) if stage != giver]
-            for taker in takers if moved or takers else [giver]:
-                step = self._step(counts, (giver, taker), moved, size)
+            for taker, layers in self._moves(counts, giver, moved):
+                if counts[giver].sum() - sum(layers) < (1 if giver in ends else 0):
+                    continue
+                step = self._step(counts, (giver, taker), layers, size)
                 if step is not None:
                     yield step
 
+    def _moves(self, counts: IntArray, giver: int, moved: int) -> Iterator[tuple[int, Moved]]:
+        """Yield the stages that may take so many layers or groups, and how many of each kind."""
+        problem = self._problem
+        takers = [stage for stage in range(len(counts)) if stage != giver]
+        if moved == 0 or problem.is_even:
+            layers = (moved,) if problem.is_even else (0,) * problem.kinds
+            yield from ((taker, layers) for taker in (takers if moved or takers else [giver]))
+            return
+        first = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
+        borders = problem.open_boundaries
+        for taker, border in ((giver - 1, first[giver]), (giver + 1, first[giver + 1])):
+            place = int(np.searchsorted(borders, border)) + (moved if taker < giver else -moved)
+            if taker in takers and 0 <= place < borders.size:
+                found = problem.kinds_before[borders[place]] - problem.kinds_before[border]
+                if first[giver] <= borders[place] <= first[giver + 1]:
+                    yield taker, tuple(np.abs(found).tolist())
+
     def _step(
-        self, counts: IntArray, pair: tuple[int, int], moved: int, size: StepSize
+        self, counts: IntArray, pair: tuple[int, int], moved: Moved, size: StepSize
     ) -> Step | None:
         giver, taker = pair
         sizes = counts.sum(axis=1)
-        sizes[giver] -= moved
-        sizes[taker] += moved
+        sizes[giver] -= sum(moved)
+        sizes[taker] += sum(moved)
         first = np.concatenate([[0], np.cumsum(sizes)])
-        give = self._changes(counts[giver], giver, -moved, int(first[giver]), size.giver_swaps)
+        given = tuple(-each for each in moved)
+        give = self._changes(counts[giver], giver, given, int(first[giver]), size.giver_swaps)
         take = self._changes(counts[taker], taker, moved, int(first[taker]), size.taker_swaps)
         if give is None or take is None:
             return None
@@ -220,7 +246,7 @@ class TransferSteps:
         return np.maximum(unit * total ** (1 / self._norm), floor)
 
     def _changes(
-        self, counts: IntArray, stage: int, moved: int, first: int, swaps: int
+        self, counts: IntArray, stage: int, moved: Moved, first: int, swaps: int
     ) -> _Changes | None:
         key = (counts.tobytes(), stage, moved, first, swaps)
         if key not in self._known:
@@ -228,13 +254,18 @@ class TransferSteps:
         return self._known[key]
 
     def _find_changes(
-        self, counts: IntArray, stage: int, moved: int, first: int, swaps: int
+        self, counts: IntArray, stage: int, moved: Moved, first: int, swaps: int
     ) -> _Changes | None:
-        problem, choices = self._problem, counts.size
-        ways = itertools.combinations_with_replacement(range(choices), abs(moved))
-        moving = [np.bincount(np.array(way, dtype=np.int64), minlength=choices) for way in ways]
-        grown = counts + (1 if moved > 0 else -1) * np.array(moving)
-        every = (grown[:, np.newaxis, :] + self._swaps[swaps]).reshape(-1, choices)
+        problem, cells = self._problem, counts.size
+        own = np.arange(cells).reshape(problem.kinds, -1).tolist()
+        of_kinds = [
+            itertools.combinations_with_replacement(row, abs(each))
+            for row, each in zip(own, moved, strict=True)
+        ]
+        ways = (list(itertools.chain(*way)) for way in itertools.product(*of_kinds))
+        moving = [np.bincount(np.array(way, dtype=np.int64), minlength=cells) for way in ways]
+        grown = counts + (1 if sum(moved) > 0 else -1) * np.array(moving)
+        every = (grown[:, np.newaxis, :] + self._swaps[swaps]).reshape(-1, cells)
         every = np.unique(every[(every >= 0).all(axis=1)], axis=0)
         fits = (every * problem.layer_bytes[stage]).sum(axis=1) <= problem.memory_bytes[stage]
         every = every[fits & ~every[:, ~problem.available[stage]].any(axis=1)]
@@ -247,27 +278,27 @@ class TransferSteps:
         return _Changes(every, seconds, self._loss(every, first))
 
     def _run_loss(self, counts: IntArray, first: int) -> float:
-        """The quality term theta * omega of one stage's counts [K]."""
+        """The quality term theta * omega of one stage's counts [C * K]."""
         key = (counts.tobytes(), first)
         if key not in self._losses:
             self._losses[key] = float(self._loss(counts[np.newaxis], first)[0])
         return self._losses[key]
 
     def _loss(self, counts: IntArray, first: int) -> FloatArray:
-        """The quality terms [C] of counts [C, K] of equal sums, for the layers from `first` on."""
-        length = int(counts[0].sum())
-        table = self._tables.least(length, np.array([first]))[0]
-        return np.asarray(self._problem.theta * table[rank_of_counts(counts, length)])
+        """The quality terms [M] of counts [M, C * K] of the same layers, from `first` on."""
+        return np.asarray(self._problem.theta * self._tables.least(first, counts))
 
 
-def _swaps(choices: int) -> tuple[IntArray, ...]:
-    """Changes of counts, each [S, K], when none, up to one, two or three layers change bitwidth."""
-    unit = np.eye(choices, dtype=np.int64)
-    pairs = itertools.permutations(range(choices), 2)
-    none = np.zeros((1, choices), dtype=np.int64)
+def _swaps(kinds: int, choices: int, most: int) -> tuple[IntArray, ...]:
+    """Changes of counts [S, C * K] where up to none, one ... `most` layers change bitwidth."""
+    cells = kinds * choices
+    unit = np.eye(cells, dtype=np.int64)
+    own = np.arange(cells).reshape(kinds, choices).tolist()
+    pairs = itertools.chain(*(itertools.permutations(row, 2) for row in own))
+    none = np.zeros((1, cells), dtype=np.int64)
     one = np.concatenate([none, *(unit[[target]] - unit[[source]] for source, target in pairs)])
     found = [none, one]
-    for _ in range(max(size.taker_swaps for size in STEP_SIZES) - 1):
-        more = (found[-1][:, np.newaxis, :] + one).reshape(-1, choices)
+    for _ in range(most - 1):
+        more = (found[-1][:, np.newaxis, :] + one).reshape(-1, cells)
         found.append(np.unique(more, axis=0))
     return tuple(found)

@@ -21,6 +21,7 @@ from planner.optimiser.assignment import (
 )
 from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.problem import AssignmentProblem, latency_form
+from planner.optimiser.sensitivity_tables import LossTables
 from planner.optimiser.solve import (
     OffloadingEstimate,
     estimate_offloading,
@@ -28,7 +29,6 @@ from planner.optimiser.solve import (
     solve_by,
     uniform_assignment,
 )
-from planner.optimiser.stage_options import SensitivityTables
 from planner.optimiser.transfer import solve_adabits
 from planner.options import AUTO
 from planner.plan.builder import Solution
@@ -94,7 +94,7 @@ class BaselinePolicy:
         Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedProblem]], ...
     ]
     fits: Fits
-    solve: Callable[[AssignmentProblem, SensitivityTables], Assignment]
+    solve: Callable[[AssignmentProblem, LossTables], Assignment]
     least: tuple[Callable[[BaselineChoice], float], ...]
     one_bitwidth: bool = True
 
@@ -140,10 +140,10 @@ def choose(
     orders = orders or baseline_orders(costs)
     for sized in policy.sized:
         for allowed in policy.allowed(costs):
-            tables = SensitivityTables(allowed.sensitivity)
+            every = list(sized(allowed, orders, policy.fits))
+            tables = [LossTables(each.problem) for each in every[:1]]
             found = [
-                BaselineChoice(allowed, each, policy.solve(each.problem, tables))
-                for each in sized(allowed, orders, policy.fits)
+                BaselineChoice(allowed, each, policy.solve(each.problem, *tables)) for each in every
             ]
             if found:
                 return _least(found, policy.least)

@@ -18,9 +18,9 @@ from planner.costs.model import CostModel
 from planner.optimiser.assignment import Assignment, SolveOptions
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.relaxation import ROUNDING
+from planner.optimiser.sensitivity_tables import LossTables
 from planner.optimiser.solve import solve_by
 from planner.optimiser.solvers import SolverUnavailableError
-from planner.optimiser.stage_options import SensitivityTables
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.candidates import Candidates, SearchCandidate
@@ -66,7 +66,7 @@ class CandidateSearch:
         self._clock = clock
         self._slack, self._most_kept = slack, most_kept
         self._start = clock()
-        self._tables: SensitivityTables | None = None
+        self._tables: LossTables | None = None
         self._best: tuple[SearchCandidate, Assignment] | None = None
         self._kept: list[tuple[SearchCandidate, Assignment]] = []
         self._bound = math.inf
@@ -176,7 +176,7 @@ class CandidateSearch:
             options.solver, limit_s, options.relative_gap, self._most(), self._clock
         )
         if self._tables is None:
-            self._tables = SensitivityTables(problem.sensitivity)
+            self._tables = LossTables(problem)
         return solve_by(options.method, problem, limits, self._tables)
 
 

@@ -8,15 +8,20 @@ import pytest
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.planning.published import solve_published
-from planner.optimiser import boxes as box_method
+from planner.optimiser import stage_lister
 from planner.optimiser.assignment import SolveOptions, evaluate
 from planner.optimiser.boxes import solve_by_boxes
 from planner.optimiser.names import Objective
 from planner.optimiser.prices import PricedProblem, Prices, stage_kinds
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import relax
+from planner.optimiser.sensitivity_tables import (
+    LossTables,
+    SensitivityTables,
+    lattice_size,
+    rank_of_counts,
+)
 from planner.optimiser.solve import solve_automatically
-from planner.optimiser.stage_options import SensitivityTables, lattice_size, rank_of_counts
 from tests.planner.problems import (
     PRECISION,
     Shape,
@@ -124,7 +129,7 @@ def test_transfer_improves_what_a_time_limit_left() -> None:
     ticks, others = ticking(), ticking()
     hasty = SolveOptions(time_limit_s=4.0, relative_gap=1e-9, clock=lambda: next(ticks))
     left = solve_by_boxes(problem, replace(hasty, time_limit_s=3.2, clock=lambda: next(others)))
-    found = solve_automatically(problem, hasty, SensitivityTables(problem.sensitivity))
+    found = solve_automatically(problem, hasty, LossTables(problem))
     assert found.objective <= left.objective
     assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
 
@@ -132,7 +137,7 @@ def test_transfer_improves_what_a_time_limit_left() -> None:
 def test_too_many_options_are_left_to_the_programme(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = cluster_problem(Shape(("T4", "V100"), 12, 5120, memory_factor=0.4), seed=2)
     expected = solve(problem, relative_gap=PRECISION)
-    monkeypatch.setattr(box_method, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(stage_lister, "MOST_ENTRIES", 10)
     found = solve(problem, relative_gap=PRECISION)
     assert found.objective == pytest.approx(expected.objective, rel=2 * PRECISION)
 
