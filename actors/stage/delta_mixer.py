@@ -36,6 +36,7 @@ def _replace(module: Any, project: Any) -> None:
         module.head_v_dim,
         module.conv_kernel_size,
     )
+    module.made = None
     module.project = MethodType(project, module)
     module.forward = MethodType(_mixed, module)
 
@@ -60,16 +61,25 @@ def _fused_projections(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tenso
     return mixed, gate[0].flatten(1), beta[0], decay[0]
 
 
+def _exact(self: Any) -> tuple[Tensor, Tensor]:
+    """The taps of the convolution `[conv_width, channels]` and the heads' rates of decay, float32,
+    made once of loaded weights.
+    """
+    weight = self.conv1d.weight
+    if self.made is None or self.made[0] is not weight:
+        self.made = weight, weight[:, 0].t().float().contiguous(), -self.A_log.float().exp()
+    _, taps, rates = self.made
+    return taps, rates
+
+
 def _mixed(self: Any, hidden_states: Tensor, ragged: RaggedContext, **_: Any) -> Tensor:
     """The mixer's output of the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
     sizes: DeltaMixer = self.sizes
     mixed, gate, beta, decay = self.project(hidden_states[0])
+    taps, rates = _exact(self)
     new = DeltaInputs(
-        mixed,
-        -self.A_log.float().exp() * F.softplus(decay.float() + self.dt_bias.float()),
-        beta.float().sigmoid(),
+        mixed, rates * F.softplus(decay.float() + self.dt_bias), beta.float().sigmoid()
     )
-    taps = self.conv1d.weight[:, 0].t().float()
     with ragged.timer or nullcontext():
         found = mix(ragged, self.layer_idx, new, taps, sizes)
     heads = found.to(hidden_states.dtype).flatten(0, 1)

@@ -141,7 +141,9 @@ def layer_weight_bytes(
     _check_one_kind(shape)
     packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
     order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
-    return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype]
+    exact = 0 if shape.delta is None else shape.delta.exact_parameters
+    wider = exact * (_FLOAT32_BYTES - DTYPE_BYTES[dtype])
+    return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype] + wider
 
 
 def model_weight_bytes(shape: ModelShape, bits: int, device: Device, dtype: str) -> int:

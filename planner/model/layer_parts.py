@@ -85,7 +85,12 @@ class DeltaMixer:
     def other_parameters(self) -> int:
         """The convolution, decay and bias of each head, and the norm of a head's values."""
         conv = self.conv_channels * self.conv_width
-        return conv + 2 * self.value_heads + self.value_dim
+        return conv + self.exact_parameters + self.value_dim
+
+    @property
+    def exact_parameters(self) -> int:
+        """Those of `other_parameters` that are held in float32: decay and bias of each head."""
+        return 2 * self.value_heads
 
     @property
     def state_elements(self) -> int:

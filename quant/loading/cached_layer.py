@@ -32,7 +32,7 @@ from quant.experts import ExpertWeights, QuantizedExperts, expert_shapes, is_exp
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.cache_folder import CachedTensors, CacheKey, NewEntry
 from quant.loading.expert_tensors import FUSED, experts_like
-from quant.loading.layer_load import LayerLoad
+from quant.loading.layer_load import LayerLoad, held_dtype
 from quant.rounding.importance import digest_of_inputs
 from quant.scheme import LinearShape, part_shape
 
@@ -180,8 +180,8 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
     if tensors.keys() != expected.keys():
         raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
     for name, tensor in expected.items():
-        casts = tensor.is_meta and tensor.is_floating_point()  # as in loading
-        wanted = (tensor.shape, form.dtype if casts else tensor.dtype)
+        held = held_dtype(name, tensor, form.dtype) if tensor.is_meta else tensor.dtype
+        wanted = (tensor.shape, held)
         if (tensors[name].shape, tensors[name].dtype) != wanted:
             raise DamagedFileError(f"{name} is not {list(tensor.shape)} of {wanted[1]}")
     return CachedLayer(modules, tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from quant.checkpoint.reader import Checkpoint
@@ -13,6 +14,17 @@ from quant.linear import LayerForm
 from quant.loading.expert_tensors import FUSED, ExpertTensors
 from quant.rounding.importance import InputStatistics, LayerImportance
 from quant.scheme import Cut
+
+EXACT = frozenset({"A_log", "dt_bias"})
+"""Parameters that are held in float32, as they may be stored: the decay of a state, which has an
+effect on all that come after a token (`planner.model.layer_parts.DeltaMixer`)."""
+
+
+def held_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type in which a layer that computes in `dtype` holds a tensor beside its linears."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return torch.float32 if name.rpartition(".")[2] in EXACT else dtype
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from quant.loading.cached_layer import (
     read_layer,
 )
 from quant.loading.expert_tensors import load_experts
-from quant.loading.layer_load import LayerLoad, expert_inputs
+from quant.loading.layer_load import LayerLoad, expert_inputs, held_dtype
 from quant.rounding.canonical import part_of
 from quant.rounding.gptq_format import StoredWeight, read_gptq, to_canonical
 from quant.scheme import COLUMNS, FULL_BITS, ROWS, Cut
@@ -275,9 +275,8 @@ def load_tensors(
             cut = cut if cut is not None and cut.reaches(tensor.dim()) else None
             stored = _read(checkpoint, full_name, tensor, cut)
             stored = stored if cut is None else stored[cut.index]
-            kept_dtype = dtype if tensor.is_floating_point() else tensor.dtype
             with _named(full_name, checkpoint):
-                filled = copy_of(stored, kept_dtype, device)
+                filled = copy_of(stored, held_dtype(name, tensor, dtype), device)
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(owner, name, nn.Parameter(filled, False) if is_parameter else filled)
 
