@@ -39,6 +39,7 @@ from benchmarks.lab import (
     processor_name,
     spread,
 )
+from benchmarks.speed.families import FAMILIES
 from benchmarks.speed.throughput_contestants import (
     CORES,
     MODELS,
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; `names` are the contestants."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=FAMILIES)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--passes", type=int, default=5, help="timed, after one that warms up")
     parser.add_argument("--contestants", nargs="+", help="parts of names")

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.lab import Prompts, serve
+from benchmarks.speed.families import VOCABULARY, configuration
 
-VOCABULARY = 32000
 NEW_TOKENS = 64
 MODELS = ("llama", "opt")
 WORKLOADS = ("equal", "mixed")
@@ -56,26 +56,10 @@ class Case:
     def write_model(self, folder: Path) -> int:
         """Save random bfloat16 weights with tied embeddings; their number."""
         import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
+        from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        hidden, heads, layers = (128, 2, 2) if self.tiny else (1024, 16, 12)
-        shared = {"vocab_size": VOCABULARY, "hidden_size": hidden, "num_attention_heads": heads}
-        config = (
-            LlamaConfig(
-                **shared,
-                intermediate_size=hidden * 9 // 4,
-                num_hidden_layers=layers,
-                tie_word_embeddings=True,
-            )
-            if self.model == "llama"
-            else OPTConfig(
-                **shared,
-                ffn_dim=4 * hidden,
-                num_hidden_layers=layers - 1,
-                word_embed_proj_dim=hidden,
-            )
-        )
+        config = configuration(self.model, self.tiny)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         return sum(parameter.numel() for parameter in model.parameters())
