@@ -59,6 +59,11 @@ class ConstantStates:
         place = self._places[layer]
         return self.recurrent[place], self.inputs[place]
 
+    def places(self, layers: range) -> slice:
+        """Where those of `layers` that have states stand among all that have."""
+        own = [place for layer, place in self._places.items() if layer in layers]
+        return slice(own[0], own[-1] + 1) if own else slice(0, 0)
+
     def of_slot(self, slot: int) -> list[Tensor]:
         """Views of what a request has in all layers, `[layers, ...]`."""
         return [self.recurrent[:, slot], self.inputs[:, slot]]

@@ -6,14 +6,14 @@ to another is the part that both hold: some heads of some layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from actors.attention.kv_cache import KVCache
 from actors.attention.parked import ParkedCopies
 from actors.messages import KvPart
-from actors.transport.kv_format import decode_kv, encode_kv
+from actors.transport.kv_format import Held, decode_kv, encode_kv
 
 
 class HeldKeysValues:
@@ -51,30 +51,40 @@ class HeldKeysValues:
     def forget(self, keys: Sequence[int]) -> None:
         self._cache.parked.forget(keys)
 
-    def _piece(self, key: int, part: KvPart) -> list[Tensor] | None:
+    def _piece(self, key: int, part: KvPart) -> ParkedCopies | None:
         """The `part` of what lies under `key`; None where nothing does."""
         held = self._cache.parked.found(key)
         if held is None:
             return None
-        heads, places = self._heads(part), self._places(part.layers, len(held.copies))
-        return [held.copies[place][heads] for place in places]
+        return ParkedCopies(held.tokens, tuple(self._parts(held.copies, part)))
 
-    def _put(self, key: int, pieces: Sequence[tuple[KvPart, Sequence[Tensor]]]) -> bool:
+    def _put(self, key: int, pieces: Sequence[tuple[KvPart, Held]]) -> bool:
         """Keep what `pieces` make up, numbers in the cache's own type; False where there is no room
-        or something is missing. A piece has, for each layer of its part, those tensors that a cache
-        has of its keys, and then of its values, `[heads, tokens, ...]`.
+        or something is missing.
         """
         if sum(part.size for part, _ in pieces) != self._own.size:
             return False
-        tokens = int(pieces[0][1][0].shape[1])
-        parked = self._cache.parked
-        forms = self._cache.of_tokens(0, tokens)
+        tokens, parked, states = pieces[0][1][0], self._cache.parked, self._cache.states
+        forms = self._cache.of_tokens(0, tokens) + ([] if states is None else states.of_slot(0))
         copies = [parked.empty(form.shape, form.dtype) for form in forms]
-        for part, tensors in pieces:
-            heads, places = self._heads(part), self._places(part.layers, len(copies))
-            for place, tensor in zip(places, tensors, strict=True):
-                _fill(copies[place][heads], tensor)
+        for part, (_, tensors) in pieces:
+            for into, tensor in zip(self._parts(copies, part), tensors, strict=True):
+                _fill(into, tensor)
         return parked.put(key, ParkedCopies(tokens, tuple(copies)))
+
+    def _parts(self, copies: Sequence[Tensor], part: KvPart) -> Iterator[Tensor]:
+        """Views of the `part` of copies as a cache has them: for each layer of it that has keys the
+        tensors of these, then those of the values, `[heads, tokens, ...]`; then states `[layers,
+        ...]` of the layers that have one.
+        """
+        states = self._cache.states
+        keys_values = copies if states is None else copies[: -len(states.of_slot(0))]
+        heads = self._heads(part)
+        for place in self._places(part.layers, len(keys_values)):
+            yield copies[place][heads]
+        own = slice(0, 0) if states is None else states.places(part.layers)
+        if own.start != own.stop:
+            yield from (state[own] for state in copies[len(keys_values) :])
 
     def _heads(self, part: KvPart) -> slice:
         first = self._own.heads.start
@@ -83,7 +93,7 @@ class HeldKeysValues:
     def _places(self, layers: range, tensors: int) -> list[int]:
         """Where the tensors of `layers` stand among all of a cache: see `KVCache.of_tokens`."""
         holding = self._cache.holding_layers
-        each = tensors // (2 * len(holding))
+        each = tensors // (2 * len(holding) or 1)
         keys = [each * place for place, layer in enumerate(holding) if layer in layers]
         firsts = [*keys, *(key + tensors // 2 for key in keys)]
         return [place for first in firsts for place in range(first, first + each)]

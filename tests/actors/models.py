@@ -236,8 +236,7 @@ def specs_of(
             bitwidths=tuple(all_bits[i] for i in span),
             slots=slots,
             max_tokens=max_tokens,
-            kv_tokens=slots * max_tokens,
-            **{"dtype": "float32"} | others,
+            **{"dtype": "float32", "kv_tokens": slots * max_tokens} | others,
         )
         for j, span in enumerate(spans)
     ]

@@ -36,16 +36,19 @@ from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
 from actors.stage_figures import Supervision
+from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
+    STATE_CONFIGS,
     generate,
     random_prompts,
     reference,
     save_tiny,
+    specs_of,
     stages_of,
 )
 
@@ -53,6 +56,7 @@ LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3, 6, 9, 4, 7)
 NEW_TOKENS = 16
 LONGEST = max(LENGTHS) + NEW_TOKENS
 KV_TOKENS = 2 * LONGEST
+MOST_IN_BATCH = 6
 PROMPTS = random_prompts(LENGTHS)
 SAMPLING = [
     Sampling(ignore_eos=True),
@@ -85,7 +89,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     @cache
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp(name)
-        model = save_tiny(folder, CONFIGS[name])
+        model = save_tiny(folder, (CONFIGS | STATE_CONFIGS)[name])
         tokens = [reference(model, each, NEW_TOKENS, ignore_eos=True) for each in PROMPTS]
         return folder, tokens
 
@@ -109,6 +113,10 @@ class CheckedPipeline(LocalPipeline):
             for stored in stage._cache._all():
                 if stored.scales is None:
                     stored.numbers[:, torch.from_numpy(free)] = torch.nan
+            states = stage._cache.states
+            for slot in np.flatnonzero(rooms._sizes == 0) if states is not None else ():
+                for state in states.of_slot(slot):
+                    state.fill_(torch.nan)
         result = super().submit(batch, token_ids)
         self.most_parked = max(self.most_parked, *(s._cache.parked.tokens for s in self.each))
         return result
@@ -116,18 +124,20 @@ class CheckedPipeline(LocalPipeline):
 
 def stages_for(folder: Path, stages: int, kv_bits: int = 16) -> list[Stage]:
     bounds = (0, LAYERS) if stages == 1 else (0, 2, LAYERS)
-    return stages_of(folder, bounds, 2, LONGEST, kv_bits=kv_bits, parked_tokens=10**6)
+    options = {"kv_bits": kv_bits, "parked_tokens": 10**6, "kv_tokens": KV_TOKENS}
+    specs = specs_of(bounds, stages * MOST_IN_BATCH, LONGEST, **options)
+    return [Stage(spec, folder, torch.device("cpu"), Processor()) for spec in specs]
 
 
 def sizes_for(stages: int, way: tuple[int, int], chunk: int = 0) -> QueueSizes:
     return QueueSizes(
-        stages * 6,
+        stages * MOST_IN_BATCH,
         1,
-        6,
+        MOST_IN_BATCH,
         LONGEST,
         "s3",
         kv_tokens=KV_TOKENS,
-        max_batch_size=6,
+        max_batch_size=MOST_IN_BATCH,
         prefill_chunk_tokens=chunk,
         park_tokens_from=way[0],
         parked_tokens=way[1],
@@ -192,8 +202,13 @@ def test_tokens_are_those_of_generate(
 
 
 @pytest.mark.parametrize("way", [COMPUTED, PARKED])
-@pytest.mark.parametrize("name", ["bloom", "mistral-sliding", "opt"])
-def test_families_of_other_positions_and_masks(name: str, way: tuple[int, int], tiny: Tiny) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["bloom", "mistral-sliding", "opt", "qwen3_next", pytest.param("qwen3_5", marks=RARE)],
+)
+def test_families_of_other_positions_and_states(
+    name: str, way: tuple[int, int], tiny: Tiny
+) -> None:
     folder, expected = tiny(name)
     tokens, counts = run(
         stages_for(folder, 2), sizes_for(2, way, chunk=3), requests_for("far too short")
