@@ -30,12 +30,14 @@ class Scoring:
     """Scores are `scale` times the product of query and key.
 
     `window` limits how many latest positions a token sees, itself included; `alibi_slopes`
-    `[heads]` add a bias that grows with the key's position.
+    `[heads]` add a bias that grows with the key's position. `sinks` `[heads]` take part in each
+    softmax as scores without values (gpt-oss).
     """
 
     scale: float
     window: int | None = None
     alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
     def within(self, length: int) -> Scoring:
         """Equal scores for requests of at most `length` tokens, without a window they fit in."""

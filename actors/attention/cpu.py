@@ -81,6 +81,9 @@ def _later(queries: int) -> Tensor:
 _LEAST_EXPONENT = -87.0
 """Smaller powers of e are not normal float32 numbers; as shares of attention they are nothing."""
 
+_NO_SINK = -1e30
+"""A sink of which no share is left in float32; infinities may not take part in fast sums."""
+
 _LINE_BYTES = 64
 """What a processor fetches at once."""
 
@@ -120,6 +123,7 @@ def attend_in_place(
     starts = np.zeros_like(lengths) if scoring.window is None else lengths - scoring.window
     heads = query.shape[1]
     slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes.float()
+    sinks = torch.full((heads,), _NO_SINK) if scoring.sinks is None else scoring.sinks.float()
     out = np.empty(query.shape, np.float32)
     compiled = _kernel(keys.numbers.dtype, torch.get_num_threads() > 1)
     with torch_threads():
@@ -128,7 +132,8 @@ def attend_in_place(
             keys.arrays,
             values.arrays,
             (np.ascontiguousarray(batch.begins), np.maximum(starts, 0), lengths),
-            slopes.contiguous().numpy(),  # for another layout the loop would be compiled again
+            # for another layout the loop would be compiled again
+            (slopes.contiguous().numpy(), sinks.contiguous().numpy()),
             out,
         )
     return torch.from_numpy(out).to(query.dtype)
@@ -146,11 +151,12 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
         held_keys: HeldArrays,
         held_values: HeldArrays,
         ranges: tuple[Any, Any, Any],
-        slopes: Any,
+        of_heads: tuple[Any, Any],
         out: Any,
     ) -> None:
         keys, key_scales = held_keys
         values, value_scales = held_values
+        slopes, sinks = of_heads
         begins, starts, ends = ranges  # first token slots, and the tokens that count
         requests, heads, _ = query.shape
         kv_heads = keys.shape[0]
@@ -166,7 +172,8 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
             score(query[request, head : head + group], keys[kv_head, begin:end], own_values, scores)
             for member in range(group):
                 scales = (key_scales[kv_head, begin:end], value_scales[kv_head, begin:end])
-                share(scores[member], scales, first, slopes[head + member])
+                own = slopes[head + member], sinks[head + member]
+                share(scores[member], scales, first, own)
             weigh(scores, own_values, out[request, head : head + group])
 
     compiled: Callable[..., None] = compiled_loop(decode, parallel)
@@ -214,19 +221,22 @@ def _scoring(dtype: torch.dtype) -> Any:
 
 def _sharing(dtype: torch.dtype) -> Any:
     """A compiled function that makes of `scores` `[tokens]`, from token `first` on, what each
-    value is to be multiplied by: its share, times its scale.
+    value is to be multiplied by: its share, times its scale. Of a head: its slope and its sink.
     """
     power, scale_of = _power_of_e(), _scale_of(dtype)
 
-    def share(scores: Any, scales: Any, first: int, slope: Any) -> None:
+    def share(scores: Any, scales: Any, first: int, of_head: tuple[Any, Any]) -> None:
         key_scales, value_scales = scales
+        slope, sink = of_head
         for token in range(len(scores)):
             bias = slope * np.float32(first + token)
             scores[token] = scores[token] * scale_of(key_scales, token) + bias
         largest = scores.max()
+        if sink > largest:  # not so where it is no number
+            largest = sink
         for token in range(len(scores)):
             scores[token] = power(scores[token] - largest)
-        total = scores.sum()
+        total = scores.sum() + power(sink - largest)
         for token in range(len(scores)):
             scores[token] = scores[token] / total * scale_of(value_scales, token)
 

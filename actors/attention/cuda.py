@@ -64,14 +64,12 @@ class RangeAttention:
         where: Addresses,
         scoring: Scoring,
         held: tuple[Stored, Stored],
-        sinks: Tensor | None = None,
         soft_cap: float = 0.0,
     ) -> Tensor:
         """Attention of the new tokens of `where`, `[sum(counts), heads, head_dim]` as `query`, over
         the keys and values of a layer, which are all stored.
 
-        `sinks` `[heads]` take part in each row's softmax as scores without values (gpt-oss); a
-        `soft_cap` c bounds scores s by c tanh(s / c) (Gemma 2).
+        A `soft_cap` c bounds scores s by c tanh(s / c) (Gemma 2).
         """
         if query.stride(2) != 1 or any(
             at % RANGE_OCTET for at in (*query.stride()[:2], query.storage_offset())
@@ -90,7 +88,7 @@ class RangeAttention:
         left = [tokens, heads, splits, head_dim + 2]
         partial = None if splits == 1 else query.new_empty(left, dtype=torch.float32)
         slopes = _as_floats(scoring.alibi_slopes, query.device)
-        sinks = _as_floats(sinks, query.device)
+        sinks = _as_floats(scoring.sinks, query.device)
         memory = (keys.numbers, keys.scales, values.numbers, values.scales)
         self.kernels.launch(
             f"attend_{where.tile_rows(heads // kv_heads)}", len(tiles) * kv_heads * splits,

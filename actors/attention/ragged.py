@@ -227,7 +227,8 @@ def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: S
     own_kernels = range_attention(
         new.query.shape[-1], new.query.dtype, keys.scales is not None, new.query.device
     )
-    if own_kernels is not None and not (part.kind == "prompts" and scoring.is_plain):
+    plain_prompts = part.kind == "prompts" and scoring.is_plain and scoring.sinks is None
+    if own_kernels is not None and not plain_prompts:
         return own_kernels.attend(new.query[part.tokens], where, scoring, (keys, values))
     if part.kind == "decode":
         query = new.query[part.tokens]
@@ -241,7 +242,7 @@ def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: S
         key, value = part.by_request(new.key), part.by_request(new.value)
     else:
         key, value = keys.read(where.read, query.dtype), values.read(where.read, query.dtype)
-    out = _attention(query, key, value, is_causal=True, scale=scoring.scale)
+    out = _attention(query, key, value, scoring, is_causal=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -249,19 +250,23 @@ def _attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    scale: float,
+    scoring: Scoring,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """Scaled dot product of `[requests, heads, tokens, head_dim]` with grouped keys and values.
+    """Scaled dot product of `[requests, heads, tokens, head_dim]` with grouped keys and values, of
+    whose `scoring` `attn_mask` says what a mask can.
 
     On CUDA only the flash kernel knows grouped heads, and it takes neither masks nor GPUs below
     8.0; the fallback would write out all scores in float32, so the heads are repeated for it
     instead.
     """
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.unsqueeze(-1)
+        return _with_sinks(query, (keys, values), sinks, scoring.scale, attn_mask, is_causal)
     if is_causal and prefers_blocks(query):
         prompts = zip(query, keys, values, strict=True)
-        return torch.stack([attend_fresh(q, k, v, scale) for q, k, v in prompts])
+        return torch.stack([attend_fresh(q, k, v, scoring.scale) for q, k, v in prompts])
     groups = query.shape[1] // keys.shape[1]
     if groups > 1 and query.is_cuda:
         flash = attn_mask is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -274,9 +279,54 @@ def _attention(
         values,
         attn_mask=attn_mask,
         is_causal=is_causal,
-        scale=scale,
+        scale=scoring.scale,
         enable_gqa=groups > 1,
     )
+
+
+def _with_sinks(
+    query: Tensor,
+    held: tuple[Tensor, Tensor],
+    sinks: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    is_causal: bool = False,
+) -> Tensor:
+    """As `_attention` with the keys and values `held`, where `sinks` `[heads, 1 or tokens]` take
+    part in the softmax: the other shares are their part of it smaller.
+    """
+    if query.device.type == "cpu":
+        out, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, *held, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+    else:
+        out, logarithms = _plainly(query, held, scale, mask, is_causal)
+    rest = torch.sigmoid(logarithms - sinks.float())
+    shrunk: Tensor = out * rest.unsqueeze(-1).to(out.dtype)
+    return shrunk
+
+
+def _plainly(
+    query: Tensor,
+    held: tuple[Tensor, Tensor],
+    scale: float,
+    mask: Tensor | None,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention written out, and the logarithms of the sums that its shares are divided by, float32
+    `[requests, heads, tokens]`.
+    """
+    groups = query.shape[1] // held[0].shape[1]
+    keys, values = (each.repeat_interleave(groups, dim=1) for each in held)
+    scores = (query @ keys.transpose(-1, -2)).float() * scale
+    if mask is not None:
+        scores = scores + mask
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu_(1)
+        scores = scores.masked_fill_(later, -torch.inf)
+    logarithms = scores.logsumexp(-1)
+    shares = (scores - logarithms.unsqueeze(-1)).exp().to(values.dtype)
+    return shares @ values, logarithms
 
 
 def _decode(
@@ -304,13 +354,12 @@ def _decode_together(
     mask = where.decode_mask(scoring, query.dtype)
     if mask is not None and mask.shape[1] > 1:  # ALiBi
         mask = mask.view(len(mask), kv_heads, -1, where.longest)
-    out = F.scaled_dot_product_attention(
-        query.unflatten(1, (kv_heads, -1)),
-        keys.read(where.read, query.dtype),
-        values.read(where.read, query.dtype),
-        attn_mask=mask,
-        scale=scoring.scale,
-    )
+    grouped = query.unflatten(1, (kv_heads, -1))
+    held = keys.read(where.read, query.dtype), values.read(where.read, query.dtype)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.view(kv_heads, -1)
+        return _with_sinks(grouped, held, sinks, scoring.scale, mask).flatten(1, 2)
+    out = F.scaled_dot_product_attention(grouped, *held, attn_mask=mask, scale=scoring.scale)
     return out.flatten(1, 2)
 
 
@@ -337,9 +386,9 @@ def _each_request(
             query[row : row + count].transpose(0, 1)[None],
             keys.read(own, query.dtype),
             values.read(own, query.dtype),
+            scoring,
             attn_mask=mask,
             is_causal=causal,
-            scale=scoring.scale,
         )
         out[row : row + count] = attended[0].transpose(0, 1)
         row += count
@@ -357,7 +406,7 @@ def ragged_attention(
     """transformers' attention interface on the flattened batch.
 
     `query`: `[1, heads, tokens, head_dim]`. Of the `options` that models hand on, `ragged` (the
-    `RaggedContext`), `scaling` and `sliding_window` count.
+    `RaggedContext`), `scaling`, `sliding_window` and `s_aux` (sinks) count.
     """
     ragged: RaggedContext | None = options.get("ragged")
     if ragged is None:
@@ -368,7 +417,7 @@ def ragged_attention(
         ragged,
         int(module.layer_idx),  # type: ignore[arg-type]
         NewTokens(*(x[0].transpose(0, 1) for x in (query, key, value))),
-        Scoring(scale, options.get("sliding_window")),
+        Scoring(scale, options.get("sliding_window"), sinks=options.get("s_aux")),
     )
     return out[None], None
 

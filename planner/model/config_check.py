@@ -106,6 +106,10 @@ def _check_unused(config: ConfigFile, unused: UnusedEntries) -> None:
     value = config.values.get(unused.deviation, 0.02)
     if type(value) is not float or not is_number(value, -1e-9, 1):
         raise config.refusal(unused.deviation, value, "a number from 0.0 to 1.0, or left out")
+    for key in unused.decimals:
+        value = config.values.get(key, 0.0)
+        if type(value) is not float or not is_number(value, -_MOST, _MOST):
+            raise config.refusal(key, value, "a number with a decimal point, or left out")
     _check_labels(config)
     for key in unused.counts:
         count = config.values.get(key, 1)

@@ -14,6 +14,7 @@ _ASKED = "num_experts_per_tok"
 
 def experts_of(config: ConfigFile, width_key: str, **own: Any) -> Experts:
     """Read how many experts there are, how many a token asks, and their width."""
+    refuse_nulls(config, *_COUNT)
     count, per_token = config.size(*_COUNT), config.size(_ASKED)
     if per_token > count:
         key = next(key for key in _COUNT if config.values.get(key) is not None)
@@ -21,12 +22,21 @@ def experts_of(config: ConfigFile, width_key: str, **own: Any) -> Experts:
     return Experts(count, per_token, config.size(width_key), **own)
 
 
-def expert_keys(*flags: str, share: float | None = None) -> ConfigKeys:
+def refuse_nulls(config: ConfigFile, *keys: str) -> None:
+    """Raise SpecError where one of `keys` is there without a value, as transformers does."""
+    for key in keys:
+        if config.values.get(key, 0) is None:
+            raise config.refusal(key, None, "a whole number, or left out")
+
+
+def expert_keys(
+    *flags: str, share: float | None = None, decimals: tuple[str, ...] = ()
+) -> ConfigKeys:
     """The entries of a family with experts; `share` of a head is rotated, None: all of it."""
     return ConfigKeys(
         rotary=RotaryKeys(default_share=share),
         unused=UnusedEntries(
             flags=("use_cache", "output_router_logits", *flags),
-            shares=("attention_dropout", "router_aux_loss_coef"),
+            decimals=("router_aux_loss_coef", *decimals),
         ),
     )

@@ -99,12 +99,14 @@ class RotaryKeys:
 @dataclass(frozen=True)
 class UnusedEntries:
     """Entries that generation does not use, but of whose wrong types transformers builds no model:
-    `flags`, `shares` (any number), `deviation` (with a decimal point), whole `counts`.
+    `flags`, `shares` (any number), `deviation` and `decimals` (with a decimal point), whole
+    `counts`.
     """
 
     flags: tuple[str, ...] = ("use_cache",)
     shares: tuple[str, ...] = ("attention_dropout",)
     deviation: str = "initializer_range"
+    decimals: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     may_be_null: bool = False
 

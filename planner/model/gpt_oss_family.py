@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.model.config_file import ConfigFile
-from planner.model.expert_entries import expert_keys, experts_of
+from planner.model.expert_entries import expert_keys, experts_of, refuse_nulls
 from planner.model.family import (
     FULL,
     GATED,
@@ -24,6 +24,7 @@ _HEAD_DIM = 64
 
 def _gpt_oss(config: ConfigFile) -> ModelShape:
     bias = config.flag("attention_bias", True)
+    refuse_nulls(config, "num_key_value_heads")
     kv_heads = config.size("num_key_value_heads", default=config.size("num_attention_heads"))
     full = gated_shape(
         config,
@@ -49,6 +50,6 @@ GPT_OSS = Family(
         router="mlp.router",
         experts_by_inputs=True,
     ),
-    expert_keys(),
+    expert_keys(decimals=("swiglu_alpha", "swiglu_limit")),
     attention_bias="attention_bias",
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.model.config_file import ConfigFile
-from planner.model.expert_entries import expert_keys, experts_of
+from planner.model.expert_entries import expert_keys, experts_of, refuse_nulls
 from planner.model.family import (
     FULL,
     GATED,
@@ -117,6 +117,7 @@ def _types(config: ConfigFile) -> tuple[str, ...]:
 
 def _asks_experts(config: ConfigFile) -> list[bool]:
     """Whether each layer has experts, as transformers decides it."""
+    refuse_nulls(config, "decoder_sparse_step")
     step = config.size("decoder_sparse_step", default=1)
     dense = config.values.get("mlp_only_layers")
     if dense is not None and not (

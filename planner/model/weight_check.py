@@ -30,6 +30,9 @@ from quant.checkpoint.stored_tensors import (
 from quant.common.errors import CheckpointError
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_MXFP4_GROUP = 32
+"""Weights of a row that share a scale."""
+
 _PACKED = ("qweight", "qzeros", "scales")
 _PACKED_MARKS = ("qweight", "weight_packed")
 """What stands in place of a weight in GPTQ and AWQ, and in compressed-tensors."""
@@ -107,7 +110,7 @@ class _Weights:
         for name, size in layer_tensors(kind).items():
             full = f"{layer}.{name}"
             is_linear = self.shape.stored is not None and name in linears
-            if name in fused and not is_fused:
+            if name in fused and (not is_fused or self._check_mxfp4(full, size)):
                 continue
             if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
                 self.check(full, size)
@@ -126,6 +129,19 @@ class _Weights:
                         "of this layer are there)"
                     )
                 self.check(f"{layer}.{name}", size)
+
+    def _check_mxfp4(self, name: str, size: tuple[int, ...]) -> bool:
+        """Check codes and scales of experts in place of the weights of `name`; False where there
+        are none.
+        """
+        found = {part: self._find(f"{name}_{part}") for part in ("blocks", "scales")}
+        if len(size) < 3 or not any(found.values()):
+            return False
+        experts, columns, rows = size
+        groups = (experts, rows, columns // _MXFP4_GROUP)
+        for part, own in (("blocks", (*groups, _MXFP4_GROUP // 2)), ("scales", groups)):
+            self.check(f"{name}_{part}", own, frozenset({"U8"}))
+        return True
 
     def left_out(self) -> str | None:
         """Warn of tensors that nothing takes; CheckpointError where results depend on one."""
@@ -180,13 +196,13 @@ class _Weights:
         self.known.add(found)
         return found, self.stored[found]
 
-    def check(self, name: str, size: tuple[int, ...]) -> None:
+    def check(self, name: str, size: tuple[int, ...], types: frozenset[str] = _FLOATS) -> None:
         found = self._find(name)
         if found is None:
             raise CheckpointError(self._missing(name))
         stored_name, tensor = found
         where = f"{self.folder / tensor.file}: tensor {self._spelt(stored_name)}"
-        if tensor.dtype is not None and tensor.dtype not in _FLOATS:
+        if tensor.dtype is not None and tensor.dtype not in types:
             other = _ORIGINAL if self.spelling is None else _OTHER_TYPE
             raise CheckpointError(f"{where} holds {tensor.dtype}: {other}")
         if tensor.shape is not None and tensor.shape != size:

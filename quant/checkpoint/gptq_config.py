@@ -17,6 +17,7 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"
 CONFIG_KEY = "quantization_config"
+_DECODED = "mxfp4"
 _OTHER_KEYS = {"compression_config": "compressed-tensors"}
 _OTHER_FILES = {"quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Where other methods say that they quantized: older compressed-tensors, AutoAWQ and llm-awq, and
@@ -77,7 +78,12 @@ def read_gptq_config(folder: Path) -> GptqConfig | None:
 
 
 def quantization_entries(config: Mapping[str, Any]) -> Any:
+    """What a configuration says of how its weights are quantized; None of plain weights, and of
+    experts in MXFP4 (gpt-oss), which are decoded as they are read.
+    """
     values = config.get(CONFIG_KEY)
+    if isinstance(values, Mapping) and values.get("quant_method") == _DECODED:
+        return None
     if values is not None:
         return values
     other = next((key for key in _OTHER_KEYS if config.get(key) is not None), None)

@@ -15,6 +15,7 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -26,6 +27,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -78,6 +80,14 @@ _DELTA = _ROPE | {
     "layer_types": [f"{kind}_attention" for kind in _KINDS],
 }
 
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_ROPE, num_key_value_heads=2),
     "llama-tied": LlamaConfig(**_ROPE, num_key_value_heads=6, tie_word_embeddings=True),
@@ -90,16 +100,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
         max_window_layers=2,
     ),
     "qwen3": Qwen3Config(**_ROPE, num_key_value_heads=2, head_dim=16),
-    "qwen3_moe": Qwen3MoeConfig(
-        **_ROPE | {"num_attention_heads": 4},
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        mlp_only_layers=[1],
-        norm_topk_prob=True,
-    ),
     "mistral": MistralConfig(**_ROPE, num_key_value_heads=2, sliding_window=None),
     "mistral-sliding": MistralConfig(**_ROPE, num_key_value_heads=2, sliding_window=7),
     "gpt_neox": GPTNeoXConfig(**_ROPE),
@@ -110,6 +110,24 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 MORE_CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **_ROPE | {"num_attention_heads": 4},
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "gpt_oss": GptOssConfig(
+        **_ROPE | {"num_attention_heads": 4, "intermediate_size": 32},
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=7,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    ),
     "smollm3": SmolLM3Config(
         **_ROPE,
         num_key_value_heads=2,
@@ -161,8 +179,9 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
 EVERY_CONFIG = CONFIGS | MORE_CONFIGS
 
 STATE_CONFIGS: dict[str, PretrainedConfig] = {
-    "qwen3_next": Qwen3NextConfig(**_DELTA, mlp_only_layers=list(range(LAYERS))),
+    "qwen3_next": Qwen3NextConfig(**_DELTA, **_EXPERTS, mlp_only_layers=[0, 3]),
     "qwen3_5": Qwen3_5TextConfig(**_DELTA),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**_DELTA, **_EXPERTS),
 }
 """Families with layers whose requests have a constant state in place of keys and values."""
 

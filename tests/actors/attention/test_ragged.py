@@ -42,6 +42,7 @@ def written_out(
     scale: float,
     window: int | None,
     slopes: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a whole request `[tokens, heads, dim]` on itself, one position at a time."""
     out = torch.empty_like(query, dtype=torch.float64)
@@ -52,17 +53,19 @@ def written_out(
             scores = keys @ query[i, head].double() * scale
             if slopes is not None:
                 scores = scores + slopes[head].double() * torch.arange(first, i + 1)
-            weights = scores.softmax(0)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1].double()])
+            weights = scores.softmax(0)[: len(keys)]
             out[i, head] = weights @ value[first : i + 1, head * KV_HEADS // HEADS].double()
     return out
 
 
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("heads", ["plain", "alibi", "sinks"])
 @pytest.mark.parametrize(("kv_bits", "compiled"), [(16, True), (16, False), (8, True), (8, False)])
 def test_chunks_decodes_and_joins_equal_whole_requests(
     window: int | None,
-    alibi: bool,
+    heads: str,
     kv_bits: int,
     compiled: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -73,7 +76,8 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
     if not compiled:
         monkeypatch.setattr("actors.attention.ragged.can_attend", lambda stored: False)
     torch.manual_seed(0)
-    slopes = torch.rand(HEADS) if alibi else None
+    slopes = torch.rand(HEADS) if heads == "alibi" else None
+    sinks = 2 * torch.randn(HEADS) if heads == "sinks" else None
     lengths = {3: 13, 0: 9, 4: 11}
     whole = {
         slot: (
@@ -99,7 +103,7 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
         parts = [tuple(t[done[s] : done[s] + step[s]] for t in whole[s]) for s in slots]
         query, key, value = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         made = context(cache, slots, [done[s] for s in slots], [step[s] for s in slots])
-        out = attend(made, 2, NewTokens(query, key, value), Scoring(0.3, window, slopes))
+        out = attend(made, 2, NewTokens(query, key, value), Scoring(0.3, window, slopes, sinks))
         for slot, piece in zip(slots, out.split([step[s] for s in slots]), strict=True):
             got[slot].append(piece)
             done[slot] += step[slot]
@@ -108,8 +112,20 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
         if kv_bits == 8:
             codes = [Stored(*quantized(numbers)) for numbers in stored]
             stored = [each.read(lambda t: t, torch.float32) for each in codes]
-        expected = written_out(query, *stored, 0.3, window, slopes)
+        expected = written_out(query, *stored, 0.3, window, slopes, sinks)
         torch.testing.assert_close(torch.cat(got[slot]).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sinks_by_written_out_products_are_those_of_the_kernel(masked: bool) -> None:
+    """Where a GPU has none of our kernels."""
+    query, sinks = torch.randn(2, HEADS, 5, DIM), torch.randn(HEADS, 1)
+    held = torch.randn(2, KV_HEADS, 5, DIM), torch.randn(2, KV_HEADS, 5, DIM)
+    mask = torch.zeros(1, 1, 5, 5).masked_fill_(torch.ones(5, 5).tril() == 0, -torch.inf)
+    how = (mask, False) if masked else (None, True)
+    out, logarithms = ragged._plainly(query, held, 0.3, *how)
+    found = out * torch.sigmoid(logarithms - sinks).unsqueeze(-1)
+    torch.testing.assert_close(found, ragged._with_sinks(query, held, sinks, 0.3, *how))
 
 
 @pytest.mark.parametrize("alibi", [False, True])

@@ -19,6 +19,7 @@ from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (
     CONFIGS,
+    EVERY_CONFIG,
     LAYERS,
     VOCABULARY,
     random_prompts,
@@ -34,6 +35,7 @@ ROOM = max(LENGTHS) + NEW_TOKENS + LARGEST_SPARE
 SLOTS, KV_TOKENS = 6, 6 * ROOM
 KINDS = {
     "odd sizes": CONFIGS["gpt_neox"],
+    "experts": EVERY_CONFIG["qwen3_moe"],
     "kernels": LlamaConfig(
         vocab_size=VOCABULARY,
         bos_token_id=1,
@@ -122,6 +124,7 @@ CASES = {
         {"dtype": "bfloat16", "bits": 8, "backends": {8: "int8pack"}},
     ),
     "4 and 3 bit": ("kernels", {"dtype": "bfloat16", "bits": (4, 3, 4, 3, 16)}),
+    "experts": ("experts", {"dtype": "float32", "bits": (16, 4, 3, 4, 16)}),
     "pure torch": ("odd sizes", {"dtype": "float32", "bits": (8, 4, 3, 8, 4)}),
 }
 

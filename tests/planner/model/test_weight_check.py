@@ -26,7 +26,7 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
         f"{names.head_names[0]}.weight": (shape.vocab_size, shape.word_embedding_size)
     }
     for index in range(shape.layers):
-        for tensor, size in layer_tensors(shape).items():
+        for tensor, size in layer_tensors(shape.layer(index)).items():
             expected[f"{names.layers_path}.{index}.{tensor}"] = size
     assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == expected
 
