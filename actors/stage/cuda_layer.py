@@ -88,10 +88,13 @@ class Norm:
 
 @dataclass(frozen=True)
 class Turning:
-    """What positions do to queries and keys: `cosines` and `sines` `[tokens, rotary_width]`."""
+    """What positions do to queries and keys: `cosines` and `sines` `[tokens, rotary_width]`, and
+    what queries alone are multiplied by, `growth` `[tokens, 1, 1]`, if anything.
+    """
 
     cosines: Tensor
     sines: Tensor
+    growth: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ like LLaMA's starts 12.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from actors.attention.addresses import Scoring
 from actors.attention.cuda import range_attention
@@ -54,6 +56,10 @@ class OwnLayer(nn.Module):
         self._projections = architecture.attention[:-1]
         self._output = architecture.attention[-1]
         self._mlp, self._activation = architecture.mlp, architecture.activation
+        self._is_fused = self._mlp[0].endswith("gate_up_proj")  # their name everywhere
+        self._in_blocks = architecture.qkv_in_blocks
+        self._turns = bool(getattr(attention, "use_rope", True))  # SmolLM3
+        self._multiplier = float(getattr(layer, "residual_multiplier", 1.0))  # Granite
         slopes = getattr(attention, "alibi_slopes", None)
         if slopes is not None:
             slopes = slopes.to(kernels.kernels.device)
@@ -70,8 +76,10 @@ class OwnLayer(nn.Module):
         """Queries for each head of keys in `cache`."""
         kv_heads, _, head_dim = cache.of_layer(self.index)[0].numbers.shape
         width: Any = self._named[self._projections[0]].out_features
-        parts = 3 if len(self._projections) == 1 else 1
-        return int(width) // parts // head_dim // kv_heads
+        heads = int(width) // head_dim
+        if self._in_blocks:
+            return heads // kv_heads - 2
+        return heads // (3 if len(self._projections) == 1 else 1) // kv_heads
 
     def forward(
         self,
@@ -93,26 +101,37 @@ class OwnLayer(nn.Module):
 
     def _attention(self, normed: Tensor, context: RaggedContext, turning: Turning | None) -> Tensor:
         held = context.cache.of_layer(self.index)
-        head_dim = held[0].numbers.shape[-1]
-        projected = [self._named[name](normed) for name in self._projections]
-        if len(projected) == 1:
-            new = NewTokens(*projected[0].unflatten(-1, (-1, 3, head_dim)).unbind(2))
-        else:
-            new = NewTokens(*(each.unflatten(-1, (-1, head_dim)) for each in projected))
+        kv_heads, _, head_dim = held[0].numbers.shape
+        projected = [
+            self._named[name](normed).unflatten(-1, (-1, head_dim)) for name in self._projections
+        ]
+        if self._in_blocks:
+            projected = projected[0].split(
+                [projected[0].shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1
+            )
+        elif len(projected) == 1:
+            projected = projected[0].unflatten(1, (-1, 3)).unbind(2)
+        new = NewTokens(*projected)
+        turning = turning if self._turns else None
+        if turning is not None and turning.growth is not None:
+            new = replace(new, query=new.query * turning.growth)
         with context.timer or nullcontext():
             self.kernels.turn_and_store(
                 new, turning, self._head_norms, context.where.token_slots, held
             )
             attended = attend_stored(context, self.index, new, self._scoring)
-        out: Tensor = self._named[self._output](attended.flatten(1))
-        return out
+        return self._scaled(self._named[self._output](attended.flatten(1)))
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        return out if self._multiplier == 1 else out * self._multiplier
 
     def _grown(self, normed: Tensor) -> Tensor:
         *grow, shrink = (self._named[name] for name in self._mlp)
         gates = [linear(normed) for linear in grow]
+        if self._is_fused:
+            gates = gates[0].chunk(2, -1)
         function = self._named[self._activation]
-        out: Tensor = shrink(self.kernels.activate(function, *gates))
-        return out
+        return self._scaled(shrink(self.kernels.activate(function, *gates)))
 
 
 def own_layers(model: PreTrainedModel) -> list[OwnLayer]:
@@ -137,6 +156,8 @@ def run_own_layers(
                 hidden = hidden + module(None, position_ids=where.positions)
             elif module is not None:
                 hidden = module(hidden)
+    if architecture.input_multiplier is not None:
+        hidden = hidden * getattr(decoder, architecture.input_multiplier)
     turning = _turning(model, hidden, context)
     final, *rest = (getattr(decoder, name) for name in architecture.final)
     last = Norm.of(final)
@@ -232,7 +253,7 @@ def _by_transformers(
     if architecture_of(model.config).context_as_cache:
         options |= {"layer_past": ContextAsCache(context), "alibi": None}
     else:
-        options["ragged"] = context
+        options |= {"ragged": context, "position_ids": context.where.positions[None]}
     if turning is not None:
         options["position_embeddings"] = turning.cosines[None], turning.sines[None]
     out = own.layer(hidden[None], **options)
@@ -244,4 +265,13 @@ def _turning(model: PreTrainedModel, hidden: Tensor, context: RaggedContext) -> 
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None:
         return None
-    return Turning(*(each[0] for each in rotary(hidden[None], context.where.positions[None])))
+    positions = context.where.positions[None]
+    cosines, sines = (each[0] for each in rotary(hidden[None], positions))
+    growth = None
+    if architecture_of(model.config).growing_queries:
+        rope = model.config.rope_parameters
+        beta, trained = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+        growth = (
+            get_llama_4_attn_scale(positions, beta, trained)[0].transpose(0, 1).to(cosines.dtype)
+        )
+    return Turning(cosines, sines, growth)

@@ -171,6 +171,7 @@ GATED_FAMILIES: Mapping[str, Family] = {
         replace(GATED, input_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
         attention_bias="attention_bias",
         mlp_bias="mlp_bias",
+        own_layers=True,
     ),
     "glm": Family(_glm, _FUSED_MLP, _HALF_ROTATES, attention_bias="attention_bias"),
     "glm4": Family(
@@ -179,8 +180,8 @@ GATED_FAMILIES: Mapping[str, Family] = {
         _HALF_ROTATES,
         attention_bias="attention_bias",
     ),
-    "ministral": Family(_ministral, GATED),
-    "ministral3": Family(_ministral3, GATED),
+    "ministral": Family(_ministral, GATED, own_layers=True),
+    "ministral3": Family(_ministral3, replace(GATED, growing_queries=True), own_layers=True),
     "olmo2": Family(_olmo2, _POST_NORMS, attention_bias="attention_bias"),
     "olmo3": Family(
         _olmo3,
@@ -197,6 +198,9 @@ GATED_FAMILIES: Mapping[str, Family] = {
             rotary=RotaryKeys(default_share=1.0, types=("default", *LONG_TYPES)),
             unused=UnusedEntries(shares=("attention_dropout", "resid_pdrop", "embd_pdrop")),
         ),
+        own_layers=True,
     ),
-    "smollm3": Family(_smollm3, GATED, attention_bias="attention_bias", mlp_bias="mlp_bias"),
+    "smollm3": Family(
+        _smollm3, GATED, attention_bias="attention_bias", mlp_bias="mlp_bias", own_layers=True
+    ),
 }

@@ -12,12 +12,12 @@ from actors.attention import cuda
 from actors.stage import cuda_layer
 from planner.model.families import has_own_layers
 from quant.backends.cuda_driver import Argument, Kernels
-from tests.actors.models import CONFIGS
+from tests.actors.models import EVERY_CONFIG
 from tests.cuda_emulation import emulated
 
 WITH_OWN_LAYERS = tuple(
     name
-    for name, config in CONFIGS.items()
+    for name, config in EVERY_CONFIG.items()
     if name != "opt-post-norm" and has_own_layers(config.model_type)
 )
 
@@ -74,12 +74,12 @@ def pretend_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_wide_heads(name: str) -> PretrainedConfig:
     """The configuration with heads of 16 channels, for which the kernels can be compiled."""
-    values = CONFIGS[name].to_dict()
+    values = EVERY_CONFIG[name].to_dict()
     heads = "n_head" if values["model_type"] == "bloom" else "num_attention_heads"
     values[heads] = 3
     values.pop("head_dim", None)
     if values.get("num_key_value_heads"):
         values["num_key_value_heads"] = 3 if "qwen2" in name else 1
-    if "qwen3" in name:  # whose default is none of these
+    if "qwen3" in name or "ministral" in name:  # whose default is none of these
         values["head_dim"] = 16
-    return type(CONFIGS[name]).from_dict(values)
+    return type(EVERY_CONFIG[name]).from_dict(values)

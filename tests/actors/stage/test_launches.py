@@ -23,20 +23,22 @@ from actors.stage.stage import Stage
 from benchmarks.gpu.counting import META, Step
 from planner.costs.roofline import layer_launches
 from planner.model.finding import shape_from_config
-from tests.actors.models import CONFIGS, LAYERS, save_tiny, stages_of
+from tests.actors.models import CONFIGS, EVERY_CONFIG, LAYERS, save_tiny, stages_of
 from tests.actors.own_kernels import pretend_own_kernels
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
 @pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "gpt_neox", "opt", "bloom", "phi3"]
+)
 def test_a_layer_starts_as_many_kernels_as_plans_count(name: str, own: bool, kv_bits: int) -> None:
     """In a decode step of unlike requests; the queries of the tiny OPT are copied first, as a token
     of its heads is no whole number of octets.
     """
     step = Step((9, 7, 5, 9), kv_bits=kv_bits, own_kernels=own)
-    counted = (step.count(CONFIGS[name], 2) - step.count(CONFIGS[name], 1)).kernels
-    shape = shape_from_config(name, json.loads(CONFIGS[name].to_json_string()))
+    counted = (step.count(EVERY_CONFIG[name], 2) - step.count(EVERY_CONFIG[name], 1)).kernels
+    shape = shape_from_config(name, json.loads(EVERY_CONFIG[name].to_json_string()))
     assert abs(counted.total() - layer_launches(shape, kv_bits, own)) <= (1 if own else 2)
     if own:
         assert counted.total() <= 12, counted

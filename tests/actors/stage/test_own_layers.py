@@ -102,7 +102,10 @@ LOSS = {(16, "float16"): 0.01, (8, "float16"): 0.1, (16, "bfloat16"): 0.08, (8, 
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_bits"),
     [
-        *((name, "float16", 16) for name in ("llama", "qwen3", "gpt_neox", "opt", "bloom")),
+        *(
+            (name, "float16", 16)
+            for name in ("llama", "qwen3", "gpt_neox", "opt", "bloom", "phi3", "ministral3")
+        ),
         *(
             pytest.param(name, dtype, kv_bits, marks=pytest.mark.rare)
             for name in WITH_OWN_LAYERS
@@ -166,7 +169,7 @@ def test_a_layer_that_computes_something_else_is_not_used(
     assert not own_layers(stages_of(opt, (0, LAYERS), 4, 20, dtype="float16")[0]._model)
 
 
-@pytest.mark.parametrize("name", MORE_CONFIGS)
+@pytest.mark.parametrize("name", sorted({*MORE_CONFIGS} - {*WITH_OWN_LAYERS}))
 def test_layers_of_other_orders_are_left_to_transformers(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
