@@ -24,20 +24,9 @@ from planner.costs.temporaries import (
 from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
-from quant.backends.table import (
-    MOST_SPLITS,
-    SPLIT_TOKENS,
-    reads_ranges,
-    rule_for,
-)
+from quant.backends.table import MOST_SPLITS, SPLIT_TOKENS, reads_ranges, rule_for
 from quant.common.errors import SpecError
-from quant.scheme import (
-    DTYPE_BYTES,
-    FULL_BITS,
-    KV_BITWIDTHS,
-    LinearShape,
-    Processor,
-)
+from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
 
 # PyTorch's caching allocator rounds large blocks up to 2 MiB and cannot join blocks of different
 # segments; 2 % of the device covers that where sizes repeat, as they do here.
@@ -367,6 +356,11 @@ def memory_with_layers(
         kv_bytes = kv_cache_bytes_per_layer(shape, work.workload, work.kv_bits, work.dtype)
         found = stage_memory(shape, own, kv_bytes, device, work.dtype, found)
     return found
+
+
+def state_bytes(work: StageWork, layers: range) -> int:
+    """Bytes of a request's constant states in these layers of the model."""
+    return sum(work.shape.layer(each).state_bytes(DTYPE_BYTES[work.dtype]) for each in layers)
 
 
 def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: bool) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.spec import ungrouped
-from planner.costs.memory import memory_with_layers
+from planner.costs.memory import memory_with_layers, state_bytes
 from planner.costs.model import CostModel, expanded
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.optimiser.assignment import Assignment, stage_times
@@ -200,6 +200,7 @@ def _stages(
                 modelled=modelled[j],
                 described=None if accelerator.is_registered else entry_of(accelerator),
                 devices=device.member_names if device.ranks else (),
+                state_bytes=state_bytes(work, layers),
             )
         )
     return tuple(stages)

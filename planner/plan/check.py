@@ -15,6 +15,7 @@ from planner.costs.memory import (
     StageWork,
     fixed_stage_memory,
     memory_with_layers,
+    state_bytes,
 )
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
@@ -127,25 +128,32 @@ def _fields_of(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[
     }
     why = "bitwidths, device, compute type and decode micro-batch"
     yield f"stages.{stage.index}.backends", dict(stage.backends), backends, why
-    computed = _stage_memory(plan, stage, device, shape, quantized=True)
+    work = _stage_work(plan, stage, shape)
+    computed = _stage_memory(plan, stage, device, work)
     if set(stage.bitwidths) == {FULL_BITS}:
         # Nothing is kept for other kernels where no other bitwidth was allowed.
-        plain = _stage_memory(plan, stage, device, shape, quantized=False)
+        plain = _stage_memory(plan, stage, device, replace(work, quantized=False))
         computed = plain if stage.memory == plain else computed
     why = "workload, micro-batches, layers and bitwidths"
     for part, found in asdict(stage.memory).items():
         yield f"stages.{stage.index}.memory.{part}", found, getattr(computed, part), why
+    states = state_bytes(work, stage.layers)
+    yield f"stages.{stage.index}.state_bytes", stage.state_bytes, states, "its layers"
 
 
-def _stage_memory(
-    plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
-) -> StageMemory:
-    mixed = plan.policy.mixed_requests
-    sizes, kv_bits = plan.micro_batches, plan.kv_bits
-    vocabulary, shape = shape.vocab_size, largest_rank_shape(shape, stage.degree)
-    work = StageWork(
-        shape, plan.workload, sizes, stage.dtype, quantized, kv_bits, mixed, vocabulary
+def _stage_work(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> StageWork:
+    return StageWork(
+        largest_rank_shape(shape, stage.degree),
+        plan.workload,
+        plan.micro_batches,
+        stage.dtype,
+        kv_bits=plan.kv_bits,
+        mixed=plan.policy.mixed_requests,
+        vocabulary=shape.vocab_size,
     )
+
+
+def _stage_memory(plan: PlanSpec, stage: StagePlan, device: Device, work: StageWork) -> StageMemory:
     ends = StageEnds.of(stage.index, len(plan.stages), plan.head_on_first)
     fixed = fixed_stage_memory(work, device, ends)
     return memory_with_layers(work, device, stage.layers, stage.bitwidths, fixed)

@@ -44,14 +44,17 @@ def parking(plan: PlanSpec) -> Parking:
     longest = plan.workload.total_length
     copies = host_copies(plan)
     compute_s = [_compute_s(plan, stage, longest) for stage in plan.stages]
-    most = min(plan.workload.kv_tokens, host_tokens(plan))
     least = park_tokens_from(copies, compute_s)
+    most = min(plan.workload.kv_tokens, *_rooms(plan, copies, max(1, least)))
     return Parking(least, most) if 0 < least <= most else Parking(0, 0)
 
 
 def host_tokens(plan: PlanSpec) -> int:
-    """Tokens whose keys and values have room in host memory on every stage."""
-    return min(_rooms(plan, host_copies(plan)))
+    """Tokens whose keys and values have room in host memory on every stage, with the states of as
+    many requests as have so many tokens in the KV cache.
+    """
+    workload = plan.workload
+    return min(_rooms(plan, host_copies(plan), workload.kv_tokens / workload.global_batch))
 
 
 def _cluster(plan: PlanSpec) -> ClusterSpec | None:
@@ -73,12 +76,19 @@ def host_copies(plan: PlanSpec) -> list[HostCopies]:
     devices = _devices(plan)
     return [
         HostCopies(
-            stage.memory.kv_cache / plan.workload.kv_tokens,
+            _token_bytes(plan, stage),
             cache_tensors(plan.kv_bits, len(stage.layers)),
             devices.get(stage.device, stage.kind).host_link_bytes_per_s,
+            stage.state_bytes,
         )
         for stage in plan.stages
     ]
+
+
+def _token_bytes(plan: PlanSpec, stage: StagePlan) -> float:
+    """Bytes of a token's keys and values on a stage, without what a request has at any length."""
+    states = plan.workload.global_batch * stage.state_bytes
+    return (stage.memory.kv_cache - states) / plan.workload.kv_tokens
 
 
 def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
@@ -95,11 +105,13 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
     return np.maximum(0.0, whole_s - times.decode[0].seconds[0])
 
 
-def _rooms(plan: PlanSpec, copies: Sequence[HostCopies]) -> list[int]:
-    """Tokens in host memory of each stage with layers; on a CPU what the plan's limit has left."""
+def _rooms(plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float) -> list[int]:
+    """Tokens in host memory of each stage that keeps any, of requests that have `request_tokens` or
+    more; on a CPU what the plan's limit has left.
+    """
     devices = _devices(plan)
-    all_stages = zip(plan.stages, copies, strict=True)
-    stages = [(stage, each.kv_bytes_per_token) for stage, each in all_stages if stage.layers]
+    held = [each.kv_bytes_per_token + each.state_bytes / request_tokens for each in copies]
+    stages = [(stage, own) for stage, own in zip(plan.stages, held, strict=True) if own]
     on_node: dict[str, float] = {}
     for stage, own in stages:
         on_node[stage.node] = on_node.get(stage.node, 0.0) + own

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
@@ -60,7 +60,8 @@ class StagePlan:
     to the next stage (from the last: token ids back). `memory_limit_bytes` leaves
     `memory_margin_bytes` free. `modelled` seconds hold an emulated device; `described` are figures
     of an unregistered accelerator. `devices` are the ranks of a group (first: `device`), memory is
-    then one rank's. `role`: its phase where others compute the other one.
+    then one rank's. `role`: its phase where others compute the other one. `state_bytes` of the KV
+    cache are a request's, whatever its length; the file has them where there are any.
     """
 
     index: int
@@ -87,6 +88,14 @@ class StagePlan:
     described: AcceleratorEntry | None = None
     devices: tuple[str, ...] = ()
     role: Role = "both"
+    state_bytes: Bytes = 0
+
+    @model_serializer(mode="wrap")
+    def _content(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = serialized(self)
+        if not self.state_bytes:
+            del content["state_bytes"]
+        return content
 
     @property
     def device_names(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from planner.optimiser.assignment import stage_times
 from planner.optimiser.feasibility import is_feasible
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
+from planner.plan.kv_copies import host_copies
 from planner.plan.spec import PlanSpec
 from planner.profiles.sensitivity import default_sensitivity
 from planner.search.candidate_search import search
@@ -166,6 +167,10 @@ def test_a_plan_states_the_bytes_of_its_layers(policy: str) -> None:
     states = 6 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 + 32) * 128)
     keys = 6 * 2 * 2 * 256 * 2
     assert sum(s.memory.kv_cache for s in plan.stages) == requests * states + tokens * keys
+    copies = host_copies(plan)
+    assert sum(each.kv_bytes_per_token for each in copies) == keys
+    assert sum(each.state_bytes for each in copies) == states
+    assert '"state_bytes"' in plan.to_json()
     loaded = PlanSpec.from_json(plan.to_json(), "plan")
     check_plan(loaded, shape)
     wrong = replace(shape, pattern=(FULL, *shape.pattern[1:]))
