@@ -166,3 +166,12 @@ def test_bad_input_is_one_message_and_exit_code_2(
     told = capsys.readouterr().err
     assert message in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.5-27b"])
+def test_layers_that_differ_are_not_timed(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(profile_main, ["--model", name, "-o", str(tmp_path / "times.csv")]) == 2
+    assert "profile a model whose layers are alike, such as qwen3-8b" in capsys.readouterr().err
+    assert not (tmp_path / "times.csv").exists()

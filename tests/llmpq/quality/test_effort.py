@@ -23,6 +23,16 @@ def test_a_pass_takes_two_operations_a_weight_and_token() -> None:
     assert seconds == pytest.approx(2 * 1000 * weights / RATE / PASS_SHARE, rel=0.01)
 
 
+def test_of_experts_those_asked_take_time() -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts of 3 matrices of 2048 by 768, 4096 by 2048 of queries and
+    output, 512 of keys and values, 128 of the router.
+    """
+    shape = model_shape("qwen3-30b-a3b")
+    weights = 2048 * (3 * 8 * 768 + 2 * 4096 + 2 * 512 + 128)
+    seconds = Effort(shape, RATE).passes_s(1000, 48)
+    assert seconds == pytest.approx(2 * 1000 * 48 * weights / RATE / PASS_SHARE, rel=0.001)
+
+
 def test_models_that_begin_alike_are_computed_once() -> None:
     effort, full = Effort(SHAPE, RATE), LayerScheme(16)
     alike = [[full] * 48, [full] * 47 + [LayerScheme(4)]]

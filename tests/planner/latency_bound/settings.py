@@ -13,6 +13,7 @@ from planner.latency_bound.bounded_plan import bounded_options
 from planner.latency_bound.placed_layers import PlacedLayers
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.lengths import LengthDistribution, RequestLengths
+from planner.model.family import mixed_shape
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment
@@ -23,6 +24,11 @@ from planner.workload import MicroBatches
 
 TWO_BITS = PlanOptions(bits=(4, 16), head="last", memory_margin=0.0)
 THREE_LAYERS = replace(model_shape("opt-1.3b"), layers=3, name="three layers of opt-1.3b")
+LINEAR, FULL = (
+    replace(kind, layers=3, name="three layers like qwen3.5-0.8b's")
+    for kind in model_shape("qwen3.5-0.8b").kind_shapes
+)
+MIXED_LAYERS = mixed_shape([LINEAR, FULL, LINEAR])
 SHORT = RequestLengths(
     LengthDistribution((600, 1400), (0.5, 0.5)), LengthDistribution((1, 3, 5), (0.2, 0.5, 0.3))
 )

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from planner.costs.communication import COPY_LAUNCH_S
 from planner.costs.latency_model import unlike_prompts_s
-from planner.latency_bound.placed_layers import KnownRoom, Need, PlacedLayers
-from planner.latency_bound.schedules import BoundRequest
+from planner.costs.memory import layer_weight_bytes
+from planner.costs.model import CostModel
+from planner.fleet.pricing import device_tokens_per_s
+from planner.latency_bound.placed_layers import (
+    KnownRoom,
+    Need,
+    PlacedLayers,
+    handover_of,
+    kept_bytes,
+)
+from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.latency_bound.timeline import mean_prefill_s
 from planner.lengths import FloatArray, LengthDistribution
 from tests.planner.latency_bound.settings import (
+    FULL,
+    LINEAR,
+    MIXED_LAYERS,
     TASK_S,
     bounded_costs,
     every_placement,
+    placement_of,
     small_cluster,
 )
 
@@ -92,3 +107,60 @@ def test_known_room_says_what_is_true_and_asks_seldom() -> None:
     np.random.default_rng(1).shuffle(needs)
     assert all(room(tuple(need)) == true(tuple(need)) for need in needs)
     assert len(asked) < len(needs) / 4
+
+
+TOKEN = 2 * 2 * 2 * 256
+"""Bytes of a token in the full layer: keys and values of 2 heads of 256 numbers of 16 bit."""
+
+REQUEST = 4 * 16 * 128 * 128 + 2 * 3 * 3 * 16 * 128
+"""Bytes of a request in a linear layer: 16 states of 128 by 128 numbers of 32 bit, and 3 inputs of
+the convolution of queries, keys and values of as many heads."""
+
+
+@pytest.fixture(scope="module")
+def mixed() -> CostModel:
+    return bounded_costs(small_cluster([15.0, 31.0]), BoundRequest(TASK_S, None), MIXED_LAYERS)
+
+
+def test_layers_of_several_kinds_keep_what_is_theirs(mixed: CostModel) -> None:
+    first, second = mixed.cluster.devices
+    linear, full = 0, 1
+    assert kept_bytes(mixed, first, (linear, full, linear)) == (TOKEN, 2 * REQUEST)
+    placed = placement_of(mixed, (first, second), ((1, 1), (0, 1)))
+    assert [placed.kinds(stage) for stage in (0, 1)] == [(linear, full), (linear,)]
+    weights = [
+        layer_weight_bytes(kind, bits, first, "float16") for kind, bits in ((LINEAR, 4), (FULL, 16))
+    ]
+    workload = mixed.workload
+    kept = TOKEN * workload.kv_tokens + REQUEST * workload.global_batch
+    sizes = placed.solution.sizes
+    fixed = mixed.fixed_memory(placed.devices, 0, sizes).total - 0.02 * first.memory_bytes
+    needed = round((sum(weights) + kept + fixed) / 0.98)  # 2 % of the memory is the allocator's
+    for spare, fits in ((100, True), (-100, False)):
+        held = replace(first, memory_bytes=needed + spare)
+        smaller = placement_of(mixed, (held, second), ((1, 1), (0, 1)))
+        assert smaller.has_room(workload, sizes) == fits
+
+
+def test_what_is_handed_over_counts_states_for_each_request(mixed: CostModel) -> None:
+    first, second = mixed.cluster.devices
+    prefill, decode = (placement_of(mixed, (each,), ((1, 2),)) for each in (first, second))
+    handover = handover_of(prefill, decode)
+    byte_s = handover.sent_s(0, 1) - handover.sent_s(0, 0)
+    state_s = handover.sent_s(1, 0) - handover.sent_s(0, 0)
+    assert state_s / byte_s == pytest.approx(2 * REQUEST / TOKEN)
+    to_host = handover.keep.seconds(1, 0) - 6 * COPY_LAUNCH_S
+    assert to_host == pytest.approx(2 * REQUEST / first.host_link_bytes_per_s)
+
+
+def test_the_most_of_a_device_lies_between_that_with_layers_of_either_kind(
+    mixed: CostModel,
+) -> None:
+    request = BoundRequest(TASK_S, None)
+    rates = [
+        device_tokens_per_s(bounded_costs(mixed.cluster, request, shape), job_of(request), device)
+        for shape in (MIXED_LAYERS, LINEAR, FULL)
+        for device in mixed.cluster.devices[:1]
+    ]
+    alike = 3 / (2 / rates[1] + 1 / rates[2])
+    assert rates[0] == pytest.approx(alike, rel=0.05)
