@@ -130,7 +130,7 @@ class ExpertWeights:
     @property
     def nbytes(self) -> int:
         if self._joined:
-            return tensor_bytes(*self._joined.values())
+            return tensor_bytes(*(each for each in self._joined.values() if each.dim()))
         return sum(weight.nbytes for weight in self.weights)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from actors.stage.layer_stream import LayerStream, StreamedLayer, stream_layers
 from actors.stage.partial_model import architecture_of
 from llmpq.quality.perplexity import ReportProgress
+from planner.model.finding import model_shape
 from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, SpecError
@@ -60,6 +61,13 @@ def quantize_checkpoint(
     checkpoint = Checkpoint(source)
     if checkpoint.gptq is not None:
         raise SpecError(f"{source} is quantized already; give the original 16-bit checkpoint")
+    shape = model_shape(str(source))
+    kinds = shape.kind_shapes
+    if len({kind.layer_linears for kind in kinds}) > 1 or any(kind.experts for kind in kinds):
+        raise SpecError(
+            f"{source}: layers of a {shape.model_type} model differ or have experts, which are not "
+            "calibrated; run it as it is: its weights are quantized while they are loaded"
+        )
     stream = LayerStream(source, wanted.compute)
     bitwidths = wanted.bitwidths
     if len(bitwidths) != stream.layers:

@@ -17,6 +17,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.devices import local_processor
 from quant.linear import QuantizedLinear
 from quant.loading.cache_settings import CacheSettings
+from quant.loading.loader import module_nbytes
 from tests.actors.models import (
     LAYERS,
     STATE_CONFIGS,
@@ -45,7 +46,7 @@ def test_stages_hold_the_planned_bytes(name: str, tmp_path: Path) -> None:
     stored = Checkpoint(tmp_path)
     device = ClusterSpec.from_counts(["T4"], [1]).devices[0]  # where bytes at 16 bits are the same
     for index, layer in enumerate(stage._model.get_decoder().layers):
-        found = sum(each.nbytes for each in layer.parameters())
+        found = module_nbytes(layer)
         assert found == layer_weight_bytes(shape.layer(index), 16, device, "bfloat16")
         for decay in ("A_log", "dt_bias") if shape.layer(index).delta else ():
             exact = stored.read(f"model.layers.{index}.linear_attn.{decay}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from actors.stage.partial_model import architecture_of
+from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import model_shape
 from planner.model.weight_check import check_weights
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.table import fallback_rule
+from quant.loading.loader import module_nbytes
 from quant.rounding.ways import Rounding
 from quant.scheme import Processor
 from tests.actors.models import (
@@ -101,3 +104,16 @@ def test_experts_that_are_stored_in_four_bits_are_decoded(tmp_path: Path) -> Non
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS)
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_stages_with_experts_hold_the_bytes_of_their_plan(name: str, tmp_path: Path) -> None:
+    """In every kind of layer, at every bitwidth."""
+    config = EVERY_CONFIG[name].to_dict() | {"hidden_size": 64}
+    save_tiny(tmp_path, type(EVERY_CONFIG[name]).from_dict(config))
+    shape, device = model_shape(tmp_path), SimpleNamespace(processor=Processor())
+    for bits in (16, 8, 4, 3):
+        stage = stages_of(tmp_path, (0, LAYERS), 1, 8, bits, "bfloat16", device.processor)[0]
+        for index in range(LAYERS):
+            found = module_nbytes(stage._model.model.layers[index])
+            assert found == layer_weight_bytes(shape.layer(index), bits, device, "bfloat16")

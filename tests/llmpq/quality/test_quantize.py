@@ -30,6 +30,8 @@ from quant.rounding.gptq import gptq
 from quant.rounding.gptq_format import read_gptq
 from quant.scheme import GptqOptions, Processor
 from tests.actors.models import (
+    EVERY_CONFIG,
+    LAYERS,
     VOCABULARY,
     generate,
     random_prompts,
@@ -399,3 +401,12 @@ def test_inputs_are_those_of_the_quantized_model(
         model(input_ids=tokens(), use_cache=False)
     exact = inputs[0].double()
     torch.testing.assert_close(grams[-1].double(), exact.t() @ exact, rtol=1e-3, atol=1e-4)
+
+
+def test_layers_with_experts_are_not_calibrated(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", EVERY_CONFIG["qwen3_moe"])
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    wanted = Quantization((4,) * LAYERS, ids, IN_FLOAT32, GptqOptions())
+    with pytest.raises(SpecError, match="qwen3_moe model differ or have experts"):
+        quantize_checkpoint(tmp_path / "model", tmp_path / "made", wanted)
+    assert not (tmp_path / "made").exists()
