@@ -31,13 +31,15 @@ class Scoring:
 
     `window` limits how many latest positions a token sees, itself included; `alibi_slopes`
     `[heads]` add a bias that grows with the key's position. `sinks` `[heads]` take part in each
-    softmax as scores without values (gpt-oss).
+    softmax as scores without values (gpt-oss). Products are drawn together to `cap` times the
+    hyperbolic tangent of their share of it (Gemma 2).
     """
 
     scale: float
     window: int | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    cap: float | None = None
 
     def within(self, length: int) -> Scoring:
         """Equal scores for requests of at most `length` tokens, without a window they fit in."""
@@ -47,8 +49,8 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a mask expresses nothing beyond causality."""
-        return self.window is None and self.alibi_slopes is None
+        """Whether scores are those of products, and a mask expresses nothing beyond causality."""
+        return self.window is None and self.alibi_slopes is None and self.cap is None
 
     def mask(self, query_positions: Tensor, key_count: int, dtype: torch.dtype) -> Tensor:
         """What is added to scores, in `dtype`: the ALiBi bias or 0, minus infinity where a key is

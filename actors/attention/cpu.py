@@ -133,7 +133,7 @@ def attend_in_place(
             values.arrays,
             (np.ascontiguousarray(batch.begins), np.maximum(starts, 0), lengths),
             # for another layout the loop would be compiled again
-            (slopes.contiguous().numpy(), sinks.contiguous().numpy()),
+            (slopes.contiguous().numpy(), sinks.contiguous().numpy(), np.float32(scoring.cap or 0)),
             out,
         )
     return torch.from_numpy(out).to(query.dtype)
@@ -151,12 +151,12 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
         held_keys: HeldArrays,
         held_values: HeldArrays,
         ranges: tuple[Any, Any, Any],
-        of_heads: tuple[Any, Any],
+        shaping: tuple[Any, Any, Any],
         out: Any,
     ) -> None:
         keys, key_scales = held_keys
         values, value_scales = held_values
-        slopes, sinks = of_heads
+        slopes, sinks, cap = shaping
         begins, starts, ends = ranges  # first token slots, and the tokens that count
         requests, heads, _ = query.shape
         kv_heads = keys.shape[0]
@@ -172,7 +172,7 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
             score(query[request, head : head + group], keys[kv_head, begin:end], own_values, scores)
             for member in range(group):
                 scales = (key_scales[kv_head, begin:end], value_scales[kv_head, begin:end])
-                own = slopes[head + member], sinks[head + member]
+                own = slopes[head + member], sinks[head + member], cap
                 share(scores[member], scales, first, own)
             weigh(scores, own_values, out[request, head : head + group])
 
@@ -225,12 +225,16 @@ def _sharing(dtype: torch.dtype) -> Any:
     """
     power, scale_of = _power_of_e(), _scale_of(dtype)
 
-    def share(scores: Any, scales: Any, first: int, of_head: tuple[Any, Any]) -> None:
+    def share(scores: Any, scales: Any, first: int, shaping: tuple[Any, Any, Any]) -> None:
         key_scales, value_scales = scales
-        slope, sink = of_head
+        slope, sink, cap = shaping
         for token in range(len(scores)):
-            bias = slope * np.float32(first + token)
-            scores[token] = scores[token] * scale_of(key_scales, token) + bias
+            scores[token] = scores[token] * scale_of(key_scales, token)
+        if cap > 0:  # 0: none
+            for token in range(len(scores)):
+                scores[token] = cap * math.tanh(scores[token] / cap)
+        for token in range(len(scores)):
+            scores[token] += slope * np.float32(first + token)
         largest = scores.max()
         if sink > largest:  # not so where it is no number
             largest = sink

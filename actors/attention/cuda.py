@@ -64,12 +64,9 @@ class RangeAttention:
         where: Addresses,
         scoring: Scoring,
         held: tuple[Stored, Stored],
-        soft_cap: float = 0.0,
     ) -> Tensor:
         """Attention of the new tokens of `where`, `[sum(counts), heads, head_dim]` as `query`, over
         the keys and values of a layer, which are all stored.
-
-        A `soft_cap` c bounds scores s by c tanh(s / c) (Gemma 2).
         """
         if query.stride(2) != 1 or any(
             at % RANGE_OCTET for at in (*query.stride()[:2], query.storage_offset())
@@ -82,7 +79,7 @@ class RangeAttention:
         splits = self.splits(len(tiles) * kv_heads, where.longest)
         shape = Shape(
             heads, kv_heads, slots, splits, scoring.window or 0, *query.stride()[:2],
-            scoring.scale, soft_cap,
+            scoring.scale, scoring.cap or 0.0,
         )  # fmt: skip
         out = query.new_empty(tokens, heads, head_dim)
         left = [tokens, heads, splits, head_dim + 2]

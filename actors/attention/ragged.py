@@ -263,7 +263,9 @@ def _attention(
     """
     if scoring.sinks is not None:
         sinks = scoring.sinks.unsqueeze(-1)
-        return _with_sinks(query, (keys, values), sinks, scoring.scale, attn_mask, is_causal)
+        return _with_sinks(query, (keys, values), sinks, scoring, attn_mask, is_causal)
+    if scoring.cap is not None:  # as no kernel of torch does
+        return _plainly(query, (keys, values), scoring, attn_mask, is_causal)[0]
     if is_causal and prefers_blocks(query):
         prompts = zip(query, keys, values, strict=True)
         return torch.stack([attend_fresh(q, k, v, scoring.scale) for q, k, v in prompts])
@@ -288,7 +290,7 @@ def _with_sinks(
     query: Tensor,
     held: tuple[Tensor, Tensor],
     sinks: Tensor,
-    scale: float,
+    scoring: Scoring,
     mask: Tensor | None,
     is_causal: bool = False,
 ) -> Tensor:
@@ -297,10 +299,10 @@ def _with_sinks(
     """
     if query.device.type == "cpu":
         out, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, *held, 0.0, is_causal, attn_mask=mask, scale=scale
+            query, *held, 0.0, is_causal, attn_mask=mask, scale=scoring.scale
         )
     else:
-        out, logarithms = _plainly(query, held, scale, mask, is_causal)
+        out, logarithms = _plainly(query, held, scoring, mask, is_causal)
     rest = torch.sigmoid(logarithms - sinks.float())
     shrunk: Tensor = out * rest.unsqueeze(-1).to(out.dtype)
     return shrunk
@@ -309,7 +311,7 @@ def _with_sinks(
 def _plainly(
     query: Tensor,
     held: tuple[Tensor, Tensor],
-    scale: float,
+    scoring: Scoring,
     mask: Tensor | None,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -318,7 +320,9 @@ def _plainly(
     """
     groups = query.shape[1] // held[0].shape[1]
     keys, values = (each.repeat_interleave(groups, dim=1) for each in held)
-    scores = (query @ keys.transpose(-1, -2)).float() * scale
+    scores = (query @ keys.transpose(-1, -2)).float() * scoring.scale
+    if scoring.cap is not None:
+        scores = (scores / scoring.cap).tanh() * scoring.cap
     if mask is not None:
         scores = scores + mask
     if is_causal:
@@ -354,12 +358,12 @@ def _decode_together(
     mask = where.decode_mask(scoring, query.dtype)
     if mask is not None and mask.shape[1] > 1:  # ALiBi
         mask = mask.view(len(mask), kv_heads, -1, where.longest)
-    grouped = query.unflatten(1, (kv_heads, -1))
     held = keys.read(where.read, query.dtype), values.read(where.read, query.dtype)
+    grouped = query.unflatten(1, (kv_heads, -1))
     if scoring.sinks is not None:
         sinks = scoring.sinks.view(kv_heads, -1)
-        return _with_sinks(grouped, held, sinks, scoring.scale, mask).flatten(1, 2)
-    out = F.scaled_dot_product_attention(grouped, *held, attn_mask=mask, scale=scoring.scale)
+        return _with_sinks(grouped, held, sinks, scoring, mask).flatten(1, 2)
+    out = _attention(grouped, *held, scoring, mask)
     return out.flatten(1, 2)
 
 
@@ -406,7 +410,7 @@ def ragged_attention(
     """transformers' attention interface on the flattened batch.
 
     `query`: `[1, heads, tokens, head_dim]`. Of the `options` that models hand on, `ragged` (the
-    `RaggedContext`), `scaling`, `sliding_window` and `s_aux` (sinks) count.
+    `RaggedContext`), `scaling`, `sliding_window`, `s_aux` (sinks) and `softcap` count.
     """
     ragged: RaggedContext | None = options.get("ragged")
     if ragged is None:
@@ -417,7 +421,12 @@ def ragged_attention(
         ragged,
         int(module.layer_idx),  # type: ignore[arg-type]
         NewTokens(*(x[0].transpose(0, 1) for x in (query, key, value))),
-        Scoring(scale, options.get("sliding_window"), sinks=options.get("s_aux")),
+        Scoring(
+            scale,
+            options.get("sliding_window"),
+            sinks=options.get("s_aux"),
+            cap=options.get("softcap"),
+        ),
     )
     return out[None], None
 

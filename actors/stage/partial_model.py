@@ -134,7 +134,13 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 def _restore_buffers(decoder: nn.Module) -> None:
-    """Compute rotary frequencies, which no checkpoint stores, off the meta device."""
+    """Compute what no checkpoint stores, rotary frequencies and factors of embeddings, off the meta
+    device.
+    """
+    for module in decoder.children():
+        if hasattr(module, "scalar_embed_scale"):  # Gemma's
+            embedding: Any = module
+            embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
     rotary: Any = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         rotary = type(rotary)(config=rotary.config)

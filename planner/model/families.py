@@ -23,6 +23,7 @@ from planner.model.family import (
     windowed_shape,
 )
 from planner.model.gated_families import GATED_FAMILIES
+from planner.model.gemma_families import GEMMA_FAMILIES
 from planner.model.gpt_oss_family import GPT_OSS
 from planner.model.qwen_families import QWEN_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
@@ -221,6 +222,7 @@ _LLAMA = Family(
 
 FAMILIES: Mapping[str, Family] = {
     **GATED_FAMILIES,
+    **GEMMA_FAMILIES,
     "bloom": _BLOOM,
     "gpt_neox": _GPT_NEOX,
     "gpt_oss": GPT_OSS,

@@ -216,7 +216,7 @@ def check_layer_types(config: ConfigFile, given: Any, known: tuple[str, ...], la
     if not isinstance(given, list) or len(given) != layers:
         needed = f"a list of {layers} (num_hidden_layers) of {' and '.join(known)}, or left out"
         length = f"a list of {len(given)}" if isinstance(given, list) else shown(given)
-        raise SpecError(f"{config.place}: layer_types is {length}; it must be {needed}")
+        raise SpecError(f"{config.entry('layer_types')} is {length}; it must be {needed}")
     for index, each in enumerate(given):
         if each not in known:
             raise config.refusal(f"layer_types[{index}]", each, f"one of {', '.join(known)}")

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
     GPTNeoXConfig,
@@ -153,6 +155,24 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
         sliding_window=6,
         rope_theta=9000.0,
         rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ),
+    "gemma2": Gemma2Config(
+        **_ROPE,
+        num_key_value_heads=2,
+        head_dim=12,
+        sliding_window=7,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=0.05,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **_ROPE,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=6,
+        sliding_window_pattern=3,
+        query_pre_attn_scalar=20,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
     ),
     "ministral": MinistralConfig(
         **_ROPE,

@@ -135,7 +135,8 @@ def test_sinks_and_soft_caps(blocks: int) -> None:
     case = Case(ragged((600, 1), (513, 2)), (4, 2), 64)
     kernels = attention(64, torch.float16, False, blocks)
     held = (case.keys, case.values)
-    found = kernels.attend(case.query, case.where, Scoring(0.3, sinks=sinks), held, cap)
+    scoring = Scoring(0.3, sinks=sinks, cap=cap)
+    found = kernels.attend(case.query, case.where, scoring, held)
     keys, values = (whole(each).repeat_interleave(2, 0) for each in held)
     rows = []
     for row, (request, position) in enumerate(((0, 600), (1, 513), (1, 514))):

@@ -1,0 +1,99 @@
+"""Shapes of Gemma's models: the library's parameters, layers of two kinds, refused entries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from planner.model.finding import shape_from_config
+from quant.common.errors import SpecError
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 100,
+    "sliding_window": 16,
+}
+GEMMA_3_4B = {
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+"""Entries of the published file that count for text; all others are transformers' defaults."""
+
+
+def built(model_type: str, values: dict[str, Any]) -> Any:
+    config = AutoConfig.for_model(model_type, **values)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_parameters_are_those_of_the_library(model_type: str) -> None:
+    values = {**TINY, "sliding_window_pattern": 2} if model_type == "gemma3_text" else TINY
+    model = built(model_type, values)
+    shape = shape_from_config("m", {"model_type": model_type, **values})
+    assert shape.total_parameters == model.num_parameters()
+    layers = model.get_decoder().layers
+    assert shape.parameters_by_layer == tuple(
+        sum(weight.numel() for weight in layer.parameters()) for layer in layers
+    )
+    windows = tuple(shape.layer(index).sliding_window for index in range(5))
+    assert (
+        windows
+        == tuple(layer.self_attn.sliding_window for layer in layers)
+        == (16, None) * 2 + (16,)
+    )
+
+
+def test_a_published_file_is_completed_by_the_librarys_defaults() -> None:
+    shape = shape_from_config("gemma-3-4b", GEMMA_3_4B)
+    text = GEMMA_3_4B["text_config"]
+    assert isinstance(text, dict)
+    model = built("gemma3_text", {k: v for k, v in text.items() if k != "model_type"})
+    assert shape.total_parameters == model.num_parameters()
+    assert shape.max_positions == 131_072
+    assert shape.kind_counts == (29, 5)
+    assert [kind.sliding_window for kind in shape.kind_shapes] == [1024, None]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, "layer_types is a list of 4; it must be a list"),
+        (
+            {"layer_types": ["full_attention"] * 4 + ["chunked_attention"]},
+            r"layer_types\[4\] is 'chunked_attention'; it must be one of full_attention, sliding",
+        ),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"query_pre_attn_scalar": "256"}, "query_pre_attn_scalar is '256'"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"hidden_activation": "gelu2"}, "hidden_activation is 'gelu2'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+            r"rope_parameters.full_attention.rope_type is 'longrope'",
+        ),
+    ],
+)
+def test_wrong_entries_are_refused_by_name(entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        shape_from_config("m", {"model_type": "gemma3_text", **TINY, **entries})
+    with pytest.raises(SpecError, match="text_config"):
+        shape_from_config("m", {"model_type": "gemma3", "text_config": {**TINY, **entries}})
