@@ -58,6 +58,7 @@ def _windowed(config: ConfigFile, period: int, qk_norm: bool = False) -> ModelSh
     bias = config.flag("attention_bias", False)
     shape = gated_shape(
         config,
+        _SIZES["head_dim"],
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=qk_norm,
@@ -77,11 +78,9 @@ def _check_scores(config: ConfigFile) -> None:
         value = config.values.get(key)
         if value is not None and not (type(value) is float and is_number(value, 0, _LARGEST_CAP)):
             raise config.refusal(key, value, "a number above 0 with a decimal point, or null")
-    if config.values.get("use_bidirectional_attention") not in (None, False):
-        value = config.values["use_bidirectional_attention"]
-        raise config.refusal(
-            "use_bidirectional_attention", value, "false or null for a model that generates text"
-        )
+    key = "use_bidirectional_attention"
+    if config.values.get(key) is not None and config.flag(key, False):
+        raise config.refusal(key, True, "false or null for a model that generates text")
 
 
 _FOUR_NORMS = replace(
