@@ -158,7 +158,7 @@ class TimedLayers:
     def _filled_cache(self, workload: LayerWorkload, copies: int) -> KVCache:
         """A cache with random keys and values of earlier tokens, in ranges as long as needed."""
         form, rooms = self._form, _rooms(workload)
-        held = CacheForm(form.dtype, form.device)
+        held = CacheForm(form.dtype, form.device, slots=workload.batch_size)
         cache = make_cache(self._model.config, range(copies), int(rooms.sum()), held)
         if workload.phase == "prefill":
             return cache

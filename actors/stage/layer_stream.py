@@ -184,8 +184,8 @@ class LayerStream:
         own = range(layer.index, layer.index + 1)
         tokens = sequences * length
         known = None if layer.importance is None else [layer.importance]
-        cache = make_cache(self.config, own, tokens, layer.form, known)
-        if on_keys is not None:
+        cache = make_cache(self.config, own, tokens, replace(layer.form, slots=sequences), known)
+        if on_keys is not None and cache.holding_layers:
             shape = cache_shape(self.config, own, tokens)
             cache = _WatchedCache(own, shape, layer.form, on_keys)
         self._stack[layer.index] = layer.module

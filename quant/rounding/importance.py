@@ -175,7 +175,10 @@ class LargestKeys:
         self._largest = own if self._largest is None else torch.maximum(self._largest, own)
 
     def result(self) -> Tensor:
-        if self._largest is None or not bool(self._largest.isfinite().all()):
+        """What was seen; nothing, `[0, 0]`, of a layer without keys of its own."""
+        if self._largest is None:
+            return torch.zeros(0, 0)
+        if not bool(self._largest.isfinite().all()):
             raise CheckpointError("its keys are not finite; the weights are damaged")
         return self._largest
 

@@ -21,6 +21,7 @@ from tests.actors.models import (
     CONFIGS,
     EVERY_CONFIG,
     LAYERS,
+    STATE_CONFIGS,
     VOCABULARY,
     random_prompts,
     reference,
@@ -36,6 +37,7 @@ SLOTS, KV_TOKENS = 6, 6 * ROOM
 KINDS = {
     "odd sizes": CONFIGS["gpt_neox"],
     "experts": EVERY_CONFIG["qwen3_moe"],
+    "states": STATE_CONFIGS["qwen3_5"],
     "kernels": LlamaConfig(
         vocab_size=VOCABULARY,
         bos_token_id=1,
@@ -125,6 +127,7 @@ CASES = {
     ),
     "4 and 3 bit": ("kernels", {"dtype": "bfloat16", "bits": (4, 3, 4, 3, 16)}),
     "experts": ("experts", {"dtype": "float32", "bits": (16, 4, 3, 4, 16)}),
+    "states": ("states", {"dtype": "bfloat16"}),
     "pure torch": ("odd sizes", {"dtype": "float32", "bits": (8, 4, 3, 8, 4)}),
 }
 

@@ -14,7 +14,7 @@ from quant.common.errors import CheckpointError, SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
-from tests.actors.models import CONFIGS, EVERY_CONFIG, LAYERS, VOCABULARY, save_tiny
+from tests.actors.models import CONFIGS, EVERY_CONFIG, LAYERS, STATE_CONFIGS, VOCABULARY, save_tiny
 
 CPU = torch.device("cpu")
 IN_FLOAT32 = compute_on(CPU, torch.float32)
@@ -33,12 +33,15 @@ def whole(model: Any, token_ids: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "sequences_at_once"),
-    [*((name, 2) for name in CONFIGS), ("bloom", 1), ("llama", 5), ("granite", 5)],
+    [
+        *((name, 2) for name in CONFIGS),
+        *(("bloom", 1), ("llama", 5), ("granite", 5), ("qwen3_5", 2)),
+    ],
 )
 def test_hidden_states_and_logits_are_transformers(
     name: str, sequences_at_once: int, tmp_path: Path
 ) -> None:
-    model, token_ids = save_tiny(tmp_path, EVERY_CONFIG[name]), tokens()
+    model, token_ids = save_tiny(tmp_path, (EVERY_CONFIG | STATE_CONFIGS)[name]), tokens()
     expected = whole(model, token_ids)
     stream = LayerStream(tmp_path, IN_FLOAT32, tokens_at_once=sequences_at_once * 12)
     for layer in stream_layers(stream, token_ids):

@@ -26,6 +26,7 @@ from tests.actors.local_pipeline import LocalPipeline, metered
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
+    STATE_CONFIGS,
     generate,
     random_prompts,
     reference,
@@ -129,7 +130,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     @cache
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp(name)
-        model = save_tiny(folder, CONFIGS[name])
+        model = save_tiny(folder, (CONFIGS | STATE_CONFIGS)[name])
         return folder, [reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
     return made
@@ -140,10 +141,17 @@ def decode_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Decode attention by numba's loop, or as on a GPU."""
     if request.param != "compiled":
         monkeypatch.setattr("actors.attention.ragged.can_attend", lambda stored: False)
+        monkeypatch.setattr("actors.attention.delta_rule.can_run", lambda device: False)
 
 
 @pytest.mark.usefixtures("decode_kernel")
-@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "mistral-sliding", "qwen2-sliding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "opt", "bloom", "mistral-sliding", "qwen2-sliding", "qwen3_5"),
+        pytest.param("qwen3_next", marks=pytest.mark.rare),
+    ],
+)
 def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
     folder, expected = tiny(name)
     runs = [interleaved(stages_for(folder, seed == 1), seed) for seed in range(2)]
@@ -154,7 +162,10 @@ def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
 
 
 @pytest.mark.usefixtures("decode_kernel")
-@pytest.mark.parametrize("name", ["llama", "bloom", "mistral-sliding"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "bloom", "mistral-sliding", pytest.param("qwen3_next", marks=pytest.mark.rare)],
+)
 def test_codes_of_8_bit_do_not_depend_on_the_order(name: str, tiny: Tiny) -> None:
     stages = stages_for(tiny(name)[0], kv_bits=8)
     expected = generate(stages, PROMPTS, NEW_TOKENS, prefill=1, decode=5)
