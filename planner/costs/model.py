@@ -13,6 +13,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
 from planner.costs.latency_model import LatencyModel, MicroBatchTimes
+from planner.costs.layer_units import LayerUnits, told_apart
 from planner.costs.memory import (
     StageEnds,
     StageMemory,
@@ -30,14 +31,12 @@ from planner.optimiser.problem import (
     AssignmentProblem,
     BoolArray,
     FloatArray,
-    IntArray,
     JobPasses,
 )
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import SteadyCycle, job_passes
 from planner.scheduling import TOKEN_POLICIES, PolicyOptions
 from planner.workload import Job, MicroBatches, Workload
-from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
 
 
@@ -190,14 +189,16 @@ class CostModel:
     ) -> AssignmentProblem:
         batch, sizes, devices = self.workload.global_batch, rows.sizes, [d for d, _ in places]
         layers, fixed = rows.layer_seconds(devices), rows.fixed_s(places)
+        tables = np.stack([layers[:, 0], layers[:, 1], rows.layer_bytes(devices)])
+        tables, kinds = told_apart(tables, np.array(self.shape.kind_of_layer))
         return AssignmentProblem(
-            prefill_s=layers[:, 0],
-            decode_s=layers[:, 1],
+            prefill_s=tables[0],
+            decode_s=tables[1],
             fixed_prefill_s=fixed[0],
             fixed_decode_s=fixed[1],
             prefill_comm_s=hops[0],
             decode_comm_s=hops[1],
-            layer_bytes=rows.layer_bytes(devices),
+            layer_bytes=tables[2],
             memory_bytes=rows.free_bytes(places),
             sensitivity=self.sensitivity,
             theta=self.theta,
@@ -208,7 +209,7 @@ class CostModel:
             objective=self.options.objective if self.job is None else "job",
             available=self._is_usable,
             passes=rows.passes,
-            kind_of_layer=np.array(self.shape.kind_of_layer),
+            kind_of_layer=kinds,
             joined=self.shape.joined,
         )
 
@@ -326,40 +327,6 @@ class _StageRows:
         if key not in self._hops:
             self._hops[key] = seconds(sender, receiver, self._costs.dtype(sender))
         return self._hops[key]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerUnits:
-    """Successive layers as units of as many: how many of each kind those of a kind of unit have
-    [U, C], and the kind of each unit. A unit that begins with a joined layer is joined.
-    """
-
-    counts: IntArray
-    kind_of_unit: IntArray
-    joined: tuple[int, ...]
-
-    @classmethod
-    def of(cls, kind_of_layer: IntArray, joined: Sequence[int], group: int) -> LayerUnits:
-        """The units of `group` layers; SpecError unless it divides their number."""
-        layers = len(kind_of_layer)
-        if layers % group:
-            raise SpecError(
-                f"group is {group}, which does not divide the model's {layers} layers; "
-                f"use one of {[g for g in range(1, layers + 1) if layers % g == 0]}"
-            )
-        is_kind = kind_of_layer[:, np.newaxis] == np.arange(kind_of_layer.max() + 1)
-        in_units = is_kind.reshape(-1, group, is_kind.shape[1]).sum(axis=1)
-        counts, kind_of_unit = np.unique(in_units, axis=0, return_inverse=True)
-        firsts = tuple(layer // group for layer in joined if layer % group == 0)
-        return cls(counts, kind_of_unit.reshape(-1), firsts)
-
-    def summed(self, by_kind: FloatArray) -> FloatArray:
-        """What layers of each kind [N, C, ...] come to in a unit of each kind [N, U, ...]."""
-        return np.asarray(np.einsum("uc,nc...->nu...", self.counts, by_kind))
-
-    def summed_cells(self, problem: AssignmentProblem, cells: FloatArray) -> FloatArray:
-        by_kind = cells.reshape(len(cells), problem.kinds, -1)
-        return self.summed(by_kind).reshape(len(cells), -1)
 
 
 def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:

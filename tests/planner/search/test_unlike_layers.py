@@ -115,6 +115,20 @@ def test_units_of_unlike_layers_cost_what_their_layers_do() -> None:
         costs_of(shape, group=3).grouped_problem(CLUSTER.devices, sizes)
 
 
+@pytest.mark.parametrize(("window", "kinds"), [(4096, 1), (100, 2)])
+def test_layers_whose_window_nobody_reaches_are_as_others(window: int, kinds: int) -> None:
+    full = three_kinds((FULL,) * 6).kinds[FULL]
+    sliding = replace(full, kind="sliding", sliding_window=window)
+    mixed = replace(full, kind="", kinds=(full, sliding), pattern=(0, 1, 0, 1, 1, 1))
+    problem = costs_of(mixed).problem(CLUSTER.devices, MicroBatches(2, 3))
+    assert problem.kinds == kinds
+    plain = costs_of(full).problem(CLUSTER.devices, MicroBatches(2, 3))
+    bits = (0, 1, 0, 1, 0, 1)
+    both = [stage_times(each, (0, 2, 4, 6), bits) for each in (problem, plain)]
+    assert (both[0].decode_s < both[1].decode_s).all() == (kinds == 2)
+    assert both[0].bytes.tolist() == both[1].bytes.tolist()
+
+
 @pytest.mark.parametrize("group", [1, 2])
 def test_has_room_as_the_problem_is_feasible(group: int) -> None:
     shape = three_kinds((EXPERT, *PATTERN, EXPERT, EXPERT, FULL), joined=(4, 5))
@@ -162,7 +176,8 @@ def test_a_plan_states_the_bytes_of_its_layers(policy: str) -> None:
     plan = find_plan(CLUSTER, shape, "mixed", work, options).plan
     check_plan(plan, shape)
     held = sum(stage.memory.weights for stage in plan.stages)
-    assert held == 2 * sum(shape.parameters_by_layer)
+    in_float32 = 6 * 2 * 32  # decay and bias of each head of the mixers
+    assert held == 2 * (sum(shape.parameters_by_layer) + in_float32)
     requests, tokens = plan.workload.global_batch, plan.workload.kv_tokens
     states = 6 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 + 32) * 128)
     keys = 6 * 2 * 2 * 256 * 2
