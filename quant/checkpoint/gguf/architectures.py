@@ -1,6 +1,7 @@
 """llama.cpp's architectures that are families of ours. Its converter reorders rows: queries and
-keys of `llama`, whose rotary positions turn neighbours there and halves here, and fused queries,
-keys and values, three blocks there and three parts of each head here.
+keys of `llama` and of what it converts in the same way, whose rotary positions turn neighbours
+there and halves here, and fused queries, keys and values, three blocks there and three parts of
+each head here.
 """
 
 from __future__ import annotations
@@ -81,9 +82,58 @@ _FUSED_LAYER = {
     "ffn_down": "mlp.dense_4h_to_h",
 }
 
+_FUSED_MLP_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _like_llama(model_type: str) -> GgufArchitecture:
+    names = _GATED_ENDS, _GATED_LAYER
+    return GgufArchitecture(model_type, "model.layers", *names, queries="attn_q", keys="attn_k")
+
+
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": GgufArchitecture(
-        "llama", "model.layers", _GATED_ENDS, _GATED_LAYER, queries="attn_q", keys="attn_k"
+    "llama": _like_llama("llama"),
+    "smollm3": _like_llama("smollm3"),
+    "granite": _like_llama("granite"),
+    "phi3": GgufArchitecture(
+        "phi3",
+        "model.layers",
+        _GATED_ENDS,
+        {
+            **_FUSED_MLP_LAYER,
+            "attn_qkv": "self_attn.qkv_proj",
+            "ffn_norm": "post_attention_layernorm",
+        },
+    ),
+    "glm4": GgufArchitecture(
+        "glm4",
+        "model.layers",
+        _GATED_ENDS,
+        {
+            **_FUSED_MLP_LAYER,
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
+    "olmo2": GgufArchitecture(
+        "olmo2",
+        "model.layers",
+        _GATED_ENDS,
+        {
+            **{name: own for name, own in _GATED_LAYER.items() if "norm" not in own},
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
     ),
     "qwen2": GgufArchitecture("qwen2", "model.layers", _GATED_ENDS, _GATED_LAYER),
     "qwen3": GgufArchitecture("qwen3", "model.layers", _GATED_ENDS, _GATED_LAYER),

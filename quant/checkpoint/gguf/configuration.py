@@ -14,7 +14,10 @@ from quant.checkpoint.gguf.tokenizer import end_tokens
 from quant.common.errors import SpecError
 
 FACTORS = "rope_freqs.weight"
-_LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ROTARY_TENSORS = (FACTORS, _LONG, _SHORT)
+"""Tensors that become entries."""
+
 _LLAMA3_LENGTH = 8192
 """The length with which llama 3 was first trained, also where the file does not say it."""
 
@@ -24,15 +27,17 @@ _TOLERANCE = 1e-3
 _CLOSE_TO_END = 1e-4
 
 Factors = np.ndarray[Any, np.dtype[np.float64]]
+RotaryTensors = Mapping[str, Factors]
+"""Those of `ROTARY_TENSORS` that a file has."""
 
 
-def rotary_entries(entries: Entries, head_dim: int, factors: Factors | None) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`; `factors` of the frequencies. SpecError for what
-    transformers has no words for.
+def rotary_entries(entries: Entries, head_dim: int, tensors: RotaryTensors) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`; `tensors` may have factors of the frequencies. SpecError for
+    what transformers has no words for.
     """
     theta = entries.number("rope.freq_base", 10_000.0)
     found: dict[str, Any] = {"rope_theta": theta}
-    scaling = _scaling(entries)
+    scaling, factors = _scaling(entries), tensors.get(FACTORS)
     if factors is not None and np.any(np.abs(factors - 1) > _TOLERANCE):
         if scaling is not None:
             raise SpecError(
@@ -45,12 +50,13 @@ def rotary_entries(entries: Entries, head_dim: int, factors: Factors | None) -> 
     return found
 
 
-def check_long_factors(entries: Entries, names: set[str]) -> None:
-    for name in _LONG_FACTORS:
-        if name in names:
+def check_long_factors(entries: Entries, factors: RotaryTensors) -> None:
+    for name in (_LONG, _SHORT):
+        if name in factors:
             raise SpecError(
                 f"{entries.path}: it has {name}, rotary factors that change with the length "
-                "(longrope), which llmpq does not run; choose another model"
+                f"(longrope), which llmpq does not run in a {entries.architecture} model; choose "
+                "another one"
             )
 
 
@@ -131,12 +137,16 @@ _SCALES = ("attention.scale", "attention.clamp_kqv", "embedding_scale", "logit_s
            "residual_scale", "attn_logit_softcapping", "final_logit_softcapping")  # fmt: skip
 """Entries that change what a layer computes, and that our families do not know."""
 
+_KNOWN_SCALES = {
+    ("granite", key)
+    for key in ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
+}
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
 """`general.sampling.*` by their names in a `generation_config.json`."""
 
 
-def model_entries(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+def model_entries(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     """Entries of `config.json`; SpecError for missing or wrong ones, mixtures of experts and
     unknown scales.
     """
@@ -146,7 +156,9 @@ def model_entries(entries: Entries, tensors: Tensors, factors: Factors | None) -
             "does not plan yet; choose a dense model"
         )
     for key in _SCALES:
-        if entries.of_architecture(key) not in (None, 0.0, 1.0):
+        if (entries.architecture, key) not in _KNOWN_SCALES and entries.of_architecture(
+            key
+        ) not in (None, 0.0, 1.0):
             raise entries.refusal(f"{entries.architecture}.{key}", entries.of_architecture(key),
                                   "left out for a model that llmpq runs")  # fmt: skip
     size = vocabulary(entries, tensors)
@@ -157,6 +169,7 @@ def model_entries(entries: Entries, tensors: Tensors, factors: Factors | None) -
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": entries.token("tokenizer.ggml.bos_token_id", size),
         "eos_token_id": entries.token("tokenizer.ggml.eos_token_id", size),
+        "pad_token_id": None,  # or some families have one by default, beyond small vocabularies
     }
 
 
@@ -180,18 +193,32 @@ def vocabulary(entries: Entries, tensors: Tensors) -> int:
     return tensors["token_embd.weight"].shape[0]
 
 
-def _gated(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+def _gated(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    del tensors
+    rotated, head_dim = _rotated(entries)
+    if rotated != head_dim:
+        raise entries.refusal(
+            f"{entries.architecture}.rope.dimension_count", rotated, f"{head_dim}, all of a head"
+        )
+    check_long_factors(entries, factors)
+    return _sizes(entries, head_dim) | rotary_entries(entries, head_dim, factors)
+
+
+def _rotated(entries: Entries) -> tuple[int, int]:
+    """Rotated elements of a head, and all of it."""
     heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
     head_dim = entries.size("attention.key_length", max(hidden // heads, 1))
-    rotated = entries.size("rope.dimension_count", head_dim)
-    if (rotated, entries.size("attention.value_length", head_dim)) != (head_dim, head_dim):
+    values = entries.size("attention.value_length", head_dim)
+    if values != head_dim:
         raise SpecError(
-            f"{entries.path}: heads of {head_dim} elements (attention.key_length) with "
-            f"{rotated} rotated ones (rope.dimension_count) and values of "
-            f"{entries.size('attention.value_length', head_dim)}; llmpq runs models where the "
-            "three are equal"
+            f"{entries.path}: heads of {head_dim} elements (attention.key_length) with values of "
+            f"{values}; llmpq runs models where the two are equal"
         )
-    check_long_factors(entries, set(tensors))
+    return entries.size("rope.dimension_count", head_dim), head_dim
+
+
+def _sizes(entries: Entries, head_dim: int) -> dict[str, Any]:
+    heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
     return {
         "hidden_size": hidden,
         "intermediate_size": entries.size("feed_forward_length"),
@@ -202,14 +229,11 @@ def _gated(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[
         "max_position_embeddings": entries.size("context_length"),
         "rms_norm_eps": entries.number("attention.layer_norm_rms_epsilon"),
         "hidden_act": "silu",
-        **rotary_entries(entries, head_dim, factors),
     }
 
 
-def _llama(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
-    found = _gated(entries, tensors, factors)
-    found["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    found["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+def _llama(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    found = _biased(entries, tensors, factors)
     if entries.of_architecture("attention.sliding_window"):
         found |= {
             "model_type": "mistral",
@@ -219,19 +243,91 @@ def _llama(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[
     return found
 
 
-def _qwen2(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+def _qwen2(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     found = _gated(entries, tensors, factors)
     if found["head_dim"] * found["num_attention_heads"] == found["hidden_size"]:
         del found["head_dim"]  # transformers' Qwen2 has no such entry
     return found
 
 
-def _qwen3(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+def _qwen3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     bias = "blk.0.attn_q.bias" in tensors
     return _gated(entries, tensors, factors) | {"attention_bias": bias}
 
 
-def _bloom(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+def _biased(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    found = _gated(entries, tensors, factors)
+    found["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    found["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    return found
+
+
+def _smollm3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    """llama.cpp has the interval of layers without rotary positions in its code alone."""
+    return _biased(entries, tensors, factors) | {"no_rope_layer_interval": 4}
+
+
+def _granite(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    found = _biased(entries, tensors, factors)
+    return found | {
+        "embedding_multiplier": entries.number("embedding_scale", 1.0),
+        "residual_multiplier": entries.number("residual_scale", 1.0),
+        "attention_multiplier": entries.number("attention.scale", found["head_dim"] ** -0.5),
+        "logits_scaling": entries.number("logit_scale", 1.0),
+    }
+
+
+def _phi3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    del tensors
+    rotated, head_dim = _rotated(entries)
+    found = _sizes(entries, head_dim) | {"partial_rotary_factor": rotated / head_dim}
+    if head_dim * found["num_attention_heads"] == found["hidden_size"]:
+        del found["head_dim"]  # transformers' Phi-3 has no such entry
+    window = entries.of_architecture("attention.sliding_window")
+    found |= {"sliding_window": entries.size("attention.sliding_window")} if window else {}
+    missing = {_LONG, _SHORT} - factors.keys()
+    if len(missing) == 2:
+        return found | rotary_entries(entries, rotated, factors)
+    if missing:
+        raise SpecError(f"{entries.path} has no {missing.pop()}; download the file again")
+    length = entries.size("rope.scaling.original_context_length")
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": factors[_SHORT].tolist(),
+        "long_factor": factors[_LONG].tolist(),
+    }
+    theta = entries.number("rope.freq_base", 10_000.0)
+    return found | {
+        "original_max_position_embeddings": length,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+    }
+
+
+def _glm4(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    sections = entries.of_architecture("rope.dimension_sections")
+    if sections is not None:  # of images, for which the converter reorders rows
+        raise entries.refusal("glm4.rope.dimension_sections", sections, "left out")
+    rotated, head_dim = _rotated(entries)
+    check_long_factors(entries, factors)
+    return {
+        **_sizes(entries, head_dim),
+        **rotary_entries(entries, rotated, factors),
+        "partial_rotary_factor": rotated / head_dim,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+    }
+
+
+def _olmo2(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    window = entries.of_architecture("attention.sliding_window")
+    if window:
+        needed = "left out: of OLMo 3 give the original checkpoint, a folder of safetensors files"
+        raise entries.refusal("olmo2.attention.sliding_window", window, needed)
+    bias = "blk.0.attn_q.bias" in tensors
+    return _gated(entries, tensors, factors) | {"attention_bias": bias}
+
+
+def _bloom(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     del tensors, factors
     hidden = entries.size("embedding_length")
     if entries.size("feed_forward_length", 4 * hidden) != 4 * hidden:
@@ -246,7 +342,7 @@ def _bloom(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[
     }
 
 
-def _gpt_neox(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+def _gpt_neox(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
     head_dim = max(hidden // heads, 1)
     rotated = entries.size("rope.dimension_count", head_dim)
@@ -267,9 +363,14 @@ def _gpt_neox(entries: Entries, tensors: Tensors, factors: Factors | None) -> di
     return found | ({"rope_scaling": rotary["rope_scaling"]} if "rope_scaling" in rotary else {})
 
 
-_Family = Callable[[Entries, Tensors, Factors | None], dict[str, Any]]
+_Family = Callable[[Entries, Tensors, RotaryTensors], dict[str, Any]]
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _llama,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "phi3": _phi3,
+    "glm4": _glm4,
+    "olmo2": _olmo2,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "bloom": _bloom,

@@ -21,7 +21,7 @@ import numpy as np
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES, GgufArchitecture, RowOrder
 from quant.checkpoint.gguf.configuration import (
-    FACTORS,
+    ROTARY_TENSORS,
     Factors,
     generation_entries,
     model_entries,
@@ -221,10 +221,12 @@ class _Described:
         self.architecture = _architecture(files[0], values.get("general.architecture"))
         name = str(values["general.architecture"])
         self.entries = Entries(files[0], values, name)
-        factors = next(((files[p], each) for p, each in self.stored if each.name == FACTORS), None)
-        self.config = model_entries(
-            self.entries, self.by_name, None if factors is None else _read_factors(*factors)
-        )
+        factors = {
+            each.name: _read_factors(files[part], each)
+            for part, each in self.stored
+            if each.name in ROTARY_TENSORS
+        }
+        self.config = model_entries(self.entries, self.by_name, factors)
 
 
 def _architecture(file: Path, name: Any) -> GgufArchitecture:
@@ -254,7 +256,7 @@ def _index(
     names = made.architecture
     tensors = {}
     for part, each in made.stored:
-        if each.name == FACTORS:
+        if each.name in ROTARY_TENSORS:
             continue  # in config.json
         is_key = bool(names.keys) and f".{names.keys}." in each.name
         tensors[names.full_name(each.name)] = GgufTensor(

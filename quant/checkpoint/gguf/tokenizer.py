@@ -196,7 +196,7 @@ def _types(entries: Entries, tokens: list[str], rows: int) -> list[int]:
 
 def _byte_level(entries: Entries, tokens: list[str]) -> tuple[dict[str, Any], bool]:
     name = entries.text("tokenizer.ggml.pre", "default")
-    name = OF_ARCHITECTURE[entries.architecture] if name == "default" else name
+    name = OF_ARCHITECTURE.get(entries.architecture) if name == "default" else name
     rule = PRE_TOKENIZERS.get(str(name))
     if rule is None:
         raise entries.refusal(

@@ -75,7 +75,7 @@ def test_tensors_that_do_not_fit(
         ({"llama.block_count": None}, ("llama.block_count is missing",)),
         ({"llama.attention.head_count": 0}, ("llama.attention.head_count is 0",)),
         ({"llama.feed_forward_length": [80] * 5}, ("llama.feed_forward_length is [80,",)),
-        ({"llama.rope.dimension_count": 4}, ("4 rotated ones",)),
+        ({"llama.rope.dimension_count": 4}, ("dimension_count is 4; it must be 8",)),
         ({"llama.rope.scaling.type": "longrope"}, ("longrope", "none, linear or yarn")),
         ({"llama.rope.freq_base": float("nan")}, ("llama.rope.freq_base is nan",)),
         ({"llama.logit_scale": 0.5}, ("llama.logit_scale is 0.5",)),
@@ -104,7 +104,7 @@ def test_an_unknown_architecture_names_the_known_ones(model: Any, tmp_path: Path
     file.write_bytes(file.read_bytes().replace(b"llama", b"gpt99", 1).replace(b"llama", b"gpt99"))
     message = said(file)
     assert "'gpt99'" in message
-    assert "bloom, gptneox, llama, qwen2, qwen3" in message
+    assert "bloom, glm4, gptneox, granite, llama, olmo2, phi3, qwen2, qwen3, smollm3" in message
 
 
 @pytest.mark.parametrize("left", [0, 3, 20, 500, 5_000, -1])

@@ -11,14 +11,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3Config, SmolLM3Config
 
+from actors.stage.model_config import read_config
 from llmpq.model_check import checked_shape
 from planner.model.finding import shape_from_config
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import SpecError
 from tests.actors.models import (
     CONFIGS,
+    EVERY_CONFIG,
     LAYERS,
     generate,
     random_prompts,
@@ -45,12 +48,25 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 4.0],
+}
 MODELS: dict[str, PretrainedConfig] = {
     **{name: CONFIGS[name] for name in CONFIGS if "opt" not in name and name != "qwen2-sliding"},
     "llama-biases": LlamaConfig(**_ROPE, attention_bias=True, mlp_bias=True),
     "llama-wide-heads": LlamaConfig(**_ROPE, head_dim=16),
     "qwen3-biases": Qwen3Config(**_ROPE, head_dim=16, attention_bias=True),
     "qwen3-tied": Qwen3Config(**_ROPE, head_dim=16, tie_word_embeddings=True),
+    "smollm3": SmolLM3Config(**_ROPE, **_ENDS, tie_word_embeddings=True),
+    **{name: EVERY_CONFIG[name] for name in ("granite", "phi3", "glm4", "olmo2")},
+    "phi3-long": Phi3Config(
+        **_ROPE, **_ENDS, original_max_position_embeddings=64, rope_parameters=_LONG
+    ),
 }
 BLOCKS = (64, 256)
 """Hidden and intermediate size of models whose rows are whole blocks of some type."""
@@ -84,6 +100,16 @@ def test_the_model_that_was_written_comes_back(name: str, tmp_path: Path) -> Non
     stages = stages_of(resolve(file), (0, 2, LAYERS), len(prompts), 20)
     expected = [reference(model, prompt, 8) for prompt in prompts]
     assert generate(stages, prompts, 8, prefill=2, decode=2) == expected
+
+
+def test_both_factors_of_longrope_come_back(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "original", MODELS["phi3-long"])
+    found = read_config(resolve(write_gguf(model, tmp_path / "tiny.gguf")))
+    assert found.rope_parameters == model.config.rope_parameters
+    cut = tmp_path / "cut.gguf"
+    write_gguf(model, cut, change=lambda tensors: tensors.pop("rope_factors_long.weight"))
+    with pytest.raises(SpecError, match=r"cut.gguf has no rope_factors_long.weight; download"):
+        resolve(cut)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -15,7 +15,9 @@ Array = np.ndarray[Any, Any]
 Encode = Callable[[str, Array], tuple[Array, gguf.GGMLQuantizationType]]
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-                  "bloom": "bloom", "gpt_neox": "gptneox"}  # fmt: skip
+                  "bloom": "bloom", "gpt_neox": "gptneox", "smollm3": "smollm3",
+                  "granite": "granite", "phi3": "phi3", "glm4": "glm4",
+                  "olmo2": "olmo2"}  # fmt: skip
 _ENUMS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -112,8 +114,17 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
         found["attention.head_count_kv"] = config.num_key_value_heads
         found["rope.freq_base"] = config.rope_parameters["rope_theta"]
         head_dim = getattr(config, "head_dim", None) or hidden // heads
-        found["rope.dimension_count"] = head_dim
+        share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+        found["rope.dimension_count"] = int(share * head_dim)
         found["attention.key_length"] = found["attention.value_length"] = head_dim
+    if config.model_type == "granite":
+        found["attention.scale"] = config.attention_multiplier
+        found["embedding_scale"] = config.embedding_multiplier
+        found["residual_scale"] = config.residual_multiplier
+        found["logit_scale"] = config.logits_scaling
+    if config.model_type == "phi3":
+        found["attention.sliding_window"] = config.sliding_window or 0
+        found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
     if config.model_type == "mistral" and config.sliding_window:
         found["attention.sliding_window"] = config.sliding_window
     if architecture == "gptneox":
@@ -127,12 +138,20 @@ def _tensors(model: Any, architecture: str) -> dict[str, Array]:
     names = gguf.get_tensor_name_map(_ENUMS[architecture], model.config.num_hidden_layers)
     heads = model.config.num_attention_heads
     key_heads = getattr(model.config, "num_key_value_heads", heads)
-    found = {}
+    found = (
+        {
+            f"rope_factors_{each}.weight": np.array(factors, np.float32)
+            for each in ("long", "short")
+            if (factors := model.config.rope_parameters.get(f"{each}_factor")) is not None
+        }
+        if architecture == "phi3"
+        else {}
+    )
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         weights = tensor.float().numpy()
-        if architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
+        if architecture in ("llama", "smollm3", "granite") and re.search(r"\.[qk]_proj\.", name):
             weights = permuted(weights, heads if ".q_proj." in name else key_heads)
         if "query_key_value" in name:
             weights = unfused(weights, heads)
