@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quant.backends.base import PackedWeight, copy_of, tensor_bytes
-from quant.linear import LayerForm, QuantizedLinear, packed_weight, reordered
+from quant.linear import HostForm, LayerForm, QuantizedLinear, packed_weight, reordered
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, LinearShape
@@ -43,6 +43,9 @@ class PlainWeight(PackedWeight):
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight)
 
+    def restored_for(self, x: Tensor) -> Tensor | None:
+        return self.weight.to(x.device, non_blocking=True).to(x.dtype)
+
 
 @dataclass(frozen=True)
 class _ReorderedWeight(PlainWeight):
@@ -52,6 +55,9 @@ class _ReorderedWeight(PlainWeight):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         return out
 
+    def restored_for(self, x: Tensor) -> Tensor | None:
+        return None
+
     def state(self) -> dict[str, Tensor]:
         return {}  # 16-bit layers are not stored
 
@@ -59,6 +65,10 @@ class _ReorderedWeight(PlainWeight):
     def nbytes(self) -> int:
         count: int = torch.ops.mkldnn._nbytes(self.weight)
         return count
+
+
+Product = Callable[[PackedWeight, Tensor], Tensor]
+"""The product of some rows `[rows, in]` with a weight."""
 
 
 class ExpertWeights:
@@ -107,21 +117,22 @@ class ExpertWeights:
                 self._joined[name][index] = part
         self.weights.append(self._part(type(packed), index, dtype))
 
-    def multiply(self, rows: Tensor, counts: Sequence[int], padded_to: int = 0) -> Tensor:
+    def multiply(self, rows: Tensor, counts: Sequence[int], product: Product) -> Tensor:
         """Multiply `rows` `[asked, in]`, of which `counts` follow each other for each expert, to
-        `[asked, out]`; by products of at least `padded_to` rows.
+        `[asked, out]`, one `product` an expert.
         """
         asked = [index for index, count in enumerate(counts) if count]
         parts = rows.split([counts[index] for index in asked])
-        weights = self.weights
-        if padded_to:
-            pairs = zip(asked, parts, strict=True)
-            products = [_padded_product(weights[i], part, padded_to) for i, part in pairs]
-        else:
-            products = [
-                weights[index].forward(part) for index, part in zip(asked, parts, strict=True)
-            ]
+        pairs = zip(asked, parts, strict=True)
+        products = [product(self.weights[index], part) for index, part in pairs]
         return torch.cat(products) if products else rows.new_empty(0, self.shape.out_features)
+
+    def pin(self, dtype: torch.dtype) -> None:
+        """Lock the memory that weights share, so that a GPU reads it while others compute."""
+        if self._joined:
+            backend = self.backend
+            self._joined = {name: part.pin_memory() for name, part in self._joined.items()}
+            self.weights = [self._part(backend, index, dtype) for index in range(self.count)]
 
     @property
     def backend(self) -> type[PackedWeight]:
@@ -172,13 +183,6 @@ def _shares(packed: PackedWeight, state: Mapping[str, Tensor]) -> bool:
     )
 
 
-def _padded_product(weight: PackedWeight, part: Tensor, rows: int) -> Tensor:
-    missing = rows - len(part)
-    if missing <= 0:
-        return weight.forward(part)
-    return weight.forward(torch.cat([part, part.new_zeros(missing, part.shape[1])]))[: len(part)]
-
-
 PackExpert = Callable[[Tensor, LayerForm, str, InputStatistics | None], PackedWeight]
 """As `packed_expert`."""
 
@@ -209,21 +213,36 @@ class QuantizedExperts(nn.Module):
         """Of `hidden` `[tokens, hidden_size]` give the results of the experts in `top_k_index`
         `[tokens, k]`, summed with `top_k_weights` `[tokens, k]`, in the order of a token's experts.
         """
+        return self.computed(
+            hidden.to(self.compute_dtype), top_k_index, top_k_weights, self.product
+        ).to(hidden.dtype)
+
+    def product(self, weight: PackedWeight, rows: Tensor) -> Tensor:
+        missing = self.padded_to - len(rows)
+        if missing <= 0:
+            return weight.forward(rows)
+        padded = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+        return weight.forward(padded)[: len(rows)]
+
+    def computed(
+        self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, product: Product
+    ) -> Tensor:
+        """Compute as `forward`, in the type of `hidden` and where that lies."""
         tokens, per_token = top_k_index.shape
         experts, order = top_k_index.flatten().sort(stable=True)
         counts = self._counts(experts)
-        rows = hidden.to(self.compute_dtype).index_select(0, order // per_token)
-        grown = self.gate_up.multiply(rows, counts, self.padded_to)
+        rows = hidden.index_select(0, order // per_token)
+        grown = self.gate_up.multiply(rows, counts, product)
         if self.gate_up_proj_bias is not None:
-            grown += self.gate_up_proj_bias[experts]
+            grown += self.gate_up_proj_bias.to(rows)[experts]
         gated = self.apply_gate(grown)
         if self.seen is not None:
             self.seen(gated, counts)
-        out = self.down.multiply(gated, counts, self.padded_to)
+        out = self.down.multiply(gated, counts, product)
         if self.down_proj_bias is not None:
-            out += self.down_proj_bias[experts]
+            out += self.down_proj_bias.to(rows)[experts]
         by_token = torch.empty_like(out).index_copy_(0, order, out).view(tokens, per_token, -1)
-        return (by_token * top_k_weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        return (by_token * top_k_weights.unsqueeze(-1)).sum(1)
 
     def _counts(self, experts: Tensor) -> list[int]:
         """Rows of each expert in ascending `experts`; a GPU is waited for once."""
@@ -267,7 +286,8 @@ def packed_expert(
     if form.bits < FULL_BITS:
         return packed_weight(weight, form, name, inputs)
     plain = copy_of(weight, form.dtype, form.device)
-    blocks = reordered(plain, form.processor)
+    # blocks of oneDNN's could not be restored elsewhere
+    blocks = None if isinstance(form, HostForm) else reordered(plain, form.processor)
     return PlainWeight(plain) if blocks is None else _ReorderedWeight(blocks)
 
 

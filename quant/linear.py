@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
-from quant.backends.table import KernelRule, rule_for
+from quant.backends.table import HOST_BACKENDS, KernelRule, rule_for
 from quant.common.errors import DeviceError
+from quant.devices import local_processor
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize_part
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import Rounding
@@ -31,6 +33,29 @@ class LayerForm:
 
     def rule_of(self, shape: LinearShape) -> KernelRule:
         return rule_for(self.processor, self.bits, shape, dtype_name(self.dtype), self.backend)
+
+
+@dataclass(frozen=True)
+class HostForm(LayerForm):
+    """The form of experts in the host's memory. `streams_from`: tokens of a pass from which they go
+    to the device that has the tokens, one by one, and are multiplied there; None: never.
+    """
+
+    streams_from: int | None = None
+
+    @classmethod
+    def beside(cls, form: LayerForm, bits: int, streams_from: int | None) -> Self:
+        """The form of experts of `bits` whose layer has `form` on its device."""
+        host = torch.device("cpu")
+        return cls(
+            bits=bits,
+            processor=local_processor(host),
+            dtype=torch.float32 if form.dtype == torch.float32 else torch.bfloat16,
+            device=host,
+            backend=HOST_BACKENDS.get(bits),
+            rounding=form.rounding,
+            streams_from=streams_from,
+        )
 
 
 class QuantizedLinear(nn.Module):

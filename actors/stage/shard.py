@@ -5,6 +5,7 @@ they belong to it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import RankShare, layer_cuts, rank_share, vocabulary_cut
 from quant.checkpoint.reader import Checkpoint
-from quant.linear import LayerForm, prepack, prepack_linears
+from quant.hosted_experts import HostedExperts
+from quant.linear import HostForm, LayerForm, prepack, prepack_linears
 from quant.loading.cache_folder import ShardCache
 from quant.loading.layer_load import LayerLoad
 from quant.loading.loader import load_layer, load_tensors, loading, module_nbytes
@@ -55,16 +57,21 @@ def load_shard(
     path = path_of(model, decoder)
     stack = f"{path}.{architecture.layers}"
     weighing = importance if importance and spec.rounding == WEIGHTED else [None] * len(spec.layers)
+    forms = [
+        LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding)
+        for bits in spec.bitwidths
+    ]
     loads = [
         LayerLoad(
             module=getattr(decoder, architecture.layers)[index],
             name_prefix=f"{stack}.{index}",
-            form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
+            form=form,
             importance=own,
             cuts=cuts,
             quantized=architecture.linears,
+            experts_form=_experts_form(spec, index, form),
         )
-        for index, bits, own in zip(spec.layers, spec.bitwidths, weighing, strict=True)
+        for index, form, own in zip(spec.layers, forms, weighing, strict=True)
     ]
     names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     ends = [name for name in names if not name.startswith(f"{stack}.")]
@@ -78,6 +85,15 @@ def load_shard(
     if spec.has_head and not _shares_head(config, spec):
         model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
     return model
+
+
+def _experts_form(spec: StageSpec, layer: int, form: LayerForm) -> LayerForm | None:
+    """The form of a layer's experts, where it is not that of the layer."""
+    given = spec.expert_bitwidths
+    bits = given[layer - spec.layers.start] if given else form.bits
+    if layer in spec.hosted_experts:
+        return HostForm.beside(form, bits, spec.streams_from)
+    return None if bits == form.bits else replace(form, bits=bits, backend=spec.backends.get(bits))
 
 
 def share_of(spec: StageSpec, checkpoint: Checkpoint) -> RankShare:
@@ -161,6 +177,10 @@ def path_of(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all tensors that came from the checkpoint: all but the rotary frequencies."""
+    """Bytes on the device of all tensors that came from the checkpoint: all but the rotary
+    frequencies, and experts in the host's memory.
+    """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)
+    others = module_nbytes(rotary) if rotary is not None else 0
+    hosted = sum(each.nbytes for each in model.modules() if isinstance(each, HostedExperts))
+    return module_nbytes(model) - others - hosted

@@ -27,7 +27,9 @@ class StageSpec:
     `deterministic`: no token's result depends on which others are computed with it.
     `cuda_graphs`: decode steps are recorded and replayed where that can be done.
     The stage is divided among `degree` ranks, of which this is number `rank`; the memory limit is
-    that of the rank.
+    that of the rank. Experts have `expert_bitwidths`, one a layer, where these are others; those of
+    layers in `hosted_experts` lie in the host's memory, from where they stream to the device for
+    passes of `streams_from` tokens (None: never).
     """
 
     index: int
@@ -50,6 +52,9 @@ class StageSpec:
     cuda_graphs: bool = True
     rank: int = 0
     degree: int = 1
+    expert_bitwidths: tuple[int, ...] = ()
+    hosted_experts: tuple[int, ...] = ()
+    streams_from: int | None = None
 
     @property
     def name(self) -> str:
@@ -99,6 +104,9 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
         rounding=plan.rounding,
         kv_bits=plan.kv_bits,
         degree=stage.degree // together,
+        expert_bitwidths=stage.expert_bitwidths,
+        hosted_experts=stage.hosted_experts,
+        streams_from=stage.streams_from,
     )
 
 
@@ -118,6 +126,8 @@ def stand_in_spec(spec: StageSpec, shape: ModelShape) -> StageSpec:
         spec,
         layers=range(layer, layer + 1),
         bitwidths=(16,),
+        expert_bitwidths=(),
+        hosted_experts=(),
         backends={},
         dtype="float32",
         memory_limit_bytes=0,

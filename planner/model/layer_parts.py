@@ -47,6 +47,21 @@ class Experts:
         return up, up, LinearShape(self.shared_width, hidden_size)
 
 
+@dataclass(frozen=True, order=True)
+class LayerChoice:
+    """What a plan chooses for a layer: its bits, those of its experts where it has any, and whether
+    these lie in the memory of a GPU's host.
+    """
+
+    bits: int
+    expert_bits: int
+    on_host: bool = False
+
+    @classmethod
+    def whole(cls, bits: int) -> LayerChoice:
+        return cls(bits, bits)
+
+
 @dataclass(frozen=True)
 class DeltaMixer:
     """A gated delta rule with a causal convolution (Qwen3-Next, Qwen3.5): a state of `key_dim` by

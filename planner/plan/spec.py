@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.described import AcceleratorEntry, DescriptionError, described_accelerator
 from planner.cluster.file import TimeScale
+from planner.model.layer_parts import LayerChoice
 from planner.plan.file import Kind, Saved
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
@@ -44,6 +45,12 @@ from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 
 Role = Literal["both", "prefill", "decode"]
 
+_WHERE_SET = frozenset(
+    {"state_bytes", "expert_bitwidths", "hosted_experts", "streams_from", "host_bytes"}
+)
+"""Fields of a stage that files have where they say something, so that those of others are as they
+were."""
+
 
 @dataclass(frozen=True, config=STRICT)
 class PlannedModel:
@@ -61,7 +68,10 @@ class StagePlan:
     `memory_margin_bytes` free. `modelled` seconds hold an emulated device; `described` are figures
     of an unregistered accelerator. `devices` are the ranks of a group (first: `device`), memory is
     then one rank's. `role`: its phase where others compute the other one. `state_bytes` of the KV
-    cache are a request's, whatever its length; the file has them where there are any.
+    cache are a request's, whatever its length. `expert_bitwidths`: bits of the experts of each
+    layer, where these are others; `hosted_experts`: layers whose experts lie in the memory of the
+    device's host, `host_bytes` in all, from where they stream to the device for passes of
+    `streams_from` tokens (null: never).
     """
 
     index: int
@@ -89,13 +99,23 @@ class StagePlan:
     devices: tuple[str, ...] = ()
     role: Role = "both"
     state_bytes: Bytes = 0
+    expert_bitwidths: tuple[Bits, ...] = ()
+    hosted_experts: tuple[int, ...] = ()
+    streams_from: Annotated[int, Field(ge=1)] | None = None
+    host_bytes: Bytes = 0
 
     @model_serializer(mode="wrap")
     def _content(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = serialized(self)
-        if not self.state_bytes:
-            del content["state_bytes"]
-        return content
+        return {key: value for key, value in content.items() if value or key not in _WHERE_SET}
+
+    @property
+    def choices(self) -> tuple[LayerChoice, ...]:
+        """What is chosen for each layer."""
+        hosted = set(self.hosted_experts)
+        experts = self.expert_bitwidths or self.bitwidths
+        each = zip(self.layers, self.bitwidths, experts, strict=True)
+        return tuple(LayerChoice(bits, own, layer in hosted) for layer, bits, own in each)
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -259,6 +279,16 @@ class PlanSpec(Saved):
                 yield (
                     f"{where}.layers: {stage.layers} with {len(stage.bitwidths)} bitwidths where "
                     f"layer {expected} should begin"
+                )
+            if len(stage.expert_bitwidths) not in (0, len(stage.layers)):
+                yield (
+                    f"{where}.expert_bitwidths: {len(stage.expert_bitwidths)} bitwidths of "
+                    f"{len(stage.layers)} layers; give one a layer, or none"
+                )
+            if not set(stage.hosted_experts) <= {*stage.layers}:
+                yield (
+                    f"{where}.hosted_experts: {list(stage.hosted_experts)} where the stage has "
+                    f"layers {stage.layers.start} to {stage.layers.stop - 1}"
                 )
             expected = stage.layers.stop
         if expected != self.model.layers:

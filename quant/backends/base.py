@@ -57,6 +57,12 @@ class PackedWeight(ABC):
         out = self.forward(x)
         return out if bias is None else out.add_(bias)
 
+    def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Give the weight `[out, in]` for inputs `x` `[..., in]`, to whose device its parts are
+        copied first; None for layouts that only this kernel knows.
+        """
+        return None
+
     def products(self, x: torch.Tensor) -> Iterable[torch.Tensor]:
         """Give the product in every way that `forward` may choose, for self-tests."""
         return (self.forward(x),)

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
-from quant.rounding.canonical import CanonicalWeight, ranges, row_blocks
+from quant.rounding.canonical import CanonicalWeight, decode, ranges, row_blocks
 
 BLOCK_ROWS = 64
 """Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
@@ -156,6 +156,18 @@ def layout_is_known() -> bool:
     return torch.equal(decoded, codes.bfloat16())
 
 
+def _is_whole(packed: torch.Tensor) -> bool:
+    return len(packed) % BLOCK_ROWS == 0 and layout_is_known()
+
+
+def _restored(blob: torch.Tensor, scale_zero: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Restore whole blocks of the kernel's layout `[rows, in / 2]` on any device."""
+    pairs = blob.view(-1, x.shape[-1], _HALF_ROWS).transpose(1, 2)
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=1).view(len(blob), -1)
+    scale, zero = scale_zero.to(x.device, non_blocking=True).permute(2, 1, 0)
+    return decode(codes, scale, zero, 4).to(x.dtype)
+
+
 @dataclass(frozen=True)
 class Int4Pack(CanonicalPacked):
     """4.25 bits a weight. `packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out,
@@ -185,6 +197,12 @@ class Int4Pack(CanonicalPacked):
         else:
             out = multiply_few(tokens, self.packed, self.group, self.scale_zero)
         return out.view(*x.shape[:-1], self.scale_zero.shape[1])
+
+    def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
+        if not _is_whole(self.packed):
+            return None
+        packed = self.packed.to(x.device, non_blocking=True)
+        return _restored(packed, self.scale_zero, x)
 
 
 _FREE_BITS = 0x11111111
@@ -232,6 +250,14 @@ class Int3Pack(CanonicalPacked):
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
         multiply = self._multiply_many if is_many(tokens) else self._multiply_few
         return multiply(tokens).view(*x.shape[:-1], len(self.packed))
+
+    def restored_for(self, x: torch.Tensor) -> torch.Tensor | None:
+        if not _is_whole(self.packed):
+            return None
+        packed, columns = self.packed.to(x.device, non_blocking=True), x.shape[-1]
+        words = _Scratch.words(len(packed), columns)
+        memory = torch.empty(words, dtype=torch.int32, device=x.device)
+        return _restored(_Scratch(columns, memory).restore(packed), self.scale_zero, x)
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = len(self.packed), x.shape[1]

@@ -16,7 +16,7 @@ from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
 from quant.backends.rotation import MIDDLE, RotatedCodes, round_activations, warm_up_rounding
 from quant.backends.table import INT8PACK_COLUMNS
 from quant.common.errors import SpecError
-from quant.rounding.canonical import CanonicalWeight
+from quant.rounding.canonical import CanonicalWeight, decode
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
@@ -52,6 +52,10 @@ class Int8Pack(CanonicalPacked):
         sums = torch.ops.aten._weight_int8pack_mm(tokens, self.codes, tokens.new_ones(rows))
         out: torch.Tensor = sums.mul_(self.scale)
         return out.view(*x.shape[:-1], rows)
+
+    def restored_for(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = (each.to(x.device, non_blocking=True) for each in (self.codes, self.scale))
+        return decode(codes, scale.unsqueeze(1), None, self.bits).to(x.dtype)
 
 
 _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()

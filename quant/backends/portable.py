@@ -44,6 +44,13 @@ class _TorchAffine(CanonicalPacked):
 
         return linear_by_blocks(x, self.scale.shape[0], decode_rows)
 
+    def restored_for(self, x: torch.Tensor) -> torch.Tensor:
+        held = (self.packed, self.scale, self.zero)
+        there = type(self)(*(each.to(x.device, non_blocking=True) for each in held))
+        out = there.packed.new_empty(len(self.scale), x.shape[-1])
+        codes = there._unpack(slice(None), x.shape[-1], out)
+        return decode(codes, there.scale, there.zero, self.bits).to(x.dtype)
+
     @staticmethod
     @abstractmethod
     def _pack(codes: torch.Tensor) -> torch.Tensor: ...
@@ -85,6 +92,10 @@ class Torch8Bit(CanonicalPacked):
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         return cls(canonical.codes, canonical.scale)
+
+    def restored_for(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = (each.to(x.device, non_blocking=True) for each in (self.codes, self.scale))
+        return decode(codes, scale, None, self.bits).to(x.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = len(self.codes)

@@ -336,6 +336,11 @@ KERNEL_RULES: tuple[KernelRule, ...] = (
 """Every backend in order of preference; the last of each bitwidth runs everywhere, on any shape."""
 
 
+HOST_BACKENDS = {3: "int3pack", 4: "int4pack", 8: "int8pack"}
+"""Backends by bits of weights in the memory of a GPU's host: CPUs multiply with them, and GPUs can
+restore them, which no layout of oneDNN's allows."""
+
+
 _ORDINARY_SHAPE = LinearShape(in_features=4096, out_features=4096)
 """A usual shape: hidden sizes of language models are multiples of 64."""
 

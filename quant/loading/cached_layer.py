@@ -73,6 +73,7 @@ def layer_key(load: LayerLoad, fingerprint: str) -> CacheKey:
             name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in all_tensors(module)
         },
         "bits": form.bits,
+        "experts": None if load.experts_form is None else _place_of(load.experts_form),
         "backends": _backends(load),
         "cuts": {name: astuple(cut) for name, cut in load.cuts.items()},
         "rounding": form.rounding,
@@ -90,8 +91,13 @@ def layer_key(load: LayerLoad, fingerprint: str) -> CacheKey:
     return CacheKey(label, json.dumps(depends_on, sort_keys=True))
 
 
-def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) -> NewEntry | None:
+def _place_of(form: LayerForm) -> list[object]:
+    return [type(form).__name__, form.bits, str(form.dtype), form.device.type]
+
+
+def new_entry(load: LayerLoad, key: CacheKey, nbytes: int) -> NewEntry | None:
     """Make an entry of a filled layer; None if weights of a backend cannot be stored."""
+    module, form, experts_form = load.module, load.form, load.experts_form or load.form
     linears: dict[str, PackedWeight] = {}
     experts: dict[str, ExpertWeights] = {}
     for name, child in module.named_modules():
@@ -102,8 +108,9 @@ def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) ->
             experts |= {f"{name}.{part}": weights for part, weights in fused}
     names = {name: type(packed) for name, packed in linears.items()}
     stacks = {name: weights.backend for name, weights in experts.items()}
-    if not all(comes_back(x, form.dtype, form.device) for x in {*names.values(), *stacks.values()}):
-        return None
+    for backends, own in ((names, form), (stacks, experts_form)):
+        if not all(comes_back(each, own.dtype, own.device) for each in {*backends.values()}):
+            return None
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, packed in linears.items():  # one at a time, as oneDNN's are copied
@@ -159,7 +166,8 @@ class CachedLayer:
     tensors: Mapping[str, torch.Tensor]
 
 
-def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> CachedLayer:
+def read_layer(load: LayerLoad, cached: CachedTensors) -> CachedLayer:
+    module, form = load.module, load.form
     try:
         names, stacks = (
             {name: _RULES[own] for name, own in dict(json.loads(cached.notes[kind])).items()}
@@ -173,14 +181,16 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
     }
     for name, child in module.named_modules():
         if is_experts(child):
-            modules[name] = _read_experts(child, name, stacks, cached, form)
+            modules[name] = _read_experts(child, name, stacks, cached, load.form_of(name))
     packed = {f"{name}.weight" for name in names} | {*stacks}
-    tensors = {n: cached.read(n).to(form.device) for n in cached.names if _PART not in n}
+    plain = [name for name in cached.names if _PART not in name]
+    tensors = {name: cached.read(name).to(load.form_of(name).device) for name in plain}
     expected = {name: tensor for name, tensor in all_tensors(module) if name not in packed}
     if tensors.keys() != expected.keys():
         raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
     for name, tensor in expected.items():
-        held = held_dtype(name, tensor, form.dtype) if tensor.is_meta else tensor.dtype
+        own = load.form_of(name).dtype
+        held = held_dtype(name, tensor, own) if tensor.is_meta else tensor.dtype
         wanted = (tensor.shape, held)
         if (tensors[name].shape, tensors[name].dtype) != wanted:
             raise DamagedFileError(f"{name} is not {list(tensor.shape)} of {wanted[1]}")
@@ -258,12 +268,14 @@ def _backends(load: LayerLoad) -> dict[str, str]:
         if is_experts(child):
             own = zip(FUSED, expert_shapes(child)[1:], strict=True)
             shapes |= {f"{name}.{fused}": shape for fused, shape in own}
-    form = load.form
-    rules = {name: form.rule_of(shape) for name, shape in shapes.items()}
-    return {
-        name: usable_backend(rule.name, form.bits, form.dtype, form.device).__name__
-        for name, rule in rules.items()
-    }
+    found = {}
+    for name, shape in shapes.items():
+        form = load.form_of(name)
+        rule = form.rule_of(shape)
+        if rule.kernel is not None:
+            backend = usable_backend(rule.name, form.bits, form.dtype, form.device)
+            found[name] = backend.__name__
+    return found
 
 
 def all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,8 @@ from quant.experts import (
     expert_shapes,
     packed_expert,
 )
-from quant.linear import LayerForm
+from quant.hosted_experts import HostedExperts
+from quant.linear import HostForm, LayerForm
 from quant.rounding.importance import InputStatistics
 from quant.scheme import LinearShape
 
@@ -154,7 +155,11 @@ def experts_like(
 ) -> QuantizedExperts:
     """Make experts that compute as the fused `module`, whose biases they take."""
     apply_gate: Callable[[Tensor], Tensor] = module._apply_gate  # type: ignore[assignment]
-    experts = QuantizedExperts(gate_up, down, apply_gate, form)
+    experts = (
+        HostedExperts(gate_up, down, apply_gate, form)
+        if isinstance(form, HostForm)
+        else QuantizedExperts(gate_up, down, apply_gate, form)
+    )
     for fused in FUSED:
         name = f"{fused}_bias"
         setattr(experts, name, getattr(module, name, None))

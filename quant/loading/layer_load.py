@@ -32,6 +32,7 @@ class LayerLoad:
     """`module` on the meta device, of full name `name_prefix`. `cuts`: parts of linears that are
     held, of which `module` has the shapes; `importance` tells of the whole. `quantized`: the
     linears that have the bits of `form`, None for all; others stay in the compute type.
+    `experts_form`: that of the experts, where it is another one.
     """
 
     module: nn.Module
@@ -40,6 +41,20 @@ class LayerLoad:
     importance: LayerImportance | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     quantized: frozenset[str] | None = None
+    experts_form: LayerForm | None = None
+
+    def form_of(self, name: str) -> LayerForm:
+        """The form of the module `name` or of what is in it, by the experts of the layer."""
+        if self.experts_form is None or not any(
+            name == own or name.startswith(f"{own}.") for own in self.expert_names
+        ):
+            return self.form
+        return self.experts_form
+
+    @property
+    def expert_names(self) -> list[str]:
+        """Fused experts by name, until they are loaded."""
+        return [name for name, child in self.module.named_modules() if is_experts(child)]
 
     @property
     def linears(self) -> list[tuple[str, nn.Linear]]:
@@ -49,9 +64,13 @@ class LayerLoad:
     def experts(self, checkpoint: Checkpoint) -> list[tuple[str, ExpertTensors]]:
         """Fused experts by name, with their tensors."""
         return [
-            (name, ExpertTensors(checkpoint, f"{self.name_prefix}.{name}", child))
-            for name, child in self.module.named_modules()
-            if is_experts(child)
+            (
+                name,
+                ExpertTensors(
+                    checkpoint, f"{self.name_prefix}.{name}", self.module.get_submodule(name)
+                ),
+            )
+            for name in self.expert_names
         ]
 
 

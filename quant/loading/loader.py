@@ -98,8 +98,11 @@ def loading(
 
 
 def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
-    """Whether a layer is worth caching: 16-bit layers and stored codes would only be copied."""
-    return load.form.bits != FULL_BITS and checkpoint.gptq is None
+    """Whether a layer is worth caching: 16-bit ones and stored codes would only be copied. Experts
+    are nearly all of theirs.
+    """
+    form = next(map(load.form_of, load.expert_names), load.form)
+    return form.bits != FULL_BITS and checkpoint.gptq is None
 
 
 def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
@@ -108,12 +111,12 @@ def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
 
 def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache) -> None:
     key = _key(load, checkpoint)
-    restored = cache.restore(key, lambda cached: read_layer(load.module, cached, load.form))
+    restored = cache.restore(key, lambda cached: read_layer(load, cached))
     if restored is not None:
         fill_from(load.module, restored)
         return
     _fill_layer(load, checkpoint)
-    entry = new_entry(load.module, key, load.form, module_nbytes(load.module))
+    entry = new_entry(load, key, module_nbytes(load.module))
     if entry is not None and checkpoint.is_unchanged(load.name_prefix):
         cache.store(entry)
 
@@ -128,7 +131,10 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
     for name, tensors in load.experts(checkpoint):
-        put_submodule(module, name, load_experts(tensors, form, expert_inputs(load, name)))
+        own = load.form_of(name)
+        experts = load_experts(tensors, own, expert_inputs(load, name))
+        load_tensors(experts, checkpoint, tensors.name, own.dtype, own.device)
+        put_submodule(module, name, experts)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device, load.cuts)
 
 

@@ -51,9 +51,10 @@ class PackedLayer:
         path.write_bytes(data)
         with torch.device("meta"):
             module = Small()
+        load = LayerLoad(module, "m.layers.0", FORM)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parts = cache_folder.restore(self.key, lambda found: read_layer(module, found, FORM))
+            parts = cache_folder.restore(self.key, lambda found: read_layer(load, found))
         if parts is None:
             assert not path.exists(), "a damaged file stays"
             return False
@@ -78,7 +79,7 @@ def packed_layer() -> PackedLayer:
     layer.requires_grad_(False)
     with TemporaryDirectory() as folder:
         shards = ShardCache(Path(folder), 1 << 30)
-        entry = new_entry(layer, key, FORM, module_nbytes(layer))
+        entry = new_entry(LayerLoad(layer, "m.layers.0", FORM), key, module_nbytes(layer))
         assert entry is not None
         shards.store(entry)
         return PackedLayer(shards.path_of(key).read_bytes(), key, layer)

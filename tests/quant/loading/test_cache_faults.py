@@ -64,7 +64,7 @@ def stored(tmp_path: Path) -> Path:
         filled.bias = linear.bias
         setattr(layer, name, filled)
     layer.requires_grad_(False)
-    entry = new_entry(layer, KEY, FORM, module_nbytes(layer))
+    entry = new_entry(LayerLoad(layer, "model.layers.0", FORM), KEY, module_nbytes(layer))
     assert entry is not None
     cache = ShardCache(tmp_path)
     cache.store(entry)
@@ -73,7 +73,8 @@ def stored(tmp_path: Path) -> Path:
 
 def restore(folder: Path) -> CachedLayer | None:
     module = meta_layer()
-    return ShardCache(folder).restore(KEY, lambda cached: read_layer(module, cached, FORM))
+    load = LayerLoad(module, "model.layers.0", FORM)
+    return ShardCache(folder).restore(KEY, lambda cached: read_layer(load, cached))
 
 
 def contents(layer: CachedLayer) -> Contents:
