@@ -12,6 +12,7 @@ import numpy as np
 from planner.optimiser.feasibility import run_sums
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
+from planner.optimiser.two_memories import fullest_stages
 from quant.common.errors import SpecError
 
 
@@ -67,13 +68,14 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class AssignmentCosts:
-    """Seconds per micro-batch [N] and layer bytes [N]; `latency_s` without the quality term,
-    `quality` the sum of omega.
+    """Seconds per micro-batch [N] and layer bytes [N] on device and host; `latency_s` without the
+    quality term, `quality` the sum of omega.
     """
 
     prefill_s: FloatArray
     decode_s: FloatArray
     bytes: FloatArray
+    host_bytes: FloatArray
     latency_s: float
     quality: float
 
@@ -126,6 +128,7 @@ def _costs_of(
         prefill_s=prefill_s,
         decode_s=decode_s,
         bytes=(counts * problem.layer_bytes).sum(axis=1),
+        host_bytes=(counts * problem.host_bytes).sum(axis=1),
         latency_s=latency_form(problem).of_stages(prefill_s, decode_s),
         quality=float(problem.sensitivity[np.arange(problem.layers), bits].sum()),
     )
@@ -140,6 +143,7 @@ def evaluate(
     counts = layer_counts(problem, first_layer, bitwidth)
     costs = _costs_of(problem, counts, bitwidth)
     over_memory = (costs.bytes > problem.memory_bytes).any()
+    over_memory |= (costs.host_bytes > problem.host_memory_bytes).any()
     lacking = (counts[~problem.available] > 0).any()
     apart = not set(problem.joined).isdisjoint(first_layer)
     if over_memory or lacking or apart or not counts[0].any() or not counts[-1].any():
@@ -168,7 +172,12 @@ def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:
 
 
 def smallest_assignment(problem: AssignmentProblem) -> Assignment:
-    """Every layer as small as its device runs it, each where the bottleneck is then the least."""
+    """Every layer as small as its device runs it, each where the bottleneck is then the least; with
+    two memories as many as fit on the first stages.
+    """
+    if len(problem.memories) > 1:
+        boundaries, choices = fullest_stages(problem)
+        return assign_bits(problem, layer_counts(problem, boundaries.tolist(), choices.tolist()))
     stages, kinds = problem.stages, problem.kinds
     usable = np.where(problem.available, problem.layer_bytes, np.inf).reshape(stages, kinds, -1)
     smallest = usable.argmin(axis=2)

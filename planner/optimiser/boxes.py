@@ -28,7 +28,7 @@ from planner.optimiser.prices import Prices
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
 from planner.optimiser.sensitivity_tables import LossTables
-from planner.optimiser.stage_lister import StageLister
+from planner.optimiser.stage_lister import StageLister, has_one_row
 from planner.optimiser.stage_options import StageOptions
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
@@ -81,7 +81,7 @@ class _BoxMethod:
         return conclude(best, self._bound, options, self._start_s, rounding)
 
     def _limits(self) -> Iterator[float]:
-        nearer = NEARER if self._problem.kinds > 1 else ()
+        nearer = () if has_one_row(self._problem) else NEARER
         for growth in (*nearer, *GROWTH, math.inf):
             raised = growth * self._relaxed.bound if math.isfinite(growth) else growth
             yield min(self._target(), raised)
@@ -116,17 +116,16 @@ class _BoxMethod:
         box = Box(form.prefill_floor_s, form.decode_floor_s, stages)
         search = BoxSearch(relaxed, self._options.relative_gap, limit, self._out_of_time)
         bound = search.run(box, self._bound)
-        if search.best is not None:
-            found_s = math.inf if self._found is None else self._found.objective
-            found = self._assignment(search.best) if search.best.objective < found_s else None
-            if found is not None and found.objective < found_s:
-                self._found = found
+        found_s = math.inf if self._found is None else self._found.objective
+        if search.best is not None and search.best.objective < found_s:
+            found = self._assignment(lister, search.best)
+            self._found = found if found.objective < found_s else self._found
         self._bound = max(self._bound, bound)
         return True
 
-    def _assignment(self, path: BoxPath) -> Assignment:
-        width = self._problem.layers + 1
-        rows = [self._tables.counts(*divmod(run, width), row) for run, row in path.picks]
+    def _assignment(self, lister: StageLister, path: BoxPath) -> Assignment:
+        kinds = self._relaxed.priced.kinds.of_stage.tolist()
+        rows = [lister.counts(kind, *pick) for kind, pick in zip(kinds, path.picks, strict=True)]
         return assign_bits(self._problem, np.stack(rows))
 
     def _out_of_time(self) -> bool:

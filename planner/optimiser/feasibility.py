@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, Memory
+from planner.optimiser.two_memories import fullest_stages
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
 
@@ -28,7 +29,7 @@ def smallest_layer_bytes(problem: AssignmentProblem) -> FloatArray:
 
 
 def layer_capacity(problem: AssignmentProblem) -> IntArray:
-    """The most layers of a run that fit on each stage at their smallest bitwidths [N]; -1 where
+    """The most layers of a run that fit on each stage's device at their smallest [N]; -1 where
     nothing does.
     """
     each = smallest_layer_bytes(problem)
@@ -68,6 +69,9 @@ def is_feasible(problem: AssignmentProblem, layer_scale: float = 1.0) -> bool:
     """Whether some assignment has a finite objective: exactly when fixed parts fit, the ends can
     hold a layer, and all stages together all layers at their smallest.
     """
+    if len(problem.memories) > 1:
+        reached, _ = fullest_stages(problem, layer_scale)
+        return _holds_all(reached, problem.memory_bytes, problem.layers)
     each = smallest_layer_bytes(problem) * layer_scale
     return stages_hold(each, problem.memory_bytes, problem.kind_of_layer, problem.joined)
 
@@ -88,6 +92,10 @@ def stages_hold(
             and capacity.sum() >= layers
         )
     reached = _reached(each, memory, kind_of_layer, joined)
+    return _holds_all(reached, memory, layers)
+
+
+def _holds_all(reached: IntArray, memory: FloatArray, layers: int) -> bool:
     return bool(memory.min() >= 0 and reached[1] > 0 and reached[-1] == layers > reached[-2])
 
 
@@ -114,12 +122,13 @@ def _reached(
     return reached
 
 
-def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
-    """The most bytes of whole layers within a stage's memory, of all counts but one cell's; all of
-    the memory where there are too many sums.
+def fullest_bytes(problem: AssignmentProblem, stage: int, of: Memory | None = None) -> float:
+    """The most bytes of whole layers within a stage's memory (the device's, or `of`), of all counts
+    but one cell's; all of the memory where there are too many sums.
     """
-    memory = float(problem.memory_bytes[stage])
-    sizes = problem.layer_bytes[stage, problem.available[stage]]
+    of = of or problem.memories[0]
+    memory = float(of.limit_bytes[stage])
+    sizes = of.layer_bytes[stage, problem.available[stage]]
     sums = np.zeros(1)
     for each in sizes[:-1]:
         if sums.size * (problem.layers + 1) > MOST_SUMS:
@@ -207,6 +216,8 @@ def _explain_total(problem: AssignmentProblem) -> str:
         layer = int(np.flatnonzero(lacking[problem.kind_of_layer])[0])
         bits = ", ".join(map(str, problem.bitwidths))
         return f"no device can run layer {layer} at any of the bitwidths {bits}; allow another"
+    if len(problem.memories) > 1:
+        return _explain_both(problem)
     reached = _reached(smallest, problem.memory_bytes, problem.kind_of_layer, problem.joined)
     taken = np.diff(problem.kinds_before[reached], axis=0)
     left, held = problem.layers - int(reached[-1]), int(reached[-1])
@@ -225,6 +236,20 @@ def _explain_total(problem: AssignmentProblem) -> str:
     scale = _scale_that_fits(problem)
     if scale > 0:
         message += f"; they would fit if a layer were {_percent_rounded_up(1 - scale)} smaller"
+    return message
+
+
+def _explain_both(problem: AssignmentProblem) -> str:
+    """Explain the total of two memories."""
+    held = int(fullest_stages(problem)[0][-1])
+    device, host = (float(each.limit_bytes.sum()) for each in problem.memories)
+    message = (
+        f"only {held} of {problem.layers} layers fit at the smallest, KV cache included, into "
+        f"{_gib(device)} of the devices and {_gib(host)} of their hosts"
+    )
+    scale = _scale_that_fits(problem)
+    if scale > 0:
+        message += f"; all would fit if a layer were {_percent_rounded_up(1 - scale)} smaller"
     return message
 
 

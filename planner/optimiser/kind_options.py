@@ -6,30 +6,32 @@ made: first each kind keeps the rows that are cheap enough beside the cheapest o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from planner.optimiser.prices import PricedProblem, Prices
 from planner.optimiser.problem import FloatArray, IntArray
-from planner.optimiser.sensitivity_tables import LossTables, joined_rows
+from planner.optimiser.relaxation import RelaxedProblem
+from planner.optimiser.sensitivity_tables import LossTables, compositions, lattice_size
 from planner.optimiser.stage_options import StageOptions
 
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """Rows [M] of one kind's lattice on one kind of stage: what their layers `need` of memory,
-    prefill and decode [M, 3], and their price without quality.
+    """Rows [M] of one kind's lattice on one kind of stage: what their layers `need` of memory on
+    device and host, prefill and decode [M, 4], their price without quality, and their `place` in
+    the table of losses.
     """
 
     row: IntArray
+    place: IntArray
     need: FloatArray
     price_s: FloatArray
 
     def where(self, kept: IntArray) -> OwnRows:
-        return OwnRows(self.row[kept], self.need[kept], self.price_s[kept])
+        return OwnRows(self.row[kept], self.place[kept], self.need[kept], self.price_s[kept])
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +47,27 @@ class AlikeRuns:
 
 
 class KindRows:
-    """The rows of each kind of layer on each kind of stage: runs with as many layers share them."""
+    """The rows of each kind of layer on each kind of stage: runs with as many layers share them.
+    No layer has a choice that would cost more than `slack_s` over its cheapest.
+    """
 
     def __init__(
         self,
-        priced: PricedProblem,
-        prices: Prices,
+        relaxed: RelaxedProblem,
         tables: LossTables,
+        slack_s: float,
         slowest: tuple[float, float],
     ) -> None:
+        priced, prices = relaxed.priced, relaxed.prices
         self.priced, self._tables = priced, tables
+        self._choices = _promising_choices(relaxed, slack_s)
         prefill, decode = priced.prefill_price(prices), priced.decode_price(prices)
-        # prices of a unit of each need, and what layers may take in all [Q, 3]
-        self._price = np.column_stack([prices.memory, prefill, decode])
-        fixed = [-priced.memory_bytes, priced.fixed_prefill_s, priced.fixed_decode_s]
+        # prices of a unit of each need, and what layers may take in all [Q, 4]
+        self._price = np.column_stack([prices.memory, prices.host, prefill, decode])
+        fixed = [-priced.memory_bytes, -priced.host_memory_bytes]
+        fixed += [priced.fixed_prefill_s, priced.fixed_decode_s]
         self.fixed_s = (self._price * np.column_stack(fixed)).sum(axis=1)
-        self.room = np.array([0.0, *slowest]) - np.column_stack(fixed)
+        self.room = np.array([0.0, 0.0, *slowest]) - np.column_stack(fixed)
         self._rows: dict[tuple[int, int, int], OwnRows] = {}
         self._losses: dict[tuple[int, int, bytes], FloatArray] = {}
 
@@ -79,15 +86,14 @@ class KindRows:
         """The rows of so many layers that this kind of stage can run."""
         key = stage, kind, length
         if key not in self._rows:
-            priced, choices = self.priced, len(self.priced.problem.bitwidths)
-            cells = slice(kind * choices, (kind + 1) * choices)
-            counts = self._tables.of_kinds[kind].counts(length)
-            usable = np.isfinite(priced.bytes[stage, cells])
-            row = np.flatnonzero(~counts[:, ~usable].any(axis=1))
-            size = np.where(usable, priced.bytes[stage, cells], 0.0)
-            each = [size, priced.prefill_s[stage, cells], priced.decode_s[stage, cells]]
-            need = counts[row] @ np.column_stack(each)
-            self._rows[key] = OwnRows(row, need, need @ self._price[stage])
+            priced, choices = self.priced, self._choices[stage][kind]
+            cells = kind * len(priced.problem.bitwidths) + choices
+            counts = compositions(length, choices.size)
+            arrays = priced.bytes, priced.host_bytes, priced.prefill_s, priced.decode_s
+            need = counts @ np.column_stack([each[stage, cells] for each in arrays])
+            place = self._tables.places(counts, choices)
+            row = np.arange(len(counts))
+            self._rows[key] = OwnRows(row, place, need, need @ self._price[stage])
         return self._rows[key]
 
     def losses(self, kind: int, length: int, starts: IntArray) -> FloatArray:
@@ -99,10 +105,44 @@ class KindRows:
             self._losses[key] = theta * self._tables.of_kinds[kind].least(length, own)
         return self._losses[key]
 
-    def sizes(self, lengths: tuple[int, ...]) -> list[int]:
+    def sizes(self, stage: int, lengths: Sequence[int]) -> list[int]:
         """How many rows the kinds' lattices have."""
-        pairs = zip(self._tables.of_kinds, lengths, strict=True)
-        return [len(tables.counts(length)) for tables, length in pairs]
+        pairs = zip(self._choices[stage], lengths, strict=True)
+        return [lattice_size(length, choices.size) for choices, length in pairs]
+
+    def counts(self, stage: int, lengths: Sequence[int], row: int) -> IntArray:
+        """The counts [C * K] of an option of a run with so many layers of each kind."""
+        width = len(self.priced.problem.bitwidths)
+        counts = np.zeros((len(lengths), width), dtype=np.int64)
+        sizes = self.sizes(stage, lengths)
+        for kind, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+            row, own = divmod(row, size)
+            choices = self._choices[stage][kind]
+            counts[kind, choices] = compositions(length, choices.size)[own]
+        return counts.ravel()
+
+
+def _promising_choices(relaxed: RelaxedProblem, slack_s: float) -> list[list[IntArray]]:
+    """The choices of each kind of layer [C] on each kind of stage [Q] that are cheap enough for
+    some layer.
+    """
+    problem = relaxed.priced.problem
+    prices = relaxed.priced.layer_prices(relaxed.prices)
+    least = prices.min(axis=2, keepdims=True)
+    over = np.where(np.isfinite(prices), prices - np.where(np.isfinite(least), least, 0.0), np.inf)
+    found = []
+    for own in over:
+        kinds = [own[problem.kind_of_layer == kind] for kind in range(problem.kinds)]
+        found.append([np.flatnonzero((each <= slack_s).any(axis=0)) for each in kinds])
+    return found
+
+
+def joined_rows(rows: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
+    """One number [M] for the rows [M] of all kinds in lattices of such sizes."""
+    joined = np.zeros_like(rows[0])
+    for own, size in zip(reversed(rows), reversed(sizes), strict=True):
+        joined = joined * size + own
+    return joined
 
 
 class Makeup:
@@ -147,9 +187,9 @@ class Makeup:
         places = [own.row[pick] for own, pick in zip(self._own, picks, strict=True)]
         return StageOptions(
             self._runs.starts[which] * (problem.layers + 1) + self._runs.stops[which],
-            joined_rows(places, self._rows.sizes(self._runs.lengths)),
-            need[option, 1] + self._rows.priced.fixed_prefill_s[stage],
-            need[option, 2] + self._rows.priced.fixed_decode_s[stage],
+            joined_rows(places, self._rows.sizes(stage, self._runs.lengths)),
+            need[option, 2] + self._rows.priced.fixed_prefill_s[stage],
+            need[option, 3] + self._rows.priced.fixed_decode_s[stage],
             np.asarray(loss),
         )
 
@@ -166,7 +206,7 @@ class Makeup:
     def _keep_cheap(self, target: float) -> None:
         runs = self._runs
         loss = [
-            self._rows.losses(kind, length, runs.starts)[:, own.row]
+            self._rows.losses(kind, length, runs.starts)[:, own.place]
             for kind, (length, own) in enumerate(zip(runs.lengths, self._own, strict=True))
         ]
         worth = [own.price_s + each for own, each in zip(self._own, loss, strict=True)]

@@ -149,7 +149,7 @@ class _Programme:
         bound is the last run's that excluded nothing.
         """
         problem, bound, excludes_nothing = self.problem, 0.0, True
-        share = np.ones(problem.stages)
+        share = np.ones((len(problem.memories), problem.stages))
         for _ in range(problem.stages + 1):
             model = build_model(problem, self.windows, self.expected_s, self.cutoff_s, share)
             outcome = solve_model(model.programme, self.solver, relative_gap, time_limit_s)
@@ -160,11 +160,14 @@ class _Programme:
             found = assign_bits(problem, model.counts_found())
             if math.isfinite(found.objective):
                 return found, bound
-            held = stage_times(problem, found.first_layer, found.bitwidth).bytes
-            for stage in np.flatnonzero(held > problem.memory_bytes):
-                used = fullest_bytes(problem, int(stage)) / float(problem.memory_bytes[stage])
-                share[stage] = min(used, share[stage] - MEMORY_TIGHTENING)
-                excludes_nothing = excludes_nothing and used <= 1 - MEMORY_TIGHTENING
+            times = stage_times(problem, found.first_layer, found.bitwidth)
+            held = (times.bytes, times.host_bytes)
+            for place, memory in enumerate(problem.memories):
+                for stage in np.flatnonzero(held[place] > memory.limit_bytes).tolist():
+                    fullest = fullest_bytes(problem, stage, memory)
+                    used = fullest / max(float(memory.limit_bytes[stage]), 1.0)
+                    share[place, stage] = min(used, share[place, stage] - MEMORY_TIGHTENING)
+                    excludes_nothing = excludes_nothing and used <= 1 - MEMORY_TIGHTENING
         return None, bound
 
 
@@ -200,7 +203,9 @@ def build_model(
     cutoff_s: float | None,
     memory_share: FloatArray,
 ) -> AssignmentModel:
-    """The programme with boundaries in `windows` [N-1] and `memory_share` [N], about 1, in use."""
+    """The programme with boundaries in `windows` [N-1] and `memory_share`, about 1, of each of the
+    memories of each stage in use.
+    """
     size_s = expected_s if expected_s > 0 else typical_objective_s(problem)
     model = _declare(problem, windows, size_s / OBJECTIVE_UNITS)
     add_one_place_per_layer(model)
@@ -251,14 +256,15 @@ def add_layer_counts(model: AssignmentModel) -> None:
 
 
 def add_memory_limit(model: AssignmentModel, memory_share: FloatArray) -> None:
-    """Make the layers of a stage fit its memory (eq. 12-13)."""
-    for stage, row in enumerate(model.counts):
-        each, memory = model.problem.layer_bytes[stage], model.problem.memory_bytes[stage]
-        unit = memory_unit_bytes(each, memory)
-        weighed = pulp.lpSum(
-            float(size) * count for size, count in zip(each / unit, row, strict=True)
-        )
-        model.programme.addConstraint(weighed <= float(memory / unit * memory_share[stage]))
+    """Make the layers of a stage fit its memories (eq. 12-13)."""
+    for share, memory in zip(memory_share, model.problem.memories, strict=True):
+        for stage, row in enumerate(model.counts):
+            each, limit = memory.layer_bytes[stage], memory.limit_bytes[stage]
+            unit = memory_unit_bytes(each, limit)
+            weighed = pulp.lpSum(
+                float(size) * count for size, count in zip(each / unit, row, strict=True)
+            )
+            model.programme.addConstraint(weighed <= float(limit / unit * share[stage]))
 
 
 def add_latency(model: AssignmentModel) -> pulp.LpAffineExpression:
@@ -332,10 +338,14 @@ def _may_lie(steps: Sequence[Step], stage: int) -> bool:
 
 
 def _most(problem: AssignmentProblem, stage: int, cell: int) -> int:
-    memory = problem.memory_bytes[stage]
-    if not problem.available[stage, cell] or memory < 0:
+    if not problem.available[stage, cell] or problem.memory_bytes[stage] < 0:
         return 0
-    return int(whole_layers(problem.layer_bytes[stage, cell], memory, problem.layers))
+    return min(
+        int(
+            whole_layers(memory.layer_bytes[stage, cell], memory.limit_bytes[stage], problem.layers)
+        )
+        for memory in problem.memories
+    )
 
 
 def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:

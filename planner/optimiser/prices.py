@@ -43,6 +43,7 @@ def stage_kinds(problem: AssignmentProblem) -> StageKinds:
         problem.available,
         problem.fixed_prefill_s[:, np.newaxis],
         problem.fixed_decode_s[:, np.newaxis],
+        *(np.column_stack(memory) for memory in problem.memories[1:]),
         problem.memory_bytes[:, np.newaxis],
     )
     rows = [row.tobytes() for row in np.concatenate(columns, axis=1)]
@@ -61,14 +62,15 @@ def each_stage_alone(problem: AssignmentProblem) -> StageKinds:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Seconds of objective per second of a stage's prefill and decode, and per byte, by kind [Q],
-    on top of its own; `trip` is the part of the decode rounds that is priced by the trip round all
-    stages.
+    """Seconds of objective per second of a stage's prefill and decode, and per byte on the device
+    and the host, by kind [Q], on top of its own; `trip` is the part of the decode rounds that is
+    priced by the trip round all stages.
     """
 
     prefill: FloatArray
     decode: FloatArray
     memory: FloatArray
+    host: FloatArray
     trip: float
 
 
@@ -98,6 +100,8 @@ class PricedProblem:
         self.fixed_prefill_s = problem.fixed_prefill_s[example]
         self.fixed_decode_s = problem.fixed_decode_s[example]
         self.memory_bytes = problem.memory_bytes[example]
+        self.host_bytes = problem.host_bytes[example]
+        self.host_memory_bytes = problem.host_memory_bytes[example]
         self.loss_s = problem.theta * problem.sensitivity
 
     def prefill_price(self, prices: Prices) -> FloatArray:
@@ -137,16 +141,23 @@ class PricedProblem:
         bound = constant + float(before[-1][-1])
         return PathBound(bound, constant, np.array(before), np.array(after[::-1]))
 
-    def priced_stages(self, prices: Prices) -> PricedStages:
-        """The cost of a stage of each kind at these prices, by where its layers begin and end."""
+    def layer_prices(self, prices: Prices) -> FloatArray:
+        """The prices of layers by kind of stage and choice [Q, L, K]; infinite what it lacks."""
         prefill, decode = self.prefill_price(prices), self.decode_price(prices)
         usable = np.isfinite(self.bytes)
         held = prices.memory[:, np.newaxis] * np.where(usable, self.bytes, 0.0)
+        if len(self.problem.memories) > 1:
+            held += prices.host[:, np.newaxis] * self.host_bytes
         place = prefill[:, np.newaxis] * self.prefill_s + decode[:, np.newaxis] * self.decode_s
         place = np.where(usable, place + held, np.inf)
-        each = (self.problem.by_layer(place) + self.loss_s).min(axis=2)
+        return np.asarray(self.problem.by_layer(place) + self.loss_s)
+
+    def priced_stages(self, prices: Prices) -> PricedStages:
+        """The cost of a stage of each kind at these prices, by where its layers begin and end."""
+        prefill, decode = self.prefill_price(prices), self.decode_price(prices)
+        each = self.layer_prices(prices).min(axis=2)
         fixed = prefill * self.fixed_prefill_s + decode * self.fixed_decode_s
-        fixed = fixed - prices.memory * self.memory_bytes
+        fixed = fixed - prices.memory * self.memory_bytes - prices.host * self.host_memory_bytes
         return PricedStages(each, fixed, np.array(self.problem.joined, dtype=np.int64))
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -60,12 +60,21 @@ class JobPasses:
     decode_requests: float
 
 
+class Memory(NamedTuple):
+    """A memory of each stage: bytes of a layer by cell [N, C * K], and those for layers [N]."""
+
+    layer_bytes: FloatArray
+    limit_bytes: FloatArray
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentProblem:
     """The costs of placing L layers of C kinds on N stages, each at one of K bitwidths; seconds are
     of one micro-batch. `memory_bytes` is left for layers and may be negative. `joined` layers lie
     on the stage of the layer before them. Arrays become read-only; `layer_bytes` and `available`
-    may be [K], the same for all kinds. SpecError for shapes or values that make no problem.
+    may be [K], the same for all kinds. `host_bytes` are what a layer takes of a second memory: a
+    choice may be there twice, with a part of the layer on either. SpecError for shapes or values
+    that make no problem.
     """
 
     prefill_s: FloatArray  # [N, C * K], one layer
@@ -78,7 +87,7 @@ class AssignmentProblem:
     memory_bytes: FloatArray  # [N]
     sensitivity: FloatArray  # [L, K]
     theta: float
-    bitwidths: tuple[int, ...]  # K, ascending
+    bitwidths: tuple[int, ...]  # K, never falling
     prefill_micro_batches: int
     decode_micro_batches: int
     new_tokens: int
@@ -87,14 +96,21 @@ class AssignmentProblem:
     passes: JobPasses | None = None  # of objective "job"
     kind_of_layer: IntArray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))  # [L]
     joined: tuple[int, ...] = ()  # of layers 1 to L-1
+    host_bytes: FloatArray = field(default_factory=lambda: np.zeros((1, 1)))  # [N, C * K]
+    host_memory_bytes: FloatArray = field(default_factory=lambda: np.zeros(1))  # [N]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bitwidths", tuple(int(bits) for bits in self.bitwidths))
         _check_scalars(self)
         stages, choices = len(np.atleast_1d(np.asarray(self.memory_bytes))), len(self.bitwidths)
         cells = max(1, np.atleast_1d(self.prefill_s).shape[-1] // choices) * choices
-        for name in ("prefill_s", "decode_s", "layer_bytes"):
-            _store(self, name, (stages, cells), least=0.0, broadcast=name == "layer_bytes")
+        if not np.any(self.host_bytes):
+            object.__setattr__(self, "host_bytes", np.zeros((1, 1)))
+        if not np.any(self.host_memory_bytes):
+            object.__setattr__(self, "host_memory_bytes", np.zeros(stages))
+        for name in ("prefill_s", "decode_s", "layer_bytes", "host_bytes"):
+            _store(self, name, (stages, cells), least=0.0, broadcast=name.endswith("bytes"))
+        _store(self, "host_memory_bytes", (stages,), least=0.0)
         for name in STAGE_TIMES:
             _store(self, name, (stages,), least=0.0)
         _store(self, "memory_bytes", (stages,), least=-np.inf)
@@ -124,6 +140,13 @@ class AssignmentProblem:
     def is_even(self) -> bool:
         """Whether all layers are of one kind, and any boundary may be."""
         return self.kinds == 1 and not self.joined
+
+    @cached_property
+    def memories(self) -> tuple[Memory, ...]:
+        """The devices' memory, and the hosts' if any layer takes some."""
+        device = Memory(self.layer_bytes, self.memory_bytes)
+        host = Memory(self.host_bytes, self.host_memory_bytes)
+        return (device, host) if self.host_bytes.any() else (device,)
 
     @cached_property
     def open_boundaries(self) -> IntArray:
@@ -158,8 +181,8 @@ def _check_scalars(problem: AssignmentProblem) -> None:
     if not (np.isfinite(problem.theta) and problem.theta >= 0):
         raise SpecError(f"theta is {problem.theta}; give a finite number of at least 0")
     bits = problem.bitwidths
-    if not bits or any(low >= high for low, high in pairwise(bits)):
-        raise SpecError(f"bitwidths are {list(bits)}; give one or more, ascending, each once")
+    if not bits or any(low > high for low, high in pairwise(bits)):
+        raise SpecError(f"bitwidths are {list(bits)}; give one or more, ascending")
     if problem.objective not in get_args(Objective):
         choices = ", ".join(get_args(Objective))
         raise SpecError(f"objective {problem.objective!r} is unknown; choose one of {choices}")
@@ -232,13 +255,17 @@ def _checked_joined(joined: tuple[int, ...], layers: int) -> tuple[int, ...]:
 
 def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:
     """Check that more bits never hurt quality."""
-    rising = sensitivity[:, 1:] > sensitivity[:, :-1]
+    more = np.array(bitwidths[1:]) > bitwidths[:-1]
+    rising = (sensitivity[:, 1:] > sensitivity[:, :-1]) | (
+        ~more & (sensitivity[:, 1:] != sensitivity[:, :-1])
+    )
     if rising.any():
         layer, choice = (int(index) for index in np.argwhere(rising)[0])
         low, high = sensitivity[layer, choice], sensitivity[layer, choice + 1]
         raise SpecError(
             f"sensitivity of layer {layer} rises from {low:g} at {bitwidths[choice]} bit to "
-            f"{high:g} at {bitwidths[choice + 1]} bit; give values that fall with the bitwidth"
+            f"{high:g} at {bitwidths[choice + 1]} bit; give values that fall with the bitwidth, "
+            "and the same for the same bitwidth"
         )
 
 

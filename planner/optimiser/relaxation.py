@@ -84,8 +84,8 @@ class LinearProgramme:
         self._cost = np.concatenate([each.ravel(), distinct.ravel(), np.zeros(2)]) * self._scale
         self._cost[[PREFILL_COLUMN, DECODE_COLUMN]] = 1.0
         upper, limit, self._memory_unit = self._upper_rows()
-        shares, most_more = self._share_rows()
-        upper, limit = np.vstack([upper, shares]), np.concatenate([limit, most_more])
+        for rows, most in (self._share_rows(), self._host_rows()):
+            upper, limit = np.vstack([upper, rows]), np.concatenate([limit, most])
         value = np.concatenate([repeats, np.zeros(priced.prefill_s.shape[1])])
         least, most = np.zeros(self._columns), np.full(self._columns, np.inf)
         least[PREFILL_COLUMN] = form.prefill_max * form.prefill_floor_s * self._scale
@@ -121,6 +121,7 @@ class LinearProgramme:
             onto_simplex(prefill, count, form.prefill_max),
             onto_simplex(decode * form.decode_max, count, (1 - trip) * form.decode_max),
             dual[2 * kinds : 3 * kinds] / self._memory_unit / self._scale,
+            self._host_prices(dual),
             trip,
         )
         return bound, prices, held
@@ -218,6 +219,24 @@ class LinearProgramme:
                     rows[row, stage, every[stage, kind]] += sign
                 limit[row] = count * most
         return rows.reshape(-1, self._columns), limit.ravel()
+
+    def _host_rows(self) -> tuple[FloatArray, FloatArray]:
+        """Rows of the hosts' memory, if layers take any, and limits; the last of all."""
+        priced, count = self._priced, self._priced.kinds.count
+        if len(priced.problem.memories) == 1:
+            return np.zeros((0, self._columns)), np.zeros(0)
+        rows = np.zeros((count.size, self._columns))
+        unit = memory_unit_bytes(priced.host_bytes, priced.host_memory_bytes)
+        cells = np.arange(self._cells).reshape(count.size, -1)
+        rows[np.arange(count.size)[:, np.newaxis], cells] = priced.host_bytes / unit[:, np.newaxis]
+        return rows, count * priced.host_memory_bytes / unit
+
+    def _host_prices(self, dual: FloatArray) -> FloatArray:
+        priced, kinds = self._priced, self._priced.kinds.count.size
+        if len(priced.problem.memories) == 1:
+            return np.zeros(kinds)
+        unit = memory_unit_bytes(priced.host_bytes, priced.host_memory_bytes)
+        return np.asarray(dual[-kinds:] / unit / self._scale)
 
     def _equal_rows(self, kind_of_row: IntArray) -> FloatArray:
         distinct, choices = kind_of_row.size, len(self._priced.problem.bitwidths)

@@ -6,7 +6,7 @@ own layers, since what a run loses is the sum over kinds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
@@ -106,6 +106,8 @@ class SensitivityTables:
 
 def lattice_size(length: int, choices: int) -> int:
     """Count the ways in which counts of `choices` bitwidths add up to `length` layers."""
+    if choices == 0:
+        return int(length == 0)
     return 0 if length < 0 else comb(length + choices - 1, choices - 1)
 
 
@@ -115,7 +117,7 @@ def _lattice(length: int, choices: int) -> CountLattice:
 
 
 def _new_lattice(length: int, choices: int) -> CountLattice:
-    counts = _compositions(length, choices)
+    counts = compositions(length, choices)
     one_less = np.full((choices, len(counts)), lattice_size(length - 1, choices))
     for choice, column in enumerate(counts.T):
         rows = np.flatnonzero(column)
@@ -127,8 +129,10 @@ def _new_lattice(length: int, choices: int) -> CountLattice:
 _kept_lattice = lru_cache(maxsize=KEPT_LATTICES)(_new_lattice)
 
 
-def _compositions(total: int, parts: int) -> IntArray:
+def compositions(total: int, parts: int) -> IntArray:
     """The non-negative whole numbers [M, parts] with sum `total`, in lexicographic order."""
+    if parts == 0:
+        return np.zeros((int(total == 0), 0), dtype=np.int64)
     rows = np.zeros((1, 0), dtype=np.int64)
     left = np.array([total], dtype=np.int64)
     for _ in range(parts - 1):
@@ -156,24 +160,25 @@ def rank_of_counts(counts: IntArray, total: int) -> IntArray:
 
 
 class LossTables:
-    """The tables of a problem's kinds of layers; they serve all problems of its sensitivities."""
+    """The tables of a problem's kinds of layers, by distinct bitwidths; they serve all problems of
+    its sensitivities.
+    """
 
     def __init__(self, problem: AssignmentProblem) -> None:
+        bits, first, of_choice = np.unique(
+            problem.bitwidths, return_index=True, return_inverse=True
+        )
+        self._bit_of_choice = np.eye(bits.size, dtype=np.int64)[of_choice]
+        self._before = problem.kinds_before
         self.of_kinds = tuple(
-            SensitivityTables(problem.sensitivity[problem.kind_of_layer == kind])
+            SensitivityTables(problem.sensitivity[problem.kind_of_layer == kind][:, first])
             for kind in range(problem.kinds)
         )
-        self._before = problem.kinds_before
 
-    def counts(self, start: int, stop: int, row: int) -> IntArray:
-        """The counts [C * K] of a run's option, `row` as `joined_rows` numbers them."""
-        lengths = self._before[stop] - self._before[start]
-        found = []
-        for tables, length in zip(self.of_kinds, lengths.tolist(), strict=True):
-            own = tables.counts(length)
-            row, rest = divmod(row, len(own))
-            found.append(own[rest])
-        return np.concatenate(found)
+    def places(self, counts: IntArray, choices: IntArray) -> IntArray:
+        """Where counts [M, P] of some `choices` [P], of equal sums, lie in a table [M]."""
+        length = int(counts[0].sum()) if len(counts) else 0
+        return rank_of_counts(counts @ self._bit_of_choice[choices], length)
 
     def least(self, first: int, counts: IntArray) -> FloatArray:
         """The least sums of sensitivity [M] of counts [M, C * K] of as many layers of each kind,
@@ -181,17 +186,9 @@ class LossTables:
         """
         total = np.zeros(len(counts))
         by_kind = counts.reshape(len(counts), len(self.of_kinds), -1)
+        every = np.arange(by_kind.shape[2])
         for kind, tables in enumerate(self.of_kinds):
             own = by_kind[:, kind]
-            length = int(own[0].sum())
-            table = tables.least(length, self._before[[first], kind])[0]
-            total += table[rank_of_counts(own, length)]
+            table = tables.least(int(own[0].sum()), self._before[[first], kind])[0]
+            total += table[self.places(own, every)]
         return total
-
-
-def joined_rows(rows: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
-    """One number [M] for the rows [M] of all kinds in lattices of such sizes."""
-    joined = np.zeros_like(rows[0])
-    for own, size in zip(reversed(rows), reversed(sizes), strict=True):
-        joined = joined * size + own
-    return joined

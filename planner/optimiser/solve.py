@@ -54,12 +54,17 @@ def solve_bounded(
 def uniform_assignment(problem: AssignmentProblem) -> Assignment:
     """Uniform without a bound, for searches that ask often: the greatest bitwidth that fits."""
     first_layer = even_boundaries(problem)
-    for choice in reversed(range(len(problem.bitwidths))):
+    for choice in _most_bits_first(problem):
         bitwidth = (choice,) * problem.layers
         objective = evaluate(problem, first_layer, bitwidth)
         if math.isfinite(objective):
             return Assignment(first_layer, bitwidth, objective, status="uniform")
     raise InfeasibleError(_explain_uneven(problem, first_layer))
+
+
+def _most_bits_first(problem: AssignmentProblem) -> list[int]:
+    """The choices by falling bitwidth; of the same bitwidth as they come."""
+    return sorted(range(len(problem.bitwidths)), key=lambda choice: -problem.bitwidths[choice])
 
 
 def even_boundaries(problem: AssignmentProblem) -> tuple[int, ...]:
@@ -108,7 +113,7 @@ def _every_kind(problem: AssignmentProblem) -> BoolArray:
 
 def pipeedge_assignment(problem: AssignmentProblem) -> Assignment:
     """PipeEdge without a bound: the greatest bitwidth that fits, and the least slowest prefill."""
-    for choice in reversed(range(len(problem.bitwidths))):
+    for choice in _most_bits_first(problem):
         if (problem.memory_bytes < 0).any():
             break
         first_layer = _fastest_prefill(problem, choice)

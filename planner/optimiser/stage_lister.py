@@ -15,14 +15,21 @@ import numpy as np
 from planner.optimiser.feasibility import run_sums
 from planner.optimiser.kind_options import KindRows, Makeup
 from planner.optimiser.prices import PricedProblem, PricedStages
-from planner.optimiser.problem import BoolArray, FloatArray, IntArray
+from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, IntArray
 from planner.optimiser.relaxation import RelaxedProblem
 from planner.optimiser.sensitivity_tables import LossTables, lattice_size
 from planner.optimiser.stage_options import StageOptions, joined_options
 
 MOST_ENTRIES = 60_000_000  # options looked at for one limit: about 2 GB and 10 s; else the ILP
+MOST_ROWS = 500_000  # of one kind's lattice: a tenth of a second
 MOST_JOINED = 20_000_000  # the same where options have several kinds of layers
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
+
+
+def has_one_row(problem: AssignmentProblem) -> bool:
+    """Whether an option is one row of the only table: one kind, each bitwidth once, one memory."""
+    each_once = len(set(problem.bitwidths)) == len(problem.bitwidths)
+    return problem.kinds == 1 and each_once and len(problem.memories) == 1
 
 
 class StageLister:
@@ -39,6 +46,7 @@ class StageLister:
     ) -> None:
         self._priced, self._prices, self._path = relaxed.priced, relaxed.prices, relaxed.path
         self._tables, self._target, self._slowest = tables, target, slowest
+        self._relaxed, self._is_joined = relaxed, not has_one_row(relaxed.priced.problem)
         self._fits = _fitting_runs(self._priced, slowest)
         self._inside = _boundaries(self._priced, self._fits)
         stages = self._priced.priced_stages(self._prices)
@@ -49,7 +57,7 @@ class StageLister:
         """Whether there are more options to look at than time and memory allow for; most of them
         are ruled out at once.
         """
-        if self._priced.problem.kinds > 1:
+        if self._is_joined:
             return self._joined_entries() > MOST_JOINED
         choices = self._priced.prefill_s.shape[1]
         lengths = np.concatenate(
@@ -61,14 +69,31 @@ class StageLister:
 
     def _joined_entries(self) -> int:
         """Count the options to join, exactly up to the most that are."""
+        alike = (
+            (stage, runs.lengths)
+            for stage, around in enumerate(self._around)
+            for runs in self._rows.alike(around)
+        )
+        total = max((max(self._rows.sizes(*each)) for each in alike), default=0)
+        if total > MOST_ROWS:
+            return MOST_JOINED + 1
         total = 0
         for makeup in itertools.chain(*self._makeups):
             if total <= MOST_JOINED:
                 total += makeup.entries(MOST_JOINED - total)
         return total
 
+    def counts(self, kind: int, run: int, row: int) -> IntArray:
+        """The counts [C * K] of an option of a kind of stage."""
+        before = self._priced.problem.kinds_before
+        start, stop = divmod(run, len(before))
+        lengths = (before[stop] - before[start]).tolist()
+        if self._is_joined:
+            return self._rows.counts(kind, lengths, row)
+        return np.asarray(self._tables.of_kinds[0].counts(lengths[0])[row])
+
     def options(self, kind: int) -> StageOptions:
-        if self._priced.problem.kinds > 1:
+        if self._is_joined:
             return joined_options(
                 [makeup.options() for makeup in self._makeups[kind] if makeup.has_options]
             )
@@ -107,11 +132,16 @@ class StageLister:
         return np.where(kept, around, np.inf)
 
     @cached_property
+    def _rows(self) -> KindRows:
+        slack_s = self._target * (1 + ROUNDING) - self._path.bound
+        return KindRows(self._relaxed, self._tables, slack_s, self._slowest)
+
+    @cached_property
     def _makeups(self) -> list[list[Makeup]]:
         """The makeups of the runs of each kind of stage, with the rows that their target leaves."""
         for tables, longest in zip(self._tables.of_kinds, self._longest_runs, strict=True):
             tables.fill(longest)
-        rows = KindRows(self._priced, self._prices, self._tables, self._slowest)
+        rows = self._rows
         return [
             [Makeup(rows, stage, runs, self._target) for runs in rows.alike(around)]
             for stage, around in enumerate(self._around)
@@ -179,6 +209,7 @@ def _fitting_runs(priced: PricedProblem, slowest: tuple[float, float]) -> list[B
     problem, usable = priced.problem, np.isfinite(priced.bytes)
     limits = (
         (priced.memory_bytes, priced.bytes),
+        (priced.host_memory_bytes, priced.host_bytes),
         (slowest[0] - priced.fixed_prefill_s, priced.prefill_s),
         (slowest[1] - priced.fixed_decode_s, priced.decode_s),
     )

@@ -267,8 +267,10 @@ class TransferSteps:
         grown = counts + (1 if sum(moved) > 0 else -1) * np.array(moving)
         every = (grown[:, np.newaxis, :] + self._swaps[swaps]).reshape(-1, cells)
         every = np.unique(every[(every >= 0).all(axis=1)], axis=0)
-        fits = (every * problem.layer_bytes[stage]).sum(axis=1) <= problem.memory_bytes[stage]
-        every = every[fits & ~every[:, ~problem.available[stage]].any(axis=1)]
+        fits = ~every[:, ~problem.available[stage]].any(axis=1)
+        for each in problem.memories:
+            fits &= (every * each.layer_bytes[stage]).sum(axis=1) <= each.limit_bytes[stage]
+        every = every[fits]
         if not len(every):
             return None
         seconds = (

@@ -166,7 +166,7 @@ class OrdersByEnds:
 class SharedPrices:
     def __init__(self) -> None:
         self._trip = 0.0
-        self._by_kind: dict[int, tuple[float, float, float]] = {}
+        self._by_kind: dict[int, tuple[float, float, float, float]] = {}
 
     @property
     def are_known(self) -> bool:
@@ -175,21 +175,22 @@ class SharedPrices:
     def keep(self, prices: Prices, kind_of_stage: Sequence[int], rows: Sequence[int]) -> None:
         """Keep the prices by kind; `rows` [N] are the stages' rows. Those between the ends win."""
         self._trip = prices.trip
-        columns = prices.prefill, prices.decode, prices.memory
+        columns = prices.prefill, prices.decode, prices.memory, prices.host
         stages = list(zip(kind_of_stage, rows, strict=True))
         for kind, row in (stages[0], stages[-1], *stages[1:-1]):
-            prefill, decode, memory = (float(column[row]) for column in columns)
-            self._by_kind[kind] = prefill, decode, memory
+            prefill, decode, memory, host = (float(column[row]) for column in columns)
+            self._by_kind[kind] = prefill, decode, memory, host
 
     def of(self, form: LatencyForm, count: IntArray) -> Prices:
         """Prices for stages of all kinds, `count` [K] of each."""
         by_kind = [self._by_kind[kind] for kind in range(count.size)]
-        prefill, decode, memory = np.array(by_kind).T
+        prefill, decode, memory, host = np.array(by_kind).T
         trip = self._trip if form.round_trips else 0.0
         return Prices(
             onto_simplex(prefill, count, form.prefill_max),
             onto_simplex(decode, count, (1 - trip) * form.decode_max),
             memory,
+            host,
             trip,
         )
 
@@ -269,7 +270,8 @@ class SizedOrders:
         priced = PricedProblem(problem, each_stage_alone(problem))
         prices = shared.of(priced.form, self._count)
         prefill, decode = np.tile(prices.prefill, 3), np.tile(prices.decode, 3)
-        thrice = Prices(prefill, decode, np.tile(prices.memory, 3), prices.trip)
+        memory, host = np.tile(prices.memory, 3), np.tile(prices.host, 3)
+        thrice = Prices(prefill, decode, memory, host, prices.trip)
         costs = priced.priced_stages(thrice)
         each_layer = costs.each.min(axis=0)
         first, between, last = costs.fixed.reshape(3, len(kinds))

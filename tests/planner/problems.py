@@ -171,6 +171,58 @@ def small_uneven_problem(seed: int, objective: Objective) -> AssignmentProblem:
     )
 
 
+def with_hosts(problem: AssignmentProblem, seed: int, share: float) -> AssignmentProblem:
+    """The problem with each bitwidth twice, the second time with a good part of the layer in its
+    host's memory and slower, for some kinds only; hosts have `share` of all layers' bytes.
+    """
+    rng = np.random.default_rng([seed, 9])
+    kinds, width = problem.kinds, len(problem.bitwidths)
+
+    def twice(cells: np.ndarray, factor: float) -> np.ndarray:
+        by_kind = cells.reshape(len(cells), kinds, width)
+        factors = factor * rng.uniform(0.9, 1.1, by_kind.shape)
+        both = np.stack([by_kind, by_kind * factors], axis=3)
+        return both.reshape(len(cells), -1)
+
+    on_device = rng.uniform(0.1, 0.7)
+    held = twice(problem.layer_bytes, on_device)
+    hosted = np.tile([0.0, 1.0], kinds * width)
+    has_hosted = np.repeat(rng.random(kinds) < 0.7, 2 * width)
+    hosts = np.floor(rng.dirichlet(np.ones(problem.stages)) * share * problem.layer_bytes.mean())
+    return replace(
+        problem,
+        bitwidths=tuple(np.repeat(problem.bitwidths, 2).tolist()),
+        prefill_s=twice(problem.prefill_s, 3.0),
+        decode_s=twice(problem.decode_s, 2.0),
+        layer_bytes=np.floor(held),
+        available=np.repeat(problem.available, 2, axis=1) & (has_hosted | (hosted == 0)),
+        host_bytes=np.ceil(hosted * np.repeat(problem.layer_bytes, 2, axis=1) * (1 - on_device)),
+        host_memory_bytes=hosts * problem.layers,
+        sensitivity=np.repeat(problem.sensitivity, 2, axis=1),
+    )
+
+
+def small_hosted_problem(seed: int, objective: Objective) -> AssignmentProblem:
+    """A small problem with two memories, of one kind of layers or several."""
+    even = seed % 3 == 0
+    problem = (small_problem if even else small_uneven_problem)(seed, objective)
+    keeps = min(2, len(problem.bitwidths))
+    rng = np.random.default_rng([seed, 11])
+    cells = (
+        np.arange(problem.kinds)[:, np.newaxis] * len(problem.bitwidths) + range(keeps)
+    ).ravel()
+    fewer = replace(
+        problem,
+        bitwidths=problem.bitwidths[:keeps],
+        sensitivity=problem.sensitivity[:, :keeps],
+        prefill_s=problem.prefill_s[:, cells],
+        decode_s=problem.decode_s[:, cells],
+        layer_bytes=problem.layer_bytes[:, cells],
+        available=problem.available[:, cells],
+    )
+    return with_hosts(fewer, seed, float(rng.choice([0.2, 0.6, 2.0])))
+
+
 def feasible_problems(
     count: int,
     objective: Objective,
@@ -197,7 +249,7 @@ def _price(problem: AssignmentProblem, stage_of: list[int], bits: tuple[int, ...
     """The objective of one plan by plain loops."""
     prefill = problem.fixed_prefill_s.tolist()
     decode = problem.fixed_decode_s.tolist()
-    free = problem.memory_bytes.tolist()
+    free, host = problem.memory_bytes.tolist(), problem.host_memory_bytes.tolist()
     omega = 0.0
     for layer, (stage, bit) in enumerate(zip(stage_of, bits, strict=True)):
         cell = problem.kind_of_layer[layer] * len(problem.bitwidths) + bit
@@ -206,8 +258,9 @@ def _price(problem: AssignmentProblem, stage_of: list[int], bits: tuple[int, ...
         prefill[stage] += problem.prefill_s[stage, cell]
         decode[stage] += problem.decode_s[stage, cell]
         free[stage] -= problem.layer_bytes[stage, cell]
+        host[stage] -= problem.host_bytes[stage, cell]
         omega += problem.sensitivity[layer, bit]
-    if min(free) < 0:
+    if min(*free, *host) < 0:
         return float("inf")
     comm_p, comm_d = problem.prefill_comm_s.tolist(), problem.decode_comm_s.tolist()
     slow_p, slow_d = max(prefill + comm_p), max(decode + comm_d)

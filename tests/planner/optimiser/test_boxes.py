@@ -175,6 +175,7 @@ def test_any_prices_prove_a_bound(objective: Objective) -> None:
             shares[0] * form.prefill_max,
             shares[1] * (1 - trip) * form.decode_max,
             rng.exponential(1e-9, count.size),
+            np.zeros(count.size),
             trip,
         )
         assert priced.path_bound(prices).bound <= brute_force(problem) * (1 + 1e-12)
