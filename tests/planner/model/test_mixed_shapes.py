@@ -93,7 +93,7 @@ def test_equal_layers_make_a_plain_shape() -> None:
     ("name", "entries", "message"),
     [
         ("qwen3_moe", {"num_experts": 0}, r"num_experts is 0; it must be 1 to"),
-        ("qwen3_moe", {"num_experts": None}, r"num_experts or num_local_experts is missing"),
+        ("qwen3_moe", {"num_experts": None}, r"num_experts is None; it must be a whole number"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, r"num_experts_per_tok is 7.*at most 6 \(num_e"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, r"moe_intermediate_size is 0"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step is 0"),
@@ -120,6 +120,12 @@ def test_equal_layers_make_a_plain_shape() -> None:
 def test_what_is_wrong_is_named(name: str, entries: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=rf"^config\.json of m: .*{message}"):
         shape_from_config("m", MIXED[name] | entries)
+
+
+def test_a_missing_number_of_experts_is_named() -> None:
+    values = {key: value for key, value in MIXED["qwen3_moe"].items() if key != "num_experts"}
+    with pytest.raises(SpecError, match="num_experts or num_local_experts is missing"):
+        shape_from_config("m", values)
 
 
 def test_unknown_experts_are_refused_by_name() -> None:

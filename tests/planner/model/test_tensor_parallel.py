@@ -13,6 +13,7 @@ from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import (
     layer_cuts,
     rank_share,
+    refusal,
     spread,
     vocabulary_cut,
 )
@@ -21,7 +22,8 @@ from quant.common.errors import SpecError
 from quant.scheme import COLUMNS, group_size, part_shape
 
 DEGREES = (1, 2, 4, 8)
-MODELS = [model_shape(name) for name in builtin_names()]
+BUILT_IN = [model_shape(name) for name in builtin_names()]
+MODELS = [shape for shape in BUILT_IN if refusal(shape, 2) is None]
 SMALL = ModelShape(
     name="small",
     model_type="llama",
@@ -115,6 +117,12 @@ def rank_shape(shape: ModelShape, degree: int, rank: int) -> ModelShape:
         intermediate_size=len(share.mlp),
         vocab_size=len(share.vocabulary),
     )
+
+
+def test_models_whose_layers_have_other_parts_are_not_divided() -> None:
+    refused = {shape.model_type for shape in BUILT_IN if refusal(shape, 2) is not None}
+    experts, states = {"gpt_oss", "qwen3_moe"}, {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
+    assert refused == experts | states | {"olmo2", "olmo3"}  # these norm all heads as one
 
 
 def test_ranks_together_have_the_weights_of_the_model() -> None:
