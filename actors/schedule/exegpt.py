@@ -15,7 +15,12 @@ import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable
+from actors.schedule.scheduler import (
+    QueueSizes,
+    Scheduler,
+    check_reservable,
+    most_in_slots,
+)
 from planner.plan.spec import PlanSpec
 from planner.schedule.passes import TurnSizes
 from planner.schedule.static import UNDER_WAY_PER_STAGE
@@ -137,7 +142,7 @@ def exegpt_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     """The sizes for the KV cache of `plan` under its schedule; SpecError where it has none."""
     sizes = TurnSizes.of(options.followed_schedule, plan.workload.reservable_tokens)
     return QueueSizes(
-        slots=sizes.slots,
+        slots=most_in_slots(plan, sizes.slots),
         prefill_micro_batch=sizes.prefill_micro_batch,
         decode_micro_batch=sizes.decode_micro_batch,
         slot_tokens=plan.workload.total_length,

@@ -24,7 +24,7 @@ from actors.messages import (
     TokenRange,
 )
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import QueueSizes, Scheduler
+from actors.schedule.scheduler import QueueSizes, Scheduler, most_in_slots
 from planner.plan.kv_copies import host_tokens
 from planner.plan.spec import PlanSpec
 from planner.schedule.turns import SHORT_PROMPTS, WAITING, PrefillSizes, joining
@@ -137,7 +137,7 @@ def prefill_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     """The sizes for stages of `plan` that prefill by the schedule of those that decode."""
     size, workload = plan.micro_batches.prefill, plan.workload
     return QueueSizes(
-        slots=SHORT_PROMPTS * size * (len(plan.stages) + WAITING),
+        slots=most_in_slots(plan, SHORT_PROMPTS * size * (len(plan.stages) + WAITING)),
         prefill_micro_batch=size,
         decode_micro_batch=(SHORT_PROMPTS - 1) * size,
         slot_tokens=workload.total_length,
@@ -340,7 +340,7 @@ def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     schedule, workload, planned = options.followed_schedule, plan.workload, plan.micro_batches
     most = schedule.most_in_flight
     return QueueSizes(
-        slots=max(most, workload.global_batch),
+        slots=most_in_slots(plan, max(most, workload.global_batch)),
         prefill_micro_batch=min(most, planned.prefill),
         decode_micro_batch=max(planned.decode, -(-most // schedule.decode_micro_batches)),
         slot_tokens=workload.total_length,

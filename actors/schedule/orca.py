@@ -12,12 +12,16 @@ import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable
+from actors.schedule.scheduler import (
+    QueueSizes,
+    Scheduler,
+    check_reservable,
+    most_in_slots,
+)
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
 from planner.schedule.passes import OrcaSizes, policy_sizes
 from planner.scheduling import PolicyName, PolicyOptions
-from quant.common.errors import SpecError
 
 
 class OrcaScheduler(Scheduler):
@@ -32,7 +36,7 @@ class OrcaScheduler(Scheduler):
     """
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
-        _check(sizes, stages)
+        _check(sizes)
         self._policy = self._make_policy(
             OrcaSizes(
                 sizes.max_batch_size,
@@ -42,7 +46,7 @@ class OrcaScheduler(Scheduler):
             ),
             stages,
         )
-        slots, n_slots = self._policy.slots, self._policy.sizes.n_slots
+        slots, n_slots = min(self._policy.slots, sizes.slots), self._policy.sizes.n_slots
         self._slots = RequestSlots(slots, sizes.kv_tokens, n_slots, self._policy.chunk)
         self.requests = self._slots.requests
         self._waiting: dict[int, Request] = {}  # by the number of the arrival
@@ -89,7 +93,7 @@ class OrcaScheduler(Scheduler):
         tokens = held.counts(ready).cumsum()
         in_all = int(tokens[-1]) if len(ready) else 0
         new: list[int] = []
-        for each in self._policy.admitted(len(ready), in_all, held.available):
+        for each in self._policy.admitted(len(ready), in_all, held.available, held.free):
             request = self._waiting.pop(each.request)
             slot, more = held.take(request, each.request, each.size)
             moves += more
@@ -127,7 +131,7 @@ def orca_sizes(plan: PlanSpec, options: PolicyOptions, policy: PolicyName = "orc
     if isinstance(planned, OrcaSizes):
         tokens = planned.max_batch_tokens
     return QueueSizes(
-        slots=len(plan.stages) * most,
+        slots=most_in_slots(plan, len(plan.stages) * most),
         prefill_micro_batch=sizes.prefill,
         decode_micro_batch=sizes.decode,
         slot_tokens=workload.total_length,
@@ -140,13 +144,7 @@ def orca_sizes(plan: PlanSpec, options: PolicyOptions, policy: PolicyName = "orc
     )
 
 
-def _check(sizes: QueueSizes, stages: int) -> None:
-    """Raise SpecError where `sizes` cannot be those of `stages` stages."""
+def _check(sizes: QueueSizes) -> None:
     optional = ("max_batch_tokens", "prefill_chunk_tokens", "park_tokens_from", "parked_tokens")
-    check_reservable(sizes, {"kv_tokens": 1, "max_batch_size": 1} | dict.fromkeys(optional, 0))
-    needed = stages * sizes.max_batch_size
-    if sizes.slots < needed:
-        raise SpecError(
-            f"{stages} micro-batches of {sizes.max_batch_size} requests need {needed} slots, not "
-            f"{sizes.slots}; lower max_batch_size"
-        )
+    needed = ("kv_tokens", "max_batch_size", "slots")
+    check_reservable(sizes, dict.fromkeys(needed, 1) | dict.fromkeys(optional, 0))

@@ -85,6 +85,14 @@ class QueueSizes:
         return min(rows, max(self.max_batch_tokens, longest)) if self.max_batch_tokens else rows
 
 
+def most_in_slots(plan: PlanSpec, slots: int) -> int:
+    """`slots`, but of a model with constant states no more than the requests for whose states the
+    plan has memory.
+    """
+    has_states = any(stage.state_bytes for stage in plan.stages)
+    return min(slots, plan.workload.global_batch) if has_states else slots
+
+
 def check_reservable(sizes: QueueSizes, least: Mapping[str, int]) -> None:
     """Raise SpecError for sizes below the `least` by name, and where requests could not reserve
     `n_slots` token slots.

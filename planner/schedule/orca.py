@@ -100,11 +100,14 @@ class OrcaPolicy:
         most = self.sizes.max_batch_tokens
         return max(1, int(tokens.searchsorted(most, "right"))) if most else len(tokens)
 
-    def admitted(self, requests: int, tokens: int, available: int) -> list[Waiting]:
+    def admitted(
+        self, requests: int, tokens: int, available: int, free: int | None = None
+    ) -> list[Waiting]:
         """Take out of the queue who joins so many ready requests; where these alone exceed the
-        tokens, nobody does.
+        tokens, nobody does. At most `free` do: there may be fewer slots than `self.slots`.
         """
         most, most_tokens = self.sizes.max_batch_size, self.sizes.max_batch_tokens
+        most = most if free is None else min(most, requests + free)
         found: list[Waiting] = []
         while requests < most and (waiting := self.queue.next(available)) is not None:
             count = self.part(waiting.text)

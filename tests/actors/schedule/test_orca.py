@@ -13,7 +13,7 @@ from actors.messages import Finished, MicroBatch, Request, Sampled
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.orca import OrcaScheduler
 from quant.common.errors import SpecError
-from tests.actors.driving import run_dry
+from tests.actors.driving import drive, run_dry
 from tests.actors.schedule.orca_simulation import OrcaSimulation, SimRequest
 from tests.actors.schedule.token_pipeline import (
     TokenPipeline,
@@ -252,6 +252,21 @@ def test_a_waiting_request_is_cancelled_at_once() -> None:
     assert [each.custom_id for each in batch[0].admitted] == ["1"]
 
 
+def test_no_more_requests_than_slots_are_under_way() -> None:
+    """As of models with constant states, for which memory may be less than for full batches."""
+    scheduler = OrcaScheduler(replace(sizes_of(2, 3, 100), slots=4), 2)
+    pipeline = TokenPipeline(2, 100, dict.fromkeys(map(str, range(9)), 3))
+    requests = [request(i, 2, 3) for i in range(9)]
+    pipeline.expect(requests)
+    scheduler.add(requests)
+    most = ended = 0
+    for finished in drive(scheduler, pipeline):
+        ended += len(finished)
+        most = max(most, scheduler.in_slots + len(finished))
+    assert ended == 9
+    assert most == 4
+
+
 def test_an_error_ends_a_request() -> None:
     scheduler = OrcaScheduler(sizes_of(1, 2, 30), 1)
     scheduler.add([request(0, 2, 2)])
@@ -269,7 +284,7 @@ def test_an_error_ends_a_request() -> None:
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"prefill_chunk_tokens": -1}, "prefill_chunk_tokens is -1"),
         ({"n_slots": 31}, "n_slots is 31; .* up to 30"),
-        ({"slots": 3}, "2 micro-batches of 2 requests need 4 slots, not 3"),
+        ({"slots": 0}, "slots is 0; .* at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], message: str) -> None:

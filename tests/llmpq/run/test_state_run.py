@@ -1,0 +1,72 @@
+"""Plans of a model with constant states on Ray, under every policy: tokens of `generate`, in the
+memory that was planned.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from llmpq import Cluster, Plan, Workload
+from planner.cluster.spec import ClusterSpec
+from tests.actors.models import STATE_CONFIGS, random_prompts, reference, save_tiny
+from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
+from tests.llmpq.divided_plans import divided_plan
+
+CLUSTER = """
+name: two-emulated
+nodes:
+  - {name: a, accelerators: {T4: 1}, usable_memory_gib: 0.0009}
+  - {name: b, accelerators: {A100-SXM4-40GB: 1}, usable_memory_gib: 0.0009}
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+PROMPTS = random_prompts(tuple(1 + 5 * i % PROMPT_LENGTH for i in range(14)))
+BATCH = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("states")
+    return folder, save_tiny(folder, STATE_CONFIGS["qwen3_5"])
+
+
+def check(plan: Plan, model: Any, **options: Any) -> None:
+    rows = [
+        {"custom_id": str(i), "prompt": list(prompt), "max_new_tokens": 1 + i % NEW_TOKENS}
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    found = {each.custom_id: list(each.token_ids) for each in plan.run(rows, **options)}
+    assert found == {
+        str(i): reference(model, prompt, 1 + i % NEW_TOKENS) for i, prompt in enumerate(PROMPTS)
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        pytest.param("static", {}, marks=pytest.mark.rare),
+        ("orca", {"max_batch_size": 3, "prefill_chunk_tokens": 4}),
+        pytest.param("s3", {"prefill_chunk_tokens": 4}, marks=pytest.mark.rare),
+    ],
+)
+def test_tokens_are_those_of_generate(
+    policy: str, options: dict[str, Any], model: tuple[Path, Any]
+) -> None:
+    """Memory has room for the states of three requests, also where batches could have six."""
+    cluster = Cluster(ClusterSpec.from_dict(yaml.safe_load(CLUSTER)))
+    given: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
+    plan = cluster.plan(model[0], Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS), **given)
+    assert len(plan.stages) == 2
+    assert sum(stage.state_bytes for stage in plan.spec.stages) > 0
+    check(plan, model[1], policy=policy, **options)
+
+
+@pytest.mark.rare
+def test_stages_that_prefill_hand_over_states(model: tuple[Path, Any]) -> None:
+    check(Plan(divided_plan(model[0])), model[1])
