@@ -41,7 +41,7 @@ _LEAST_FACTOR = 2.0**-14
 """The least normal number of float16, the narrowest type of a query."""
 
 
-def key_factors(largest: Tensor, rotary_width: int) -> Tensor:
+def key_factors(largest: Tensor, rotary_width: int, turns_neighbours: bool = False) -> Tensor:
     """What to divide each channel of the keys by, so that channels are alike before they become
     8-bit codes: float32 `[kv_heads, head_dim]`, powers of two up to 1, so that no query becomes
     larger.
@@ -52,12 +52,16 @@ def key_factors(largest: Tensor, rotary_width: int) -> Tensor:
     floating point: what changes is how far numbers are rounded, and no score where none is.
 
     `largest` `[kv_heads, head_dim]`: the largest magnitude seen of each channel after the rotation.
-    Of the first `rotary_width` channels those at half that distance rotate into each other, so that
-    either becomes as large as both at some position: they have one factor.
+    Of the first `rotary_width` channels those at half that distance rotate into each other, or
+    those side by side (`turns_neighbours`), so that either becomes as large as both at some
+    position: they have one factor.
     """
     turned, still = largest.float().tensor_split([rotary_width], -1)
-    pairs = turned.unflatten(-1, (2, -1)).amax(-2)
-    alike = torch.cat([pairs, pairs, still], -1)
+    if turns_neighbours:
+        pairs = turned.unflatten(-1, (-1, 2)).amax(-1).repeat_interleave(2, -1)
+    else:
+        pairs = turned.unflatten(-1, (2, -1)).amax(-2).repeat(1, 2)
+    alike = torch.cat([pairs, still], -1)
     median = alike.median(-1, keepdim=True).values
     usual = torch.where(median > 0, median, alike.amax(-1, keepdim=True))
     sizes = (alike / usual).nan_to_num(nan=1.0).clamp(min=_LEAST_SIZE)  # NaN: all are zero

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
+from actors.stage.partial_model import architecture_of
 from quant.rounding.importance import LayerImportance
 
 _WHOLE_HEADS = ("proportional",)
@@ -26,8 +27,9 @@ def make_cache(
 
     `importance`: one a layer, by whose keys, those of `form.kv_heads`, 8-bit keys are rounded.
     """
+    turns_neighbours = architecture_of(config).turns_neighbours
     factors = {
-        layer: key_factors(own.keys, rotary_width(config, layer))
+        layer: key_factors(own.keys, rotary_width(config, layer), turns_neighbours)
         for layer, own in zip(layers, importance or (), strict=False)
         if kv_shape(config, layer) is not None
     }
@@ -79,7 +81,8 @@ def rotary_width(config: PretrainedConfig, layer: int) -> int:
     """
     shape = kv_shape(config, layer)
     rotation = getattr(config, "rope_parameters", None)
-    if shape is None or not rotation:
+    rotates = getattr(config, "no_rope_layers", None)
+    if shape is None or not rotation or (rotates and not rotates[layer]):
         return 0
     types = getattr(config, "layer_types", None)
     if types and types[layer] in rotation:

@@ -32,10 +32,11 @@ class Architecture:
     tokens ask, which stands in `mlp`; `experts_by_inputs`: the fused ones are stored inputs first.
     `kinds`: in what layers of a kind differ, by `ModelShape.kind`. `qkv_in_blocks`: fused queries
     come before keys and these before values, rather than those of one head before those of the
-    next. `growing_queries`: multiplied by more, the later they stand. `input_multiplier`: the
-    decoder's attribute by which it multiplies what comes in, as the first stage alone may do.
-    Logits are divided by the entry `logits_divisor` of the configuration, then capped by
-    `logits_cap`.
+    next. `turns_neighbours`: positions rotate channels side by side into each other, rather than
+    those at half the distance. `growing_queries`: multiplied by more, the later they stand.
+    `input_multiplier`: the decoder's attribute by which it multiplies what comes in, as the first
+    stage alone may do. Logits are divided by the entry `logits_divisor` of the configuration, then
+    capped by `logits_cap`.
     """
 
     decoder: str
@@ -55,6 +56,7 @@ class Architecture:
     experts_by_inputs: bool = False
     kinds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     qkv_in_blocks: bool = False
+    turns_neighbours: bool = False
     growing_queries: bool = False
     input_multiplier: str | None = None
     logits_divisor: str | None = None

@@ -162,6 +162,7 @@ _GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attentio
 _FUSED_MLP = replace(
     GATED, mlp=("mlp.gate_up_proj", "mlp.down_proj"), activation="mlp.activation_fn"
 )
+_GLM = replace(_FUSED_MLP, turns_neighbours=True)
 _HALF_ROTATES = ConfigKeys(rotary=RotaryKeys(default_share=0.5))
 _POST_NORMS = replace(GATED, norms=("post_attention_layernorm", "post_feedforward_layernorm"))
 
@@ -173,10 +174,10 @@ GATED_FAMILIES: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         own_layers=True,
     ),
-    "glm": Family(_glm, _FUSED_MLP, _HALF_ROTATES, attention_bias="attention_bias"),
+    "glm": Family(_glm, _GLM, _HALF_ROTATES, attention_bias="attention_bias"),
     "glm4": Family(
         _glm4,
-        replace(_FUSED_MLP, norms=(*GATED.norms, "post_self_attn_layernorm", "post_mlp_layernorm")),
+        replace(_GLM, norms=(*GATED.norms, "post_self_attn_layernorm", "post_mlp_layernorm")),
         _HALF_ROTATES,
         attention_bias="attention_bias",
     ),

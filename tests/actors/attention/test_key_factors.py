@@ -16,11 +16,20 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factor
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.stage.importance import measure_stage
 from actors.stage.layer_cache import make_cache, rotary_width
+from actors.stage.partial_model import architecture_of
 from actors.stage.stage import Stage, run_decoder
 from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
-from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny, stages_of
+from tests.actors.models import (
+    CONFIGS,
+    EVERY_CONFIG,
+    LAYERS,
+    generate,
+    random_prompts,
+    save_tiny,
+    stages_of,
+)
 
 CPU = torch.device("cpu")
 REQUESTS, HEADS, KV_HEADS, WIDTH, LENGTH, SCALE = 5, 4, 2, 32, 70, 0.2
@@ -57,10 +66,10 @@ def test_large_channels_are_divided_by_what_they_are_larger() -> None:
     assert factors[2].eq(1).all(), "a head without keys"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "glm4"])
 def test_pairs_are_the_channels_that_rotate_into_each_other(name: str, tmp_path: Path) -> None:
     """The first layer sees one token everywhere: what changes in its keys is the rotation."""
-    model = save_tiny(tmp_path, CONFIGS[name])
+    model = save_tiny(tmp_path, EVERY_CONFIG[name])
     width = rotary_width(model.config, 0)
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     assert width == (0 if rotary is None else 2 * len(rotary.inv_freq))
@@ -69,14 +78,17 @@ def test_pairs_are_the_channels_that_rotate_into_each_other(name: str, tmp_path:
     with torch.no_grad():
         cache = model(input_ids=torch.full((1, 6), 7), use_cache=True).past_key_values
     keys = cache.layers[0].keys[0]  # [kv_heads, tokens, head_dim]
-    first, second = keys[..., :width].square().chunk(2, -1)
+    neighbours = architecture_of(model.config).turns_neighbours
+    turned = keys[..., :width].square()
+    first, second = (turned[..., ::2], turned[..., 1::2]) if neighbours else turned.chunk(2, -1)
     lengths = first + second
     torch.testing.assert_close(lengths, lengths[:, :1].expand_as(lengths), rtol=1e-3, atol=1e-5)
     assert not torch.allclose(first, first[:, :1].expand_as(first), rtol=1e-2)
     still = keys[..., width:]
     torch.testing.assert_close(still, still[:, :1].expand_as(still))
-    of_first = key_factors(keys.abs()[:, 0], width)
-    assert torch.equal(of_first[:, : width // 2], of_first[:, width // 2 : width])
+    of_first = key_factors(keys.abs()[:, 0], width, neighbours)[:, :width]
+    pair = (of_first[:, ::2], of_first[:, 1::2]) if neighbours else of_first.chunk(2, -1)
+    assert torch.equal(*pair)
 
 
 def large_pair(times: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
