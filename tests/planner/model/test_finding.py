@@ -134,6 +134,11 @@ def test_built_in_shape_gives_the_librarys_parameters(name: str, builtin: dict[s
         ("mistral-small-3.2-24b", 23.6),
         ("ministral-3-3b", 3.4),
         ("ministral-3-14b", 13.5),
+        ("gemma-2-9b", 9.24),
+        ("gemma-2-27b", 27.2),
+        ("gemma-3-1b", 1.0),
+        ("gemma-3-4b", 3.88),
+        ("gemma-3-27b", 27.0),
     ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
