@@ -175,7 +175,13 @@ def _mlp_unit(shape: ModelShape, degree: int) -> int:
 
 
 def _check_parts(shape: ModelShape, degree: int) -> None:
-    """Refuse layers with parts of which ranks would not have theirs."""
+    """Refuse layers with parts of which ranks would not have theirs, or whose parts differ."""
+    sizes = {(k.heads, k.kv_heads, k.head_dim, k.intermediate_size) for k in shape.kind_shapes}
+    if len(sizes) > 1:
+        raise SpecError(
+            f"model {shape.name} cannot be divided among {degree} ranks: its layers differ in "
+            f"heads or widths ({shape.model_type}); give each stage one device"
+        )
     for kind in shape.kind_shapes:
         has_others = kind.experts or kind.delta or kind.output_gate or kind.sinks
         if (

@@ -15,6 +15,7 @@ from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.costs.roofline import RooflineLatency
 from planner.model.shape import ModelShape
+from planner.model.tensor_parallel import largest_rank_shape, refusal
 from planner.optimiser.assignment import stage_times
 from planner.optimiser.feasibility import is_feasible
 from planner.options import PlanOptions
@@ -117,7 +118,7 @@ def test_units_of_unlike_layers_cost_what_their_layers_do() -> None:
 
 @pytest.mark.parametrize(("window", "kinds"), [(4096, 1), (100, 2)])
 def test_layers_whose_window_nobody_reaches_are_as_others(window: int, kinds: int) -> None:
-    full = three_kinds((FULL,) * 6).kinds[FULL]
+    full = three_kinds(PATTERN).kinds[FULL]
     sliding = replace(full, kind="sliding", sliding_window=window)
     mixed = replace(full, kind="", kinds=(full, sliding), pattern=(0, 1, 0, 1, 1, 1))
     problem = costs_of(mixed).problem(CLUSTER.devices, MicroBatches(2, 3))
@@ -210,3 +211,20 @@ def test_sensitivities_by_default_are_shares_of_all_weights() -> None:
     assert (np.diff(matrix, axis=1) < 0).all()
     weights = [shape.layer(layer).layer_linear_parameters for layer in range(shape.layers)]
     assert matrix[:, 1] == pytest.approx(np.array(weights) / sum(weights))
+
+
+def test_layers_that_ranks_cannot_share_are_refused() -> None:
+    full = three_kinds(PATTERN).kinds[FULL]
+    plain = replace(full, output_gate=False)
+    wider = replace(plain, kind="wider", intermediate_size=2 * plain.intermediate_size)
+    mixed = replace(plain, kind="", kinds=(plain, wider), pattern=(0, 1, 0, 1, 0, 1))
+    assert refusal(plain, 2) is None
+    assert "differ in heads or widths" in str(refusal(mixed, 2))
+    sliding = replace(plain, kind="sliding", sliding_window=64)
+    alike = replace(mixed, kinds=(plain, sliding))
+    parts = largest_rank_shape(alike, 2).kinds
+    assert [each.sliding_window for each in parts] == [None, 64]
+    assert parts[0] == replace(largest_rank_shape(plain, 2), kind=plain.kind)
+    for whole in three_kinds(PATTERN).kinds[:FULL]:
+        assert "parts that are not divided" in str(refusal(whole, 2))
+        assert refusal(whole, 1) is None
