@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from planner.model.families import FAMILIES
 from planner.model.finding import shape_from_config
 from planner.model.weight_check import end_tensors, layer_tensors
-from tests.actors.models import EVERY_CONFIG
-from tests.planner.model.mixed_configs import MIXED
+from tests.actors.models import EVERY_CONFIG, STATE_CONFIGS
+from tests.paths import ROOT
 
 
 @pytest.mark.parametrize("name", EVERY_CONFIG)
@@ -33,5 +34,12 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
 
 def test_every_family_has_a_tiny_model() -> None:
     """Tests of stages and of tensors go through `EVERY_CONFIG`: a new family needs an entry."""
-    mixed = {values["model_type"] for values in MIXED.values()}
-    assert {config.model_type for config in EVERY_CONFIG.values()} | mixed == {*FAMILIES}
+    configs = EVERY_CONFIG | STATE_CONFIGS
+    assert {config.model_type for config in configs.values()} == {*FAMILIES}
+
+
+def test_the_readme_names_every_family() -> None:
+    """Its table has them by `model_type`, in the first column."""
+    rows = re.findall(r"^\| (`[^|]*) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named >= {*FAMILIES}
