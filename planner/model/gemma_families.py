@@ -29,6 +29,7 @@ _SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
 }
 """The defaults of transformers: files of Gemma 3 leave out what does not differ from them."""
 
@@ -73,7 +74,7 @@ def _windowed(config: ConfigFile, period: int, qk_norm: bool = False) -> ModelSh
 
 def _check_scores(config: ConfigFile) -> None:
     """Check what scores and logits are scaled and capped by, and that tokens see earlier ones."""
-    config.size("query_pre_attn_scalar", default=1)
+    config.size("query_pre_attn_scalar")
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         value = config.values.get(key)
         if value is not None and not (type(value) is float and is_number(value, 0, _LARGEST_CAP)):
