@@ -95,7 +95,7 @@ TOKEN_ID_BYTES = 4
 
 
 def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:
-    return tokens * shape.hidden_size * DTYPE_BYTES[dtype]
+    return tokens * shape.message_width * DTYPE_BYTES[dtype]
 
 
 def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:

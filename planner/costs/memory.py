@@ -207,7 +207,7 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
         rows = max(work.sizes.prefill, work.decode_requests)
         logits = work.vocabulary or shape.vocab_size
         peaks.append(rows * logits * (element + _SAMPLING_BYTES_PER_LOGIT))
-    under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.hidden_size * element
+    under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.message_width * element
     return max(peaks) + under_way
 
 

@@ -36,7 +36,8 @@ class Architecture:
     those at half the distance. `growing_queries`: multiplied by more, the later they stand.
     `input_multiplier`: the decoder's attribute by which it multiplies what comes in, as the first
     stage alone may do. Logits are divided by the entry `logits_divisor` of the configuration, then
-    capped by `logits_cap`.
+    capped by `logits_cap`. `layer_factor`: a number by which a layer multiplies what comes out of
+    it.
     """
 
     decoder: str
@@ -61,6 +62,7 @@ class Architecture:
     input_multiplier: str | None = None
     logits_divisor: str | None = None
     logits_cap: str | None = None
+    layer_factor: str | None = None
 
     def of_kind(self, kind: str) -> Architecture:
         """The names of a layer of this kind."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from planner.model.family import (
     RotaryKeys,
     gated_shape,
     layer_types,
+    mixed_shape,
     windowed_shape,
 )
-from planner.model.shape import ModelShape
+from planner.model.shape import MAX_SIZE, ModelShape
+from quant.scheme import LinearShape
 
 _LARGEST_CAP = 1e6
 _SIZES = {
@@ -35,8 +37,22 @@ _SIZES = {
 
 _SIZES_2 = _SIZES | {"vocab_size": 256_000, "max_position_embeddings": 8192}
 _SIZES_3 = _SIZES | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+_SIZES_4 = _SIZES | {
+    "vocab_size": 262_144,
+    "max_position_embeddings": 131_072,
+    "num_hidden_layers": 30,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+}
+_GLOBAL_HEAD_DIM = 512
 _SLIDING_PATTERN = 6
 _ALTERNATING = 2
+_OF_LAYERS = ("num_key_value_heads", "head_dim")
+"""Entries that a layer of Gemma 4 may have of its own."""
+
+_READS, _KEYS_ALONE = ", reading earlier keys", ", keys alone"
+"""Said of kinds that hold no keys and values, and of those that make values of their keys."""
 
 
 def _gemma2(config: ConfigFile) -> ModelShape:
@@ -46,6 +62,113 @@ def _gemma2(config: ConfigFile) -> ModelShape:
 def _gemma3(config: ConfigFile) -> ModelShape:
     full = _with_defaults(config, _SIZES_3)
     return _windowed(full, full.size("sliding_window_pattern", default=_SLIDING_PATTERN), True)
+
+
+def _gemma4(config: ConfigFile) -> ModelShape:
+    full = _with_defaults(config, _SIZES_4)
+    if full.flag("enable_moe_block", False):
+        raise config.refusal("enable_moe_block", True, "false: its experts are not run yet")
+    types = layer_types(
+        full,
+        (FULL, SLIDING),
+        lambda layer: FULL if (layer + 1) % _SLIDING_PATTERN == 0 else SLIDING,
+    )
+    types = (*types[:-1], FULL)  # as transformers, whatever the file says
+    owner, heads = _owners(full, types), _heads_by_layer(full, types)
+    plain, wide = _gemma4_layer(full), full.flag("use_double_wide_mlp", False)
+    values_are_keys = full.flag("attention_k_eq_v", False)
+    layers = []
+    for index, kind in enumerate(types):
+        is_full, reads = kind == FULL, owner[index] != index
+        keys_alone = values_are_keys and is_full and not reads
+        kv_heads, head_dim = heads[index]
+        layers.append(
+            replace(
+                plain,
+                kind=f"{kind}{_READS * reads}{_KEYS_ALONE * keys_alone}",
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                sliding_window=None if is_full else full.size("sliding_window"),
+                values_are_keys=keys_alone,
+                reads_earlier_keys=reads,
+                intermediate_size=plain.intermediate_size * (2 if wide and reads else 1),
+            )
+        )
+    shared = [range(o + 1, i + 1) for i, o in enumerate(owner) if o != i]
+    joined = tuple(sorted({layer for each in shared for layer in each}))
+    return replace(mixed_shape(layers, joined), kv_heads=max(each[0] for each in heads))
+
+
+def _gemma4_layer(config: ConfigFile) -> ModelShape:
+    """Read what all layers have in common."""
+    _check_caps(config)
+    bias = config.flag("attention_bias", False)
+    width = config.integer("hidden_size_per_layer_input")
+    if not 0 <= width <= MAX_SIZE:
+        raise config.refusal("hidden_size_per_layer_input", width, f"0 to {MAX_SIZE}")
+    if width and config.size("vocab_size_per_layer_input") != config.size("vocab_size"):
+        value = config.values["vocab_size_per_layer_input"]
+        raise config.refusal(
+            "vocab_size_per_layer_input", value, f"vocab_size, {config.values['vocab_size']}"
+        )
+    hidden = config.size("hidden_size")
+    linears = (LinearShape(hidden, width), LinearShape(width, hidden)) if width else ()
+    return gated_shape(
+        config,
+        _SIZES["head_dim"],
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        layer_norms=5 if width else 4,
+        extra_linears=linears,
+        per_layer_width=width,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def _owners(config: ConfigFile, types: Sequence[str]) -> list[int]:
+    """The layer whose keys and values each layer reads: itself, or among the last ones the last of
+    its type that has its own.
+    """
+    key, layers = "num_kv_shared_layers", len(types)
+    count = config.integer(key, default=0)
+    own = types[: layers - count]
+    if not 0 <= count < layers or not {*types} <= {*own}:
+        raise config.refusal(
+            key, count, "such that every type of layers has one with keys of its own"
+        )
+    last = {kind: max(i for i, each in enumerate(own) if each == kind) for kind in {*own}}
+    return [*range(len(own)), *(last[kind] for kind in types[len(own) :])]
+
+
+def _heads_by_layer(config: ConfigFile, types: Sequence[str]) -> list[tuple[int, int]]:
+    """Number and width of the heads of keys in each layer: in full layers others, by entries of
+    their own or, as transformers 5 writes files, by layer.
+    """
+    usual = config.size("num_key_value_heads"), config.size("head_dim")
+    given = config.values.get("per_layer_config")
+    if given is None:
+        width = config.size("global_head_dim", default=_GLOBAL_HEAD_DIM)
+        count = usual[0]
+        if config.flag("attention_k_eq_v", False):
+            count = config.size("num_global_key_value_heads", default=count)
+        return [(count, width) if kind == FULL else usual for kind in types]
+    found = [usual] * len(types)
+    for key, own in given.items() if isinstance(given, Mapping) else [("", given)]:
+        if not (isinstance(own, Mapping) and key.isdecimal() and int(key) < len(types)):
+            raise config.refusal("per_layer_config", given, "an object of objects by layer")
+        if {*own} - {*_OF_LAYERS}:
+            raise config.refusal(
+                f"per_layer_config.{key}", dict(own), f"of {' and '.join(_OF_LAYERS)}"
+            )
+        values = {f"per_layer_config.{key}.{name}": value for name, value in own.items()}
+        inner = replace(config, values=values)
+        sizes = zip(_OF_LAYERS, usual, strict=True)
+        count, width = (
+            inner.size(f"per_layer_config.{key}.{name}", default=size) for name, size in sizes
+        )
+        found[int(key)] = count, width
+    return found
 
 
 def _with_defaults(config: ConfigFile, defaults: Mapping[str, Any]) -> ConfigFile:
@@ -73,8 +196,13 @@ def _windowed(config: ConfigFile, period: int, qk_norm: bool = False) -> ModelSh
 
 
 def _check_scores(config: ConfigFile) -> None:
-    """Check what scores and logits are scaled and capped by, and that tokens see earlier ones."""
+    """Check what scores are scaled and capped by."""
     config.size("query_pre_attn_scalar")
+    _check_caps(config)
+
+
+def _check_caps(config: ConfigFile) -> None:
+    """Check what scores and logits are capped by, and that tokens see earlier ones alone."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         value = config.values.get(key)
         if value is not None and not (type(value) is float and is_number(value, 0, _LARGEST_CAP)):
@@ -89,10 +217,35 @@ _FOUR_NORMS = replace(
     norms=(*GATED.norms, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     logits_cap="final_logit_softcapping",
 )
+_Q, _K, _, _O = GATED.attention
 _KEYS = ConfigKeys(activation="hidden_activation")
 
 GEMMA_FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(_gemma2, _FOUR_NORMS, _KEYS, attention_bias="attention_bias"),
+    "gemma4_text": Family(
+        _gemma4,
+        replace(
+            _FOUR_NORMS,
+            embedding=(
+                *("embed_tokens", "embed_tokens_per_layer", "per_layer_model_projection"),
+                "per_layer_projection_norm",
+            ),
+            layer_factor="layer_scalar",
+            kinds={
+                f"{FULL}{_KEYS_ALONE}": {"attention": (_Q, _K, _O)},
+                **{f"{kind}{_READS}": {"attention": (_Q, _O)} for kind in (FULL, SLIDING)},
+            },
+        ),
+        replace(
+            _KEYS,
+            rotary=RotaryKeys(
+                default_share=1.0,
+                types=("default", "linear", "yarn", "llama3", "proportional"),
+                by_type=True,
+            ),
+        ),
+        attention_bias="attention_bias",
+    ),
     "gemma3_text": Family(
         _gemma3,
         _FOUR_NORMS,

@@ -223,7 +223,8 @@ class ModelShape:
             biases += self.experts.bias_parameters(self.hidden_size)
         else:
             biases += self.mlp_bias * sum(linear.out_features for linear in self._mlp_linears())
-        norms = self.layer_norms * self.norm_parameters + 2 * self.head_dim * self.qk_norm
+        head_norms = (1 if self.reads_earlier_keys else 2) * self.qk_norm
+        norms = self.layer_norms * self.norm_parameters + head_norms * self.head_dim
         mixer = 0 if self.delta is None else self.delta.other_parameters
         mixer += self.heads * self.sinks
         full = sum(linear.parameters for linear in self.full_linears)
@@ -242,6 +243,11 @@ class ModelShape:
         return tuple(own[kind] for kind in self.kind_of_layer)
 
     @property
+    def message_width(self) -> int:
+        """Numbers of a token between stages: hidden states, and what each layer adds to them."""
+        return self.hidden_size + self.layers * self.per_layer_width
+
+    @property
     def head_parameters(self) -> int:
         return self.vocab_size * self.word_embedding_size
 
@@ -249,7 +255,9 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         tokens = self.vocab_size * self.word_embedding_size
         positions = self.position_rows * self.hidden_size
-        return tokens + positions + self._projection + self.embedding_norm * self.norm_parameters
+        norm, width = self.embedding_norm * self.norm_parameters, self.per_layer_width
+        by_layer = self.layers * width * (self.vocab_size + self.hidden_size) + width
+        return tokens + positions + self._projection + norm + by_layer
 
     @property
     def final_parameters(self) -> int:

@@ -268,10 +268,18 @@ def layer_tensors(kind: ModelShape) -> Shapes:
     for name in names.norms:
         found |= _norm(name, kind)
     if kind.qk_norm and kind.delta is None:
-        found |= {f"self_attn.{name}.weight": (kind.head_dim,) for name in ("q_norm", "k_norm")}
+        normed = ("q_norm",) if kind.reads_earlier_keys else ("q_norm", "k_norm")
+        found |= {f"self_attn.{name}.weight": (kind.head_dim,) for name in normed}
     if kind.qk_norm_width:
         widths = {"q_norm": kind.query_width, "k_norm": kind.kv_width}
         found |= {f"self_attn.{name}.weight": (width,) for name, width in widths.items()}
+    if names.layer_factor is not None:
+        found[names.layer_factor] = (1,)
+    if kind.per_layer_width:
+        gate, projection = kind.extra_linears
+        found["per_layer_input_gate.weight"] = (gate.out_features, gate.in_features)
+        found["per_layer_projection.weight"] = (projection.out_features, projection.in_features)
+        found |= _norm("post_per_layer_input_norm", kind)
     if kind.sinks:
         found["self_attn.sinks"] = (kind.heads,)
     return found | _mixer_tensors(kind) | _router_tensors(kind) | fused_experts(kind)
@@ -338,6 +346,11 @@ def end_tensors(shape: ModelShape) -> Shapes:
     found: Shapes = {f"{embedding}.weight": (shape.vocab_size, shape.word_embedding_size)}
     if shape.position_rows:
         found[f"{names.decoder}.embed_positions.weight"] = (shape.position_rows, hidden)
+    if shape.per_layer_width:
+        width = shape.layers * shape.per_layer_width
+        found[f"{names.decoder}.embed_tokens_per_layer.weight"] = (shape.vocab_size, width)
+        found[f"{names.decoder}.per_layer_model_projection.weight"] = (width, hidden)
+        found[f"{names.decoder}.per_layer_projection_norm.weight"] = (shape.per_layer_width,)
     if shape.word_embedding_size != hidden:
         found[f"{names.decoder}.project_in.weight"] = (hidden, shape.word_embedding_size)
         found[f"{names.decoder}.project_out.weight"] = (shape.word_embedding_size, hidden)
