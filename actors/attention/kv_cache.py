@@ -190,13 +190,15 @@ def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class CacheShape:
     """Room for so many `tokens` of all requests together, in every layer. `others`: heads and width
-    in layers that differ; None: a layer has no keys and values of its own.
+    in layers that differ; None: a layer has no keys and values of its own. `owners`: for each layer
+    that reads those of another one, which.
     """
 
     tokens: int
     kv_heads: int
     head_dim: int
     others: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
+    owners: Mapping[int, int] = field(default_factory=dict)
 
     def heads(self, layers: range) -> dict[int, tuple[int, int]]:
         """Heads and width of those of the `layers` that have keys and values."""
@@ -262,7 +264,7 @@ class KVCache:
             sizes = (kv_heads, shape.tokens, head_dim)
             return Stored.empty(sizes, self.held_dtype, form.device, factors)
 
-        self.states = states
+        self.states, self._owners = states, shape.owners
         self._keys = {layer: empty(layer, own.get(layer)) for layer in heads}
         self._values = {layer: empty(layer) for layer in heads}
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
@@ -357,8 +359,9 @@ class KVCache:
         return Addresses.of(batch, self._device, self._own_ends, self._reads_ranges)
 
     def of_layer(self, layer: int) -> tuple[Stored, Stored]:
-        """The layer's whole keys and values."""
-        return self._keys[layer], self._values[layer]
+        """The layer's whole keys and values, or those of the earlier layer that it reads."""
+        owner = self._owners.get(layer, layer)
+        return self._keys[owner], self._values[owner]
 
     def states_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's constant states: see `ConstantStates.of_layer`."""
@@ -368,13 +371,15 @@ class KVCache:
     def append(
         self, layer: int, where: Addresses, key: Tensor, value: Tensor
     ) -> tuple[Stored, Stored]:
-        """Write the batch's new keys and values; return the layer's whole keys and values.
+        """Write the batch's new keys and values, where they are the layer's own; return the whole
+        keys and values that it reads.
 
         `key`, `value`: `[sum(counts), kv_heads, head_dim]`.
         """
         keys, values = self.of_layer(layer)
-        keys.write(where, key)
-        values.write(where, value)
+        if layer not in self._owners:
+            keys.write(where, key)
+            values.write(where, value)
         return keys, values
 
     def _all(self) -> Iterator[Stored]:

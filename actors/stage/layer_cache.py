@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
 from actors.stage.partial_model import architecture_of
+from quant.common.errors import SpecError
 from quant.rounding.importance import LayerImportance
 
 _WHOLE_HEADS = ("proportional",)
@@ -51,7 +52,24 @@ def cache_shape(
     held = {n: each and (kv_heads or each[0], each[1]) for n, each in found.items()}
     usual = next(filter(None, held.values()), (1, 1))
     others = {layer: heads for layer, heads in held.items() if heads != usual}
-    return CacheShape(tokens, *usual, others)
+    owners = {layer: own for layer in layers if (own := _owner(config, layer)) is not None}
+    apart = next((layer for layer, own in owners.items() if own not in layers), None)
+    if apart is not None:
+        raise SpecError(
+            f"layer {apart} reads the keys and values of layer {owners[apart]}, which is not among "
+            f"layers {layers.start} to {layers.stop - 1}; plan again, which keeps both together"
+        )
+    return CacheShape(tokens, *usual, others, owners)
+
+
+def _owner(config: PretrainedConfig, layer: int) -> int | None:
+    """The layer whose keys and values another one reads; None: its own, or none at all."""
+    modes: Sequence[str | None] = getattr(config, "kv_sharing_modes", ())
+    if "reuse" not in modes[layer : layer + 1]:
+        return None
+    types = config.layer_types
+    holding = (n for n, mode in enumerate(modes) if mode == "store" and types[n] == types[layer])
+    return next(holding)
 
 
 def kv_shape(config: PretrainedConfig, layer: int) -> tuple[int, int] | None:

@@ -40,6 +40,7 @@ from actors.stage.partial_model import (
     logits_of,
     plan_frequencies,
 )
+from actors.stage.per_layer_inputs import numbers_of_layers
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import run_decoder
@@ -85,6 +86,12 @@ class LayerStream:
         self._tokens_at_once = tokens_at_once
         self._checkpoint = Checkpoint(checkpoint)
         self.config = read_config(self._checkpoint.folder)
+        if numbers_of_layers(self.config) or getattr(self.config, "num_kv_shared_layers", 0):
+            raise SpecError(
+                f"{checkpoint}: layers that take what the first stage made of tokens, or read the "
+                f"keys of earlier ones ({self.config.model_type}), cannot be computed one by one; "
+                "do without a calibrated rounding, 8-bit keys, indicators and measured quality"
+            )
         architecture = architecture_of(self.config)
         self.quantized = architecture.linears
         self.layers: int = self.config.num_hidden_layers

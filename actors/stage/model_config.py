@@ -55,6 +55,13 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     values = config.to_dict() | {"num_hidden_layers": layers}
     if values.get("layer_types"):  # one for each layer: sliding windows or not
         values["layer_types"] = (values["layer_types"] * layers)[:layers]
+    if layers != config.num_hidden_layers and values.get("num_kv_shared_layers"):
+        values["num_kv_shared_layers"] = 0
+    own = {int(layer): each for layer, each in (values.get("per_layer_config") or {}).items()}
+    if own:
+        whole = config.num_hidden_layers
+        found = {layer: own.get(layer % whole) for layer in range(layers)}
+        values["per_layer_config"] = {layer: each for layer, each in found.items() if each}
     return type(config).from_dict(values)
 
 

@@ -26,6 +26,7 @@ from actors.attention.ragged import (
     register,
 )
 from actors.stage.delta_mixer import replace_fused_mixer, replace_mixer
+from actors.stage.per_layer_inputs import numbers_of_layers, take_as_given
 from planner.model.families import FAMILIES, supported_model_types
 from planner.model.family import Architecture
 from quant.common.errors import SpecError
@@ -103,7 +104,7 @@ def keep_stage(
             stack[index] = PassThrough(architecture.layer_returns_tuple)
     if not is_first:
         for name in architecture.embedding:
-            if getattr(decoder, name) is not None:
+            if getattr(decoder, name, None) is not None:
                 setattr(decoder, name, NoPositions() if "positions" in name else PassThrough())
     if not is_last:
         for name in architecture.final:
@@ -111,6 +112,10 @@ def keep_stage(
                 setattr(decoder, name, PassThrough())
     if not is_first and architecture.input_multiplier is not None:
         setattr(decoder, architecture.input_multiplier, 1.0)
+    if numbers_of_layers(model.config):
+        take_as_given(decoder)
+    if hasattr(decoder, "first_kv_shared_layer_idx"):  # from where on it may drop tokens of prompts
+        decoder.first_kv_shared_layer_idx = len(stack)
     if not has_head:
         model.set_output_embeddings(PassThrough())
     _restore_buffers(decoder)

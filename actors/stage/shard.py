@@ -140,7 +140,7 @@ def load_ends(
         architecture.final if spec.is_last else ()
     )
     for child in owned:
-        module = getattr(decoder, child)
+        module = getattr(decoder, child, None)
         if module is not None:
             cuts = _cuts(vocabulary if child == architecture.embedding[0] else None)
             load_tensors(module, checkpoint, f"{path}.{child}", dtype, device, cuts)

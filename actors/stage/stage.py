@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from actors.stage.handed_over import HeldKeysValues
 from actors.stage.layer_cache import make_cache, most_kv_heads
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
-from actors.stage.partial_model import ContextAsCache, architecture_of, logits_of
+from actors.stage.partial_model import ContextAsCache, PassThrough, architecture_of, logits_of
+from actors.stage.per_layer_inputs import decoded, embedded, numbers_of_layers
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, share_of, weight_bytes
@@ -175,8 +177,8 @@ class Stage:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states between stages."""
-        return int(self._model.config.hidden_size)
+        """Width of the hidden states between stages, with what each layer adds to them."""
+        return int(self._model.config.hidden_size) + numbers_of_layers(self._model.config)
 
     @property
     def max_columns(self) -> int:
@@ -353,6 +355,11 @@ def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) 
     else:
         arguments["ragged"] = context
         arguments["position_ids"] = with_rows(context.where.positions, len(inputs))[None]
+    decoder: Any = model.get_decoder()
+    if numbers_of_layers(model.config):
+        whole = inputs if inputs.is_floating_point() else embedded(decoder, inputs)
+        final = getattr(decoder, architecture_of(model.config).final[0])
+        return decoded(decoder, whole, not isinstance(final, PassThrough), **arguments)
     arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
-    hidden: Tensor = model.get_decoder()(**arguments).last_hidden_state[0]
+    hidden: Tensor = decoder(**arguments).last_hidden_state[0]
     return hidden

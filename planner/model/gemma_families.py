@@ -14,6 +14,7 @@ from planner.model.family import (
     ConfigKeys,
     Family,
     RotaryKeys,
+    UnusedEntries,
     gated_shape,
     layer_types,
     mixed_shape,
@@ -44,6 +45,7 @@ _SIZES_4 = _SIZES | {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262_144,
+    "num_kv_shared_layers": 0,
 }
 _GLOBAL_HEAD_DIM = 512
 _SLIDING_PATTERN = 6
@@ -106,11 +108,9 @@ def _gemma4_layer(config: ConfigFile) -> ModelShape:
     width = config.integer("hidden_size_per_layer_input")
     if not 0 <= width <= MAX_SIZE:
         raise config.refusal("hidden_size_per_layer_input", width, f"0 to {MAX_SIZE}")
-    if width and config.size("vocab_size_per_layer_input") != config.size("vocab_size"):
-        value = config.values["vocab_size_per_layer_input"]
-        raise config.refusal(
-            "vocab_size_per_layer_input", value, f"vocab_size, {config.values['vocab_size']}"
-        )
+    key, rows = "vocab_size_per_layer_input", config.size("vocab_size")
+    if config.integer(key) != rows and width:
+        raise config.refusal(key, config.values[key], f"vocab_size, {rows}")
     hidden = config.size("hidden_size")
     linears = (LinearShape(hidden, width), LinearShape(width, hidden)) if width else ()
     return gated_shape(
@@ -131,7 +131,7 @@ def _owners(config: ConfigFile, types: Sequence[str]) -> list[int]:
     its type that has its own.
     """
     key, layers = "num_kv_shared_layers", len(types)
-    count = config.integer(key, default=0)
+    count = config.integer(key)
     own = types[: layers - count]
     if not 0 <= count < layers or not {*types} <= {*own}:
         raise config.refusal(
@@ -242,6 +242,9 @@ GEMMA_FAMILIES: Mapping[str, Family] = {
                 default_share=1.0,
                 types=("default", "linear", "yarn", "llama3", "proportional"),
                 by_type=True,
+            ),
+            unused=UnusedEntries(
+                counts=("moe_intermediate_size", "top_k_experts"), may_be_null=True
             ),
         ),
         attention_bias="attention_bias",

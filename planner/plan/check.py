@@ -44,8 +44,20 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
                 "again with llmpq plan, with fewer bits or a smaller batch"
             )
         if shape is not None:
+            _check_joined(stage, shape, source)
             _refuse_first(_kernels_and_bytes(plan, stage, shape), source)
         _refuse_first([(where, found, stage.memory.total, "its parts")], source)
+
+
+def _check_joined(stage: StagePlan, shape: ModelShape, source: str) -> None:
+    """Refuse a cut between a layer and one that reads its keys and values."""
+    first = stage.layers.start
+    if first in shape.joined:
+        raise SpecError(
+            f"{source}: field stages.{stage.index}: its first layer, {first}, must be on the stage "
+            f"of layer {first - 1}: one of these layers reads the keys and values of an earlier "
+            "one; plan again with llmpq plan"
+        )
 
 
 def _refuse_first(fields: Iterator[Derived] | list[Derived], source: str) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     BloomConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     GlmConfig,
     GPTNeoXConfig,
@@ -70,6 +71,7 @@ _OPT = _COMMON | {
     "max_position_embeddings": 128,
     "word_embed_proj_dim": 48,
 }
+_WINDOWS = ("sliding", "full", "sliding", "sliding", "full")
 _KINDS = ("linear", "full", "linear", "linear", "full")
 _DELTA = _ROPE | {
     "num_attention_heads": 4,
@@ -174,6 +176,20 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
         query_pre_attn_scalar=20,
         rope_scaling={"rope_type": "linear", "factor": 4.0},
     ),
+    "gemma4": Gemma4TextConfig(
+        **_ROPE,
+        num_key_value_heads=3,
+        head_dim=12,
+        global_head_dim=20,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        sliding_window=6,
+        layer_types=[
+            f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+        ],
+        final_logit_softcapping=2.0,
+        hidden_size_per_layer_input=0,
+    ),
     "ministral": MinistralConfig(
         **_ROPE,
         num_key_value_heads=2,
@@ -195,6 +211,22 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 """Families of whose parts those above have most, so that fewer tests go through them."""
+
+SHARED_CONFIGS: dict[str, PretrainedConfig] = {
+    "gemma4-shared": Gemma4TextConfig(
+        **_ROPE,
+        num_key_value_heads=2,
+        head_dim=12,
+        global_head_dim=20,
+        sliding_window=6,
+        layer_types=[f"{kind}_attention" for kind in ("sliding",) * 3 + ("full",) * 2],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+        num_kv_shared_layers=1,
+        use_double_wide_mlp=True,
+    ),
+}
+"""Of layers that read the keys and values of earlier ones."""
 
 EVERY_CONFIG = CONFIGS | MORE_CONFIGS
 

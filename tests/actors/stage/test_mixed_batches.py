@@ -24,8 +24,9 @@ from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.linking import CPU, GPU, meet_on_gpus
 from tests.actors.local_pipeline import LocalPipeline, metered
 from tests.actors.models import (
-    CONFIGS,
+    EVERY_CONFIG,
     LAYERS,
+    SHARED_CONFIGS,
     STATE_CONFIGS,
     generate,
     random_prompts,
@@ -41,7 +42,7 @@ LONGEST = max(LENGTHS) + NEW_TOKENS
 SLOTS, KV_TOKENS = 5, 5 * (LONGEST + LARGEST_SPARE)
 PROMPTS = random_prompts(LENGTHS)
 REQUESTS = [Request(str(i), prompt, NEW_TOKENS, Sampling()) for i, prompt in enumerate(PROMPTS)]
-LIMITS = Limits(SLOTS, KV_TOKENS, 64, SLOTS, LONGEST, KV_TOKENS)
+LIMITS = Limits(SLOTS, KV_TOKENS, 96, SLOTS, LONGEST, KV_TOKENS)
 
 
 def stages_for(
@@ -130,7 +131,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     @cache
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp(name)
-        model = save_tiny(folder, (CONFIGS | STATE_CONFIGS)[name])
+        model = save_tiny(folder, (EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS)[name])
         return folder, [reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
 
     return made
@@ -149,7 +150,11 @@ def decode_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     "name",
     [
         *("llama", "opt", "bloom", "mistral-sliding", "qwen2-sliding", "qwen3_5"),
-        pytest.param("qwen3_next", marks=pytest.mark.rare),
+        "gemma4-shared",
+        *(
+            pytest.param(name, marks=pytest.mark.rare)
+            for name in ("qwen3_next", "gemma2", "gemma3")
+        ),
     ],
 )
 def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
@@ -164,7 +169,13 @@ def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
 @pytest.mark.usefixtures("decode_kernel")
 @pytest.mark.parametrize(
     "name",
-    ["llama", "bloom", "mistral-sliding", pytest.param("qwen3_next", marks=pytest.mark.rare)],
+    [
+        *("llama", "bloom", "mistral-sliding"),
+        *(
+            pytest.param(n, marks=pytest.mark.rare)
+            for n in ("qwen3_next", "gemma3", "gemma4-shared")
+        ),
+    ],
 )
 def test_codes_of_8_bit_do_not_depend_on_the_order(name: str, tiny: Tiny) -> None:
     stages = stages_for(tiny(name)[0], kv_bits=8)

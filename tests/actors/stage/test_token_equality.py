@@ -14,6 +14,7 @@ from tests.actors.models import (
     CONFIGS,
     EVERY_CONFIG,
     LAYERS,
+    SHARED_CONFIGS,
     STATE_CONFIGS,
     generate,
     random_prompts,
@@ -22,7 +23,7 @@ from tests.actors.models import (
     stages_of,
 )
 
-ALL = EVERY_CONFIG | STATE_CONFIGS
+ALL = EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 NEW_TOKENS = 11
 SPLITS = (0, LAYERS), (0, 1, LAYERS), (0, 2, 3, LAYERS)

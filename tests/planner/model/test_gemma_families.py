@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.model.finding import shape_from_config
+from planner.model.tensor_parallel import possible_degrees
 from quant.common.errors import SpecError
 
 TINY = {
@@ -70,6 +72,87 @@ def test_a_published_file_is_completed_by_the_librarys_defaults() -> None:
     assert shape.max_positions == 131_072
     assert shape.kind_counts == (29, 5)
     assert [kind.sliding_window for kind in shape.kind_shapes] == [1024, None]
+
+
+TINY_4 = TINY | {"global_head_dim": 32, "vocab_size_per_layer_input": 100}
+DENSE = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+SHARED = {
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds", "joined"),
+    [
+        (
+            DENSE | {"num_global_key_value_heads": 1},
+            ("sliding_attention", "full_attention, keys alone"),
+            (),
+        ),
+        (
+            SHARED,
+            (
+                *("sliding_attention", "full_attention"),
+                *(
+                    "sliding_attention, reading earlier keys",
+                    "full_attention, reading earlier keys",
+                ),
+            ),
+            (3, 4, 5, 6),
+        ),
+    ],
+)
+def test_gemma_4_from_published_files_and_from_saved_ones(
+    values: dict[str, Any], kinds: tuple[str, ...], joined: tuple[int, ...]
+) -> None:
+    """Saved ones tell of each layer what published ones tell of a type."""
+    model = built("gemma4_text", TINY_4 | values)
+    saved: dict[str, Any] = json.loads(model.config.to_json_string())
+    assert "global_head_dim" not in saved
+    for given in ({"model_type": "gemma4_text"} | TINY_4 | values, saved):
+        shape = shape_from_config("m", given)
+        assert shape.total_parameters == model.num_parameters()
+        layers = model.get_decoder().layers
+        assert shape.parameters_by_layer == tuple(
+            sum(weight.numel() for weight in layer.parameters()) for layer in layers
+        )
+        assert tuple(kind.kind for kind in shape.kind_shapes) == kinds
+        assert shape.joined == joined
+        held = [kind.kv_width for kind in map(shape.layer, range(shape.layers))]
+        attention = [layer.self_attn for layer in layers]
+        assert held == [
+            0 if each.is_kv_shared_layer else each.k_proj.out_features for each in attention
+        ]
+        assert possible_degrees(shape) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5; it must be such that"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1"),
+        ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input is 99; it must be vocab"),
+        ({"per_layer_config": [1]}, r"per_layer_config is \[1\]"),
+        ({"per_layer_config": {"9": {}}}, "per_layer_config is"),
+        ({"per_layer_config": {"1": {"sliding_window": 3}}}, r"per_layer_config.1 is \{'sliding"),
+        ({"per_layer_config": {"1": {"head_dim": "a"}}}, "per_layer_config.1.head_dim is 'a'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+            r"rope_parameters.full_attention.rope_type is 'longrope'",
+        ),
+    ],
+)
+def test_wrong_entries_of_gemma_4_are_refused_by_name(
+    entries: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        shape_from_config("m", {"model_type": "gemma4_text"} | TINY_4 | entries)
 
 
 @pytest.mark.parametrize(
