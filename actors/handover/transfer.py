@@ -19,7 +19,7 @@ from actors.stage.spec import stage_spec, stand_in_spec
 from actors.stage_group import StageGroup
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
-from planner.plan.kv_copies import HandoverLink, handover_link
+from planner.plan.kv_copies import HandoverLink, handover_link, kept_shares
 from planner.plan.spec import PlanSpec
 
 
@@ -44,9 +44,9 @@ class Route:
     as_part: KvPart
     link: HandoverLink | None
 
-    def modelled_s(self, tokens: int) -> float:
-        """Seconds of so many tokens; 0 over a real link."""
-        return 0.0 if self.link is None else self.link.seconds(tokens)
+    def modelled_s(self, tokens: int, requests: int = 1) -> float:
+        """Seconds of so many tokens of requests; 0 over a real link."""
+        return 0.0 if self.link is None else self.link.seconds(tokens, requests)
 
 
 def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[Route, ...]:
@@ -70,7 +70,8 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
             assert len(new) == part.size, "ranks hold equal heads, or others"
             left -= new
             stages = prefill.stages[source.stage], plan.stages[target.stage]
-            link = handover_link(plan, prefill, stages, len(layers))
+            shares = kept_shares(shape, layers, stages[0].layers)
+            link = handover_link(plan, prefill, stages, shares)
             found.append(Route(source, target, part, part, link))
         assert not left, "each of both plans has all layers"
     return tuple(found)
@@ -94,12 +95,12 @@ def _stand_in_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> It
         ]
         by_node: dict[str, HandoverLink] = {}
         for stage in holders:
-            layers = len(_overlap(stage.layers, target.layers))
-            link = handover_link(plan, prefill, (stage, target), layers)
+            share = len(_overlap(stage.layers, target.layers)) / len(stage.layers)
+            link = handover_link(plan, prefill, (stage, target), (share, share))
             if link is not None:
                 before = by_node.get(stage.node)
                 by_node[stage.node] = link if before is None else before.beside(link)
-        slowest = max(by_node.values(), key=lambda link: link.seconds(1), default=None)
+        slowest = max(by_node.values(), key=lambda link: link.seconds(1, 0), default=None)
         yield Route(ends[0], ends[1], ends[0].part, ends[1].part, slowest)
 
 
@@ -147,7 +148,9 @@ class Transfer:
     def _sent(self, route: Route, numbers: Sequence[int], tokens: int) -> ObjectRef[Handed]:
         stage = self._prefill.stages[route.source.stage]
         parts = route.part, route.as_part
-        return stage.hand_over(route.source.rank, numbers, parts, route.modelled_s(tokens))
+        return stage.hand_over(
+            route.source.rank, numbers, parts, route.modelled_s(tokens, len(numbers))
+        )
 
     def wait(self, moving: Moving) -> frozenset[int]:
         """Wait until all have come or are lost; returns the numbers of those that have come to

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from planner.costs.communication import (
     park_tokens_from,
 )
 from planner.lengths import FloatArray
+from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import InfeasibleError, SpecError
 
@@ -130,24 +131,35 @@ def _rooms(plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float) 
 
 @dataclass(frozen=True)
 class HandoverLink:
-    """Seconds of a message, and of every token in it, from the host of one stage to another's."""
+    """Seconds of a message, and of every token and request in it, from the host of one stage to
+    another's.
+    """
 
     latency_s: float
     token_s: float
+    request_s: float = 0.0
 
-    def seconds(self, tokens: int) -> float:
-        return self.latency_s + tokens * self.token_s
+    def seconds(self, tokens: int, requests: int) -> float:
+        return self.latency_s + tokens * self.token_s + requests * self.request_s
 
     def beside(self, other: HandoverLink) -> HandoverLink:
         """Both over one network link, one after the other."""
-        return HandoverLink(max(self.latency_s, other.latency_s), self.token_s + other.token_s)
+        return HandoverLink(
+            max(self.latency_s, other.latency_s),
+            self.token_s + other.token_s,
+            self.request_s + other.request_s,
+        )
 
 
 def handover_link(
-    plan: PlanSpec, prefill: PlanSpec, pair: tuple[StagePlan, StagePlan], layers: int
+    plan: PlanSpec,
+    prefill: PlanSpec,
+    pair: tuple[StagePlan, StagePlan],
+    shares: tuple[float, float],
 ) -> HandoverLink | None:
-    """The link for `layers` of a `pair` (a stage of `prefill`, one of `plan`); None where either is
-    real, times are off, both are on a node, or the cluster is unknown.
+    """The link of a `pair` (a stage of `prefill`, one of `plan`) for these `shares` of what the
+    first keeps of a token and of a request; None where either is real, times are off, both are on a
+    node, or the cluster is unknown.
     """
     source, target = pair
     cluster, devices = _cluster(plan), _devices(plan)
@@ -156,8 +168,22 @@ def handover_link(
     if source.device not in devices or target.device not in devices:
         return None
     latency_s, byte_s = handover_terms(cluster, devices[source.device], devices[target.device])
-    held_bytes = source.degree * source.memory.kv_cache / prefill.workload.kv_tokens
-    token_s = byte_s * held_bytes * layers / len(source.layers)
-    if not latency_s + token_s:
+    token_s, request_s = (
+        byte_s * source.degree * held_bytes * share
+        for held_bytes, share in zip(
+            (_token_bytes(prefill, source), source.state_bytes), shares, strict=True
+        )
+    )
+    if not latency_s + token_s + request_s:
         return None
-    return HandoverLink(plan.time_scale * latency_s, plan.time_scale * token_s)
+    return HandoverLink(*(plan.time_scale * each for each in (latency_s, token_s, request_s)))
+
+
+def kept_shares(shape: ModelShape, layers: range, held: range) -> tuple[float, float]:
+    """The shares of `layers` in what all that are `held` keep of a token and of a request."""
+
+    def share(kept: Callable[[ModelShape], int]) -> float:
+        own, whole = (sum(kept(shape.layer(each)) for each in part) for part in (layers, held))
+        return own / whole if whole else 0.0
+
+    return share(lambda each: each.kv_width), share(lambda each: each.state_bytes(1))

@@ -20,7 +20,7 @@ from planner.optimiser.assignment import stage_times
 from planner.optimiser.feasibility import is_feasible
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.plan.kv_copies import host_copies
+from planner.plan.kv_copies import host_copies, kept_shares
 from planner.plan.spec import PlanSpec
 from planner.profiles.sensitivity import default_sensitivity
 from planner.search.candidate_search import search
@@ -211,6 +211,13 @@ def test_sensitivities_by_default_are_shares_of_all_weights() -> None:
     assert (np.diff(matrix, axis=1) < 0).all()
     weights = [shape.layer(layer).layer_linear_parameters for layer in range(shape.layers)]
     assert matrix[:, 1] == pytest.approx(np.array(weights) / sum(weights))
+
+
+def test_layers_are_handed_over_by_what_they_keep() -> None:
+    """Layers 1 to 3 have keys, 4 and 5 states: a third of the keys, half of the states."""
+    shape = three_kinds(PATTERN)
+    assert kept_shares(shape, range(3, 5), range(1, 6)) == pytest.approx((1 / 3, 1 / 2))
+    assert kept_shares(shape, range(4, 6), range(4, 6)) == (0.0, 1.0)
 
 
 def test_layers_that_ranks_cannot_share_are_refused() -> None:
