@@ -21,6 +21,7 @@ from planner.plan.file import DIGEST
 from planner.plan.parts import PlansBeside
 from planner.workload import Job
 from tests.paths import ROOT
+from tests.planner.model.mixed_configs import MIXED
 
 BITS = (3, 4, 8, 16)
 _MODEL = str(ROOT / "examples/demo_model")
@@ -224,7 +225,9 @@ def config_seeds() -> tuple[bytes, ...]:
     stored = {**_LLAMA, "quantization_config": _GPTQ}
     neox = {**_LLAMA, "model_type": "gpt_neox"}
     mistral = {**_LLAMA, "model_type": "mistral", "sliding_window": 32}
-    listed = (_LLAMA, opt, bloom, qwen, stored, neox, mistral)
+    few = {"num_hidden_layers": 2, "full_attention_interval": 2, "hidden_size": 32}
+    mixed = (MIXED[name] | few for name in ("qwen3_next-dense", "qwen3_5_moe_text", "gpt_oss"))
+    listed = (_LLAMA, opt, bloom, qwen, stored, neox, mistral, *mixed)
     return tuple(json.dumps(each).encode() for each in listed)
 
 
@@ -244,7 +247,8 @@ def _folder_seed(config: dict[str, Any]) -> bytes:
     names = FAMILIES[shape.model_type].architecture
     tensors = dict(end_tensors(shape))
     for index in range(shape.layers):
-        tensors |= {f"{names.layers_path}.{index}.{n}": s for n, s in layer_tensors(shape).items()}
+        own = layer_tensors(shape.layer(index))
+        tensors |= {f"{names.layers_path}.{index}.{n}": s for n, s in own.items()}
     head = (shape.vocab_size, shape.word_embedding_size)
     tensors |= {f"{name}.weight": head for name in names.head_names[:1]}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
