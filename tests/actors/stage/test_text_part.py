@@ -21,7 +21,7 @@ from quant.checkpoint.text_part import WRAPPERS
 from quant.common.errors import SpecError
 from quant.scheme import GptqOptions
 from tests.actors.models import (
-    CONFIGS,
+    EVERY_CONFIG,
     LAYERS,
     VOCABULARY,
     generate,
@@ -43,10 +43,10 @@ VISION = {
 }
 
 
-def whole_model(folder: Path, tied: bool) -> Any:
+def whole_model(folder: Path, tied: bool, text_type: str = "mistral") -> Any:
     """Save a random model for text and images as transformers does."""
     torch.manual_seed(0)
-    text = CONFIGS["mistral"].to_dict()
+    text = EVERY_CONFIG[text_type].to_dict()
     config = Mistral3Config(
         text_config=text | {"tie_word_embeddings": False},
         vision_config=VISION,
@@ -77,15 +77,17 @@ def values_of(folder: Path) -> dict[str, Any]:
     return values
 
 
-@pytest.mark.parametrize(("tied", "is_new"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("tied", "is_new", "text_type"), [(False, False, "mistral"), (True, True, "ministral3")]
+)
 def test_tokens_of_the_text_part_equal_those_of_the_whole(
-    tied: bool, is_new: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    tied: bool, is_new: bool, text_type: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    model = whole_model(tmp_path, tied)
+    model = whole_model(tmp_path, tied, text_type)
     if is_new:
         renamed(tmp_path)
     shape = checked_shape(tmp_path)
-    assert (shape.model_type, shape.tied_embeddings) == ("mistral", tied)
+    assert (shape.model_type, shape.tied_embeddings) == (text_type, tied)
     assert not [each for each in recwarn if "takes" in str(each.message)]
     note = left_out_note(tmp_path) or ""
     parts = {"vision_tower", "multi_modal_projector", *["mtp"] * is_new}

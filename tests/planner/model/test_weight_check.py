@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -27,8 +28,9 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
         f"{names.head_names[0]}.weight": (shape.vocab_size, shape.word_embedding_size)
     }
     for index in range(shape.layers):
-        for tensor, size in layer_tensors(shape.layer(index)).items():
-            expected[f"{names.layers_path}.{index}.{tensor}"] = size
+        own = layer_tensors(shape.layer(index))
+        assert shape.parameters_by_layer[index] == sum(map(math.prod, own.values()))
+        expected |= {f"{names.layers_path}.{index}.{tensor}": own[tensor] for tensor in own}
     assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == expected
 
 
