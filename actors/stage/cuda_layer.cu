@@ -342,19 +342,21 @@ __device__ __forceinline__ float activated(unsigned int kind, float x) {
     return x / (1.0f + expf(-1.702f * x));
 }
 
-// 1-D grid over octets: the activation of `gate`, multiplied by `up` if that is not null. `out` may be
-// one of the two.
+// 1-D grid over octets: the activation of `gate`, multiplied by `up` if that is not null. Rows of
+// `columns` octets lie `stride` of them apart in both, and behind each other in `out`, which may be
+// one of the two where the stride is no more than that.
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) activate(
     const unsigned short* gate, const unsigned short* up, unsigned short* out, unsigned int octets,
-    unsigned int kind) {
+    unsigned int kind, unsigned int columns, unsigned int stride) {
     const unsigned int octet = blockIdx.x * THREADS + threadIdx.x;
     if (octet >= octets) return;
+    const size_t source = octet + (size_t)(octet / columns) * (stride - columns);
     float values[OCTET], others[OCTET];
-    unpack(reinterpret_cast<const uint4*>(gate)[octet], values);
+    unpack(reinterpret_cast<const uint4*>(gate)[source], values);
 #pragma unroll
     for (int i = 0; i < OCTET; ++i) values[i] = activated(kind, values[i]);
     if (up != nullptr) {
-        unpack(reinterpret_cast<const uint4*>(up)[octet], others);
+        unpack(reinterpret_cast<const uint4*>(up)[source], others);
 #pragma unroll
         for (int i = 0; i < OCTET; ++i) values[i] = rounded(values[i]) * others[i];
     }

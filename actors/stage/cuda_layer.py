@@ -153,15 +153,38 @@ class LayerKernels:
         )  # fmt: skip
 
     def activate(self, function: nn.Module, gate: Tensor, up: Tensor | None = None) -> Tensor:
-        """`function` of `gate`, times `up`; in place of `gate` where the kernel knows it."""
+        """`function` of `gate` `[rows, width]`, times `up`; in place of `gate` where the kernel
+        knows it and the two do not lie in one tensor.
+        """
         kind = _ACTIVATIONS.get(type(function).__name__)
         if kind is None:
             activated: Tensor = function(gate)
             return activated if up is None else activated * up
-        gate = _whole(gate)
+        columns = max(gate.shape[-1] // _OCTET, 1)
+        if up is not None and _can_load_rows(gate) and _can_load_rows(up):
+            stride, out = (
+                gate.stride(0) // _OCTET,
+                torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
+            )
+        else:
+            gate, up = _whole(gate), _whole(up)
+            stride, out = columns, gate
         octets = gate.numel() // _OCTET
-        self.kernels.launch("activate", -(-octets // THREADS), gate, _whole(up), gate, octets, kind)
-        return gate
+        self.kernels.launch(
+            "activate", -(-octets // THREADS), gate, up, out, octets, kind, columns, stride
+        )
+        return out
+
+
+def _can_load_rows(part: Tensor) -> bool:
+    """Whether `part` is columns of a tensor whose rows kernels can load by octets."""
+    width = part.shape[-1]
+    is_part = part.dim() == 2 and part.stride(1) == 1 and part.stride(0) > width
+    return (
+        is_part
+        and width % _OCTET == part.stride(0) % _OCTET == 0
+        and part.data_ptr() % _ALIGNMENT == 0
+    )
 
 
 _T = TypeVar("_T", Tensor, Tensor | None)

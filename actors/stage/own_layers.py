@@ -123,7 +123,7 @@ class OwnLayer(nn.Module):
         return self._scaled(self._named[self._output](attended.flatten(1)))
 
     def _scaled(self, out: Tensor) -> Tensor:
-        return out if self._multiplier == 1 else out * self._multiplier
+        return out if self._multiplier == 1 else out.mul_(self._multiplier)
 
     def _grown(self, normed: Tensor) -> Tensor:
         *grow, shrink = (self._named[name] for name in self._mlp)
@@ -156,8 +156,8 @@ def run_own_layers(
                 hidden = hidden + module(None, position_ids=where.positions)
             elif module is not None:
                 hidden = module(hidden)
-    if architecture.input_multiplier is not None:
-        hidden = hidden * getattr(decoder, architecture.input_multiplier)
+        if architecture.input_multiplier is not None:
+            hidden = hidden * getattr(decoder, architecture.input_multiplier)
     turning = _turning(model, hidden, context)
     final, *rest = (getattr(decoder, name) for name in architecture.final)
     last = Norm.of(final)

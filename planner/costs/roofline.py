@@ -224,8 +224,7 @@ def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: boo
     those of experts; with `own_kernels` (`actors.stage.own_layers`) those between them are few.
     """
     if own_kernels:
-        copies = 2 * shape.fused_mlp  # of gate and up, which lie in one
-        return len(shape.layer_linears) + _OWN_LAUNCHES + copies
+        return len(shape.layer_linears) + _OWN_LAUNCHES
     if shape.delta is not None:
         return len(shape.layer_linears) + shape.layer_norms * _RMS_NORM_LAUNCHES + _MIXER_LAUNCHES
     norms = shape.layer_norms + 2 * (shape.qk_norm or shape.qk_norm_width > 0)

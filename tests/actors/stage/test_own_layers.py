@@ -350,6 +350,8 @@ def test_activations(name: str, form: Form) -> None:
     alone = kernels.activate(function, x.clone())
     check_rounded(alone, exact)
     assert torch.equal(kernels.activate(function, x.clone(), up), alone * up)
+    fused = torch.cat([x, up], -1)
+    assert torch.equal(kernels.activate(function, *fused.chunk(2, -1)), alone * up)
 
 
 @needs_compiler

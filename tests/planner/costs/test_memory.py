@@ -49,16 +49,17 @@ from tests.actors.own_kernels import pretend_own_kernels
 
 WORKLOAD = Workload(global_batch=32, prompt_length=512, new_tokens=100)
 OPT_30B = model_shape("opt-30b")
+_GATED = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 500,
-        "max_position_embeddings": 512,
-    },
+    "llama": _GATED,
     "opt": {
         "hidden_size": 128,
         "ffn_dim": 512,
@@ -69,6 +70,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 512,
         "dropout": 0.0,
     },
+    "granite": _GATED | {"residual_multiplier": 0.5},
+    "phi3": _GATED | {"pad_token_id": 0, "eos_token_id": 1},
     "bloom": {"hidden_size": 128, "n_layer": 1, "n_head": 4, "vocab_size": 500},
 }
 
@@ -117,7 +120,7 @@ class PeakBytes(TorchDispatchMode):
         self.alive -= size
 
 
-@pytest.mark.parametrize("model_type", ["llama", "opt"])
+@pytest.mark.parametrize("model_type", ["llama", "opt", "phi3"])
 def test_temporaries_cover_what_the_librarys_forward_allocates(model_type: str) -> None:
     shape, model = tiny(model_type)
     requests, length = 2, 256
@@ -130,7 +133,7 @@ def test_temporaries_cover_what_the_librarys_forward_allocates(model_type: str) 
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
-@pytest.mark.parametrize("model_type", ["llama", "opt", "bloom"])
+@pytest.mark.parametrize("model_type", ["llama", "opt", "bloom", "granite", "phi3"])
 def test_temporaries_cover_prompts_by_own_layers(
     monkeypatch: pytest.MonkeyPatch, model_type: str, kv_bits: int
 ) -> None:
