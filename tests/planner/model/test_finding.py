@@ -55,6 +55,8 @@ BUILTIN = (
     "qwen3-30b-a3b",
     "qwen3.5-9b",
     "gpt-oss-20b",
+    "gemma-4-e2b",
+    "gemma-4-31b",
 )
 
 
@@ -139,6 +141,9 @@ def test_built_in_shape_gives_the_librarys_parameters(name: str, builtin: dict[s
         ("gemma-3-1b", 1.0),
         ("gemma-3-4b", 3.88),
         ("gemma-3-27b", 27.0),
+        ("gemma-4-e2b", 4.63),  # without what sees and hears: 5.1 with it
+        ("gemma-4-e4b", 7.46),
+        ("gemma-4-31b", 30.7),
     ],
 )
 def test_published_sizes(name: str, billions: float) -> None:
