@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from actors.messages import MicroBatch, TokenIds
@@ -110,12 +111,54 @@ def layers_with_states(config: PretrainedConfig, layers: range) -> tuple[int, ..
     return tuple(layer for layer in layers if LINEAR_ATTENTION in kinds[layer : layer + 1])
 
 
+class Projected(NamedTuple):
+    """A mixer's projections of new tokens, in the compute type.
+
+    `mixed` `[tokens, channels]`: queries, keys and values; `gate` `[tokens, value_width]`; `beta`
+    and `decay` `[tokens, value_heads]`.
+    """
+
+    mixed: Tensor
+    gate: Tensor
+    beta: Tensor
+    decay: Tensor
+
+    def of(self, rows: slice | Tensor) -> Projected:
+        return Projected(*(each[rows] for each in self))
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What a mixer has beside its projections.
+
+    `convolution` `[channels, 1, conv_width]` in the compute type; `taps`, the same as `[conv_width,
+    channels]`, the heads' `rates` of decay (below 0) and `biases` in float32. `norm` is that of a
+    head's results, with a gate.
+    """
+
+    sizes: DeltaMixer
+    convolution: Tensor
+    taps: Tensor
+    rates: Tensor
+    biases: Tensor
+    norm: nn.Module
+
+    @property
+    def norm_weight(self) -> Tensor:
+        weight = self.norm.weight
+        assert isinstance(weight, Tensor), "a norm with a gate has a weight"
+        return weight
+
+    @property
+    def norm_eps(self) -> float:
+        eps: Any = self.norm.variance_epsilon
+        return float(eps)
+
+
 @dataclass(frozen=True)
 class DeltaInputs:
-    """A mixer's projections of the micro-batch's new tokens.
-
-    `mixed` `[tokens, channels]`: queries, keys and values; `log_decay` and `beta` `[tokens,
-    value_heads]`, float32.
+    """What the gated delta rule takes in, float32: queries, keys and values behind the convolution,
+    `mixed` `[tokens, channels]`; `log_decay` and `beta` `[tokens, value_heads]`.
     """
 
     mixed: Tensor
@@ -133,6 +176,11 @@ class Runs:
     slots: Tensor
     count: int
     is_fresh: bool
+
+    @property
+    def is_step(self) -> bool:
+        """Whether each request goes on by one token."""
+        return self.count == 1 and not self.is_fresh
 
 
 @dataclass(frozen=True)

@@ -7,40 +7,160 @@ of a request would go on in the next one. Here every request begins with what it
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from actors.attention.constant_state import DeltaInputs, Runs, TokenRuns
-from actors.attention.delta_cpu import can_run, run_in_place
+from actors.attention.constant_state import (
+    ConstantStates,
+    DeltaInputs,
+    DeltaWeights,
+    Projected,
+    Runs,
+    TokenRuns,
+)
+from actors.attention.cuda_delta import DeltaKernels, compiled_kernels
+from actors.attention.delta_cpu import can_run, run_in_place, warm_up
 from actors.attention.ragged import RaggedContext
 from planner.model.layer_parts import DeltaMixer
+from quant.backends.cuda_driver import CudaError
+
+_TOLERANCE = 0.01
+"""Largest relative error of the self-test; rounding to bfloat16 costs 0.003."""
 
 
-def mix(
-    context: RaggedContext, layer: int, new: DeltaInputs, taps: Tensor, sizes: DeltaMixer
-) -> Tensor:
+def mix(context: RaggedContext, layer: int, new: Projected, weights: DeltaWeights) -> Tensor:
     """Go on with the states of all requests by their new tokens.
 
-    `taps` `[conv_width, channels]`, float32, are the weights of the convolution, the last of which
-    is that of the token itself. Returns `[tokens, value_heads, value_dim]`, float32; rows of `new`
-    beyond the tokens of the context are nobody's and get zeros.
+    Returns what the norm makes of the results, `[tokens, value_width]`; rows of `new` beyond the
+    tokens of the context are nobody's and get zeros.
     """
-    state, inputs = context.cache.states_of(layer)
-    runs = context.runs
-    convolved = replace(new, mixed=F.silu(_convolved(runs, new.mixed, inputs, taps)))
-    if can_run(new.mixed.device):
-        return run_in_place(convolved, state, runs, sizes)
-    shape = len(new.mixed), sizes.value_heads, sizes.value_dim
-    out = new.mixed.new_zeros(shape, dtype=torch.float32)
-    for each in runs.equal:
-        out[each.tokens], state[each.slots] = _of_runs(each, convolved, state, sizes)
+    held, runs = context.cache.states_of(layer), context.runs
+    kernels = delta_kernels(weights.sizes, new.mixed.dtype, new.mixed.device)
+    if kernels is None:
+        return plain(runs, runs.equal, new, weights, held)
+    steps = [each for each in runs.equal if each.is_step]
+    others = [each for each in runs.equal if not each.is_step]
+    out = plain(runs, others, new, weights, held) if others else torch.zeros_like(new.gate)
+    for each in steps:
+        out[each.tokens] = kernels.step(new.of(each.tokens), weights, held, each.slots)
     return out
 
 
-def _convolved(runs: TokenRuns, mixed: Tensor, held: Tensor, taps: Tensor) -> Tensor:
+def plain(
+    runs: TokenRuns,
+    parts: Sequence[Runs],
+    new: Projected,
+    weights: DeltaWeights,
+    held: tuple[Tensor, Tensor],
+) -> Tensor:
+    """As `mix`, for `parts` of the `runs` and without kernels of a GPU: on a CPU by a compiled
+    loop, for all of them.
+    """
+    sizes, (state, inputs) = weights.sizes, held
+    rule = DeltaInputs(
+        F.silu(_convolved(parts, new.mixed, inputs, weights.taps)),
+        weights.rates * F.softplus(new.decay.float() + weights.biases),
+        new.beta.float().sigmoid(),
+    )
+    if can_run(new.mixed.device):
+        found = run_in_place(rule, state, runs, sizes)
+    else:
+        shape = len(new.mixed), sizes.value_heads, sizes.value_dim
+        found = new.mixed.new_zeros(shape, dtype=torch.float32)
+        for each in parts:
+            found[each.tokens], state[each.slots] = _of_runs(each, rule, state, sizes)
+    heads = found.to(new.mixed.dtype).flatten(0, 1)
+    normed: Tensor = weights.norm(heads, new.gate.reshape(len(heads), -1))
+    return normed.view(new.gate.shape)
+
+
+def warm_up_mixer(states: ConstantStates, dtype: torch.dtype) -> None:
+    """Compile what the first token will need."""
+    device = states.recurrent.device
+    if device.type == "cpu":
+        warm_up(states.mixer)
+    delta_kernels(states.mixer, dtype, device)
+
+
+@functools.cache
+def delta_kernels(
+    sizes: DeltaMixer, dtype: torch.dtype, device: torch.device
+) -> DeltaKernels | None:
+    """The kernels for decode steps of a mixer of these sizes in `dtype`, compiled when they are
+    first asked for. None where PyTorch's operations compute: on a CPU, in float32, for other sizes,
+    or where ours failed their self-test, which warns.
+    """
+    try:
+        found = compiled_kernels(sizes, dtype, device)
+        complaint = None if found is None else self_test(found, sizes, dtype, device)
+    except CudaError as error:
+        complaint = str(error)
+    if complaint is None:
+        return found
+    warnings.warn(
+        f"llmpq's kernels for the gated delta rule are not usable for {dtype} on {device}: "
+        f"{complaint}; PyTorch's operations take their place and are slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+@torch.inference_mode()
+def self_test(
+    kernels: DeltaKernels, sizes: DeltaMixer, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Compare a step of a few requests with PyTorch's operations; say what is wrong, None if
+    nothing is.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=draw).to(device, dtype)
+
+    told = np.array([[2, 0], [5, 5], [0, 1], [1, 1]])
+    runs, heads = TokenRuns(told, device), sizes.value_heads
+    new = Projected(
+        random(2, sizes.conv_channels),
+        random(2, sizes.value_width),
+        *(random(2, heads) for _ in range(2)),
+    )
+    weights = random_weights(sizes, random)
+    state = random(3, heads, sizes.key_dim, sizes.value_dim, dtype=torch.float32)
+    inputs = random(3, sizes.conv_width - 1, sizes.conv_channels)
+    before = state.clone(), inputs.clone()
+    (steps,) = runs.equal
+    found = kernels.step(new, weights, (state, inputs), steps.slots)
+    wanted = plain(runs, runs.equal, new, weights, before)
+    pairs = (found, wanted), (state, before[0]), (inputs, before[1])
+    error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+    return None if error <= _TOLERANCE else f"their result is off by {error:.1%}"
+
+
+def random_weights(sizes: DeltaMixer, random: Callable[..., Tensor]) -> DeltaWeights:
+    """Weights of which `random` makes each by its shape."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+    convolution = random(sizes.conv_channels, 1, sizes.conv_width)
+    norm = Qwen3NextRMSNormGated(sizes.value_dim)
+    norm.weight = nn.Parameter(random(sizes.value_dim), requires_grad=False)
+    return DeltaWeights(
+        sizes,
+        convolution,
+        convolution[:, 0].t().float().contiguous(),
+        -random(sizes.value_heads).float().exp(),
+        random(sizes.value_heads).float(),
+        norm,
+    )
+
+
+def _convolved(parts: Sequence[Runs], mixed: Tensor, held: Tensor, taps: Tensor) -> Tensor:
     """The causal convolution within each request, float32; the last inputs stay in `held` `[slots,
     conv_width - 1, channels]`.
 
@@ -49,7 +169,7 @@ def _convolved(runs: TokenRuns, mixed: Tensor, held: Tensor, taps: Tensor) -> Te
     """
     before, channels = held.shape[1:]
     out = mixed.new_zeros(mixed.shape, dtype=torch.float32)
-    for each in runs.equal:
+    for each in parts:
         requests = len(each.slots)
         own = mixed[each.tokens].view(requests, each.count, channels)
         earlier = own.new_zeros(requests, before, channels)

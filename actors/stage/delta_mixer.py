@@ -9,10 +9,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.attention.constant_state import DeltaInputs
+from actors.attention.constant_state import DeltaWeights, Projected
 from actors.attention.delta_rule import mix
 from actors.attention.ragged import RaggedContext
 from planner.model.layer_parts import DeltaMixer
@@ -29,23 +28,13 @@ def replace_mixer(module: nn.Module) -> None:
 
 
 def _replace(module: Any, project: Any) -> None:
-    module.sizes = DeltaMixer(
-        module.num_k_heads,
-        module.num_v_heads,
-        module.head_k_dim,
-        module.head_v_dim,
-        module.conv_kernel_size,
-    )
-    module.made = None
+    module.weights = None
     module.project = MethodType(project, module)
     module.forward = MethodType(_mixed, module)
 
 
-def _projections(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values in one, gate, beta and decay before their functions, `[tokens,
-    ...]`.
-    """
-    return (
+def _projections(self: Any, hidden: Tensor) -> Projected:
+    return Projected(
         self.in_proj_qkv(hidden),
         self.in_proj_z(hidden),
         self.in_proj_b(hidden),
@@ -53,36 +42,39 @@ def _projections(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     )
 
 
-def _fused_projections(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `_projections`."""
+def _fused_projections(self: Any, hidden: Tensor) -> Projected:
     together = self.in_proj_qkvz(hidden)[None], self.in_proj_ba(hidden)[None]
     query, key, value, gate, beta, decay = self.fix_query_key_value_ordering(*together)
     mixed = torch.cat([each[0].flatten(1) for each in (query, key, value)], -1)
-    return mixed, gate[0].flatten(1), beta[0], decay[0]
+    return Projected(mixed, gate[0].flatten(1), beta[0], decay[0])
 
 
-def _exact(self: Any) -> tuple[Tensor, Tensor]:
-    """The taps of the convolution `[conv_width, channels]` and the heads' rates of decay, float32,
-    made once of loaded weights.
-    """
-    weight = self.conv1d.weight
-    if self.made is None or self.made[0] is not weight:
-        self.made = weight, weight[:, 0].t().float().contiguous(), -self.A_log.float().exp()
-    _, taps, rates = self.made
-    return taps, rates
+def _weights(self: Any) -> DeltaWeights:
+    """Those of the module, made once of loaded ones."""
+    convolution = self.conv1d.weight
+    if self.weights is None or self.weights.convolution is not convolution:
+        self.weights = DeltaWeights(
+            DeltaMixer(
+                self.num_k_heads,
+                self.num_v_heads,
+                self.head_k_dim,
+                self.head_v_dim,
+                self.conv_kernel_size,
+            ),
+            convolution,
+            convolution[:, 0].t().float().contiguous(),
+            -self.A_log.float().exp(),
+            self.dt_bias.float(),
+            self.norm,
+        )
+    made: DeltaWeights = self.weights
+    return made
 
 
 def _mixed(self: Any, hidden_states: Tensor, ragged: RaggedContext, **_: Any) -> Tensor:
     """The mixer's output of the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
-    sizes: DeltaMixer = self.sizes
-    mixed, gate, beta, decay = self.project(hidden_states[0])
-    taps, rates = _exact(self)
-    new = DeltaInputs(
-        mixed, rates * F.softplus(decay.float() + self.dt_bias), beta.float().sigmoid()
-    )
+    new = self.project(hidden_states[0])
     with ragged.timer or nullcontext():
-        found = mix(ragged, self.layer_idx, new, taps, sizes)
-    heads = found.to(hidden_states.dtype).flatten(0, 1)
-    normed: Tensor = self.norm(heads, gate.reshape(-1, sizes.value_dim))
-    out: Tensor = self.out_proj(normed.view(len(mixed), -1))
+        found = mix(ragged, self.layer_idx, new, _weights(self))
+    out: Tensor = self.out_proj(found)
     return out[None]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from actors.attention.cpu import can_attend, warm_up
 from actors.attention.cuda import range_attention
-from actors.attention.delta_cpu import warm_up as warm_up_rule
+from actors.attention.delta_rule import warm_up_mixer
 from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
@@ -94,11 +94,11 @@ class Stage:
         self.keys_values = HeldKeysValues(self._cache, own)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
-            if self._cache.states is not None:
-                warm_up_rule(self._cache.states.mixer)
         warm_up_kernels(self._model)
         for width in self._cache.head_widths:  # compiles it
             range_attention(width, self.dtype, form.held_dtype == torch.int8, device)
+        if self._cache.states is not None:
+            warm_up_mixer(self._cache.states, self.dtype)
         put_own_layers(self._model, spec.layers, self._cache, self.dtype)
         self._graphs: DecodeGraphs | None = None
         if spec.cuda_graphs and spec.degree == 1:
