@@ -51,6 +51,7 @@ _SAMPLING_BYTES_PER_LOGIT = 6 * 8
 # Buffers of the MLP's width that exist at once: gate, up and their product; else the matrix product
 # and its activation; of gate and up in one, that, the activation and the product.
 _GATED_BUFFERS, _PLAIN_BUFFERS, _FUSED_BUFFERS = 3, 2, 4
+_ADDED_BUFFERS = 5  # what layers add: looked up, projected, normed, summed, with hidden states
 _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 
@@ -202,6 +203,7 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
     peaks = [_layer_peak(each, processor) for each in work.of_kinds]
     if ends.embedding:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
+        widths += _ADDED_BUFFERS * (shape.message_width - shape.hidden_size)
         peaks.append(work.most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
     if ends.head:
         rows = max(work.sizes.prefill, work.decode_requests)

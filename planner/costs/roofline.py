@@ -59,6 +59,7 @@ _CPU_EFFICIENCY = Efficiency(arithmetic=0.55, bandwidth=0.8)
 LAUNCH_S = 5e-6
 REPLAYED_S = 2.5e-6
 _CPU_LAYER_OVERHEAD_S = 5e-5
+_CPU_PRODUCT_S = 1e-5  # of an expert, beside its bytes: 8 to 20 us for small ones on one core
 # Counted (tests/actors/stage/test_launches.py). Between products own kernels are two sums with
 # norms, positions with the write of keys and values, attention, the activation. Without them a
 # LayerNorm is one kernel and an RMSNorm is spelled out; queries and keys are rotated by 10; keys
@@ -147,10 +148,13 @@ class RooflineLatency(LatencyModel):
         return LayerSeconds(attention_s, self._rests[key])
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        machine = _Machine.of(device, dtype)
-        moved = 4 * tokens * self.shape.hidden_size * machine.element_bytes
-        launches_s = machine.launches_s(END_LAUNCHES)
-        return launches_s + machine.move_s(moved) + self._projection_s(machine, tokens)
+        machine, shape = _Machine.of(device, dtype), self.shape
+        moved = 4 * tokens * shape.message_width * machine.element_bytes
+        products = self._projection_s(machine, tokens)
+        if shape.per_layer_width:
+            added = LinearShape(shape.hidden_size, shape.layers * shape.per_layer_width)
+            products += machine.linear_s(added, FULL_BITS, tokens)
+        return machine.launches_s(END_LAUNCHES) + machine.move_s(moved) + products
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
         machine = _Machine.of(device, dtype)
@@ -315,7 +319,10 @@ class _Machine:
             return 0.0
         asked = shape.experts.asked(tokens)
         rows = tokens * shape.experts.per_token / asked
-        return asked * sum(self.linear_s(linear, bits, rows) for linear in shape.expert_linears)
+        begun_s = _CPU_PRODUCT_S if self.accelerator.is_cpu else 0.0
+        return asked * sum(
+            begun_s + self.linear_s(linear, bits, rows) for linear in shape.expert_linears
+        )
 
     def mixer_s(self, mixer: DeltaMixer, requests: int, tokens: int, phase: Phase) -> float:
         """Seconds of a gated delta rule and its convolution: products in float32 of a token with

@@ -195,11 +195,13 @@ def test_a_plan_states_the_bytes_of_its_layers(policy: str) -> None:
 
 
 def test_every_method_plans_unlike_layers() -> None:
-    shape = three_kinds(2 * PATTERN, joined=(3,))
-    best = search(replace(costs_of(shape, relative_gap=1e-4), theta=0.05)).assignment.objective
-    for method in ("adabits", "uniform", "pipeedge", "ilp"):
-        costs = costs_of(shape, method=method, relative_gap=1e-4, decode_micro_batch=2)
+    shape = three_kinds(PATTERN, joined=(3,))
+    best = 0.0
+    for method in ("auto", "transfer", "adabits", "uniform", "pipeedge", "ilp"):
+        sizes = {"prefill_micro_batch": 2, "decode_micro_batch": 2}
+        costs = costs_of(shape, method=method, relative_gap=1e-4, **sizes)
         found = search(replace(costs, theta=0.05)).assignment
+        best = best or found.objective
         assert found.objective >= best * (1 - 2e-4)
         assert 3 not in found.first_layer
 
