@@ -50,7 +50,8 @@ class StepSize(NamedTuple):
 # three others to go from 8 to 4 bits.
 STEP_SIZES = (StepSize((0, 1), 1, 2), StepSize((0, 1, 2), 1, 3))
 # Of several kinds, whose swaps are as many times more.
-KINDS_STEP_SIZES = (StepSize((0, 1), 1, 1), StepSize((2,), 0, 1))
+KINDS_STEP_SIZES = (StepSize((0, 1), 1, 1), StepSize((0, 1), 1, 2), StepSize((2,), 0, 2))
+MOST_SWAPS = 500  # that a step looks at beside each way to move layers
 
 Step = tuple[IntArray, float]
 """Layer counts [N, C * K] after a step, and their merit in seconds: less is better."""
@@ -138,8 +139,10 @@ class TransferSteps:
         self._problem, self._tables, self._norm = problem, tables, norm
         self._form = latency_form(problem)
         self._sizes = STEP_SIZES if problem.kinds == 1 else KINDS_STEP_SIZES
-        most_swaps = max(size.taker_swaps for size in self._sizes)
-        self._swaps = _swaps(problem.kinds, len(problem.bitwidths), most_swaps)
+        choices = len(problem.bitwidths)
+        pairs = (problem.kinds * choices * (choices - 1)) ** 2 // 2
+        most = max(size.taker_swaps for size in self._sizes) if pairs <= MOST_SWAPS else 1
+        self._swaps = _swaps(problem.kinds, choices, most)
         self._losses: dict[tuple[bytes, int], float] = {}
         self._known: dict[tuple[bytes, int, Moved, int, int], _Changes | None] = {}
 
@@ -265,7 +268,8 @@ class TransferSteps:
         ways = (list(itertools.chain(*way)) for way in itertools.product(*of_kinds))
         moving = [np.bincount(np.array(way, dtype=np.int64), minlength=cells) for way in ways]
         grown = counts + (1 if sum(moved) > 0 else -1) * np.array(moving)
-        every = (grown[:, np.newaxis, :] + self._swaps[swaps]).reshape(-1, cells)
+        swapped = self._swaps[min(swaps, len(self._swaps) - 1)]
+        every = (grown[:, np.newaxis, :] + swapped).reshape(-1, cells)
         every = np.unique(every[(every >= 0).all(axis=1)], axis=0)
         fits = ~every[:, ~problem.available[stage]].any(axis=1)
         for each in problem.memories:

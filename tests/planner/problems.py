@@ -150,18 +150,18 @@ def of_kinds(
 
 
 def small_uneven_problem(seed: int, objective: Objective) -> AssignmentProblem:
-    """A small problem with two or three kinds of layers, in turns or anyhow; some have layers that
+    """A small problem with up to three kinds of layers, in turns or anyhow; some have layers that
     are joined, cells that a device lacks, or memory that is tight.
     """
     rng = np.random.default_rng([seed, 5])
     problem = small_problem(seed, objective)
-    kinds = int(rng.integers(2, 4))
+    kinds = int(rng.integers(1, 4))
     pattern = np.arange(problem.layers) % kinds
     if rng.random() < 0.6:
         pattern = rng.integers(0, kinds, problem.layers)
     inner = np.arange(1, problem.layers)
-    joined = inner[rng.random(inner.size) < rng.choice([0.0, 0.4])].tolist()
-    uneven = of_kinds(problem, [*pattern.tolist()], seed, joined)
+    joined = inner[rng.random(inner.size) < (0.4 if kinds == 1 else rng.choice([0.0, 0.4]))]
+    uneven = of_kinds(problem, pattern.tolist(), seed, joined.tolist())
     lacks = rng.random(uneven.available.shape) < rng.choice([0.0, 0.2])
     mean = uneven.layer_bytes.mean() / problem.layer_bytes.mean()
     return replace(
@@ -173,7 +173,7 @@ def small_uneven_problem(seed: int, objective: Objective) -> AssignmentProblem:
 
 def with_hosts(problem: AssignmentProblem, seed: int, share: float) -> AssignmentProblem:
     """The problem with each bitwidth twice, the second time with a good part of the layer in its
-    host's memory and slower, for some kinds only; hosts have `share` of all layers' bytes.
+    host's memory and slower or faster, for some kinds only; hosts have `share` of all bytes.
     """
     rng = np.random.default_rng([seed, 9])
     kinds, width = problem.kinds, len(problem.bitwidths)
@@ -184,7 +184,7 @@ def with_hosts(problem: AssignmentProblem, seed: int, share: float) -> Assignmen
         both = np.stack([by_kind, by_kind * factors], axis=3)
         return both.reshape(len(cells), -1)
 
-    on_device = rng.uniform(0.1, 0.7)
+    on_device, slower = rng.uniform(0.1, 0.7), float(rng.choice([0.6, 2.0]))
     held = twice(problem.layer_bytes, on_device)
     hosted = np.tile([0.0, 1.0], kinds * width)
     has_hosted = np.repeat(rng.random(kinds) < 0.7, 2 * width)
@@ -192,8 +192,8 @@ def with_hosts(problem: AssignmentProblem, seed: int, share: float) -> Assignmen
     return replace(
         problem,
         bitwidths=tuple(np.repeat(problem.bitwidths, 2).tolist()),
-        prefill_s=twice(problem.prefill_s, 3.0),
-        decode_s=twice(problem.decode_s, 2.0),
+        prefill_s=twice(problem.prefill_s, slower),
+        decode_s=twice(problem.decode_s, slower),
         layer_bytes=np.floor(held),
         available=np.repeat(problem.available, 2, axis=1) & (has_hosted | (hosted == 0)),
         host_bytes=np.ceil(hosted * np.repeat(problem.layer_bytes, 2, axis=1) * (1 - on_device)),
@@ -220,7 +220,7 @@ def small_hosted_problem(seed: int, objective: Objective) -> AssignmentProblem:
         layer_bytes=problem.layer_bytes[:, cells],
         available=problem.available[:, cells],
     )
-    return with_hosts(fewer, seed, float(rng.choice([0.2, 0.6, 2.0])))
+    return with_hosts(fewer, seed, float(rng.choice([0.3, 0.6, 1.0])))
 
 
 def feasible_problems(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,12 +11,17 @@ from planner.optimiser.assignment import evaluate, smallest_assignment, stage_ti
 from planner.optimiser.feasibility import explain_infeasible, is_feasible
 from planner.optimiser.names import Objective
 from planner.optimiser.relaxation import relax
+from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import (
     PRECISION,
+    Shape,
     brute_force,
+    cluster_problem,
     feasible_problems,
+    of_kinds,
     small_hosted_problem,
     solve,
+    with_hosts,
 )
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper", "job")
@@ -29,10 +36,11 @@ def test_what_fits_agrees_with_trying_everything() -> None:
         assert (explain_infeasible(problem, ["d"] * problem.stages) == "") == fits
 
 
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.rare)])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_every_method_agrees_with_trying_everything(objective: Objective) -> None:
-    hosted = 0
-    for problem in feasible_problems(10, objective, small_hosted_problem):
+def test_every_method_agrees_with_trying_everything(objective: Objective, count: int) -> None:
+    limited = 0
+    for problem in feasible_problems(count, objective, small_hosted_problem):
         least = brute_force(problem)
         assert relax(problem).bound <= least * (1 + 1e-12)
         assert least <= smallest_assignment(problem).objective * (1 + PRECISION) < np.inf
@@ -44,5 +52,65 @@ def test_every_method_agrees_with_trying_everything(objective: Objective) -> Non
             assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
         begin, moved = solve(problem, "adabits"), solve(problem, "transfer")
         assert least * (1 - PRECISION) <= moved.objective <= begin.objective
-        hosted += stage_times(problem, found.first_layer, found.bitwidth).host_bytes.any()
-    assert hosted > 1
+        ample = replace(problem, host_memory_bytes=np.full(problem.stages, 1e15))
+        limited += solve(ample, relative_gap=0).objective < found.objective * (1 - PRECISION)
+    assert limited > 0, "problems that hosts' memory decides"
+
+
+def test_hosts_bytes_by_hand() -> None:
+    """Two layers of 4 bytes, one with 3 of them on the host."""
+    problem = replace(
+        cluster_problem(Shape(("T4",), 2, 1024, bitwidths=(4,)), 0),
+        **dict.fromkeys(("prefill_s", "decode_s"), np.array([[1.0, 2.0]])),
+        bitwidths=(4, 4),
+        layer_bytes=[4.0, 1.0],
+        host_bytes=[0.0, 3.0],
+        available=True,
+        memory_bytes=[5.0],
+        host_memory_bytes=[3.0],
+        sensitivity=np.ones((2, 2)),
+    )
+    found = solve(problem)
+    assert sorted(found.bitwidth) == [0, 1]
+    times = stage_times(problem, found.first_layer, found.bitwidth)
+    assert (times.bytes.tolist(), times.host_bytes.tolist()) == ([5.0], [3.0])
+    short = replace(problem, host_memory_bytes=[2.9])
+    assert evaluate(short, found.first_layer, found.bitwidth) == np.inf
+    with pytest.raises(InfeasibleError, match="only 1 of 2 layers fit"):
+        solve(short)
+
+
+@pytest.mark.parametrize(
+    ("sensitivity", "bitwidths", "message"),
+    [
+        ([[2.0, 1.0, 0.0]], (4, 4, 8), "the same for the same bitwidth"),
+        ([[1.0, 1.0, 1.5]], (4, 4, 8), "rises from 1 at 4 bit to 1.5 at 8 bit"),
+        ([[1.0, 1.0, 0.5]], (4, 8, 4), "ascending"),
+    ],
+)
+def test_choices_of_a_bitwidth_are_of_one_quality(
+    sensitivity: list[list[float]], bitwidths: tuple[int, ...], message: str
+) -> None:
+    problem = cluster_problem(Shape(("T4",), 1, 1024, bitwidths=(3, 4, 8)), 0)
+    with pytest.raises(SpecError, match=message):
+        replace(problem, sensitivity=sensitivity, bitwidths=bitwidths)
+
+
+@pytest.mark.parametrize("pattern", [(0, 0, 0, 0), (0, 2, 1, 2)])
+def test_boxes_agree_with_the_programme_on_many_layers(pattern: tuple[int, ...]) -> None:
+    """Hosts that are as fast as devices, and whose memory is worth something."""
+    shape = Shape(("T4", "V100", "A100"), 24, 7168, bitwidths=(4, 8), memory_factor=0.6)
+    problem = with_hosts(of_kinds(cluster_problem(shape, 1), pattern * 6, 1), 3, 0.2)
+    problem = replace(problem, joined=(2, 5, 7, 8, 9, 14))
+    found, programme = solve(problem, relative_gap=1e-6), solve(problem, "ilp", relative_gap=1e-6)
+    assert found.status == programme.status == "optimal"
+    assert found.objective == pytest.approx(programme.objective, rel=2 * PRECISION)
+    for change in (
+        {"host_memory_bytes": problem.host_memory_bytes * 1.5},
+        {"joined": ()},
+    ):
+        freer = solve(replace(problem, **change), relative_gap=1e-6)
+        assert freer.objective < found.objective * (1 - 1e-5)
+    tight = replace(problem, host_memory_bytes=problem.host_memory_bytes * 0.5)
+    moved = solve(tight, "transfer")
+    assert solve(tight).bound <= moved.objective < solve(tight, "adabits").objective
