@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quant.backends.base import PackedWeight, copy_of, tensor_bytes
+from quant.backends.cuda_packed import CudaPacked, asked_products
+from quant.backends.cuda_products import Codes, CudaProducts
 from quant.linear import HostForm, LayerForm, QuantizedLinear, packed_weight, reordered
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
@@ -18,6 +21,13 @@ from quant.scheme import FULL_BITS, LinearShape
 
 _ALIGNMENT = 16
 """Bytes that kernels load at once: parts of a larger tensor begin at multiples of it."""
+
+
+_ASKED_PER_EXPERT = 2
+"""Products for each expert up to which every one is computed by itself: as of a plain weight, of
+which the second row reads it from cache. Not measured on a GPU."""
+
+_asked_products = functools.cache(asked_products)
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,24 @@ class ExpertWeights:
         products = [product(self.weights[index], part) for index, part in pairs]
         return torch.cat(products) if products else rows.new_empty(0, self.shape.out_features)
 
+    def multiply_asked(
+        self, products: CudaProducts, x: Tensor, asked: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Multiply `x` `[tokens, in]` with the weights of the experts `asked` `[tokens, k]`, and
+        add their `bias` `[experts, out]`: `[tokens * k, out]`. Nothing is waited for.
+        """
+        packed, scales = (self._joined[name].flatten(0, 1) for name in ("packed", "scales"))
+        first = self.weights[0]
+        assert isinstance(first, CudaPacked), "which such products are of"
+        codes = Codes(packed, scales, first.in_features, first.bits)
+        return products.multiply_asked(codes, self.shape.out_features, x, asked, bias)
+
+    def asked_products(self, dtype: torch.dtype) -> CudaProducts | None:
+        """What `multiply_asked` takes; None where each expert is to be multiplied by itself."""
+        if "packed" not in self._joined:
+            return None
+        return _asked_products(self.backend, dtype, self._joined["packed"].device)
+
     def pin(self, dtype: torch.dtype) -> None:
         """Lock the memory that weights share, so that a GPU reads it while others compute."""
         if self._joined:
@@ -149,9 +177,14 @@ class ExpertWeights:
         if self._joined:
             yield from self._joined.items()
             return
-        for name in self.weights[0].state():
-            parts = [weight.state()[name] for weight in self.weights]
-            yield name, torch.stack(parts) if parts[0].dim() else parts[0]
+        for name, first in self.weights[0].state().items():
+            if not first.dim():
+                yield name, first
+                continue
+            joined = first.new_empty(self.count, *first.shape)
+            for index, weight in enumerate(self.weights):  # of which a state may be a copy
+                joined[index] = weight.state()[name]
+            yield name, joined
 
     def _of(self, index: int) -> dict[str, Tensor]:
         return {n: joined[index] if joined.dim() else joined for n, joined in self._joined.items()}
@@ -213,9 +246,40 @@ class QuantizedExperts(nn.Module):
         """Of `hidden` `[tokens, hidden_size]` give the results of the experts in `top_k_index`
         `[tokens, k]`, summed with `top_k_weights` `[tokens, k]`, in the order of a token's experts.
         """
-        return self.computed(
-            hidden.to(self.compute_dtype), top_k_index, top_k_weights, self.product
-        ).to(hidden.dtype)
+        own = hidden.to(self.compute_dtype)
+        products = self._asked_products(top_k_index.numel())
+        if products is None:
+            found = self.computed(own, top_k_index, top_k_weights, self.product)
+        else:
+            found = self._computed_as_asked(own, top_k_index, top_k_weights, products)
+        return found.to(hidden.dtype)
+
+    def _asked_products(self, asked: int) -> tuple[CudaProducts, CudaProducts] | None:
+        """Kernels for both weights that take every product by itself, where there are so few that
+        experts are hardly asked twice; None elsewhere.
+        """
+        if asked > _ASKED_PER_EXPERT * self.gate_up.count or self.seen or self.padded_to:
+            return None
+        first, second = (
+            each.asked_products(self.compute_dtype) for each in (self.gate_up, self.down)
+        )
+        return None if first is None or second is None else (first, second)
+
+    def _computed_as_asked(
+        self,
+        hidden: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        products: tuple[CudaProducts, CudaProducts],
+    ) -> Tensor:
+        """Compute as `computed`, by one launch for each weight."""
+        grown = self.gate_up.multiply_asked(
+            products[0], hidden, top_k_index, self.gate_up_proj_bias
+        )
+        asked = top_k_index.view(-1, 1)
+        gated = self.apply_gate(grown)
+        out = self.down.multiply_asked(products[1], gated, asked, self.down_proj_bias)
+        return (out.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)).sum(1)
 
     def product(self, weight: PackedWeight, rows: Tensor) -> Tensor:
         missing = self.padded_to - len(rows)

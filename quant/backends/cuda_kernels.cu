@@ -125,19 +125,16 @@ __device__ __forceinline__ void write_sums(
 // or 16 bytes before it uses one, and neither the offset of the codes nor the zero is applied to
 // each weight: with dot = sum of x * biased code and sums of x alone, which all rows share,
 //     sum of x * weight = (dot - sum of x * code_zero) * scale + zero * (sum of x).
-// Activations are read and converted once for ROWS rows.
-// 1-D grid: all tokens for the first ROWS rows, then for the next. The last block takes the last
-// ROWS rows, so that it may repeat some of the block before; `rows` is at least ROWS.
-extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_token(
+// Activations are read and converted once for ROWS rows. `x` is that of the token.
+__device__ __forceinline__ void multiply_one(
     const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
     const void* __restrict__ scales, const unsigned short* __restrict__ bias,
-    unsigned short* __restrict__ out, unsigned int tokens, unsigned int rows, Width width) {
+    unsigned short* __restrict__ out, unsigned int token, unsigned int tokens,
+    unsigned int first_row, unsigned int rows, Width width) {
     constexpr int ROWS = 8;
     constexpr int OCTETS = BITS == 8 ? 2 : 4;  // of a thread's load
     constexpr int WORDS = BITS * OCTETS / 4;
-    const unsigned int token = blockIdx.x % tokens, runs = width.octets / OCTETS;
-    const unsigned int first_row = min(blockIdx.x / tokens * ROWS, rows - ROWS);
-    x += static_cast<size_t>(token) * width.octets * OCTET;
+    const unsigned int runs = width.octets / OCTETS;
     packed += static_cast<size_t>(first_row) * WORDS * runs;
 
     float sums[ROWS] = {};
@@ -185,6 +182,39 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_token(
             sums[r] += fmaf(dots[r] - x_offset, affine[r].scale, affine[r].zero * x_sum);
     }
     write_sums<WARPS, 1, ROWS>(sums, scales, bias, out, token, tokens, first_row, rows);
+}
+
+constexpr unsigned int ONE_ROWS = 8;  // of `multiply_one`
+
+// 1-D grid: all tokens for the first rows, then for the next. The last block takes the last ones, so
+// that it may repeat some of the block before; `rows` is at least ONE_ROWS.
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_token(
+    const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
+    const void* __restrict__ scales, const unsigned short* __restrict__ bias,
+    unsigned short* __restrict__ out, unsigned int tokens, unsigned int rows, Width width) {
+    const unsigned int token = blockIdx.x % tokens;
+    const unsigned int first_row = min(blockIdx.x / tokens * ONE_ROWS, rows - ONE_ROWS);
+    x += static_cast<size_t>(token) * width.octets * OCTET;
+    multiply_one(x, packed, scales, bias, out, token, tokens, first_row, rows, width);
+}
+
+// The same where each product asks for an expert: `experts` [asked] of the weights, scales and
+// biases that lie one after another. Product i is of row i / per_token of `x`. Blocks of products
+// that ask for the same expert run beside each other, so that its weight comes from memory once.
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_expert(
+    const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
+    const void* __restrict__ scales, const unsigned short* __restrict__ bias,
+    const long long* __restrict__ experts, unsigned short* __restrict__ out, unsigned int asked,
+    unsigned int per_token, unsigned int rows, Width width) {
+    const unsigned int product = blockIdx.x % asked;
+    const unsigned int first_row = min(blockIdx.x / asked * ONE_ROWS, rows - ONE_ROWS);
+    // rows of other experts
+    const size_t before = static_cast<unsigned int>(__ldg(experts + product)) * rows;
+    x += static_cast<size_t>(product / per_token) * width.octets * OCTET;
+    packed += before * width.octets * BITS / 4;
+    scales = static_cast<const unsigned int*>(scales) + before * (BITS == 8 ? 1 : width.groups);
+    bias = bias == nullptr ? nullptr : bias + before;
+    multiply_one(x, packed, scales, bias, out, product, asked, first_row, rows, width);
 }
 
 // TOKENS tokens at once, ROWS x TOKENS sums in registers: arithmetic binds, so weights are restored

@@ -20,7 +20,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional
 
-from quant.backends.base import CanonicalPacked
+from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.cuda_products import (
     TENSOR,
     Codes,
@@ -187,6 +187,46 @@ def _products_for(
         stacklevel=2,
     )
     return products_for(backend.bits, dtype, device, on_tensor_cores=False)
+
+
+def asked_products(
+    backend: type[PackedWeight], dtype: torch.dtype, device: torch.device
+) -> CudaProducts | None:
+    """The kernels by which experts of `backend` are multiplied as they are asked; None where there
+    are none, or they compute wrongly, which warns once.
+    """
+    if not issubclass(backend, CudaPacked):
+        return None
+    packed = backend.from_weight(torch.ones(8, 128), dtype, device)
+    products = packed.kernels(dtype)
+    complaint = None if products is None else _asked_complaint(backend, products, dtype, device)
+    if complaint is None:
+        return products
+    warnings.warn(
+        f"{backend.bits}-bit experts are multiplied one after another on {device}: {complaint}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+_TEST_EXPERTS = 5
+
+
+def _asked_complaint(
+    backend: type[CudaPacked], products: CudaProducts, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = 24, 256
+    weight = torch.randn(_TEST_EXPERTS * rows, columns, generator=generator)
+    packed = backend.from_weight(weight, dtype, device)
+    x = torch.randn(3, columns, generator=generator).to(device, dtype)
+    asked = torch.tensor([[4, 0], [2, 4], [1, 2]], device=device)
+    found = products.multiply_asked(packed.codes, rows, x, asked).float()
+    each = packed.decode_rows(slice(None)).view(_TEST_EXPERTS, rows, columns).to(device)
+    wanted = (each[asked.flatten()] @ x.float().repeat_interleave(2, 0).unsqueeze(-1)).squeeze(-1)
+    error = float((found - wanted).norm() / wanted.norm())
+    return None if error <= _TOLERANCE else f"a product is off by {error:.1%}"
 
 
 def tensor_cores_complaint(

@@ -24,7 +24,7 @@ from quant.rounding.canonical import row_blocks
 
 _FILES = ("cuda_kernels.cu", "cuda_mma.cuh", "cuda_restoring.cuh", "cuda_tensor_cores.cu")
 SOURCE = tuple(map(Path(__file__).with_name, _FILES))
-KERNELS = ("one_token", "four_tokens", "eight_tokens", "restore")
+KERNELS = ("one_token", "one_expert", "four_tokens", "eight_tokens", "restore")
 
 _TILE_TOKENS = 8
 _TILES = (1, 2, 4, 8)
@@ -137,6 +137,31 @@ class CudaProducts:
         if len(tokens) > 0:
             self._ways[way or self.way_for(codes, len(tokens))](Product(codes, tokens, bias, out))
         return out.view(*x.shape[:-1], codes.rows)
+
+    def multiply_asked(
+        self,
+        codes: Codes,
+        rows: int,
+        x: torch.Tensor,
+        asked: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply `x` `[tokens, columns]` with the weights of the experts that each token asks,
+        `asked` int64 `[tokens, k]`, to `[tokens * k, rows]`; the `rows` of an expert lie behind
+        those of the one before in `codes` and `bias`. By one launch, of which the host knows
+        nothing but sizes.
+        """
+        x = x.contiguous()
+        x = x.clone() if x.data_ptr() % _ALIGNMENT else x
+        products, bias = asked.numel(), None if bias is None else bias.to(x.dtype)
+        out = x.new_empty(products, rows)
+        if products:
+            self._kernels.launch(
+                "one_expert", -(-rows // _BLOCK_ROWS) * products,
+                x, codes.packed, codes.scales, bias, asked.contiguous(), out, products,
+                asked.shape[1], rows, codes.width,
+            )  # fmt: skip
+        return out
 
     def warm_up(self, codes: Codes) -> None:
         for rows in ROW_BUCKETS:
