@@ -71,12 +71,10 @@ _ROTATION_LAUNCHES = 10
 _OTHER_LAUNCHES = 8
 _SPELLED_ACTIVATION_LAUNCHES = 8
 _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
-# Counted in the sources, roughly. A mixer (`actors.stage.delta_mixer`, and the delta rule below
-# `actors.attention`): rates 9, the convolution 16, rows of the state 4, normed queries and keys and
-# the rule of a step 34, the gated norm 10; for each chunk of a prompt its products and sums.
-# Experts (`quant.experts`): the router 6, sorting and numbers 8, rows and results 8, and two
-# products for each that is asked.
-_MIXER_LAUNCHES, _CHUNK_LAUNCHES = 73, 9
+# Counted there too, in float32: a mixer (`actors.stage.delta_mixer`) starts 59 in a decode step
+# beside its products and norms, and casts of half as wide numbers; a chunk of a prompt 9. Experts
+# (`quant.experts`) start 2 each where they are asked, and with the router 22.
+_MIXER_LAUNCHES, _CHUNK_LAUNCHES = 66, 9
 _ROUTER_LAUNCHES, _EXPERT_LAUNCHES = 22, 2
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
 # Attention kernels reach about half the rate of large matrix products; ours of decode steps

@@ -14,17 +14,31 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from actors.attention.kv_cache import CacheForm
+from actors.attention.ragged import RaggedContext
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
 from actors.stage import own_layers
 from actors.stage.layer_cache import make_cache
-from actors.stage.stage import Stage
-from benchmarks.gpu.counting import META, Step
+from actors.stage.model_config import with_layers
+from actors.stage.partial_model import empty_model, keep_stage
+from actors.stage.stage import Stage, run_decoder
+from benchmarks.gpu.counting import META, Operations, Started, Step
 from planner.costs.roofline import layer_launches
 from planner.model.finding import shape_from_config
-from tests.actors.models import CONFIGS, EVERY_CONFIG, LAYERS, save_tiny, stages_of
+from planner.model.layer_parts import Experts
+from tests.actors.models import (
+    CONFIGS,
+    EVERY_CONFIG,
+    LAYERS,
+    STATE_CONFIGS,
+    save_tiny,
+    stages_of,
+)
 from tests.actors.own_kernels import pretend_own_kernels
+from tests.planner.kinds import tiny_experts
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
@@ -42,6 +56,51 @@ def test_a_layer_starts_as_many_kernels_as_plans_count(name: str, own: bool, kv_
     assert abs(counted.total() - layer_launches(shape, kv_bits, own)) <= (1 if own else 2)
     if own:
         assert counted.total() <= 12, counted
+
+
+def started_by_mixer(config: PretrainedConfig, before: int, new: int) -> int:
+    """Kernels of the third layer for `new` tokens of each of three requests that have some."""
+    found = []
+    for layers in (range(2), range(3)):
+        model = empty_model(with_layers(config, len(layers)))
+        keep_stage(model, layers, is_first=False, is_last=False, has_head=False)
+        model.to_empty(device="cpu").float()
+        form = CacheForm(torch.float32, torch.device("cpu"), slots=3)
+        cache, slots, ones = make_cache(model.config, layers, 900, form), np.arange(3), np.ones(3)
+        passes = [(0, before)] * bool(before) + [(before, new)]
+        for start, count in passes:
+            batch = MicroBatch(slots, *(np.int64(n * ones) for n in (start, count)), 300 * slots)
+            hidden, started = torch.zeros(3 * count, config.hidden_size), Started()
+            with torch.inference_mode(), Operations(started):
+                run_decoder(model, RaggedContext.of(cache, batch), hidden)
+        found.append(started)
+    return (found[1] - found[0]).kernels.total()
+
+
+@pytest.mark.rare
+def test_a_mixer_starts_as_many_kernels_as_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that are float32 already need no casts, of which a GPU's mixers start some."""
+    monkeypatch.setattr("actors.attention.delta_rule.can_run", lambda _: False)
+    config = STATE_CONFIGS["qwen3_5"]
+    shape = shape_from_config("tiny", json.loads(config.to_json_string())).layer(2)
+    assert shape.delta is not None
+    counted = started_by_mixer(config, 5, 1)
+    assert counted <= layer_launches(shape) <= counted + 12
+    three, four = (started_by_mixer(config, 0, tokens) for tokens in (130, 194))
+    assert four - three == 9
+
+
+def test_experts_start_as_many_kernels_as_plans_count() -> None:
+    asked = torch.tensor([[0, 3], [3, 1], [0, 1]])
+    model = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=8, num_experts=5, num_experts_per_tok=2))
+    module, started = tiny_experts(Experts(5, 2, 4), 8), Started()
+    with torch.inference_mode(), Operations(started):
+        model(torch.zeros(3, 8))
+        module(torch.zeros(3, 8), asked, torch.zeros(3, 2))
+    conjugates = sum(n for name, n in started.kernels.items() if name.startswith("resolve"))
+    several = 4  # of sorting, beside its one operation, and of numbers that go to the host
+    planned = 22 + 2 * 3
+    assert abs(started.kernels.total() - conjugates + several - planned) <= 2
 
 
 class Waits(TorchDispatchMode):

@@ -32,10 +32,8 @@ from planner.model.finding import shape_from_config
 from planner.model.layer_parts import Experts
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
-from quant.experts import ExpertWeights, PlainWeight, QuantizedExperts
-from quant.linear import LayerForm
-from quant.scheme import Processor
 from tests.planner.costs.test_memory import PeakBytes
+from tests.planner.kinds import tiny_experts
 from tests.planner.model.mixed_configs import MIXED
 
 WORKLOAD = Workload(global_batch=6, prompt_length=30, new_tokens=10)
@@ -126,19 +124,7 @@ def test_temporaries_cover_the_gated_delta_rule(rule: Callable[..., Any], tokens
 
 def test_temporaries_cover_products_grouped_by_expert() -> None:
     experts, hidden_size, tokens = Experts(count=6, per_token=2, width=48), 64, 40
-    weights = []
-    for linear in experts.linears(hidden_size):
-        weights.append(ExpertWeights(linear, experts.count))
-        for _ in range(experts.count):
-            plain = PlainWeight(torch.rand(linear.out_features, linear.in_features))
-            weights[-1].add(plain, torch.float32)
-
-    def gate(grown: torch.Tensor) -> torch.Tensor:
-        gate, up = grown.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
-
-    form = LayerForm(16, Processor(), torch.float32, torch.device("cpu"))
-    module, rows = QuantizedExperts(*weights, gate, form), torch.rand(tokens, hidden_size)
+    module, rows = tiny_experts(experts, hidden_size), torch.rand(tokens, hidden_size)
     asked = torch.stack([torch.randperm(6)[:2] for _ in range(tokens)])
     with torch.inference_mode(), PeakBytes() as seen:
         module(rows, asked, torch.rand(tokens, 2))
