@@ -20,6 +20,7 @@ from planner.model.family import (
     mixed_shape,
     windowed_shape,
 )
+from planner.model.layer_parts import Experts
 from planner.model.shape import MAX_SIZE, ModelShape
 from quant.scheme import LinearShape
 
@@ -53,8 +54,8 @@ _ALTERNATING = 2
 _OF_LAYERS = ("num_key_value_heads", "head_dim")
 """Entries that a layer of Gemma 4 may have of its own."""
 
-_READS, _KEYS_ALONE = ", reading earlier keys", ", keys alone"
-"""Said of kinds that hold no keys and values, and of those that make values of their keys."""
+_READS, _KEYS_ALONE, _ASKS = ", reading earlier keys", ", keys alone", ", experts"
+"""Said of kinds that hold no keys and values, that make values of their keys, that have experts."""
 
 
 def _gemma2(config: ConfigFile) -> ModelShape:
@@ -68,8 +69,6 @@ def _gemma3(config: ConfigFile) -> ModelShape:
 
 def _gemma4(config: ConfigFile) -> ModelShape:
     full = _with_defaults(config, _SIZES_4)
-    if full.flag("enable_moe_block", False):
-        raise config.refusal("enable_moe_block", True, "false: its experts are not run yet")
     types = layer_types(
         full,
         (FULL, SLIDING),
@@ -87,7 +86,7 @@ def _gemma4(config: ConfigFile) -> ModelShape:
         layers.append(
             replace(
                 plain,
-                kind=f"{kind}{_READS * reads}{_KEYS_ALONE * keys_alone}",
+                kind=f"{kind}{_READS * reads}{_KEYS_ALONE * keys_alone}{plain.kind}",
                 kv_heads=kv_heads,
                 head_dim=head_dim,
                 sliding_window=None if is_full else full.size("sliding_window"),
@@ -112,6 +111,7 @@ def _gemma4_layer(config: ConfigFile) -> ModelShape:
     if config.integer(key) != rows and width:
         raise config.refusal(key, config.values[key], f"vocab_size, {rows}")
     hidden = config.size("hidden_size")
+    experts = _experts(config) if config.flag("enable_moe_block", False) else None
     linears = (LinearShape(hidden, width), LinearShape(width, hidden)) if width else ()
     return gated_shape(
         config,
@@ -119,11 +119,23 @@ def _gemma4_layer(config: ConfigFile) -> ModelShape:
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
-        layer_norms=5 if width else 4,
+        kind=_ASKS if experts else "",
+        experts=experts,
+        layer_norms=4 + bool(width) + (3 if experts else 0),
         extra_linears=linears,
         per_layer_width=width,
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )
+
+
+def _experts(config: ConfigFile) -> Experts:
+    """Read the experts that stand beside the MLP, which all tokens ask."""
+    count, asked = config.size("num_experts"), config.size("top_k_experts")
+    if asked > count:
+        raise config.refusal("top_k_experts", asked, f"at most {count} (num_experts)")
+    width = config.size("moe_intermediate_size")
+    shared = config.size("intermediate_size")
+    return Experts(count, asked, width, shared_width=shared, router_scales=True)
 
 
 def _owners(config: ConfigFile, types: Sequence[str]) -> list[int]:
@@ -218,6 +230,23 @@ _FOUR_NORMS = replace(
     logits_cap="final_logit_softcapping",
 )
 _Q, _K, _, _O = GATED.attention
+_ATTENTION: Mapping[str, dict[str, Any]] = {
+    "": {},
+    _READS: {"attention": (_Q, _O)},
+    _KEYS_ALONE: {"attention": (_Q, _K, _O)},
+}
+_NORMS: Mapping[str, dict[str, Any]] = {
+    "": {},
+    _ASKS: {
+        "norms": (
+            *_FOUR_NORMS.norms,
+            *("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"),
+            "pre_feedforward_layernorm_2",
+        )
+    },
+}
+"""In what layers differ by what is said of their kind."""
+
 _KEYS = ConfigKeys(activation="hidden_activation")
 
 GEMMA_FAMILIES: Mapping[str, Family] = {
@@ -231,9 +260,13 @@ GEMMA_FAMILIES: Mapping[str, Family] = {
                 "per_layer_projection_norm",
             ),
             layer_factor="layer_scalar",
+            experts="experts",
+            router="router.proj",
             kinds={
-                f"{FULL}{_KEYS_ALONE}": {"attention": (_Q, _K, _O)},
-                **{f"{kind}{_READS}": {"attention": (_Q, _O)} for kind in (FULL, SLIDING)},
+                f"{kind}{keys}{asks}": attention | norms
+                for kind in (FULL, SLIDING)
+                for keys, attention in _ATTENTION.items()
+                for asks, norms in _NORMS.items()
             },
         ),
         replace(

@@ -11,7 +11,8 @@ from quant.scheme import LinearShape
 class Experts:
     """`count` MLPs of `width`, of which a router asks `per_token` for each token; `shared_width` is
     that of one which all tokens ask (0: none), whose result is `shared_gate`d or not. `has_biases`:
-    of router and experts. `router_bias`: of its choice alone.
+    of router and experts. `router_bias`: of its choice alone; `router_scales`: a factor for each
+    input and for each expert.
     """
 
     count: int
@@ -21,6 +22,7 @@ class Experts:
     shared_gate: bool = False
     has_biases: bool = False
     router_bias: bool = False
+    router_scales: bool = False
 
     def asked(self, tokens: float) -> float:
         """How many of them a pass of so many tokens asks, where all are as likely: E (1 - (1 -
@@ -36,9 +38,10 @@ class Experts:
         return self.has_biases * sum(linear.out_features for linear in self.linears(hidden_size))
 
     def bias_parameters(self, hidden_size: int) -> int:
-        """Biases of router and experts."""
+        """Biases of router and experts, and factors of the router."""
         router = self.has_biases + self.router_bias
-        return self.count * (router + self.biases_of_one(hidden_size))
+        scales = (hidden_size + self.count) * self.router_scales
+        return self.count * (router + self.biases_of_one(hidden_size)) + scales
 
     def shared_linears(self, hidden_size: int) -> tuple[LinearShape, ...]:
         if not self.shared_width:

@@ -309,6 +309,10 @@ def _router_tensors(kind: ModelShape) -> Shapes:
     found: Shapes = {f"{names.router}.weight": (experts.count, kind.hidden_size)}
     if experts.has_biases:
         found[f"{names.router}.bias"] = (experts.count,)
+    if experts.router_scales:
+        module = str(names.router).rpartition(".")[0]
+        found[f"{module}.scale"] = (kind.hidden_size,)
+        found[f"{module}.per_expert_scale"] = (experts.count,)
     if experts.shared_gate:
         found[f"{names.shared_gate}.weight"] = (1, kind.hidden_size)
     return found

@@ -57,6 +57,7 @@ BUILTIN = (
     "gpt-oss-20b",
     "gemma-4-e2b",
     "gemma-4-31b",
+    "gemma-4-26b-a4b",
 )
 
 
@@ -144,6 +145,7 @@ def test_built_in_shape_gives_the_librarys_parameters(name: str, builtin: dict[s
         ("gemma-4-e2b", 4.63),  # without what sees and hears: 5.1 with it
         ("gemma-4-e4b", 7.46),
         ("gemma-4-31b", 30.7),
+        ("gemma-4-26b-a4b", 25.2),
     ],
 )
 def test_published_sizes(name: str, billions: float) -> None:

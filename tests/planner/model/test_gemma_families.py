@@ -76,6 +76,13 @@ def test_a_published_file_is_completed_by_the_librarys_defaults() -> None:
 
 TINY_4 = TINY | {"global_head_dim": 32, "vocab_size_per_layer_input": 100}
 DENSE = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True}
+EXPERTS = {
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 SHARED = {
     "hidden_size_per_layer_input": 8,
     "num_kv_shared_layers": 3,
@@ -93,6 +100,7 @@ SHARED = {
             ("sliding_attention", "full_attention, keys alone"),
             (),
         ),
+        (EXPERTS, ("sliding_attention, experts", "full_attention, experts"), ()),
         (
             SHARED,
             (
@@ -133,7 +141,8 @@ def test_gemma_4_from_published_files_and_from_saved_ones(
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block is True"),
+        ({"enable_moe_block": True}, "num_experts is missing"),
+        (EXPERTS | {"top_k_experts": 7}, "top_k_experts is 7; it must be at most 6"),
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers is 5; it must be such that"),
         ({"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
         ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1"),
