@@ -23,7 +23,14 @@ from quant.backends.cuda_driver import CudaError, Kernels
 from tests.actors.batches import batch_in_ranges
 from tests.actors.driving import drive, run_dry
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import CONFIGS, LAYERS, STATE_CONFIGS, random_prompts, save_tiny, stages_of
+from tests.actors.models import (
+    EVERY_CONFIG,
+    LAYERS,
+    STATE_CONFIGS,
+    random_prompts,
+    save_tiny,
+    stages_of,
+)
 
 NEW_TOKENS = 12
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
@@ -36,10 +43,16 @@ def run(stages: list[Stage], requests: list[Request]) -> dict[str, Finished]:
     return {f.custom_id: f for batch in batches for f in batch}
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "opt", "mistral-sliding", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "bloom", "opt", "mistral-sliding", "qwen3_next"),
+        *(pytest.param(name, marks=pytest.mark.rare) for name in ("granite", "ministral3")),
+    ],
+)
 def test_tokens_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) -> None:
     """Greedy and sampled, cut after any number of tokens; some end at EOS, some at a length."""
-    save_tiny(tmp_path, (CONFIGS | STATE_CONFIGS)[name])
+    save_tiny(tmp_path, (EVERY_CONFIG | STATE_CONFIGS)[name])
     stages = stages_of(tmp_path, (0, 2, LAYERS), 4, max(LENGTHS) + NEW_TOKENS)
     warm = Sampling(temperature=0.9, seed=5)
     requests = [

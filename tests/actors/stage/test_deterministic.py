@@ -143,9 +143,15 @@ def test_tokens_and_logprobs_are_those_of_each_request_alone(
     assert told_in_company(stages(folders[model], (0, 2, LAYERS), **others)) == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "mistral-sliding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "opt", "bloom", "mistral-sliding"),
+        *(pytest.param(name, marks=pytest.mark.rare) for name in ("granite", "glm4", "olmo3")),
+    ],
+)
 def test_tokens_are_those_of_generate(name: str, tmp_path: Path) -> None:
-    model = save_tiny(tmp_path, CONFIGS[name])
+    model = save_tiny(tmp_path, EVERY_CONFIG[name])
     greedy = [replace(each, sampling=Sampling(ignore_eos=True)) for each in requests()]
     policy = RandomPolicy(SLOTS, KV_TOKENS, 0, lambda ranges: None)
     tokens = policy.run(greedy, LocalPipeline(stages(tmp_path, (0, 2, LAYERS))).submit)

@@ -121,6 +121,7 @@ def interleaved(stages: Sequence[Stage], seed: int) -> tuple[RandomPolicy, list[
     return policy, [tokens[request.custom_id] for request in REQUESTS]
 
 
+GATED = ("smollm3", "granite", "phi3", "glm4", "olmo3", "ministral", "ministral3")
 Tiny = Callable[[str], tuple[Path, list[list[int]]]]
 
 
@@ -153,7 +154,7 @@ def decode_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         "gemma4-shared",
         *(
             pytest.param(name, marks=pytest.mark.rare)
-            for name in ("qwen3_next", "gemma2", "gemma3")
+            for name in ("qwen3_next", "gemma2", "gemma3", *GATED)
         ),
     ],
 )
@@ -173,7 +174,7 @@ def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
         *("llama", "bloom", "mistral-sliding"),
         *(
             pytest.param(n, marks=pytest.mark.rare)
-            for n in ("qwen3_next", "gemma3", "gemma4-shared")
+            for n in ("qwen3_next", "gemma3", "gemma4-shared", *GATED)
         ),
     ],
 )

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BloomConfig, GPTNeoXConfig, LlamaConfig, OPTConfig, PretrainedConfig
+from transformers import (
+    BloomConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+)
 
 from actors.stage.layer_stream import LayerStream, stream_layers
 from actors.stage.spec import stage_spec
@@ -60,6 +67,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **_SIZES, hidden_size=64, ffn_dim=96, num_hidden_layers=len(BITS), num_attention_heads=4,
         word_embed_proj_dim=32,
     ),
+    "phi3": Phi3Config(**_ROPE, num_key_value_heads=2, pad_token_id=0, eos_token_id=2),
     "bloom": BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=len(BITS), n_head=4),
 }  # fmt: skip
 
