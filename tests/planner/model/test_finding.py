@@ -197,7 +197,9 @@ def builtin() -> dict[str, Any]:
 def test_fingerprint_of_built_in_equals_its_checkpoint(
     tmp_path: Path, builtin: dict[str, Any]
 ) -> None:
-    for name in ("opt-350m", "bloom-560m", "qwen2.5-7b", "mistral-7b", "llama-3.2-1b"):
+    plain = ("opt-350m", "bloom-560m", "qwen2.5-7b", "mistral-7b", "llama-3.2-1b", "phi-4-mini")
+    unlike = ("qwen3-30b-a3b", "qwen3-next-80b-a3b", "qwen3.5-27b", "gpt-oss-20b", "gemma-4-e2b")
+    for name in (*plain, *unlike, "olmo-3-7b", "gemma-3-4b"):
         folder = save(builtin[name], tmp_path / name)
         assert model_shape(folder).fingerprint() == model_shape(name).fingerprint()
     other = replace(model_shape("opt-125m"), layers=13)
