@@ -220,6 +220,8 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
             "factor": 16.0,
             "original_max_position_embeddings": 8,
             "llama_4_scaling_beta": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
         },
     ),
 }

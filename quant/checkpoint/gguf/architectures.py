@@ -99,6 +99,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": _like_llama("llama"),
     "smollm3": _like_llama("smollm3"),
     "granite": _like_llama("granite"),
+    "mistral3": _like_llama("ministral3"),
     "phi3": GgufArchitecture(
         "phi3",
         "model.layers",

@@ -130,6 +130,9 @@ def _llama3_factors(turns: Factors, factor: float, low: float, high: float) -> F
     return divided
 
 
+_TEMPERATURE = "attention.temperature_scale"
+"""What the scores of later queries grow by."""
+
 Tensors = Mapping[str, StoredBlocks]
 """The tensors of all parts of a model, by the names in its files."""
 
@@ -277,6 +280,20 @@ def _granite(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict
     }
 
 
+def _mistral3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    """Ministral 3, or Mistral where no temperature grows with the position."""
+    found, beta = _gated(entries, tensors, factors), entries.number(_TEMPERATURE, 0.0)
+    if not beta:
+        return found | {"model_type": "mistral", "sliding_window": None}
+    scaling = found.get("rope_scaling", {})
+    if scaling.get("rope_type") != "yarn":
+        key = f"{entries.architecture}.{_TEMPERATURE}"
+        raise entries.refusal(key, beta, "left out where rope.scaling.type is not yarn")
+    multiplier = entries.number("rope.scaling.yarn_log_multiplier", 0.0)
+    scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+    return found | {"rope_scaling": scaling | {"llama_4_scaling_beta": beta}}
+
+
 def _phi3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     del tensors
     rotated, head_dim = _rotated(entries)
@@ -368,6 +385,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "llama": _llama,
     "smollm3": _smollm3,
     "granite": _granite,
+    "mistral3": _mistral3,
     "phi3": _phi3,
     "glm4": _glm4,
     "olmo2": _olmo2,

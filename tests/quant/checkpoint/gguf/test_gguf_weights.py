@@ -63,7 +63,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen3-biases": Qwen3Config(**_ROPE, head_dim=16, attention_bias=True),
     "qwen3-tied": Qwen3Config(**_ROPE, head_dim=16, tie_word_embeddings=True),
     "smollm3": SmolLM3Config(**_ROPE, **_ENDS, tie_word_embeddings=True),
-    **{name: EVERY_CONFIG[name] for name in ("granite", "phi3", "glm4", "olmo2")},
+    **{name: EVERY_CONFIG[name] for name in ("granite", "phi3", "glm4", "olmo2", "ministral3")},
     "phi3-long": Phi3Config(
         **_ROPE, **_ENDS, original_max_position_embeddings=64, rope_parameters=_LONG
     ),

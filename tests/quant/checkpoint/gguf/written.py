@@ -17,7 +17,7 @@ Encode = Callable[[str, Array], tuple[Array, gguf.GGMLQuantizationType]]
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                   "bloom": "bloom", "gpt_neox": "gptneox", "smollm3": "smollm3",
                   "granite": "granite", "phi3": "phi3", "glm4": "glm4",
-                  "olmo2": "olmo2"}  # fmt: skip
+                  "olmo2": "olmo2", "ministral3": "mistral3"}  # fmt: skip
 _ENUMS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -122,6 +122,13 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
         found["embedding_scale"] = config.embedding_multiplier
         found["residual_scale"] = config.residual_multiplier
         found["logit_scale"] = config.logits_scaling
+    if config.model_type == "ministral3":
+        rope = config.rope_parameters
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+        found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", rope["factor"]
+        length = rope["original_max_position_embeddings"]
+        found["rope.scaling.original_context_length"] = length
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
     if config.model_type == "phi3":
         found["attention.sliding_window"] = config.sliding_window or 0
         found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
@@ -151,7 +158,9 @@ def _tensors(model: Any, architecture: str) -> dict[str, Array]:
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         weights = tensor.float().numpy()
-        if architecture in ("llama", "smollm3", "granite") and re.search(r"\.[qk]_proj\.", name):
+        if architecture in ("llama", "smollm3", "granite", "mistral3") and re.search(
+            r"\.[qk]_proj\.", name
+        ):
             weights = permuted(weights, heads if ".q_proj." in name else key_heads)
         if "query_key_value" in name:
             weights = unfused(weights, heads)
