@@ -14,6 +14,7 @@ from torch.nn import functional
 from quant.backends.base import PackedWeight, copy_of, tensor_bytes
 from quant.backends.cuda_packed import CudaPacked, asked_products
 from quant.backends.cuda_products import Codes, CudaProducts
+from quant.backends.table import ASKED_PER_EXPERT
 from quant.linear import HostForm, LayerForm, QuantizedLinear, packed_weight, reordered
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
@@ -22,10 +23,6 @@ from quant.scheme import FULL_BITS, LinearShape
 _ALIGNMENT = 16
 """Bytes that kernels load at once: parts of a larger tensor begin at multiples of it."""
 
-
-_ASKED_PER_EXPERT = 2
-"""Products for each expert up to which every one is computed by itself: as of a plain weight, of
-which the second row reads it from cache. Not measured on a GPU."""
 
 _asked_products = functools.cache(asked_products)
 
@@ -258,7 +255,7 @@ class QuantizedExperts(nn.Module):
         """Kernels for both weights that take every product by itself, where there are so few that
         experts are hardly asked twice; None elsewhere.
         """
-        if asked > _ASKED_PER_EXPERT * self.gate_up.count or self.seen or self.padded_to:
+        if asked > ASKED_PER_EXPERT * self.gate_up.count or self.seen or self.padded_to:
             return None
         first, second = (
             each.asked_products(self.compute_dtype) for each in (self.gate_up, self.down)

@@ -19,7 +19,7 @@ from planner.model.families import has_own_layers
 from planner.model.layer_parts import DeltaMixer
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
-from quant.backends.table import reads_ranges, rule_for
+from quant.backends.table import ASKED_PER_EXPERT, reads_ranges, rule_for
 from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"
@@ -76,6 +76,7 @@ _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
 # (`quant.experts`) start 2 each where they are asked, and with the router 22.
 _MIXER_LAUNCHES, _CHUNK_LAUNCHES = 66, 9
 _ROUTER_LAUNCHES, _EXPERT_LAUNCHES = 22, 2
+_TOGETHER_LAUNCHES = 13  # where one launch multiplies with a weight of all experts, in all
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
 # Attention kernels reach about half the rate of large matrix products; ours of decode steps
 # multiplies in float32, half of its instructions (counted in the source; no GPU has run it yet).
@@ -192,8 +193,7 @@ class RooflineLatency(LatencyModel):
         own = own and machine.reads_ranges(shape.head_dim)
         own = own and shape.delta is None and shape.experts is None
         kernels = layer_launches(shape, self.kv_bits, own)
-        if shape.experts is not None:
-            kernels += _ROUTER_LAUNCHES + ceil(_EXPERT_LAUNCHES * shape.experts.asked(tokens))
+        kernels += machine.expert_launches(shape, bits, tokens)
         launches_s = machine.launches_s(kernels, own and self.replays and phase == "decode")
         return launches_s + linears + element_wise
 
@@ -321,6 +321,19 @@ class _Machine:
         return asked * sum(
             begun_s + self.linear_s(linear, bits, rows) for linear in shape.expert_linears
         )
+
+    def expert_launches(self, shape: ModelShape, bits: int, tokens: int) -> int:
+        """Kernels that a layer's experts start: two for each that is asked, or for all together."""
+        if shape.experts is None:
+            return 0
+        processor, experts = self.accelerator.processor, shape.experts
+        takes_all = all(
+            rule_for(processor, bits, each, self.dtype, decode_rows=tokens).takes_experts
+            for each in shape.expert_linears
+        )
+        if takes_all and tokens * experts.per_token <= ASKED_PER_EXPERT * experts.count:
+            return _TOGETHER_LAUNCHES
+        return _ROUTER_LAUNCHES + ceil(_EXPERT_LAUNCHES * experts.asked(tokens))
 
     def mixer_s(self, mixer: DeltaMixer, requests: int, tokens: int, phase: Phase) -> float:
         """Seconds of a gated delta rule and its convolution: products in float32 of a token with

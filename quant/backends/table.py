@@ -91,8 +91,18 @@ class KernelRule:
     stand_in: str | None = None
     """The backend in its place where it fails its self-test; None: the last of the bitwidth."""
 
+    @property
+    def takes_experts(self) -> bool:
+        """Whether one launch multiplies with the weights of all experts that tokens ask."""
+        return self.kernel is not None and self.kernel.startswith("cuda_packed.")
+
     def cost_of(self, processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:
         return self.cost if self.own_cost is None else self.own_cost(processor, shape, dtype)
+
+
+ASKED_PER_EXPERT = 2
+"""Products for each expert up to which every one is computed by itself: as of a plain weight, of
+which the second row reads it from cache. Not measured on a GPU."""
 
 
 def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -32,6 +33,7 @@ from planner.model.finding import shape_from_config
 from planner.model.layer_parts import Experts
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
+from quant.backends.table import rule_for
 from tests.planner.costs.test_memory import PeakBytes
 from tests.planner.kinds import tiny_experts
 from tests.planner.model.mixed_configs import MIXED
@@ -146,6 +148,18 @@ def test_a_token_costs_less_of_its_experts_in_larger_batches() -> None:
         read_s = asked * 3 * 2048 * 768 * 2 / (0.66 * 900e9)
         assert more_s(tokens) == pytest.approx(read_s, rel=0.02)
     assert more_s(256) / 256 < more_s(16) / 16 / 8 < more_s(1) / 8
+
+
+def test_few_products_of_experts_start_together() -> None:
+    """Two of each expert: from 33 tokens on 8 of 128 are asked one after another."""
+    v100, latency = device(), RooflineLatency(large())
+    rule = rule_for(v100.processor, 8, large().expert_linears[0], "float16", decode_rows=32)
+    assert rule.name == "cuda_8bit"
+    times = [latency.layer_decode_s(v100, 8, t, 10, "float16") for t in (31, 32, 33, 34)]
+    steps = np.diff(times)
+    asked = LARGE_EXPERTS.asked(33)
+    assert steps[1] - steps[0] == pytest.approx((22 + 2 * asked - 13) * 5e-6, rel=0.05)
+    assert abs(steps[2] - steps[0]) < 0.05 * steps[1]
 
 
 def test_prompts_multiply_the_experts_of_each_token_alone() -> None:
