@@ -151,10 +151,10 @@ def decode_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     "name",
     [
         *("llama", "opt", "bloom", "mistral-sliding", "qwen2-sliding", "qwen3_5"),
-        "gemma4-shared",
+        *("gemma4-shared", "gpt_oss"),
         *(
             pytest.param(name, marks=pytest.mark.rare)
-            for name in ("qwen3_next", "gemma2", "gemma3", *GATED)
+            for name in ("qwen3_next", "qwen3_moe", "qwen3_5_moe", "gemma2", "gemma3", *GATED)
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
         *("llama", "bloom", "mistral-sliding"),
         *(
             pytest.param(n, marks=pytest.mark.rare)
-            for n in ("qwen3_next", "gemma3", "gemma4-shared", *GATED)
+            for n in ("qwen3_next", "gemma3", "gemma4-shared", "gpt_oss", *GATED)
         ),
     ],
 )
