@@ -66,8 +66,9 @@ def test_weights_of_few_bits_come_back_from_the_cache(bits: int, tmp_path: Path)
             cache = CacheSettings(str(tmp_path / "cache"))
             stage = Stage(replace(spec), folder, CPU, local_processor(CPU), cache)
             layers = stage._model.get_decoder().layers
-            assert not any(isinstance(each, nn.Linear) for each in layers.modules())
-            assert any(isinstance(each, QuantizedLinear) for each in layers.modules())
-            assert layers[0].linear_attn.A_log.dtype == torch.float32
+            mixer = layers[0].linear_attn
+            assert not any(isinstance(each, nn.Linear) for each in mixer.modules())
+            assert any(isinstance(each, QuantizedLinear) for each in mixer.modules())
+            assert mixer.A_log.dtype == torch.float32
             answers.append(generate([stage], random_prompts((9, 4, 17)), 8, 2, 3))
         assert answers[0] == answers[1]
