@@ -62,8 +62,7 @@ def quantize_checkpoint(
     if checkpoint.gptq is not None:
         raise SpecError(f"{source} is quantized already; give the original 16-bit checkpoint")
     shape = model_shape(str(source))
-    kinds = shape.kind_shapes
-    if len({kind.layer_linears for kind in kinds}) > 1 or any(kind.experts for kind in kinds):
+    if not shape.linears_are_alike:
         raise SpecError(
             f"{source}: layers of a {shape.model_type} model differ or have experts, which are not "
             "calibrated; run it as it is: its weights are quantized while they are loaded"

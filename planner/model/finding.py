@@ -255,7 +255,7 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     if quantization is None:
         return shape
     stored = parse_gptq_config(quantization, config.place)
-    _check_one_kind(shape, config.place)
+    _check_alike(shape, config.place)
     return shape.with_all(stored=as_configured(stored, shape))
 
 
@@ -270,10 +270,9 @@ def _expert_families() -> tuple[str, ...]:
     return tuple(sorted(name for name, each in found if each.architecture.experts is not None))
 
 
-def _check_one_kind(shape: ModelShape, place: str) -> None:
+def _check_alike(shape: ModelShape, place: str) -> None:
     """Refuse a GPTQ checkpoint of layers whose weights do not all have one list of names."""
-    linears = {kind.layer_linears for kind in shape.kind_shapes}
-    if len(linears) > 1 or any(kind.experts for kind in shape.kind_shapes):
+    if not shape.linears_are_alike:
         raise SpecError(
             f"{place}: its weights are quantized by GPTQ, which is not read of a {shape.model_type}"
             " model, whose layers have experts or differ; give the original checkpoint in 16 bit"
@@ -332,7 +331,7 @@ def _folder_shape(folder: Path) -> ModelShape:
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
     stored = shape.stored or read_gptq_config(folder)
     if stored is not None:
-        _check_one_kind(shape, place)
+        _check_alike(shape, place)
         stored = as_stored(stored, shape.with_all(stored=None), folder)
     return shape.with_all(stored=stored, tied_embeddings=tied)
 

@@ -150,6 +150,14 @@ class ModelShape:
         return replace(self, kinds=kinds, **changes)
 
     @property
+    def linears_are_alike(self) -> bool:
+        """Whether layers have one list of linears and no experts, as GPTQ's checkpoints need it."""
+        kinds = self.kind_shapes
+        return len({kind.layer_linears for kind in kinds}) == 1 and not any(
+            kind.experts for kind in kinds
+        )
+
+    @property
     def query_width(self) -> int:
         return self.heads * self.head_dim
 
