@@ -32,7 +32,8 @@ from planner.optimiser.stage_lister import StageLister, has_one_row
 from planner.optimiser.stage_options import StageOptions
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
-NEARER = (1.002, 1.005, 1.01)  # tried first where kinds of layers multiply the options
+NARROW_GROWTH = (1.002, 1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.1, 1.2, 1.6)
+"""Limits where kinds of layers multiply the options with each."""
 LEAST_GAP = 1e-9  # relative; above the rounding of sums
 TRIP_STEPS = 4
 
@@ -81,8 +82,8 @@ class _BoxMethod:
         return conclude(best, self._bound, options, self._start_s, rounding)
 
     def _limits(self) -> Iterator[float]:
-        nearer = () if has_one_row(self._problem) else NEARER
-        for growth in (*nearer, *GROWTH, math.inf):
+        growths = GROWTH if has_one_row(self._problem) else NARROW_GROWTH
+        for growth in (*growths, math.inf):
             raised = growth * self._relaxed.bound if math.isfinite(growth) else growth
             yield min(self._target(), raised)
             if self._bound >= self._target() * (1 - ROUNDING):

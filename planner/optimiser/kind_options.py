@@ -17,6 +17,8 @@ from planner.optimiser.relaxation import RelaxedProblem
 from planner.optimiser.sensitivity_tables import LossTables, compositions, lattice_size
 from planner.optimiser.stage_options import StageOptions
 
+COMPARED = 24  # options of a run that all others are compared with
+
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
@@ -180,17 +182,22 @@ class Makeup:
     def options(self) -> StageOptions:
         problem, stage, slack = self._rows.priced.problem, self._stage, self._slack
         picks, need = self._joined(float(slack.max()))
-        over = sum(each[:, pick] for each, pick in zip(self._over, picks, strict=True))
+        parts = zip(self._over, picks, strict=True)
+        over = np.asarray(sum(each[:, pick] for each, pick in parts))
         which, option = np.nonzero(over < slack[:, np.newaxis])
+        losses = zip(self._loss, picks, strict=True)
+        loss = np.asarray(sum(each[which, pick[option]] for each, pick in losses))
+        costs = need[option, 2], need[option, 3], loss
+        kept = unbeaten(costs, over[which, option], which)
+        which, option, loss = which[kept], option[kept], loss[kept]
         picks = [pick[option] for pick in picks]
-        loss = sum(each[which, pick] for each, pick in zip(self._loss, picks, strict=True))
         places = [own.row[pick] for own, pick in zip(self._own, picks, strict=True)]
         return StageOptions(
             self._runs.starts[which] * (problem.layers + 1) + self._runs.stops[which],
             joined_rows(places, self._rows.sizes(stage, self._runs.lengths)),
             need[option, 2] + self._rows.priced.fixed_prefill_s[stage],
             need[option, 3] + self._rows.priced.fixed_decode_s[stage],
-            np.asarray(loss),
+            loss,
         )
 
     def _fitting(self, own: list[OwnRows]) -> list[OwnRows]:
@@ -234,6 +241,30 @@ class Makeup:
             picks = [*(pick[left[fits]] for pick in picks), right[fits]]
             over, need = pairs.sums[fits], together[fits]
         return picks, need
+
+
+def unbeaten(
+    costs: tuple[FloatArray, FloatArray, FloatArray], over_s: FloatArray, run: IntArray
+) -> IntArray:
+    """The options but most of those that one of the same `run` [M], which rises, is below or level
+    with in all `costs` [M]: compared with the few of each run that are the least `over_s` [M].
+    """
+    begins = np.flatnonzero(np.append(True, run[1:] != run[:-1])).tolist()
+    parts = []
+    for begin, end in zip(begins, [*begins[1:], run.size], strict=True):
+        left = np.arange(begin, end)
+        if left.size > 4 * COMPARED:
+            own = [each[begin:end] for each in costs]
+            least = np.argpartition(over_s[begin:end], COMPARED)[:COMPARED] + begin
+            for one in least[over_s[least].argsort()].tolist():
+                better = left == one
+                if not better.any():
+                    continue  # what it would beat was beaten with it
+                for values, each in zip(own, costs, strict=True):
+                    better |= values < each[one]
+                left, own = left[better], [values[better] for values in own]
+        parts.append(left)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 class _Pairs:

@@ -22,7 +22,7 @@ from planner.optimiser.stage_options import StageOptions, joined_options
 
 MOST_ENTRIES = 60_000_000  # options looked at for one limit: about 2 GB and 10 s; else the ILP
 MOST_ROWS = 500_000  # of one kind's lattice: a tenth of a second
-MOST_JOINED = 20_000_000  # the same where options have several kinds of layers
+MOST_JOINED = 30_000_000  # the same where options have several kinds of layers
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
 
 

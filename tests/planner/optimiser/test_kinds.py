@@ -11,6 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from planner.optimiser import stage_lister
 from planner.optimiser.assignment import evaluate, smallest_assignment
 from planner.optimiser.feasibility import explain_infeasible, is_feasible
+from planner.optimiser.kind_options import unbeaten
 from planner.optimiser.names import Objective
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation import relax
@@ -176,3 +177,18 @@ def test_losses_of_a_run_are_those_of_its_layers_matched_kind_by_kind() -> None:
             cost = omega[layers][:, np.repeat(np.arange(4), own)]
             total += cost[linear_sum_assignment(cost)].sum()
         assert least == pytest.approx(total)
+
+
+def test_options_that_another_beats_are_left_out_but_one_of_equals() -> None:
+    """Costs in few steps, so that many are equal, against all comparisons."""
+    rng = np.random.default_rng(0)
+    costs = tuple(rng.integers(0, 6, 900).astype(float) for _ in range(3))
+    run = np.repeat([4, 7, 9], [500, 30, 370])
+    kept = unbeaten(costs, sum(costs), run)
+    table = np.column_stack(costs)
+    for one in range(3):
+        own = table[run == [4, 7, 9][one]]
+        left = table[kept[run[kept] == [4, 7, 9][one]]]
+        assert all((left <= option).all(axis=1).any() for option in own)
+    assert kept.size < 200
+    assert (np.diff(kept) > 0).all()
