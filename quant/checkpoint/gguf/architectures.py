@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-RowOrder = Literal["as stored", "rotary", "fused"]
+RowOrder = Literal["as stored", "rotary", "fused", "plus one"]
+"""The last one: numbers of a norm, stored with the one that transformers adds to them."""
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(\w+)$")
 
@@ -30,6 +31,7 @@ class GgufArchitecture:
     queries: str = ""
     keys: str = ""
     fused: str = ""
+    norms_plus_one: bool = False
 
     def full_name(self, stored: str) -> str:
         """The name in transformers of `stored`; an unknown one keeps its own, below that of its
@@ -43,6 +45,8 @@ class GgufArchitecture:
         return f"{self.layers}.{index}.{self.layer.get(module, module)}.{part}"
 
     def order(self, stored: str) -> RowOrder:
+        if self.norms_plus_one and stored.endswith("norm.weight"):
+            return "plus one"
         match = _LAYER.match(stored)
         module = match[2] if match else ""
         if module and module in (self.queries, self.keys):
@@ -95,6 +99,16 @@ def _like_llama(model_type: str) -> GgufArchitecture:
     return GgufArchitecture(model_type, "model.layers", *names, queries="attn_q", keys="attn_k")
 
 
+def _gemma(model_type: str) -> GgufArchitecture:
+    layer = {
+        **_GATED_LAYER,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+    return GgufArchitecture(model_type, "model.layers", _GATED_ENDS, layer, norms_plus_one=True)
+
+
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "llama": _like_llama("llama"),
     "smollm3": _like_llama("smollm3"),
@@ -136,6 +150,8 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "post_ffw_norm": "post_feedforward_layernorm",
         },
     ),
+    "gemma2": _gemma("gemma2"),
+    "gemma3": _gemma("gemma3_text"),
     "qwen2": GgufArchitecture("qwen2", "model.layers", _GATED_ENDS, _GATED_LAYER),
     "qwen3": GgufArchitecture("qwen3", "model.layers", _GATED_ENDS, _GATED_LAYER),
     "bloom": GgufArchitecture(

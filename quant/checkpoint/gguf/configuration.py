@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
+from quant.checkpoint.gguf.gemma import CAPS, gemma_entries
 from quant.checkpoint.gguf.header import Entries, StoredBlocks
 from quant.checkpoint.gguf.tokenizer import end_tokens
 from quant.common.errors import SpecError
@@ -141,8 +142,9 @@ _SCALES = ("attention.scale", "attention.clamp_kqv", "embedding_scale", "logit_s
 """Entries that change what a layer computes, and that our families do not know."""
 
 _KNOWN_SCALES = {
-    ("granite", key)
-    for key in ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
+    *(("granite", key) for key in _SCALES if key not in ("attention.clamp_kqv", *CAPS)),
+    *(("gemma2", key) for key in CAPS),
+    ("gemma3", "final_logit_softcapping"),
 }
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
@@ -380,6 +382,10 @@ def _gpt_neox(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dic
     return found | ({"rope_scaling": rotary["rope_scaling"]} if "rope_scaling" in rotary else {})
 
 
+def _gemma(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    return gemma_entries(entries, _gated(entries, tensors, factors))
+
+
 _Family = Callable[[Entries, Tensors, RotaryTensors], dict[str, Any]]
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _llama,
@@ -389,6 +395,8 @@ _FAMILIES: Mapping[str, _Family] = {
     "phi3": _phi3,
     "glm4": _glm4,
     "olmo2": _olmo2,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "bloom": _bloom,

@@ -42,6 +42,10 @@ class GgufTensors:
         to keep it, never write to it. CheckpointError for a file that cannot be mapped.
         """
         tensor = self._index.tensors[name]
+        found = self._read(tensor)
+        return found.float() - 1 if tensor.order == "plus one" else found
+
+    def _read(self, tensor: GgufTensor) -> torch.Tensor:
         rows = self._rows(tensor)
         if tensor.type_name in UNPACKED:
             plain = rows.view(UNPACKED[tensor.type_name]).reshape(tensor.shape)
@@ -56,7 +60,7 @@ class GgufTensors:
         elements are reordered.
         """
         stored = self._mapped(tensor.part)[tensor.start : tensor.stop]
-        if tensor.order == "as stored":
+        if tensor.order in ("as stored", "plus one"):
             return stored.reshape(math.prod(tensor.shape[:-1]), -1)
         count = tensor.shape[0]
         parts = 2 if tensor.order == "rotary" else 3

@@ -17,7 +17,8 @@ Encode = Callable[[str, Array], tuple[Array, gguf.GGMLQuantizationType]]
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
                   "bloom": "bloom", "gpt_neox": "gptneox", "smollm3": "smollm3",
                   "granite": "granite", "phi3": "phi3", "glm4": "glm4",
-                  "olmo2": "olmo2", "ministral3": "mistral3"}  # fmt: skip
+                  "olmo2": "olmo2", "ministral3": "mistral3", "gemma2": "gemma2",
+                  "gemma3_text": "gemma3"}  # fmt: skip
 _ENUMS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -112,11 +113,22 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
     else:
         found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
         found["attention.head_count_kv"] = config.num_key_value_heads
-        found["rope.freq_base"] = config.rope_parameters["rope_theta"]
+        rotary = config.rope_parameters
+        rotary = rotary.get("full_attention", rotary)
+        found["rope.freq_base"] = rotary["rope_theta"]
         head_dim = getattr(config, "head_dim", None) or hidden // heads
-        share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+        share = rotary.get("partial_rotary_factor", 1.0)
         found["rope.dimension_count"] = int(share * head_dim)
         found["attention.key_length"] = found["attention.value_length"] = head_dim
+    if "gemma" in architecture:
+        found["attention.sliding_window"] = config.sliding_window
+        if architecture == "gemma3":
+            sliding = [each == "sliding_attention" for each in config.layer_types]
+            found["attention.sliding_window_pattern"] = sliding
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            found[key] = getattr(config, key)
+        if rotary["rope_type"] == "linear":
+            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": rotary["factor"]}
     if config.model_type == "granite":
         found["attention.scale"] = config.attention_multiplier
         found["embedding_scale"] = config.embedding_multiplier
@@ -162,6 +174,8 @@ def _tensors(model: Any, architecture: str) -> dict[str, Array]:
             r"\.[qk]_proj\.", name
         ):
             weights = permuted(weights, heads if ".q_proj." in name else key_heads)
+        if "gemma" in architecture and name.endswith("norm.weight"):
+            weights = weights + 1
         if "query_key_value" in name:
             weights = unfused(weights, heads)
         known = name.removeprefix("transformer.")  # as the converter of BLOOM does
