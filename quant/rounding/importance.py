@@ -87,9 +87,16 @@ class RunningStatistics:
         return InputStatistics(mean_square, self._largest)
 
 
+_ALIKE_VECTORS = 32
+"""Vectors of like columns that are added to those that an expert has seen. Of the demo model's down
+projections at 4 bit, sums of 4 vectors alone make outputs err 1.9 times as much as no weighing
+does, with 32 beside them 1.06; of 64 vectors 0.91 and 0.87, of 500 both 0.74."""
+
+
 class ExpertStatistics:
     """As `RunningStatistics`, of experts that each see a part of what passes: one after another in
-    `[experts * in]`, zeros for an expert that has seen nothing.
+    `[experts * in]`, zeros for an expert that has seen nothing. Of the few vectors that others have
+    seen columns differ by chance, and are drawn to their mean (`_ALIKE_VECTORS`).
     """
 
     def __init__(self) -> None:
@@ -102,7 +109,7 @@ class ExpertStatistics:
                 running.add(own)
 
     def result(self) -> InputStatistics:
-        found = [running.result() if running.vectors else None for running in self._of]
+        found = [_drawn_together(running) if running.vectors else None for running in self._of]
         seen = next((each for each in found if each is not None), None)
         if seen is None:
             raise CheckpointError("no expert was asked; the weights are damaged")
@@ -111,6 +118,12 @@ class ExpertStatistics:
         return InputStatistics(
             torch.cat([own.mean_square for own in each]), torch.cat([own.largest for own in each])
         )
+
+
+def _drawn_together(running: RunningStatistics) -> InputStatistics:
+    own, share = running.result(), _ALIKE_VECTORS / (running.vectors + _ALIKE_VECTORS)
+    drawn = (values.lerp(values.mean(), share) for values in (own.mean_square, own.largest))
+    return InputStatistics(*drawn)
 
 
 class LinearInputs:
