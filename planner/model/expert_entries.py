@@ -10,6 +10,15 @@ from planner.model.layer_parts import Experts
 
 _COUNT = ("num_experts", "num_local_experts")
 _ASKED = "num_experts_per_tok"
+_OF_OTHERS = ("n_routed_experts", "moe_num_experts")
+"""How families that are not run call the number of experts."""
+
+
+def says_experts(config: ConfigFile) -> bool:
+    """Whether a file of any family is of a model with experts."""
+    model_type = str(config.values["model_type"])
+    counts = (config.integer(key, default=0) for key in (*_COUNT, *_OF_OTHERS))
+    return "moe" in model_type or "mixtral" in model_type or any(count > 1 for count in counts)
 
 
 def experts_of(config: ConfigFile, width_key: str, **own: Any) -> Experts:

@@ -247,6 +247,11 @@ def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(FAMILIES))
 
 
+def expert_model_types() -> tuple[str, ...]:
+    """Those whose layers may have experts."""
+    return tuple(sorted(n for n, each in FAMILIES.items() if each.architecture.experts is not None))
+
+
 def wrapper_types() -> tuple[str, ...]:
     """The types of models whose text part is of one of the families."""
     known = FAMILIES.keys()

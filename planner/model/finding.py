@@ -16,7 +16,8 @@ import numpy as np
 
 from planner.model.config_check import check_values, reach
 from planner.model.config_file import ConfigFile
-from planner.model.families import FAMILIES, supported_model_types, wrapper_types
+from planner.model.expert_entries import says_experts
+from planner.model.families import FAMILIES, expert_model_types, wrapper_types
 from planner.model.family import Family
 from planner.model.shape import ModelShape
 from quant.checkpoint.gguf.folder import gguf_index, model_name, settings_place
@@ -177,7 +178,6 @@ def _differ(
     )
 
 
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ENCODER_DECODERS = (
     *("t5", "mt5", "umt5", "longt5", "t5gemma", "switch_transformers", "bart", "mbart", "led"),
     *("blenderbot", "pegasus", "marian", "m2m_100", "prophetnet", "encoder-decoder"),
@@ -234,17 +234,17 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     if not isinstance(model_type, str):
         raise SpecError(f"{config.place} names no model_type")
     family = FAMILIES.get(model_type)
-    if (family is None or family.architecture.experts is None) and _has_experts(config):
+    if (family is None or family.architecture.experts is None) and says_experts(config):
         raise SpecError(
             f"{config.place}: {model_type:.40} is a mixture-of-experts model, of which llmpq runs "
-            f"{', '.join(_expert_families())}; choose one of these, or a dense one"
+            f"{', '.join(expert_model_types())}; choose one of these, or a dense one"
         )
     if values.get("is_encoder_decoder") is True or model_type in _ENCODER_DECODERS:
         raise SpecError(f"{config.place}: {model_type:.40} {_NOT_RUN}")
     if family is None:
         raise SpecError(
             f"{config.entry('model_type')} {model_type!r:.40} is not supported; "
-            f"supported: {', '.join(supported_model_types())}, and the text part of "
+            f"supported: {', '.join(sorted(FAMILIES))}, and the text part of "
             f"{', '.join(wrapper_types())}"
         )
     quantization = quantization_entries(values)
@@ -257,17 +257,6 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     stored = parse_gptq_config(quantization, config.place)
     _check_alike(shape, config.place)
     return shape.with_all(stored=as_configured(stored, shape))
-
-
-def _has_experts(config: ConfigFile) -> bool:
-    model_type = str(config.values["model_type"])
-    counts = (config.integer(key, default=0) for key in _EXPERT_KEYS)
-    return "moe" in model_type or "mixtral" in model_type or any(count > 1 for count in counts)
-
-
-def _expert_families() -> tuple[str, ...]:
-    found = FAMILIES.items()
-    return tuple(sorted(name for name, each in found if each.architecture.experts is not None))
 
 
 def _check_alike(shape: ModelShape, place: str) -> None:
