@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
 
+from actors.messages import Request, Sampling
+from actors.recovery.policy import RecoveryEvent
+from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
 from planner.cluster.spec import ClusterSpec
+from planner.scheduling import PolicyOptions
 from tests.actors.models import STATE_CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.divided_plans import divided_plan
@@ -34,6 +39,12 @@ BATCH = 3
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("states")
     return folder, save_tiny(folder, STATE_CONFIGS["qwen3_5"])
+
+
+def plan_of(folder: Path) -> Plan:
+    cluster = Cluster(ClusterSpec.from_dict(yaml.safe_load(CLUSTER)))
+    given: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
+    return cluster.plan(folder, Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS), **given)
 
 
 def check(plan: Plan, model: Any, **options: Any) -> None:
@@ -59,9 +70,7 @@ def test_tokens_are_those_of_generate(
     policy: str, options: dict[str, Any], model: tuple[Path, Any]
 ) -> None:
     """Memory has room for the states of three requests, also where batches could have six."""
-    cluster = Cluster(ClusterSpec.from_dict(yaml.safe_load(CLUSTER)))
-    given: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
-    plan = cluster.plan(model[0], Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS), **given)
+    plan = plan_of(model[0])
     assert len(plan.stages) == 2
     assert sum(stage.state_bytes for stage in plan.spec.stages) > 0
     check(plan, model[1], policy=policy, **options)
@@ -70,3 +79,22 @@ def test_tokens_are_those_of_generate(
 @pytest.mark.rare
 def test_stages_that_prefill_hand_over_states(model: tuple[Path, Any]) -> None:
     check(Plan(divided_plan(model[0])), model[1])
+
+
+@pytest.mark.rare
+def test_a_stage_that_dies_is_survived_token_for_token(model: tuple[Path, Any]) -> None:
+    """Requests go on from their tokens, with states that begin anew in the slots of others."""
+    events: list[RecoveryEvent] = []
+    policy = PolicyOptions("orca", prefill_chunk_tokens=4)
+    options = GroupOptions(policy=policy, on_event=events.append)
+    requests = [Request(str(i), p, NEW_TOKENS, Sampling()) for i, p in enumerate(PROMPTS)]
+    found: dict[str, list[int]] = {}
+    with StageGroup(plan_of(model[0]).spec, str(model[0]), options) as group:
+        for some in group.generate(requests):
+            found |= {each.custom_id: list(each.token_ids) for each in some}
+            if len(found) >= 4 and not events:
+                ray.kill(group.stages[1].actor)
+    assert events
+    assert found == {
+        str(i): reference(model[1], prompt, NEW_TOKENS) for i, prompt in enumerate(PROMPTS)
+    }
