@@ -273,7 +273,7 @@ class QuantizedExperts(nn.Module):
         grown = self.gate_up.multiply_asked(
             products[0], hidden, top_k_index, self.gate_up_proj_bias
         )
-        asked = top_k_index.view(-1, 1)
+        asked = top_k_index.reshape(-1, 1)
         gated = self.apply_gate(grown)
         out = self.down.multiply_asked(products[1], gated, asked, self.down_proj_bias)
         return (out.view(*top_k_index.shape, -1) * top_k_weights.unsqueeze(-1)).sum(1)
