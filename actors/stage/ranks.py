@@ -46,11 +46,14 @@ class SummedLinear(OfGroup):
 
 
 class VocabularyPart(OfGroup):
-    """The rows of the token embedding from `begin` on that a rank holds."""
+    """The rows of the token embedding from `begin` on that a rank holds; what is looked up is
+    multiplied by `factor` (Gemma).
+    """
 
-    def __init__(self, rows: int, width: int, begin: int) -> None:
+    def __init__(self, rows: int, width: int, begin: int, factor: float | None = None) -> None:
         super().__init__()
         self.begin = begin
+        self.factor = factor
         weight = torch.empty(rows, width, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
 
@@ -59,6 +62,8 @@ class VocabularyPart(OfGroup):
         own = token_ids - self.begin
         is_other = (own < 0) | (own >= len(self.weight))
         found = F.embedding(own.masked_fill(is_other, 0), self.weight)
+        if self.factor is not None:
+            found = found * torch.tensor(self.factor).to(found.dtype)
         return self.group.all_reduce(found.masked_fill_(is_other[..., None], 0.0))
 
 
@@ -76,7 +81,8 @@ def divide(model: PreTrainedModel, shape: ModelShape, share: RankShare, layers: 
     cut = vocabulary_cut(shape, share)
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
-        part = VocabularyPart(cut.length, embedding.embedding_dim, cut.begin)
+        factor = getattr(embedding, "scalar_embed_scale", None)
+        part = VocabularyPart(cut.length, embedding.embedding_dim, cut.begin, factor)
         setattr(decoder, architecture.embedding[0], part)
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
