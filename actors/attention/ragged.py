@@ -8,7 +8,6 @@ prompts request by request.
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,49 +29,9 @@ from actors.attention.cpu import (
 )
 from actors.attention.cuda import range_attention
 from actors.attention.kv_cache import KVCache, Stored
+from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 from quant.devices import on_device
-
-
-class AttentionTimer:
-    """Times attention where it runs in a pass, with the caches as the rest of a layer leaves them.
-
-    Entered before each layer's attention. On a GPU events in its stream are timed, which hold up
-    what starts kernels by some microseconds.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._events: list[torch.cuda.Event] = []
-        self._began_s = self._seconds = 0.0
-
-    def __enter__(self) -> None:
-        if self._on_gpu:
-            self._record()
-        else:
-            self._began_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._on_gpu:
-            self._record()
-        else:
-            self._seconds += time.perf_counter() - self._began_s
-
-    def take_s(self) -> float:
-        """Seconds of attention since the last call, in all layers; waits for the GPU."""
-        if self._events:
-            self._events[-1].synchronize()
-            pairs = zip(self._events[::2], self._events[1::2], strict=True)
-            self._seconds += sum(began.elapsed_time(ended) for began, ended in pairs) / 1e3
-            self._events.clear()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _record(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
-
 
 RAGGED_ATTENTION = "llmpq_ragged"
 

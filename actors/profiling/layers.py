@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.kv_cache import CacheForm, KVCache
-from actors.attention.ragged import AttentionTimer
+from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch, TokenIds
 from actors.processes.device import device_here
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs

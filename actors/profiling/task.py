@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.attention.ragged import AttentionTimer
+from actors.attention.timer import AttentionTimer
 from actors.processes.device import device_here
 from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.stage.model_config import config_of_values

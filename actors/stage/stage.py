@@ -19,7 +19,8 @@ from actors.attention.cpu import can_attend, warm_up
 from actors.attention.cuda import range_attention
 from actors.attention.delta_rule import warm_up_mixer
 from actors.attention.kv_cache import CacheForm, KVCache
-from actors.attention.ragged import AttentionTimer, RaggedContext, with_rows
+from actors.attention.ragged import RaggedContext, with_rows
+from actors.attention.timer import AttentionTimer
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.decode_graphs import DecodeGraphs, decode_graphs
 from actors.stage.handed_over import HeldKeysValues

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from actors.attention.ragged import AttentionTimer
+from actors.attention.timer import AttentionTimer
 from actors.profiling.layers import LoadTask, TimedLayers, time_loading
 from actors.profiling.task import ProfileTask, ReferenceWork, _Passes, measure
 from actors.stage.model_config import config_of_values

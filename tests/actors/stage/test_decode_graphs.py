@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from actors.attention.cuda import RangeAttention
-from actors.attention.ragged import AttentionTimer
+from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch
 from actors.profiling.layers import TimedLayers
 from actors.stage import decode_graphs

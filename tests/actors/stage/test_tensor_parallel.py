@@ -50,7 +50,9 @@ WIDE = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "phi3", "glm", "gemma3", pytest.param("gemma2", marks=pytest.mark.rare)])
+@pytest.mark.parametrize(
+    "name", [*CONFIGS, "phi3", "glm", "gemma3", pytest.param("gemma2", marks=pytest.mark.rare)]
+)
 @pytest.mark.parametrize(
     ("degrees", "head_on_first"),
     [
