@@ -135,13 +135,8 @@ def least_gpu_gib(shape: ModelShape, bits: int) -> int | None:
 
 
 def _request_bytes(shape: ModelShape) -> int:
-    """Bytes of a request's keys and values, of which windows hold no more, and constant states."""
-    layers = (shape.layer(index) for index in range(shape.layers))
-    return sum(
-        2 * 2 * kind.kv_width * min(_REQUEST_TOKENS, kind.sliding_window or _REQUEST_TOKENS)
-        + kind.state_bytes(2)
-        for kind in layers
-    )
+    """Bytes of a request's keys and values, which stay also behind a window, and states."""
+    return _REQUEST_TOKENS * _kv_bytes(shape) + _state_bytes(shape)
 
 
 def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:
@@ -268,7 +263,7 @@ def _layer_facts(shape: ModelShape) -> Iterable[tuple[str, str]]:
         words = f"{count} of {parameters / 1e6:.4g} million parameters"
         words += f", {kind.kind.replace('_', ' ')}" if kind.kind else ""
         if kind.sliding_window is not None and shape.kinds:
-            words += f" over {kind.sliding_window} tokens"
+            words += f", over {kind.sliding_window} tokens"
         if kind.experts is not None:
             words += (
                 f", {kind.experts.count} experts of which a token asks {kind.experts.per_token}"
