@@ -46,6 +46,8 @@ def mix(context: RaggedContext, layer: int, new: Projected, weights: DeltaWeight
         return plain(runs, runs.equal, new, weights, held)
     steps = [each for each in runs.equal if each.is_step]
     others = [each for each in runs.equal if not each.is_step]
+    if not others and len(steps[0].slots) == len(new.gate):
+        return kernels.step(new, weights, held, steps[0].slots)
     out = plain(runs, others, new, weights, held) if others else torch.zeros_like(new.gate)
     for each in steps:
         out[each.tokens] = kernels.step(new.of(each.tokens), weights, held, each.slots)

@@ -19,9 +19,9 @@ from actors.messages import Admission, MicroBatch, Park, Sampling, TokenRange
 from planner.model.layer_parts import DeltaMixer
 
 SIZES = DeltaMixer(key_heads=2, value_heads=4, key_dim=8, value_dim=40, conv_width=4)
-LENGTHS = (3, 70, 1, 33, 9)
-PARTS = ((1, 60, 1, 30, 9), (1, 5, 0, 1, 0), (1, 5, 0, 2, 0))
-"""New tokens of each request in a micro-batch; a second one goes on with parts of prompts."""
+LENGTHS = (4, 71, 1, 34, 9)
+PARTS = ((1, 60, 1, 30, 9), (1, 5, 0, 1, 0), (1, 5, 0, 2, 0), (1, 1, 0, 1, 0))
+"""New tokens of each request in a micro-batch: parts of prompts go on in the second, then steps."""
 LAYER = 3
 CPU = torch.device("cpu")
 
