@@ -21,9 +21,6 @@ from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
 SOURCE = Path(__file__).with_name("cuda_delta.cu")
 KERNELS = ("convolve", "delta_step")
 
-_QUAD = 4
-_LARGEST_HEAD, _WIDTHS = 128, range(2, 9)
-
 
 class Heads(ctypes.Structure):
     """The struct of that name in the source."""
@@ -70,10 +67,7 @@ def compiled_kernels(
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
-    heads = sizes.key_dim, sizes.value_dim
-    if any(each % _QUAD or each > _LARGEST_HEAD for each in heads):
-        return None
-    if sizes.conv_width not in _WIDTHS:
+    if not sizes.has_step_kernel:
         return None
     definitions = {"KEY_DIM": sizes.key_dim, "VALUE_DIM": sizes.value_dim}
     definitions["CONV_WIDTH"] = sizes.conv_width

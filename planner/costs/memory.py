@@ -24,7 +24,7 @@ from planner.costs.temporaries import (
 from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
-from quant.backends.table import MOST_SPLITS, SPLIT_TOKENS, reads_ranges, rule_for
+from quant.backends.table import MOST_SPLITS, SPLIT_TOKENS, has_kernels, reads_ranges, rule_for
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
 
@@ -218,11 +218,11 @@ def _layer_peak(work: StageWork, processor: Processor | None) -> int:
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     mlp = _mlp_bytes(work, work.most_tokens)
     if shape.delta is not None:
+        own = has_kernels(processor or Processor(), work.dtype) and shape.delta.has_step_kernel
         prompts = work.sizes.prefill + work.mixed, work.prefill_tokens
-        steps = work.decode_requests, work.decode_requests
         mixers = (
-            mixer_bytes(shape.delta, shape.hidden_size, batch, element)
-            for batch in (prompts, steps)
+            mixer_bytes(shape.delta, shape.hidden_size, batch, element, own)
+            for batch in (prompts, (work.decode_requests, work.decode_requests))
         )
         return max(mlp, *mixers)
     prefill = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens, True)

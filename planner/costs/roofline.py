@@ -19,7 +19,7 @@ from planner.model.families import has_own_layers
 from planner.model.layer_parts import DeltaMixer
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
-from quant.backends.table import ASKED_PER_EXPERT, reads_ranges, rule_for
+from quant.backends.table import ASKED_PER_EXPERT, has_kernels, reads_ranges, rule_for
 from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"
@@ -75,6 +75,7 @@ _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
 # beside its products and norms, and casts of half as wide numbers; a chunk of a prompt 9. Experts
 # (`quant.experts`) start 2 each where they are asked, and with the router 22.
 _MIXER_LAUNCHES, _CHUNK_LAUNCHES = 66, 9
+_STEP_LAUNCHES = 8  # by `actors.attention.cuda_delta`, with the MLP's product and both sums
 _ROUTER_LAUNCHES, _EXPERT_LAUNCHES = 22, 2
 _TOGETHER_LAUNCHES = 13  # where one launch multiplies with a weight of all experts, in all
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
@@ -192,7 +193,8 @@ class RooflineLatency(LatencyModel):
         own = self.own_layers and has_own_layers(shape.model_type)
         own = own and machine.reads_ranges(shape.head_dim)
         own = own and shape.delta is None and shape.experts is None
-        kernels = layer_launches(shape, self.kv_bits, own)
+        steps = phase == "decode" and self.own_layers and machine.steps_states(shape)
+        kernels = layer_launches(shape, self.kv_bits, own or steps)
         kernels += machine.expert_launches(shape, bits, tokens)
         launches_s = machine.launches_s(kernels, own and self.replays and phase == "decode")
         return launches_s + linears + element_wise
@@ -225,10 +227,11 @@ def layer_launches(shape: ModelShape, kv_bits: int = FULL_BITS, own_kernels: boo
     """Kernels that a decode step of unlike requests starts in a layer, of linears one each, without
     those of experts; with `own_kernels` (`actors.stage.own_layers`) those between them are few.
     """
+    if shape.delta is not None:
+        mixer = _STEP_LAUNCHES if own_kernels else _MIXER_LAUNCHES
+        return len(shape.layer_linears) + shape.layer_norms * _RMS_NORM_LAUNCHES + mixer
     if own_kernels:
         return len(shape.layer_linears) + _OWN_LAUNCHES
-    if shape.delta is not None:
-        return len(shape.layer_linears) + shape.layer_norms * _RMS_NORM_LAUNCHES + _MIXER_LAUNCHES
     norms = shape.layer_norms + 2 * (shape.qk_norm or shape.qk_norm_width > 0)
     has_rms_norms = shape.norm_parameters == shape.hidden_size
     rotates = not shape.position_rows and not shape.alibi
@@ -300,6 +303,11 @@ class _Machine:
 
     def reads_ranges(self, head_dim: int) -> bool:
         return reads_ranges(self.accelerator.processor, self.dtype, head_dim)
+
+    def steps_states(self, shape: ModelShape) -> bool:
+        """Whether a kernel of ours goes on with the constant states of a layer where they lie."""
+        has_kernel = shape.delta is not None and shape.delta.has_step_kernel
+        return has_kernel and has_kernels(self.accelerator.processor, self.dtype)
 
     def compute_s(self, flops: float) -> float:
         return flops / self.flops

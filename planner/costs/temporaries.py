@@ -33,15 +33,21 @@ _STATE_COPIES = 4
 
 
 def mixer_bytes(
-    mixer: DeltaMixer, hidden_size: int, batch: tuple[int, int], element_bytes: int
+    mixer: DeltaMixer,
+    hidden_size: int,
+    batch: tuple[int, int],
+    element_bytes: int,
+    in_place: bool = False,
 ) -> int:
     """Bytes of a gated delta rule and its convolution over a `batch` of requests and tokens; a
-    decode step has as many of both, and no chunks.
+    decode step has as many of both, and no chunks. `in_place`: a kernel of ours takes the step.
     """
     requests, tokens = batch
     is_decode = requests == tokens
     inputs = mixer.conv_channels + mixer.value_width + 2 * mixer.value_heads
     kept = 2 * hidden_size + inputs + mixer.conv_channels + mixer.value_width
+    if is_decode and in_place:
+        return tokens * (kept * element_bytes + _FLOAT32_BYTES * mixer.conv_channels)
     conv = tokens * _CONV_COPIES * mixer.conv_channels
     widths = _KEY_COPIES * mixer.key_dim + _VALUE_COPIES * mixer.value_dim
     padded = tokens if is_decode else tokens + requests * (CHUNK_TOKENS - 1)

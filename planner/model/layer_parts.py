@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from quant.scheme import LinearShape
 
+_QUAD, _LARGEST_HEAD, _CONV_WIDTHS = 4, 128, range(2, 9)
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -109,6 +111,13 @@ class DeltaMixer:
     def exact_parameters(self) -> int:
         """Those of `other_parameters` that are held in float32: decay and bias of each head."""
         return 2 * self.value_heads
+
+    @property
+    def has_step_kernel(self) -> bool:
+        """Whether GPUs have a kernel of ours that takes a step (`actors.attention.cuda_delta`)."""
+        heads = self.key_dim, self.value_dim
+        known = all(each % _QUAD == 0 and each <= _LARGEST_HEAD for each in heads)
+        return known and self.conv_width in _CONV_WIDTHS
 
     @property
     def state_elements(self) -> int:

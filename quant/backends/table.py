@@ -191,7 +191,12 @@ def reads_ranges(processor: Processor, dtype: str, head_dim: int) -> bool:
     where they lie.
     """
     known = head_dim % RANGE_OCTET == 0 and head_dim <= RANGE_LARGEST_HEAD
-    return known and dtype in ("float16", "bfloat16") and _has_capability(processor, (6, 0))
+    return known and has_kernels(processor, dtype)
+
+
+def has_kernels(processor: Processor, dtype: str) -> bool:
+    """Whether llmpq's kernels for GPUs compute there in this type."""
+    return dtype in ("float16", "bfloat16") and _has_capability(processor, (6, 0))
 
 
 def _cuda_cost(processor: Processor, shape: LinearShape, dtype: str) -> KernelCost:

@@ -124,6 +124,21 @@ def test_temporaries_cover_the_gated_delta_rule(rule: Callable[..., Any], tokens
     assert seen.peak <= planned <= 3 * seen.peak
 
 
+def test_steps_of_a_kernel_copy_no_state() -> None:
+    mixer = replace(QWEN3_NEXT.kinds[DELTA].delta, key_dim=128, value_dim=128, value_heads=32)
+    shape = large(experts=None, delta=mixer, intermediate_size=64)
+    work = StageWork(shape, Workload(64, 4, 4), MicroBatches(1, 64), "float16", quantized=False)
+    plain, own = (temporary_bytes(work, StageEnds(), each) for each in (None, device().processor))
+    assert plain - own > 64 * 4 * 32 * 128 * 128
+    odd = replace(work, shape=replace(shape, delta=replace(mixer, key_dim=256)))
+    assert temporary_bytes(odd, StageEnds(), device().processor) > plain
+    times = [
+        RooflineLatency(replace(shape, delta=each)).layer_decode_s(device(), 16, 1, 9, "float16")
+        for each in (mixer, replace(mixer, value_dim=130))
+    ]
+    assert times[1] - times[0] == pytest.approx((66 - 8) * 5e-6, rel=0.1)
+
+
 def test_temporaries_cover_products_grouped_by_expert() -> None:
     experts, hidden_size, tokens = Experts(count=6, per_token=2, width=48), 64, 40
     module, rows = tiny_experts(experts, hidden_size), torch.rand(tokens, hidden_size)
