@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import ray
 
@@ -17,6 +18,7 @@ from actors.processes.handle import StageHandle
 from actors.processes.placement import place
 from actors.processes.reservation import Reservation, ReservedPart
 from actors.recovery.policy import RecoveryEvent, Teller
+from actors.stage.model_config import check_frequencies_agree
 from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, all_stages, parts_of, undivided
@@ -112,6 +114,8 @@ class DividedGroup(LiveGroup):
         self.decode.follow(plan)
 
     def _start(self) -> None:
+        lengths = [part.workload.total_length for part in self._parts]
+        check_frequencies_agree(Path(self._checkpoint), lengths)
         placements = place(all_stages(self._plan), ray.cluster_resources())
         self._reservation = Reservation(placements, self._options.placement_s)
         self._load()

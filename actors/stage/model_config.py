@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.model.config_check import DTYPE_KEYS, check_end_tokens
+from planner.model.family import LONG_TYPES
 from planner.model.finding import has_own_head
 from planner.model.shape import MAX_SIZE
 from quant.checkpoint.gguf.folder import model_place, settings_place
 from quant.checkpoint.gguf.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY, GENERATION_CONFIG_FILE
 from quant.checkpoint.text_part import TEXT_SECTION, text_entries
-from quant.common.errors import CheckpointError
+from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import MAX_BYTES, read_json_object
 from quant.common.text import library_reason, printable
 
@@ -63,6 +64,29 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
         found = {layer: own.get(layer % whole) for layer in range(layers)}
         values["per_layer_config"] = {layer: each for layer, each in found.items() if each}
     return type(config).from_dict(values)
+
+
+_PHI3_LENGTH = 4096
+"""The default of transformers for the length with which the model was trained."""
+
+
+def check_frequencies_agree(folder: Path, longest: Collection[int]) -> None:
+    """Raise `SpecError` where stages whose longest requests have so many tokens would turn the keys
+    of one request by unlike frequencies: `actors.stage.partial_model.plan_frequencies`.
+    """
+    values = read_json_object(folder / CONFIG_FILE, "download it again", CheckpointError)
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not {*LONG_TYPES} & {rope.get("rope_type"), rope.get("type")}:
+        return
+    key = "original_max_position_embeddings"
+    trained = values.get(key) or rope.get(key) or _PHI3_LENGTH
+    if len({length > trained for length in longest}) > 1:
+        raise SpecError(
+            f"{settings_place(folder, CONFIG_FILE)}: its longrope has other frequencies for "
+            f"requests of more than {trained} tokens, which prompts stay below but not whole "
+            "requests, so that stages that prefill for others would have wrong ones; plan with "
+            "--schedule rra, or for fewer tokens"
+        )
 
 
 def check_transformers_builds(folder: Path) -> None:

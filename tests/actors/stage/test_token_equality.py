@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
+from actors.stage.model_config import check_frequencies_agree
 from planner.model.finding import model_shape
+from quant.common.errors import SpecError
 from tests.actors.models import (
     CONFIGS,
     EVERY_CONFIG,
@@ -84,8 +86,12 @@ def test_frequencies_of_longrope_are_those_of_the_longest_request(
     assert model_shape(tmp_path).max_positions == 128
     prompts = random_prompts(lengths)
     expected = [reference(model, prompt, new_tokens) for prompt in prompts]
-    stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(lengths) + new_tokens)
+    longest = max(lengths) + new_tokens
+    stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), longest)
     assert generate(stages, prompts, new_tokens, prefill=2, decode=2) == expected
+    check_frequencies_agree(tmp_path, (max(lengths) + 1, longest))
+    with pytest.raises(SpecError, match=r"of more than 16 tokens.*--schedule rra"):
+        check_frequencies_agree(tmp_path, (trained, trained + 1))
     stream = LayerStream(tmp_path, compute_on(torch.device("cpu"), torch.float32))
     token_ids = torch.tensor([prompts[1]])
     *_, last = stream_layers(stream, token_ids)

@@ -12,6 +12,7 @@ from planner.model.finding import builtin_names, model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import (
     layer_cuts,
+    possible_degrees,
     rank_share,
     refusal,
     spread,
@@ -182,6 +183,12 @@ def test_the_last_linears_are_cut_along_their_columns(model_type: str) -> None:
     first = cuts[architecture.attention[0]]
     assert first.size == wholes[architecture.attention[0]].out_features
     assert first.begin == (3 * 3 * 8 if by_head else 4 * 8)
+
+
+def test_norms_over_all_heads_are_not_divided() -> None:
+    normed = replace(SMALL, qk_norm_width=SMALL.query_width + SMALL.kv_width)
+    assert possible_degrees(normed) == (1,)
+    assert "give each stage one device" in str(refusal(normed, 2))
 
 
 def test_rows_of_the_vocabulary() -> None:
