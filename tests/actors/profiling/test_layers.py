@@ -65,7 +65,7 @@ def test_attention_of_every_layer_is_timed_where_it_runs(name: str) -> None:
         prepared = layers.prepare(workload)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "actors.attention.ragged.time.perf_counter",
+                "actors.attention.timer.time.perf_counter",
                 map(float, itertools.count()).__next__,
             )
             layers.pass_through(prepared, timer)
