@@ -123,9 +123,9 @@ def test_sinks_by_written_out_products_are_those_of_the_kernel(masked: bool) -> 
     held = torch.randn(2, KV_HEADS, 5, DIM), torch.randn(2, KV_HEADS, 5, DIM)
     mask = torch.zeros(1, 1, 5, 5).masked_fill_(torch.ones(5, 5).tril() == 0, -torch.inf)
     how = (mask, False) if masked else (None, True)
-    out, logarithms = ragged._plainly(query, held, 0.3, *how)
+    out, logarithms = ragged._plainly(query, held, Scoring(0.3), *how)
     found = out * torch.sigmoid(logarithms - sinks).unsqueeze(-1)
-    torch.testing.assert_close(found, ragged._with_sinks(query, held, sinks, 0.3, *how))
+    torch.testing.assert_close(found, ragged._with_sinks(query, held, sinks, Scoring(0.3), *how))
 
 
 @pytest.mark.parametrize("alibi", [False, True])
