@@ -114,17 +114,18 @@ def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) ->
     kept = [_type_here(stage.dtype if dtype == AUTO else dtype, device) for stage in plan.stages]
     layers = [
         LayerScheme(
-            bits,
-            stage.backends.get(bits),
+            each.bits,
+            stage.backends.get(each.bits),
             computed,
             # An emulated stage computes on a host's CPU.
             Processor() if stage.emulated else stage.kind.processor,
             stage.dtype,
             plan.rounding,
             plan.kv_bits,
+            None if each.expert_bits == each.bits else each.expert_bits,
         )
         for stage, computed in zip(plan.stages, kept, strict=True)
-        for bits in stage.bitwidths
+        for each in stage.choices
     ]
     head = kept[0] if plan.head_on_first else kept[-1]
     return Subject(name, tuple(layers), kept[0], head)

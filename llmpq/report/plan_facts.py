@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from llmpq.report.answers import job_answers, job_remarks, what_is_planned
+from llmpq.report.experts import expert_remarks
 from llmpq.report.formatting import (
     count,
     duration,
@@ -69,7 +70,7 @@ def facts_of(plan: PlanSpec) -> PlanFacts:
         rests_on=[_times(plan), f"Quality: {quality.basis}.", _search(plan)],
         warnings=_warnings(plan),
         answers=job_answers(plan),
-        remarks=job_remarks(plan),
+        remarks=[*job_remarks(plan), *expert_remarks(plan)],
         quality=quality,
         predicted=predicted(plan),
         searched=searched(plan),
@@ -222,7 +223,9 @@ def quality_word(plan: PlanSpec) -> QualityWord:
 
 
 def _counts(plan: PlanSpec) -> Counter[int]:
-    return Counter(bits for stage in plan.stages for bits in stage.bitwidths)
+    """Layers by their fewest bits."""
+    chosen = (choice for stage in plan.stages for choice in stage.choices)
+    return Counter(min(choice.bits, choice.expert_bits) for choice in chosen)
 
 
 def _shares(counts: Counter[int]) -> str:

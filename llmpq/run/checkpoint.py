@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.fleet.fleet_spec import FleetSpec, Runnable, named_plans, plans_of, shown_plan
 from planner.model.finding import shape_at_hand
+from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.plan.check import check_plan
 from planner.plan.parts import PlannedImportance
@@ -85,7 +86,11 @@ def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
             "out deterministic, or plan for CPUs that are not divided"
         )
     forms = {
-        (plan.kv_bits, plan.rounding, tuple(_form(s, b) for s in plan.stages for b in s.bitwidths))
+        (
+            plan.kv_bits,
+            plan.rounding,
+            tuple(_form(stage, each) for stage in plan.stages for each in stage.choices),
+        )
         for plan in pipelines
     }
     if len(forms) > 1:
@@ -95,8 +100,9 @@ def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
         )
 
 
-def _form(stage: StagePlan, bits: int) -> tuple[int, str, str | None]:
-    return bits, stage.dtype, stage.backends.get(bits)
+def _form(stage: StagePlan, choice: LayerChoice) -> Hashable:
+    kernels = [stage.backends.get(bits) for bits in (choice.bits, choice.expert_bits)]
+    return choice, stage.dtype, *kernels
 
 
 def _check_rooms(fleet: FleetSpec, source: str) -> None:
@@ -142,7 +148,8 @@ def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
             f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
             "layers); plan again for this model or pass --model"
         )
-    planned = {bits for stage in all_stages(plan) for bits in stage.bitwidths}
+    chosen = [each for stage in all_stages(plan) for each in stage.choices]
+    planned = {bits for each in chosen for bits in (each.bits, each.expert_bits)}
     if shape.stored is not None and not shape.stored.mixed and planned != {shape.stored.bits}:
         raise PlanMismatchError(
             f"{folder} is quantized already, all of it with {shape.stored.bits} bits, but the plan "

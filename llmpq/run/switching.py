@@ -381,7 +381,7 @@ def is_same(old: PlanSpec, new: PlanSpec) -> bool:
 
 def _runs(plan: PlanSpec) -> object:
     stages = [
-        (stage.device_names, stage.layers, stage.bitwidths, stage.dtype) for stage in plan.stages
+        (stage.device_names, stage.layers, stage.choices, stage.dtype) for stage in plan.stages
     ]
     sizes = plan.workload, plan.micro_batches, plan.policy
     return stages, sizes, plan.kv_bits, plan.head_on_first

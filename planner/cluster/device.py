@@ -49,7 +49,8 @@ class Device:
     link rates are in one direction. `custom_resource` is the Ray resource for a type that Ray does
     not know. An `emulated` device computes on the host's CPU with the times of `accelerator`; with
     `stand_in` a small model does, while bytes and types are the accelerator's. `host_memory_bytes`
-    and `node_price_per_hour` are the node's; `slowdown` is measured by a run.
+    and `node_price_per_hour` are the node's, as are `host_threads`, where they are stated;
+    `host_devices` of it share its host. `slowdown` is measured by a run.
     """
 
     accelerator: Accelerator
@@ -66,6 +67,8 @@ class Device:
     slowdown: Slowdown = AS_MODELLED
     node_price_per_hour: float | None = None
     ranks: tuple[Device, ...] = ()
+    host_devices: int = 1
+    host_threads: int | None = None
 
     @property
     def name(self) -> str:
@@ -93,7 +96,11 @@ class Device:
     @cached_property
     def time_kind(self) -> Hashable:
         slowdown = self.slowdown.prefill, self.slowdown.decode
-        kind = self.accelerator.name, self.threads, self.emulated, self.stand_in, slowdown
+        kind: tuple[Hashable, ...] = (
+            *(self.accelerator.name, self.threads, self.emulated, self.stand_in, slowdown),
+        )
+        if self.host_memory_bytes is not None and not self.accelerator.is_cpu:
+            kind += (self.host_devices, self.host_threads, self.host_link_bytes_per_s)
         if not self.ranks:
             return kind
         return *kind, self.degree, self.link_bytes_per_s, self.host_link_bytes_per_s
@@ -101,7 +108,7 @@ class Device:
     @cached_property
     def cost_kind(self) -> Hashable:
         links = self.link_bytes_per_s, self.host_link_bytes_per_s
-        return self.time_kind, self.memory_bytes, links
+        return self.time_kind, self.memory_bytes, links, self.host_memory_bytes
 
     @property
     def host_link_bytes_per_s(self) -> float:

@@ -121,14 +121,15 @@ class _Strict(BaseModel):
 
 class NodeEntry(_Strict):
     """A machine; `accelerators` is `{T4: 3}`, `T4:3` or `T4`. `threads` and `memory_gib` are of
-    each CPU; `usable_memory_gib` is for each accelerator or by type; links are 10^9 bytes/s in one
-    direction.
+    each CPU, `host_threads` and `host_memory_gib` of the machine; `usable_memory_gib` is for each
+    accelerator or by type; links are 10^9 bytes/s in one direction.
     """
 
     name: Annotated[str, Field(min_length=1)] | None = None
     accelerators: Annotated[dict[str, Count], Field(min_length=1)]
     usable_memory_gib: Positive | dict[str, Positive] | None = None
     host_memory_gib: Positive | None = None
+    host_threads: Annotated[int, Field(ge=1, le=2**16)] | None = None
     link_gbyte_per_s: Positive | None = None
     host_link_gbyte_per_s: Positive | None = None
     threads: Annotated[int, Field(ge=1, le=2**16)] | None = None

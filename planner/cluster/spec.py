@@ -166,6 +166,7 @@ class ClusterSpec:
                 *(["stand-in"] if device.stand_in else []),
                 *([list(device.member_names)] if device.ranks else []),
                 *_stated_host_link(device),
+                *(["host threads", device.host_threads] if device.host_threads else []),
             ]
             for device in self.devices
         ]
@@ -246,6 +247,7 @@ def _node_devices(name: str, node: NodeEntry, file: ClusterFile) -> Iterator[Dev
     emulate = file.entry.emulate
     kinds = [(file.find(kind), count) for kind, count in node.accelerators.items()]
     mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
+    gpus = sum(count for accelerator, count in kinds if not accelerator.is_cpu)
     host = None if node.host_memory_gib is None else round(node.host_memory_gib * GIB)
     host_link = None if node.host_link_gbyte_per_s is None else _rate(node.host_link_gbyte_per_s)
     for accelerator, count in kinds:
@@ -266,6 +268,8 @@ def _node_devices(name: str, node: NodeEntry, file: ClusterFile) -> Iterator[Dev
                 custom_resource=accelerator.name if unnamed else None,
                 emulated=stand_in or (emulate is not None and not accelerator.is_cpu),
                 host_memory_bytes=host,
+                host_devices=max(1, gpus),
+                host_threads=node.host_threads,
                 stand_in=stand_in,
                 stated_host_link_bytes_per_s=host_link,
                 node_price_per_hour=node.price_per_hour,
@@ -303,6 +307,8 @@ def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
             limits[accelerator.name] = _plain(first.memory_bytes / GIB)
         if first.host_memory_bytes is not None:
             values["host_memory_gib"] = _plain(first.host_memory_bytes / GIB)
+        if first.host_threads is not None:
+            values["host_threads"] = first.host_threads
     if limits:
         values["usable_memory_gib"] = limits
     if any(device.link_bytes_per_s != device.accelerator.link_bytes_per_s for device in devices):
@@ -331,6 +337,7 @@ _traits = attrgetter(
     "link_bytes_per_s",
     "threads",
     "host_memory_bytes",
+    "host_threads",
     "stated_host_link_bytes_per_s",
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import ceil, floor
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -63,6 +63,23 @@ class LatencyModel(ABC):
         """Seconds of a layer; `length` is that of each prompt, or context before the new token."""
 
     @abstractmethod
+    def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
+        """About the seconds of the products of a layer's experts, of its `rest_s`."""
+
+    @abstractmethod
+    def hosted_experts_s(
+        self, device: Device, bits: int, tokens: int, dtype: str
+    ) -> tuple[float, float]:
+        """Seconds of experts in the host's memory, where its CPU multiplies and tokens go there and
+        come back, and where the weights go to the device.
+        """
+
+    @cached_property
+    def parts(self) -> LayerParts:
+        """Times of parts of layers; `shape` has layers of one kind."""
+        return LayerParts(*(PartLatency(self, part) for part in get_args(Part)))
+
+    @abstractmethod
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """Seconds of looking up `tokens` tokens on the first stage."""
 
@@ -95,6 +112,14 @@ class DerivedLatency(LatencyModel):
     def _of_kind(self, kind: int) -> LatencyModel:
         return type(self)(self.model.of_kind(kind))
 
+    def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
+        return self.model.experts_s(device, bits, tokens, dtype)
+
+    def hosted_experts_s(
+        self, device: Device, bits: int, tokens: int, dtype: str
+    ) -> tuple[float, float]:
+        return self.model.hosted_experts_s(device, bits, tokens, dtype)
+
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         return self.model.embedding_s(device, tokens, dtype)
 
@@ -103,6 +128,40 @@ class DerivedLatency(LatencyModel):
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return self.model.provenance(device, dtype, bits)
+
+
+Part = Literal["rest", "experts", "hosted"]
+
+
+class PartLatency(DerivedLatency):
+    """Times of layers without their experts, or of these alone, where the layer lies or on the
+    host, as is sooner; those of both parts at one bitwidth are those of the layer.
+    """
+
+    def __init__(self, model: LatencyModel, part: Part) -> None:
+        super().__init__(model)
+        self.part = part
+
+    def _of_kind(self, kind: int) -> LatencyModel:
+        return PartLatency(self.model.of_kind(kind), self.part)
+
+    def layer_seconds(
+        self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str
+    ) -> LayerSeconds:
+        tokens = micro_batch * length if phase == "prefill" else micro_batch
+        if self.part == "hosted":
+            return LayerSeconds(0.0, min(self.hosted_experts_s(device, bits, tokens, dtype)))
+        whole = self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
+        own_s = min(self.experts_s(device, bits, tokens, dtype), whole.rest_s)
+        if self.part == "experts":
+            return LayerSeconds(0.0, own_s)
+        return LayerSeconds(whole.attention_s, whole.rest_s - own_s)
+
+
+class LayerParts(NamedTuple):
+    rest: LatencyModel
+    experts: LatencyModel
+    hosted: LatencyModel
 
 
 class RememberedLatency(DerivedLatency):

@@ -5,7 +5,8 @@ layers as units.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -31,15 +32,25 @@ def told_apart(tables: FloatArray, kind_of_layer: IntArray) -> tuple[FloatArray,
 @dataclass(frozen=True, eq=False)
 class LayerUnits:
     """Successive layers as units of as many: how many of each kind those of a kind of unit have
-    [U, C], and the kind of each unit. A unit that begins with a joined layer is joined.
+    [U, C], and the kind of each unit. A unit that begins with a joined layer is joined. Where the
+    experts of kinds are `apart`, they are kinds behind the others, and units behind and joined to
+    those of the rest of their layers; `with_experts` has the unit of the rest of each.
     """
 
     counts: IntArray
     kind_of_unit: IntArray
     joined: tuple[int, ...]
+    group: int = 1
+    with_experts: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, kind_of_layer: IntArray, joined: Sequence[int], group: int) -> LayerUnits:
+    def of(
+        cls,
+        kind_of_layer: IntArray,
+        joined: Sequence[int],
+        group: int,
+        apart: Sequence[int] = (),
+    ) -> LayerUnits:
         """The units of `group` layers; SpecError unless it divides their number."""
         layers = len(kind_of_layer)
         if layers % group:
@@ -49,9 +60,44 @@ class LayerUnits:
             )
         is_kind = kind_of_layer[:, np.newaxis] == np.arange(kind_of_layer.max() + 1)
         in_units = is_kind.reshape(-1, group, is_kind.shape[1]).sum(axis=1)
-        counts, kind_of_unit = np.unique(in_units, axis=0, return_inverse=True)
-        firsts = tuple(layer // group for layer in joined if layer % group == 0)
-        return cls(counts, kind_of_unit.reshape(-1), firsts)
+        firsts = {layer // group for layer in joined if layer % group == 0}
+        rows: list[IntArray] = []
+        follows, rests = list[int](), list[int]()
+        none = np.zeros(len(apart), dtype=np.int64)
+        for number, own in enumerate(in_units):
+            if number in firsts:
+                follows.append(len(rows))
+            rows.append(np.concatenate([own, none]))
+            if own[list(apart)].any():
+                rests.append(len(rows) - 1)
+                follows.append(len(rows))
+                rows.append(np.concatenate([0 * own, own[list(apart)]]))
+        counts, kind_of_unit = np.unique(np.array(rows), axis=0, return_inverse=True)
+        return cls(counts, kind_of_unit.reshape(-1), tuple(follows), group, tuple(rests))
+
+    @cached_property
+    def of_experts(self) -> frozenset[int]:
+        """Units that are the experts of the unit before them."""
+        return frozenset(unit + 1 for unit in self.with_experts)
+
+    @cached_property
+    def layer_of_unit(self) -> tuple[int, ...]:
+        """The first layer of each unit, and the number of layers."""
+        groups = [unit not in self.of_experts for unit in range(len(self.kind_of_unit))]
+        before = np.cumsum(groups) - np.array(groups) * 1
+        firsts = [
+            int(number) - (unit in self.of_experts) for unit, number in enumerate(before.tolist())
+        ]
+        return tuple(self.group * each for each in (*firsts, sum(groups)))
+
+    def layers(self, unit: int) -> range:
+        """The layers of a unit, or whose experts it is."""
+        first = self.layer_of_unit[unit]
+        return range(first, first + self.group)
+
+    def unit_at(self, layer: int) -> int:
+        """The unit that begins with a layer, or the number of units."""
+        return self.layer_of_unit.index(layer)
 
     def summed(self, by_kind: FloatArray) -> FloatArray:
         """What layers of each kind [N, C, ...] come to in a unit of each kind [N, U, ...]."""
@@ -60,3 +106,24 @@ class LayerUnits:
     def summed_cells(self, problem: AssignmentProblem, cells: FloatArray) -> FloatArray:
         by_kind = cells.reshape(len(cells), problem.kinds, -1)
         return self.summed(by_kind).reshape(len(cells), -1)
+
+
+def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:
+    """Join every `group` successive layers of a problem (LLM-PQ section 4.3, optimisation 2).
+
+    Raises `SpecError` unless `group` divides the number of layers.
+    """
+    if group == 1:
+        return problem
+    units = LayerUnits.of(problem.kind_of_layer, problem.joined, group)
+    lacking = units.summed_cells(problem, (~problem.available).astype(np.float64))
+    return replace(
+        problem,
+        prefill_s=units.summed_cells(problem, problem.prefill_s),
+        decode_s=units.summed_cells(problem, problem.decode_s),
+        layer_bytes=units.summed_cells(problem, problem.layer_bytes),
+        sensitivity=problem.sensitivity.reshape(-1, group, len(problem.bitwidths)).sum(axis=1),
+        available=lacking == 0,
+        kind_of_layer=units.kind_of_unit,
+        joined=units.joined,
+    )

@@ -348,18 +348,6 @@ def stage_memory(
     )
 
 
-def memory_with_layers(
-    work: StageWork, device: Device, layers: range, bitwidths: Sequence[int], fixed: StageMemory
-) -> StageMemory:
-    """Fill up `fixed` with these layers of the model and their KV cache."""
-    found, kinds = fixed, work.shape.kind_of_layer[layers.start : layers.stop]
-    for kind, shape in enumerate(work.shape.kind_shapes):
-        own = [bits for bits, of_kind in zip(bitwidths, kinds, strict=True) if of_kind == kind]
-        kv_bytes = kv_cache_bytes_per_layer(shape, work.workload, work.kv_bits, work.dtype)
-        found = stage_memory(shape, own, kv_bytes, device, work.dtype, found)
-    return found
-
-
 def state_bytes(work: StageWork, layers: range) -> int:
     """Bytes of a request's constant states in these layers of the model."""
     return sum(work.shape.layer(each).state_bytes(DTYPE_BYTES[work.dtype]) for each in layers)

@@ -12,8 +12,10 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
+from planner.costs.hosting import can_host, experts_bytes, host_limit_bytes, hosted_bytes
 from planner.costs.latency_model import LatencyModel, MicroBatchTimes
-from planner.costs.layer_units import LayerUnits, told_apart
+from planner.costs.layer_parts import with_streaming
+from planner.costs.layer_units import grouped, told_apart
 from planner.costs.memory import (
     StageEnds,
     StageMemory,
@@ -23,10 +25,10 @@ from planner.costs.memory import (
     layer_weight_bytes,
     margin_bytes,
 )
+from planner.costs.placing import Placing
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
-from planner.optimiser.assignment import Assignment
-from planner.optimiser.feasibility import stages_hold
+from planner.optimiser.feasibility import is_feasible, stages_hold
 from planner.optimiser.problem import (
     AssignmentProblem,
     BoolArray,
@@ -45,7 +47,8 @@ class CostModel:
     """The costs of a model on a cluster, for any device order and micro-batch sizes. `sensitivity`:
     omega `[layers, bitwidths of options.bits]`. `theta`: seconds that a unit of it is worth. `job`:
     costs are of all its prompts, of which as many as `workload` has are in flight. `cycle`: by
-    which the passes of the policy `exegpt` are counted.
+    which the passes of the policy `exegpt` are counted. `experts_apart`: their bits may be others
+    than those of the rest of their layer; with `hosting` they may lie in hosts' memory too.
     """
 
     cluster: ClusterSpec
@@ -59,6 +62,8 @@ class CostModel:
     head_on_first: bool = False
     usable_bits: tuple[int, ...] | None = None
     cycle: SteadyCycle | None = None
+    experts_apart: bool = False
+    hosting: bool = False
     _rows: dict[Hashable, _StageRows] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -71,6 +76,18 @@ class CostModel:
     @property
     def bits(self) -> tuple[int, ...]:
         return self.options.bits if self.usable_bits is None else self.usable_bits
+
+    @cached_property
+    def whole(self) -> CostModel:
+        """The costs where all of a layer has one bitwidth and lies on the device."""
+        if not self.experts_apart:
+            return self
+        return replace(self, experts_apart=False, hosting=False)
+
+    @cached_property
+    def placing(self) -> Placing:
+        hosting = self.hosting and self.experts_apart
+        return Placing(self.shape, self.options, self.sensitivity, self.experts_apart, hosting)
 
     @property
     def _is_usable(self) -> BoolArray:
@@ -154,8 +171,11 @@ class CostModel:
         return self.memory_with(devices[stage], ends, sizes)
 
     def memory_with(self, device: Device, ends: StageEnds, sizes: MicroBatches) -> StageMemory:
-        """The memory of a stage besides its layers."""
-        return fixed_stage_memory(self.work_on(device, sizes), device, ends)
+        """The memory of a stage besides its layers, whose experts may stream to it."""
+        fixed = fixed_stage_memory(self.work_on(device, sizes), device, ends)
+        if not (self.hosting and can_host(device)):
+            return fixed
+        return with_streaming(fixed, self.shape_on(device), self.dtype(device))
 
     def work_on(self, device: Device, sizes: MicroBatches) -> StageWork:
         quantized = min(self.options.bits) < FULL_BITS
@@ -171,26 +191,44 @@ class CostModel:
         )
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
+        """The problem of whole layers."""
+        if self.experts_apart:
+            return self.whole.problem(devices, sizes)
         rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))
         return self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
 
     def grouped_problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
-        return grouped(self.problem(devices, sizes), self.options.group)
+        """The problem of `units`."""
+        if not self.experts_apart:
+            return grouped(self.problem(devices, sizes), self.options.group)
+        rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))
+        return self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
 
     def problem_of_parts(
         self, kinds: Sequence[Device], sizes: MicroBatches, stages: int
     ) -> AssignmentProblem:
-        """The problem of each of `kinds` as first stage, then of each in between, then as last."""
+        """The problem of `units` on each of `kinds` as first stage, then on each in between, then
+        as last.
+        """
         places = [(device, j) for j in (0, 1, stages - 1) for device in kinds]
-        return self._problem(self._rows_of(sizes, stages), places, np.zeros((2, len(places))))
+        rows = self._rows_of(sizes, stages)
+        found = self._problem(rows, places, np.zeros((2, len(places))))
+        return found if self.experts_apart else grouped(found, self.options.group)
 
     def _problem(
         self, rows: _StageRows, places: Sequence[tuple[Device, int]], hops: FloatArray
     ) -> AssignmentProblem:
         batch, sizes, devices = self.workload.global_batch, rows.sizes, [d for d, _ in places]
-        layers, fixed = rows.layer_seconds(devices), rows.fixed_s(places)
-        tables = np.stack([layers[:, 0], layers[:, 1], rows.layer_bytes(devices)])
-        tables, kinds = told_apart(tables, np.array(self.shape.kind_of_layer))
+        fixed, units, joined = rows.fixed_s(places), self.placing.units, self.shape.joined
+        host_bytes = np.zeros((1, 1))
+        if self.experts_apart:
+            tables, kinds = told_apart(rows.unit_tables(devices), units.kind_of_unit)
+            host_bytes, usable, joined = tables[3], tables[4] == 0, units.joined
+        else:
+            layers = rows.layer_seconds(devices)
+            tables = np.stack([layers[:, 0], layers[:, 1], rows.layer_bytes(devices)])
+            tables, kinds = told_apart(tables, np.array(self.shape.kind_of_layer))
+            usable = self._is_usable
         return AssignmentProblem(
             prefill_s=tables[0],
             decode_s=tables[1],
@@ -200,31 +238,30 @@ class CostModel:
             decode_comm_s=hops[1],
             layer_bytes=tables[2],
             memory_bytes=rows.free_bytes(places),
-            sensitivity=self.sensitivity,
+            sensitivity=self.placing.sensitivity if self.experts_apart else self.sensitivity,
             theta=self.theta,
-            bitwidths=self.options.bits,
+            bitwidths=self.placing.bits,
             prefill_micro_batches=-(-batch // sizes.prefill),
             decode_micro_batches=-(-batch // sizes.decode),
             new_tokens=self.workload.new_tokens,
             objective=self.options.objective if self.job is None else "job",
-            available=self._is_usable,
+            available=usable,
             passes=rows.passes,
             kind_of_layer=kinds,
-            joined=self.shape.joined,
+            joined=joined,
+            host_bytes=host_bytes,
+            host_memory_bytes=np.array([float(host_limit_bytes(device)) for device in devices]),
         )
 
     def has_room(self, devices: Sequence[Device], sizes: MicroBatches) -> bool:
         """Whether memory allows a plan, as it does or not for the problem of the same order."""
-        rows, units = self._rows_of(sizes, len(devices)), self._units
+        if self.hosting:
+            return is_feasible(self.of_batch.grouped_problem(devices, sizes))
+        rows, units = self._rows_of(sizes, len(devices)), self.whole.placing.units
         each = rows.layer_bytes(devices).reshape(len(devices), -1, len(self.options.bits))
         smallest = units.summed(each[:, :, self._is_usable].min(axis=2))
         free = rows.free_bytes([(device, j) for j, device in enumerate(devices)])
         return stages_hold(smallest, free, units.kind_of_unit, units.joined)
-
-    @cached_property
-    def _units(self) -> LayerUnits:
-        shape, kinds = self.shape, np.array(self.shape.kind_of_layer)
-        return LayerUnits.of(kinds, shape.joined, self.options.group)
 
     def _rows_of(self, sizes: MicroBatches, stages: int) -> _StageRows:
         if (sizes, stages) not in self._rows:
@@ -244,6 +281,7 @@ class _StageRows:
         self._costs, self.sizes, self._stages = costs, sizes, stages
         self._bytes: dict[Hashable, list[float]] = {}
         self._seconds: dict[Hashable, list[list[float]]] = {}
+        self._units: dict[Hashable, FloatArray] = {}
         self._free: dict[Hashable, float] = {}
         self._hops: dict[Hashable, tuple[float, float]] = {}
 
@@ -277,6 +315,44 @@ class _StageRows:
                     for bits in costs.options.bits
                 ]
         return np.array([self._bytes[device.cost_kind] for device in devices])
+
+    def unit_tables(self, devices: Sequence[Device]) -> FloatArray:
+        """Of units of each kind at each choice `[5, N, U * K]`: seconds in prefill and in decode,
+        bytes on the device and on the host, and how many of their layers lack the choice.
+        """
+        for device in devices:
+            if device.cost_kind not in self._units:
+                each = np.concatenate(
+                    [self._part_table(device, False), self._part_table(device, True)], axis=1
+                )
+                self._units[device.cost_kind] = self._costs.placing.units.summed(each)
+        found = np.array([self._units[device.cost_kind] for device in devices])
+        return found.swapaxes(0, 1).reshape(len(found[0]), len(devices), -1)
+
+    def _part_table(self, device: Device, experts: bool) -> FloatArray:
+        """As `unit_tables`, of the experts of each kind that has some, or of the rest of each, on
+        one device `[5, C, K]`.
+        """
+        costs, dtype, rows = self._costs, self._costs.dtype(device), list[list[list[float]]]()
+        for kind, shape in enumerate(costs.shape_on(device).kind_shapes):
+            if experts and shape.experts is None:
+                continue
+            times, cells = self._times.of_kind(kind), list[list[float]]()
+            for bits, on_host in costs.placing.unit_choices:
+                lacks = bits not in costs.bits or on_host > (experts and can_host(device))
+                held = experts_bytes(shape, bits, device.processor, dtype)
+                device_bytes, host_bytes = costs.layer_bytes(device, bits, kind) - held, 0
+                part = times.latency.parts.rest
+                if experts:
+                    device_bytes, part = held, times.latency.parts.experts
+                if on_host and not lacks:
+                    device_bytes, host_bytes = 0, hosted_bytes(shape, bits, dtype)
+                    part = times.latency.parts.hosted
+                own = replace(times, latency=part)
+                seconds = own.prefill_s(device, bits, dtype), own.decode_s(device, bits, dtype)
+                cells.append([*seconds, device_bytes, host_bytes, lacks])
+            rows.append(cells)
+        return np.moveaxis(np.array(rows, dtype=np.float64), 2, 0)
 
     def free_bytes(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
         """Bytes left for layers on devices as such stages [N]; negative where others do not fit."""
@@ -327,30 +403,3 @@ class _StageRows:
         if key not in self._hops:
             self._hops[key] = seconds(sender, receiver, self._costs.dtype(sender))
         return self._hops[key]
-
-
-def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:
-    """Join every `group` successive layers of a problem (LLM-PQ section 4.3, optimisation 2).
-
-    Raises `SpecError` unless `group` divides the number of layers.
-    """
-    if group == 1:
-        return problem
-    units = LayerUnits.of(problem.kind_of_layer, problem.joined, group)
-    lacking = units.summed_cells(problem, (~problem.available).astype(np.float64))
-    return replace(
-        problem,
-        prefill_s=units.summed_cells(problem, problem.prefill_s),
-        decode_s=units.summed_cells(problem, problem.decode_s),
-        layer_bytes=units.summed_cells(problem, problem.layer_bytes),
-        sensitivity=problem.sensitivity.reshape(-1, group, len(problem.bitwidths)).sum(axis=1),
-        available=lacking == 0,
-        kind_of_layer=units.kind_of_unit,
-        joined=units.joined,
-    )
-
-
-def expanded(assignment: Assignment, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Boundaries and bitwidth indices by layer of an assignment of groups of `group` layers."""
-    first_layer = tuple(group * boundary for boundary in assignment.first_layer)
-    return first_layer, tuple(choice for choice in assignment.bitwidth for _ in range(group))

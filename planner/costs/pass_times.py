@@ -17,6 +17,7 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes, transfer_terms
 from planner.costs.latency_model import (
+    LatencyModel,
     LayerSeconds,
     between,
     lengths_around,
@@ -25,6 +26,7 @@ from planner.costs.latency_model import (
     unlike_prompts_s,
 )
 from planner.costs.model import CostModel
+from planner.model.layer_parts import LayerChoice
 from planner.optimiser.problem import FloatArray
 from planner.schedule.orca import MixedPass
 from planner.schedule.passes import Pass
@@ -61,14 +63,16 @@ def occupied_stages(devices: Sequence[Device], first_layer: Sequence[int]) -> Oc
 
 
 class PassTable:
-    """Seconds of passes, each found once; `bitwidth` [L] has indices into the options' bits."""
+    """Seconds of passes, each found once; `bitwidth` [L] has indices into the costs'
+    `placing.choices`.
+    """
 
     def __init__(self, costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]) -> None:
-        bits, bounds = [costs.options.bits[choice] for choice in bitwidth], stages.first_layer
+        bounds, chosen = stages.first_layer, [costs.placing.choices[each] for each in bitwidth]
         self.costs, self.devices = costs, stages.devices
-        layers = list(zip(costs.shape.kind_of_layer, bits, strict=True))
+        layers = list(zip(costs.shape.kind_of_layer, chosen, strict=True))
         self.counts = [Counter(layers[a:b]) for a, b in pairwise(bounds)]
-        """Layers of each stage by kind and bits."""
+        """Layers of each stage by kind and choice."""
         self._passes: dict[tuple[Phase, int, int, int], PassSeconds] = {}
         self._layers: dict[tuple[Phase, int, int], tuple[FloatArray, FloatArray]] = {}
         self._whole: dict[tuple[Phase, int, int], FloatArray] = {}
@@ -169,11 +173,11 @@ class PassTable:
             known: dict[Hashable, LayerSeconds] = {}
             for device, counts in zip(self.devices, self.counts, strict=True):
                 for layer in counts:
-                    kind, bits = layer
+                    kind, choice = layer
                     if (device.time_kind, layer) not in known:
-                        dtype, latency = self.costs.dtype(device), self.costs.latency.of_kind(kind)
-                        known[device.time_kind, layer] = latency.layer_seconds(
-                            device, bits, phase, requests, length, dtype
+                        latency, pass_ = self.costs.latency.of_kind(kind), (phase, requests, length)
+                        known[device.time_kind, layer] = chosen_seconds(
+                            latency, device, choice, pass_, self.costs.dtype(device)
                         )
             stages = [
                 [(count, known[device.time_kind, layer]) for layer, count in counts.items()]
@@ -227,6 +231,22 @@ class PassTable:
         if key not in self._whole:
             self._whole[key] = self._compute(*key)
         return self._whole[key]
+
+
+def chosen_seconds(
+    latency: LatencyModel,
+    device: Device,
+    choice: LayerChoice,
+    each: tuple[Phase, int, int],
+    dtype: str,
+) -> LayerSeconds:
+    """Seconds of a layer of one kind in a pass of a phase, so many requests and their length."""
+    if latency.shape.experts is None or choice == LayerChoice.whole(choice.bits):
+        return latency.layer_seconds(device, choice.bits, *each, dtype)
+    own = latency.parts.hosted if choice.on_host else latency.parts.experts
+    rest = latency.parts.rest.layer_seconds(device, choice.bits, *each, dtype)
+    experts = own.layer_seconds(device, choice.expert_bits, *each, dtype)
+    return LayerSeconds(rest.attention_s, rest.rest_s + experts.rest_s)
 
 
 def link_terms(costs: CostModel, devices: Sequence[Device]) -> list[tuple[float, float, float]]:

@@ -12,6 +12,7 @@ from math import ceil
 
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
+from planner.costs.hosting import COPY_S, host_cpu, host_dtype, hosted_bytes
 from planner.costs.latency_model import LatencyModel, LayerSeconds
 from planner.costs.memory import kv_token_bytes
 from planner.costs.temporaries import CHUNK_TOKENS
@@ -19,7 +20,14 @@ from planner.model.families import has_own_layers
 from planner.model.layer_parts import DeltaMixer
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
-from quant.backends.table import ASKED_PER_EXPERT, has_kernels, reads_ranges, rule_for
+from quant.backends.table import (
+    ASKED_PER_EXPERT,
+    HOST_BACKENDS,
+    fallback_rule,
+    has_kernels,
+    reads_ranges,
+    rule_for,
+)
 from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"
@@ -78,6 +86,7 @@ _MIXER_LAUNCHES, _CHUNK_LAUNCHES = 66, 9
 _STEP_LAUNCHES = 8  # by `actors.attention.cuda_delta`, with the MLP's product and both sums
 _ROUTER_LAUNCHES, _EXPERT_LAUNCHES = 22, 2
 _TOGETHER_LAUNCHES = 13  # where one launch multiplies with a weight of all experts, in all
+_STREAMED_LAUNCHES = 30  # of an expert from the host: two copies, restoring and products of both
 END_LAUNCHES = 20  # of an embedding, or of final norm, head and sampling: assumed
 # Attention kernels reach about half the rate of large matrix products; ours of decode steps
 # multiplies in float32, half of its instructions (counted in the source; no GPU has run it yet).
@@ -146,6 +155,32 @@ class RooflineLatency(LatencyModel):
         if key not in self._rests:
             self._rests[key] = self._rest_s(*key)
         return LayerSeconds(attention_s, self._rests[key])
+
+    def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
+        if self.shape.experts is None:
+            return 0.0
+        machine = _Machine.of(device, dtype)
+        starts = max(0, machine.expert_launches(self.shape, bits, tokens) - _ROUTER_LAUNCHES)
+        starts_s = 0.0 if machine.accelerator.is_cpu else LAUNCH_S * starts
+        return starts_s + machine.experts_s(self.shape, bits, tokens)
+
+    def hosted_experts_s(
+        self, device: Device, bits: int, tokens: int, dtype: str
+    ) -> tuple[float, float]:
+        experts, machine = self.shape.experts, _Machine.of(device, dtype)
+        if experts is None:
+            return 0.0, 0.0
+        host = _Machine.of(host_cpu(device), host_dtype(machine.dtype))
+        link, hidden = device.host_link_bytes_per_s, tokens * self.shape.hidden_size
+        copies_s = 2 * (COPY_S + hidden * machine.element_bytes / link)
+        rows = _ROW_PASSES * experts.per_token * hidden * host.element_bytes
+        computed_s = host.experts_s(self.shape, bits, tokens, HOST_BACKENDS.get(bits))
+        computed_s += _CPU_LAYER_OVERHEAD_S + host.move_s(rows)
+        asked = experts.asked(tokens)
+        held = hosted_bytes(self.shape, bits, machine.dtype) / experts.count
+        streamed_s = asked * (held / link + LAUNCH_S * _STREAMED_LAUNCHES)
+        streamed_s += machine.experts_s(self.shape, bits, tokens, fallback_rule(bits).name)
+        return copies_s + computed_s, streamed_s
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         machine, shape = _Machine.of(device, dtype), self.shape
@@ -319,7 +354,9 @@ class _Machine:
         """The part of bytes moved by successive element-wise passes that goes to main memory."""
         return moved_bytes * (_CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0)
 
-    def experts_s(self, shape: ModelShape, bits: int, tokens: int) -> float:
+    def experts_s(
+        self, shape: ModelShape, bits: int, tokens: int, backend: str | None = None
+    ) -> float:
         """Seconds of the products of all experts that a pass asks, each of as many rows."""
         if shape.experts is None:
             return 0.0
@@ -327,7 +364,7 @@ class _Machine:
         rows = tokens * shape.experts.per_token / asked
         begun_s = _CPU_PRODUCT_S if self.accelerator.is_cpu else 0.0
         return asked * sum(
-            begun_s + self.linear_s(linear, bits, rows) for linear in shape.expert_linears
+            begun_s + self.linear_s(linear, bits, rows, backend) for linear in shape.expert_linears
         )
 
     def expert_launches(self, shape: ModelShape, bits: int, tokens: int) -> int:
@@ -361,10 +398,12 @@ class _Machine:
         products_s = flops / self.fp32_flops / _ATTENTION_SHARE
         return max(products_s, moved_s) + chunks * _CHUNK_LAUNCHES * LAUNCH_S
 
-    def linear_s(self, linear: LinearShape, bits: int, rows: float) -> float:
+    def linear_s(
+        self, linear: LinearShape, bits: int, rows: float, backend: str | None = None
+    ) -> float:
         """Seconds of the product of `rows` tokens with a packed weight, and of restoring it."""
         processor = self.accelerator.processor
-        rule = rule_for(processor, bits, linear, self.dtype, decode_rows=ceil(rows))
+        rule = rule_for(processor, bits, linear, self.dtype, backend, ceil(rows))
         cost = rule.cost_of(processor, linear, self.dtype)
         rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops
         is_few = rows < cost.restores_from

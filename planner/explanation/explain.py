@@ -254,6 +254,8 @@ def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int
             continue
         shifted = list(bounds)
         shifted[max(stage, to_stage)] += 1 if to_stage < stage else -1
+        if not set(problem.joined).isdisjoint(shifted):
+            continue
         choices = [changed[edge]] if edge == unit else range(len(problem.bitwidths))
         for choice in choices:
             if problem.available[to_stage, choice]:

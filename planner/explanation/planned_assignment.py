@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.cluster.spec import grouped_cluster
-from planner.costs.model import CostModel, expanded, grouped
+from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
@@ -69,7 +69,7 @@ class PlannedAssignment:
         return stage_times(self.problem, self.first_layer, self.bitwidth)
 
     def layers(self, unit: int) -> range:
-        return range(unit * self.group, (unit + 1) * self.group)
+        return self.costs.placing.units.layers(unit)
 
     def stage_of(self, unit: int) -> int:
         return int(np.searchsorted(self.first_layer, unit, side="right")) - 1
@@ -94,7 +94,7 @@ class PlannedAssignment:
 
     @property
     def pass_table(self) -> PassTable:
-        placed = expanded(Assignment(self.first_layer, self.bitwidth, 0.0), self.group)
+        placed = self.costs.placing.expanded(Assignment(self.first_layer, self.bitwidth, 0.0))
         return PassTable.of(self.costs, self.devices, *placed)
 
 
@@ -111,16 +111,16 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
         usable_bits=_usable_bits(plan, costs.options.bits),
     )
     devices = grouped_cluster(costs.cluster, [stage.device_names for stage in plan.stages]).devices
-    group, bits = costs.options.group, costs.options.bits
-    choices = [bits.index(each) for stage in plan.stages for each in stage.bitwidths]
     bounds = [*(stage.layers.start for stage in plan.stages), plan.model.layers]
+    chosen = [choice for stage in plan.stages for choice in stage.choices]
+    first_unit, choices = costs.placing.assigned(bounds, chosen)
     return PlannedAssignment(
         costs=costs,
         devices=devices,
         sizes=plan.micro_batches,
-        problem=grouped(costs.problem(devices, plan.micro_batches), group),
-        first_layer=tuple(bound // group for bound in bounds),
-        bitwidth=tuple(choices[::group]),
+        problem=costs.grouped_problem(devices, plan.micro_batches),
+        first_layer=first_unit,
+        bitwidth=choices,
     )
 
 

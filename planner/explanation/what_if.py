@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.cluster.device import Device
-from planner.costs.model import CostModel, grouped
+from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import PlannedAssignment
 from planner.optimiser.assignment import SolveOptions, evaluate
 from planner.optimiser.relaxation import lower_bound
@@ -114,7 +114,7 @@ def _answer(
     planned: PlannedAssignment, question: Question, options: WhatIfOptions, deadline: float
 ) -> WhatIfAnswer:
     costs, devices = _changed(planned, question)
-    problem = grouped(costs.problem(devices, planned.sizes), planned.group)
+    problem = costs.grouped_problem(devices, planned.sizes)
     present = replace(planned, costs=costs, devices=devices, problem=problem)
     found, proven = _search(present, options, deadline)
     before, after = present.times, found.times

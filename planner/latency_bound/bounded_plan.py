@@ -169,6 +169,7 @@ def _found(
     planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
 ) -> PlanSpec:
     costs, omega = costs_of(planned)
+    costs = costs.whole
     began = clock()
     search = BoundedSearch(costs, request, clock)
     scheduled = search.within(request.limit_s)
@@ -214,7 +215,7 @@ def latency_front(
 def _front(
     planned: PlanningRequest, request: BoundRequest, clock: Callable[[], float]
 ) -> tuple[LatencyPoint, ...]:
-    costs, _ = costs_of(planned)
+    costs = costs_of(planned)[0].whole
     search = BoundedSearch(costs, request, clock)
     fastest = search.within(math.inf)
     least = search.least

@@ -16,7 +16,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import equal_devices
 from planner.costs.communication import HostCopies, cache_tensors, handover_terms
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes, model_weight_bytes
-from planner.costs.model import CostModel, expanded
+from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.latency_bound.timeline import GridTimes
 from planner.latency_bound.waa_sides import Handover, StageCopies
@@ -34,7 +34,7 @@ class PlacedLayers:
 
     def __init__(self, costs: CostModel, solution: Solution) -> None:
         self.costs, self.solution = solution.costs(costs), solution
-        first_layer, self.bitwidth = expanded(solution.assignment, costs.options.group)
+        first_layer, self.bitwidth = self.costs.placing.expanded(solution.assignment)
         self.stages: OccupiedStages = occupied_stages(solution.devices, first_layer)
 
     @cached_property

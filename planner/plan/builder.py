@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.spec import ungrouped
-from planner.costs.memory import memory_with_layers, state_bytes
-from planner.costs.model import CostModel, expanded
+from planner.costs.hosting import host_threads
+from planner.costs.layer_parts import host_bytes, memory_with_layers
+from planner.costs.memory import StageEnds, fixed_stage_memory, state_bytes
+from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
-from planner.optimiser.assignment import Assignment, stage_times
+from planner.model.layer_parts import LayerChoice
+from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.file import PLAN_VERSION
 from planner.plan.modelled_times import ModelledTimes, modelled_times
@@ -20,6 +24,9 @@ from planner.plan.spec import Baseline, PlannedModel, PlanSpec, SolverRecord, St
 from planner.simulation.job_simulation import MOST_PASSES, Forecast, forecast_assignment
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import backend_name
+
+MOST_STREAMED_POWER = 20
+"""Passes of a million tokens are more than any micro-batch has."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,8 @@ def build_plan(
     """Build the plan; middle stages without layers drop out. Without `forecast` it is simulated."""
     costs = solution.costs(costs)
     cluster, shape = costs.cluster, costs.shape
-    first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
-    occupied = occupied_stages(solution.devices, first_layer)
-    devices, bounds = occupied.devices, occupied.first_layer
-    times = stage_times(costs.problem(devices, solution.sizes), bounds, bitwidth)
+    occupied = occupied_stages(solution.devices, costs.placing.expanded(solution.assignment)[0])
+    times = _times(costs, solution, occupied.devices)
     forecast = forecast or forecast_solution(costs, solution)
     return PlanSpec(
         version=PLAN_VERSION,
@@ -80,8 +85,8 @@ def build_plan(
         kv_bits=costs.kv_bits,
         micro_batches=solution.sizes,
         head_on_first=solution.head_on_first,
-        stages=_stages(costs, solution.sizes, occupied, bitwidth),
-        unused_devices=_unused(cluster.devices, devices),
+        stages=_stages(costs, solution, occupied),
+        unused_devices=_unused(cluster.devices, occupied.devices),
         predicted=_prediction(forecast, times.latency_s),
         solver=_record(costs, solution, times.quality),
         sensitivity_source=sensitivity_source,
@@ -99,8 +104,7 @@ def _unused(every: Sequence[Device], used: Sequence[Device]) -> tuple[str, ...]:
 
 
 def solution_quality(costs: CostModel, solution: Solution) -> float:
-    _, bitwidth = expanded(solution.assignment, costs.options.group)
-    return float(costs.sensitivity[range(len(bitwidth)), bitwidth].sum())
+    return costs.placing.quality(solution.assignment)
 
 
 def forecast_solution(
@@ -108,7 +112,7 @@ def forecast_solution(
 ) -> Forecast:
     """Simulate the batch, or of a long job about `most_passes` passes."""
     costs = solution.costs(costs)
-    first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
+    first_layer, bitwidth = costs.placing.expanded(solution.assignment)
     table = PassTable.of(costs, solution.devices, first_layer, bitwidth)
     return forecast_assignment(table, solution.sizes, most_passes)
 
@@ -153,22 +157,26 @@ def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecor
 
 
 def _stages(
-    costs: CostModel,
-    sizes: MicroBatches,
-    occupied: OccupiedStages,
-    bitwidth: Sequence[int],
+    costs: CostModel, solution: Solution, occupied: OccupiedStages
 ) -> tuple[StagePlan, ...]:
-    devices, bounds = occupied.devices, occupied.first_layer
+    devices, bounds, sizes = occupied.devices, occupied.first_layer, solution.sizes
+    _, bitwidth = costs.placing.expanded(solution.assignment)
     modelled = _modelled(costs, sizes, occupied, bitwidth)
     problem = costs.problem(devices, sizes)
-    times = stage_times(problem, bounds, bitwidth)
-    bits = [costs.options.bits[choice] for choice in bitwidth]
+    times = _times(costs, solution, devices)
+    chosen = [costs.placing.choices[choice] for choice in bitwidth]
     stages = []
     for j, device in enumerate(devices):
         accelerator = device.accelerator
         dtype, layers = costs.dtype(device), range(bounds[j], bounds[j + 1])
-        mine = tuple(bits[layers.start : layers.stop])
-        fixed, work = costs.fixed_memory(devices, j, sizes), costs.work_on(device, sizes)
+        mine = chosen[layers.start : layers.stop]
+        bits = tuple(choice.bits for choice in mine)
+        experts = tuple(choice.expert_bits for choice in mine)
+        hosted = tuple(i for i, choice in zip(layers, mine, strict=True) if choice.on_host)
+        on_device = {*bits, *(each.expert_bits for each in mine if not each.on_host)}
+        ends = StageEnds.of(j, len(devices), costs.head_on_first)
+        work = costs.work_on(device, sizes)
+        fixed = fixed_stage_memory(work, device, ends)
         memory = memory_with_layers(work, device, layers, mine, fixed)
         stages.append(
             StagePlan(
@@ -177,16 +185,16 @@ def _stages(
                 accelerator=accelerator.name,
                 node=device.node,
                 emulated=device.emulated,
-                threads=device.threads or 1,
+                threads=_threads(device, bool(hosted)),
                 custom_resource=device.custom_resource,
                 dtype=dtype,
                 layers=layers,
-                bitwidths=mine,
+                bitwidths=bits,
                 backends={
                     b: backend_name(
                         device.processor, b, dtype, costs.shape.stored is not None, sizes.decode
                     )
-                    for b in sorted(set(mine))
+                    for b in sorted(on_device)
                 },
                 memory=memory,
                 memory_bytes=memory.total,
@@ -201,9 +209,48 @@ def _stages(
                 described=None if accelerator.is_registered else entry_of(accelerator),
                 devices=device.member_names if device.ranks else (),
                 state_bytes=state_bytes(work, layers),
+                expert_bitwidths=() if experts == bits else experts,
+                hosted_experts=hosted,
+                streams_from=_streams_from(costs, device, hosted, chosen),
+                host_bytes=host_bytes(work.shape, layers, mine, dtype),
             )
         )
     return tuple(stages)
+
+
+def _times(costs: CostModel, solution: Solution, devices: tuple[Device, ...]) -> AssignmentCosts:
+    """Times of the stages of a solution that hold layers."""
+    found = solution.assignment
+    if not costs.experts_apart:
+        first_layer, bitwidth = costs.placing.expanded(found)
+        bounds = occupied_stages(solution.devices, first_layer).first_layer
+        return stage_times(costs.problem(devices, solution.sizes), bounds, bitwidth)
+    bounds = occupied_stages(solution.devices, found.first_layer).first_layer
+    return stage_times(costs.grouped_problem(devices, solution.sizes), bounds, found.bitwidth)
+
+
+def _threads(device: Device, hosts: bool) -> int:
+    return host_threads(device) if hosts and not device.emulated else device.threads or 1
+
+
+def _streams_from(
+    costs: CostModel, device: Device, hosted: Sequence[int], chosen: Sequence[LayerChoice]
+) -> int | None:
+    """The fewest tokens of a pass, but for a factor of two, for which the experts of a stage come
+    to its device sooner than the host has multiplied; None: of no pass.
+    """
+    kinds, dtype = costs.shape.kind_of_layer, costs.dtype(device)
+    counts = Counter((kinds[layer], chosen[layer].expert_bits) for layer in hosted)
+    for power in range(MOST_STREAMED_POWER if counts else 0):
+        tokens = 1 << power
+        computed = streamed = 0.0
+        for (kind, bits), count in counts.items():
+            latency = costs.latency.of_kind(kind)
+            each = latency.hosted_experts_s(device, bits, tokens, dtype)
+            computed, streamed = computed + count * each[0], streamed + count * each[1]
+        if streamed < computed:
+            return tokens
+    return None
 
 
 def _provenance(costs: CostModel, device: Device, following: Device) -> str:

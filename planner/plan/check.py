@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from planner.cluster.device import Device
+from planner.costs.hosting import host_limit_bytes
+from planner.costs.layer_parts import host_bytes, memory_with_layers
 from planner.costs.memory import (
     StageEnds,
     StageMemory,
     StageWork,
     fixed_stage_memory,
-    memory_with_layers,
     state_bytes,
 )
 from planner.model.shape import ModelShape
@@ -97,6 +98,15 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
         cluster = plan.origin.cluster_spec()
     except (SpecError, InfeasibleError) as error:
         raise SpecError(f"{source}: field origin: {error}") from error
+    limits = {each.name: host_limit_bytes(each) for each in cluster.devices}
+    for stage in all_stages(plan):
+        limit = limits.get(stage.device)
+        if limit is not None and stage.host_bytes > limit:
+            raise SpecError(
+                f"{source}: field stages.{stage.index}.host_bytes: {stage.host_bytes} where its "
+                f"share of the host's memory is {limit}; plan again with llmpq plan, with fewer "
+                "bits or more host_memory_gib"
+            )
     used = (name for stage in all_stages(plan) for name in stage.device_names)
     here = sorted([*used, *plan.unused_devices])
     names = sorted(device.name for device in cluster.devices)
@@ -136,17 +146,22 @@ def _fields_of(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[
     rows = plan.micro_batches.decode
     backends = {
         bits: backend_name(device.processor, bits, stage.dtype, is_stored, rows)
-        for bits in set(stage.bitwidths)
+        for bits in {
+            *(each.bits for each in stage.choices),
+            *(each.expert_bits for each in stage.choices if not each.on_host),
+        }
     }
     why = "bitwidths, device, compute type and decode micro-batch"
     yield f"stages.{stage.index}.backends", dict(stage.backends), backends, why
     work = _stage_work(plan, stage, shape)
     computed = _stage_memory(plan, stage, device, work)
-    if set(stage.bitwidths) == {FULL_BITS}:
+    if {*stage.bitwidths, *stage.expert_bitwidths} == {FULL_BITS}:
         # Nothing is kept for other kernels where no other bitwidth was allowed.
         plain = _stage_memory(plan, stage, device, replace(work, quantized=False))
         computed = plain if stage.memory == plain else computed
     why = "workload, micro-batches, layers and bitwidths"
+    hosted = host_bytes(shape, stage.layers, stage.choices, stage.dtype)
+    yield f"stages.{stage.index}.host_bytes", stage.host_bytes, hosted, why
     for part, found in asdict(stage.memory).items():
         yield f"stages.{stage.index}.memory.{part}", found, getattr(computed, part), why
     states = state_bytes(work, stage.layers)
@@ -168,4 +183,4 @@ def _stage_work(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> StageWor
 def _stage_memory(plan: PlanSpec, stage: StagePlan, device: Device, work: StageWork) -> StageMemory:
     ends = StageEnds.of(stage.index, len(plan.stages), plan.head_on_first)
     fixed = fixed_stage_memory(work, device, ends)
-    return memory_with_layers(work, device, stage.layers, stage.bitwidths, fixed)
+    return memory_with_layers(work, device, stage.layers, stage.choices, fixed)

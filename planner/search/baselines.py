@@ -108,7 +108,7 @@ class BaselinePolicy:
 
 
 def as_published(costs: CostModel) -> CostModel:
-    return replace(costs, head_on_first=False, options=replace(costs.options, group=1))
+    return replace(costs.whole, head_on_first=False, options=replace(costs.options, group=1))
 
 
 def with_one_bitwidth(costs: CostModel, bits: int) -> CostModel:

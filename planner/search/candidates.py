@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.model import CostModel, grouped
+from planner.costs.model import CostModel
 from planner.optimiser.prices import PricedProblem, Prices, each_stage_alone, onto_simplex
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, LatencyForm
 from planner.optimiser.relaxation import ROUNDING, relax
@@ -266,7 +266,6 @@ class SizedOrders:
     def _rough_prices(self, shared: SharedPrices) -> _RoughPrices:
         kinds, stages = self._examples, len(self.devices)
         problem = self.costs.problem_of_parts(kinds, self.sizes, stages)
-        problem = grouped(problem, self.costs.options.group)
         priced = PricedProblem(problem, each_stage_alone(problem))
         prices = shared.of(priced.form, self._count)
         prefill, decode = np.tile(prices.prefill, 3), np.tile(prices.decode, 3)

@@ -137,7 +137,6 @@ def _trace(request: PlanningRequest, most_points: int) -> tuple[FrontPoint, ...]
     costs, _ = costs_of(request)
     points = []
     for point in front(theta_solver(costs), most_points):
-        bits = [costs.options.bits[choice] for choice in point.plan.assignment.bitwidth]
         points.append(
             FrontPoint(
                 theta=point.theta,
@@ -146,7 +145,7 @@ def _trace(request: PlanningRequest, most_points: int) -> tuple[FrontPoint, ...]
                 tokens_per_s=costs.generated_tokens / point.predicted_s,
                 in_flight=point.plan.workload.global_batch,
                 omega=point.omega,
-                bits=sum(bits) / len(bits),
+                bits=costs.placing.mean_bits(point.plan.assignment),
             )
         )
     return tuple(points)

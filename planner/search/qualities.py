@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from planner.cluster.device import Device
 from planner.cluster.spec import grown, kinds_of_devices
-from planner.costs.model import CostModel, expanded
+from planner.costs.model import CostModel
 from planner.optimiser.assignment import SolveOptions
 from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.problem import typical_objective_s
@@ -100,7 +100,7 @@ def bits_by_quality(bits: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def has_only(bits: Sequence[int], costs: CostModel, solution: Solution) -> bool:
-    return {costs.options.bits[each] for each in solution.assignment.bitwidth} <= set(bits)
+    return {costs.placing.bits[each] for each in solution.assignment.bitwidth} <= set(bits)
 
 
 def _finest(
@@ -230,12 +230,11 @@ def plans_beside(
 
 
 def choice(costs: CostModel, solution: Solution, seconds: float) -> PlanChoice:
-    _, bitwidth = expanded(solution.assignment, costs.options.group)
     return PlanChoice(
         in_flight=solution.workload.global_batch,
         tokens_per_s=solution.costs(costs).generated_tokens / seconds,
         sensitivity=solution_quality(costs, solution),
-        mean_bits=sum(costs.options.bits[each] for each in bitwidth) / len(bitwidth),
+        mean_bits=costs.placing.mean_bits(solution.assignment),
     )
 
 

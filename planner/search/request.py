@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from planner.assumed_predictor import LONGEST, AssumedPredictor
 from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
+from planner.costs.hosting import can_host
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
@@ -156,7 +157,9 @@ def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
         bound = omega_bound(omega, options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
     costs = cost_model(request.cluster, shape, request.workload, options, omega.matrix)
-    return replace(costs, job=request.job), omega
+    apart = shape.stored is None and any(each.experts is not None for each in shape.kind_shapes)
+    hosting = apart and any(map(can_host, request.cluster.devices))
+    return replace(costs, job=request.job, experts_apart=apart, hosting=hosting), omega
 
 
 def cost_model(

@@ -32,7 +32,8 @@ from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 @dataclass(frozen=True)
 class LayerScheme:
     """The form of a layer, here or as planned. With `planned_for` it is that of another processor,
-    which computes in `planned_dtype`: kernels that do not run here are represented.
+    which computes in `planned_dtype`: kernels that do not run here are represented. `expert_bits`:
+    those of its experts, None for those of the layer.
     """
 
     bits: int = FULL_BITS
@@ -42,6 +43,14 @@ class LayerScheme:
     planned_dtype: str = "float32"
     rounding: str = ROUNDINGS[0]
     kv_bits: int = FULL_BITS
+    expert_bits: int | None = None
+
+    @property
+    def of_experts(self) -> LayerScheme:
+        """The form of its experts; kernels of bits of their own are the preferred ones."""
+        if self.expert_bits is None:
+            return self
+        return replace(self, bits=self.expert_bits, backend=None, expert_bits=None)
 
 
 @dataclass(frozen=True)
@@ -101,8 +110,13 @@ def load_layer_as_planned(
     """
     if scheme.rounding != WEIGHTED:
         load = replace(load, importance=None)
+    experts = scheme.of_experts
+    own_form = replace(load.form, bits=experts.bits, backend=experts.backend)
+    if experts is not scheme:
+        load = replace(load, experts_form=own_form)
     represented: set[str] = set()
-    if scheme.planned_for is not None and scheme.bits < FULL_BITS and checkpoint.gptq is None:
+    is_foreign = scheme.planned_for is not None and checkpoint.gptq is None
+    if is_foreign and scheme.bits < FULL_BITS:
         for name, linear in load.linears:
             shape = LinearShape(linear.in_features, linear.out_features)
             rule = _foreign_rule(shape, scheme, load.form)
@@ -115,15 +129,16 @@ def load_layer_as_planned(
             product = represented_product(rule.name, stored, load.form.dtype, rounding)
             put_submodule(load.module, name, RepresentedLinear(product, linear.bias))
             represented.add(rule.name)
+    if is_foreign and experts.bits < FULL_BITS:
         for name, tensors in load.experts(checkpoint):
             _, *shapes = expert_shapes(tensors.module)
-            found = {shape: _foreign_rule(shape, scheme, load.form) for shape in shapes}
+            found = {shape: _foreign_rule(shape, experts, own_form) for shape in shapes}
             rules = {shape: rule for shape, rule in found.items() if rule is not None}
             if len(rules) < len(found):
                 continue
             pack = _representing(rules, scheme.rounding)
-            experts = load_experts(tensors, load.form, expert_inputs(load, name), pack)
-            put_submodule(load.module, name, experts)
+            filled = load_experts(tensors, own_form, expert_inputs(load, name), pack)
+            put_submodule(load.module, name, filled)
             represented |= {rule.name for rule in rules.values()}
     load_layer(load, checkpoint)
     return frozenset(represented)

@@ -18,19 +18,19 @@ from planner.cluster.device import Device, Slowdown
 from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
 from planner.costs.latency_model import RememberedLatency
+from planner.costs.layer_parts import memory_with_layers
 from planner.costs.memory import (
     StageEnds,
     StageWork,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
-    memory_with_layers,
     temporary_bytes,
 )
 from planner.costs.roofline import RooflineLatency
 from planner.costs.temporaries import expert_row_bytes, mixer_bytes
 from planner.model.finding import shape_from_config
-from planner.model.layer_parts import Experts
+from planner.model.layer_parts import Experts, LayerChoice
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import rule_for
@@ -86,7 +86,8 @@ def test_layers_of_a_kind_hold_their_own_state() -> None:
 def test_a_stage_adds_up_its_own_layers() -> None:
     t4, work = device("T4"), StageWork(QWEN3_NEXT, WORKLOAD, SIZES, "float16", kv_bits=8)
     fixed = fixed_stage_memory(work, t4, StageEnds.of(1, 2))
-    found = memory_with_layers(work, t4, range(2, 6), (4, 8, 16, 4), fixed)
+    chosen = [LayerChoice.whole(bits) for bits in (4, 8, 16, 4)]
+    found = memory_with_layers(work, t4, range(2, 6), chosen, fixed)
     kinds = [QWEN3_NEXT.kinds[kind] for kind in (DELTA, FULL, DELTA, DELTA)]
     weights = (
         layer_weight_bytes(shape, bits, t4, "float16")

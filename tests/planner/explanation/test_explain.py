@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from planner.cluster.spec import ClusterSpec
-from planner.costs.model import CostModel, grouped
+from planner.costs.layer_units import grouped
+from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
 from planner.explanation.explain import explain, layer_reasons, stage_limits
 from planner.explanation.planned_assignment import PlannedAssignment, planned_assignment

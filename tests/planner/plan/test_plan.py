@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from planner.cluster.spec import ClusterSpec
-from planner.costs.model import CostModel, expanded
+from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
@@ -49,7 +49,7 @@ def made(group: int = 1) -> tuple[PlanSpec, Simulated]:
     solution = Solution(workload, cluster.devices, sizes, assignment, 8.1, 7, 2, 1.5)
     baselines = (Baseline("uniform", 16, 3.5, 34.0, 0.0), Baseline("other", None, None, None, None))
     plan = build_plan(costs, "opt-1.3b", solution, "default", baselines)
-    first_layer, bits = expanded(assignment, group)
+    first_layer, bits = costs.placing.expanded(assignment)
     return plan, simulate_assignment(PassTable.of(costs, cluster.devices, first_layer, bits), sizes)
 
 

@@ -1,0 +1,86 @@
+"""Experts in the memory of a GPU's host: who multiplies there, in which type, and the bytes.
+
+Devices of a node share its memory and its cores evenly, as FlexGen's estimate does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.device import Device
+from planner.model.shape import ModelShape
+from quant.backends.table import HOST_BACKENDS, rule_for
+from quant.scheme import DTYPE_BYTES, Processor
+
+HOST_THREADS = 8
+"""Cores of a host whose number no cluster file states: those of the smallest machines that cloud
+providers rent with one T4 and 30 GB and more have as many, or twice."""
+
+COPY_S = 2e-5
+"""Seconds of waiting for a copy to or from a host, beside its bytes: assumed."""
+
+_CODE_BYTES, _FLOAT32_BYTES = 1, 4
+
+
+def can_host(device: Device) -> bool:
+    """Whether experts of a stage may lie in its host's memory."""
+    stated = device.host_memory_bytes is not None
+    return stated and not device.accelerator.is_cpu and device.degree == 1
+
+
+def host_limit_bytes(device: Device) -> int:
+    """The device's share of its host's memory."""
+    held = device.host_memory_bytes if can_host(device) else None
+    return 0 if held is None else held // device.host_devices
+
+
+def host_threads(device: Device) -> int:
+    return max(1, (device.host_threads or HOST_THREADS) // device.host_devices)
+
+
+def host_dtype(dtype: str) -> str:
+    """The type that the host computes in; float16 takes CPUs a hundred times as long."""
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def host_cpu(device: Device) -> Device:
+    """The device's share of its host as a device that multiplies."""
+    return Device(
+        accelerator=find_accelerator("CPU"),
+        node=device.node,
+        index=0,
+        memory_bytes=host_limit_bytes(device),
+        link_bytes_per_s=device.host_link_bytes_per_s,
+        threads=host_threads(device),
+    )
+
+
+@cache
+def experts_bytes(shape: ModelShape, bits: int, processor: Processor, dtype: str) -> int:
+    """Bytes of all experts of a layer where the layer lies, without biases."""
+    if shape.experts is None:
+        return 0
+    each = (
+        rule_for(processor, bits, own, dtype).nbytes(own, dtype) for own in shape.expert_linears
+    )
+    return shape.experts.count * sum(each)
+
+
+@cache
+def hosted_bytes(shape: ModelShape, bits: int, dtype: str) -> int:
+    """Bytes of all experts of a layer in the host's memory; biases are counted on the device."""
+    if shape.experts is None:
+        return 0
+    own, backend = host_dtype(dtype), HOST_BACKENDS.get(bits)
+    rules = [(rule_for(Processor(), bits, x, own, backend), x) for x in shape.expert_linears]
+    return shape.experts.count * sum(rule.nbytes(linear, own) for rule, linear in rules)
+
+
+def streaming_bytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes on the device of one weight on its way and while it is restored, at any bitwidth."""
+    largest = max(
+        (each.parameters for kind in shape.kind_shapes for each in kind.expert_linears), default=0
+    )
+    element = DTYPE_BYTES[dtype]
+    return largest * (max(element, _FLOAT32_BYTES) + _CODE_BYTES + _FLOAT32_BYTES + element)

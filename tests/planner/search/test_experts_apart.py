@@ -1,0 +1,232 @@
+"""Plans whose experts have bits and a place of their own, against sums over layers and trying
+everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.hosting import host_limit_bytes, host_threads
+from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
+from planner.costs.model import CostModel
+from planner.costs.roofline import RooflineLatency
+from planner.model.finding import model_shape
+from planner.model.layer_parts import LayerChoice
+from planner.model.shape import ModelShape
+from planner.optimiser.assignment import SolveOptions, evaluate, stage_times
+from planner.optimiser.problem import latency_form
+from planner.optimiser.solve import solve_by
+from planner.options import PlanOptions
+from planner.plan.check import check_plan
+from planner.plan.spec import PlanSpec
+from planner.profiles.sensitivity import default_sensitivity
+from planner.search.request import cost_model
+from planner.workload import MicroBatches, Workload
+from quant.backends.table import HOST_BACKENDS, rule_for
+from quant.common.errors import SpecError
+from quant.scheme import Processor
+from tests.planner.kinds import EXPERT, FULL, three_kinds
+from tests.planner.plan_alone import find_plan
+
+BITS = (4, 8)
+WORKLOAD, SIZES = Workload(4, 128, 32), MicroBatches(2, 4)
+SHAPE = three_kinds((EXPERT, FULL, EXPERT, FULL))
+CLUSTER = ClusterSpec.from_dict(
+    {
+        "name": "hosts",
+        "nodes": [
+            {"name": "a", "accelerators": {"T4": 2}, "host_memory_gib": 6, "host_threads": 12},
+            {"name": "b", "accelerators": {"V100-32GB": 1}},
+        ],
+        "network": {"internode_gbit_per_s": 10},
+    }
+)
+T4, _, V100 = CLUSTER.devices
+
+
+def costs_of(shape: ModelShape = SHAPE, group: int = 1) -> CostModel:
+    options = PlanOptions(bits=BITS, memory_margin=0.0, group=group, relative_gap=0.0)
+    omega = default_sensitivity(shape, BITS)
+    costs = cost_model(CLUSTER, shape, WORKLOAD, options, omega)
+    return replace(costs, experts_apart=True, hosting=True, theta=0.3)
+
+
+def expert_bytes(shape: ModelShape, bits: int, processor: Processor, host: bool) -> int:
+    assert shape.experts is not None
+    dtype, backend = ("bfloat16", HOST_BACKENDS[bits]) if host else ("float16", None)
+    return shape.experts.count * sum(
+        rule_for(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
+        for linear in shape.expert_linears
+    )
+
+
+def direct(
+    costs: CostModel, device: Device, layers: range, choices: Sequence[LayerChoice]
+) -> tuple[float, float, int, int]:
+    """Seconds in prefill and decode, and bytes on device and host, each layer by itself."""
+    each = [alone(costs.shape.layer(i), device, c) for i, c in zip(layers, choices, strict=True)]
+    prefill_s, decode_s, held, hosted = zip(*each, strict=True)
+    return sum(prefill_s), sum(decode_s), sum(held), sum(hosted)
+
+
+@cache
+def alone(shape: ModelShape, device: Device, choice: LayerChoice) -> tuple[float, float, int, int]:
+    prefill_s = decode_s = 0.0
+    held = hosted = 0
+    model, dtype = RooflineLatency(shape), "float16"
+    held += kv_cache_bytes_per_layer(shape, WORKLOAD, 16, dtype)
+    held += layer_weight_bytes(shape, choice.bits, device, dtype)
+    seconds = []
+    for phase, requests, length in (("prefill", 2, 128), ("decode", 4, 144)):
+        own = device, choice.bits, phase, requests, length, dtype
+        whole_s = model.layer_seconds(*own).whole_s  # type: ignore[arg-type]
+        tokens = requests * length if phase == "prefill" else requests
+        if shape.experts is not None:
+            whole_s -= model.experts_s(device, choice.bits, tokens, dtype)
+            other = device, choice.expert_bits, tokens, dtype
+            own_s = min(model.hosted_experts_s(*other)) if choice.on_host else None
+            whole_s += model.experts_s(*other) if own_s is None else own_s
+        seconds.append(whole_s)
+    prefill_s, decode_s = prefill_s + seconds[0], decode_s + seconds[1]
+    if shape.experts is not None:
+        held -= expert_bytes(shape, choice.bits, device.processor, False)
+        if choice.on_host:
+            hosted += expert_bytes(shape, choice.expert_bits, Processor(), True)
+        else:
+            held += expert_bytes(shape, choice.expert_bits, device.processor, False)
+    return prefill_s, decode_s, held, hosted
+
+
+def omega(costs: CostModel, choices: Sequence[LayerChoice]) -> float:
+    """Experts count for the tokens that ask them."""
+    total = 0.0
+    for layer, choice in enumerate(choices):
+        rest, experts = (costs.sensitivity[layer, BITS.index(b)] for b in choice_bits(choice))
+        shape, share = costs.shape.layer(layer), 0.0
+        if shape.experts is not None:
+            each = sum(linear.parameters for linear in shape.expert_linears)
+            own = sum(linear.parameters for linear in shape.layer_linears)
+            share = 1 / (1 + own / (shape.experts.per_token * each))
+        total += (1 - share) * rest + share * experts
+    return total
+
+
+def choice_bits(choice: LayerChoice) -> tuple[int, int]:
+    return choice.bits, choice.expert_bits
+
+
+def every_choice(costs: CostModel, layer: int) -> list[LayerChoice]:
+    if costs.shape.layer(layer).experts is None:
+        return [LayerChoice.whole(bits) for bits in BITS]
+    return [LayerChoice(*bits, host) for bits in itertools.product(BITS, BITS) for host in (0, 1)]
+
+
+@pytest.mark.parametrize("cramped", [False, True])
+def test_the_best_of_units_is_the_best_of_everything_tried(cramped: bool) -> None:
+    costs, devices = costs_of(), (T4, V100)
+    if cramped:  # the T4 holds a layer's rest and not its experts
+        most = direct(costs, T4, range(1), [LayerChoice(4, 4, True)])[2] * 2.5
+        free = costs.grouped_problem(devices, SIZES).memory_bytes[0]
+        small = replace(T4, memory_bytes=int(T4.memory_bytes - free + most))
+        devices = (small, V100)
+    problem = costs.grouped_problem(devices, SIZES)
+    form, best = latency_form(problem), math.inf
+    for cut in range(1, SHAPE.layers):
+        spans = range(cut), range(cut, SHAPE.layers)
+        for choices in itertools.product(*(every_choice(costs, i) for i in range(SHAPE.layers))):
+            stages = [
+                direct(costs, device, span, choices[span.start : span.stop])
+                for device, span in zip(devices, spans, strict=True)
+            ]
+            bounds, units = costs.placing.assigned((0, cut, SHAPE.layers), choices)
+            may_be = not any(choices[layer].on_host for layer in spans[1])  # b states no memory
+            may_be = may_be and stages[0][3] <= host_limit_bytes(T4)
+            may_be = may_be and all(
+                stage[2] <= memory
+                for stage, memory in zip(stages, problem.memory_bytes, strict=True)
+            )
+            found = evaluate(problem, bounds, units)
+            if not may_be:
+                assert found == math.inf
+                continue
+            prefill, decode = (
+                [stage[phase] + fixed[j] for j, stage in enumerate(stages)]
+                for phase, fixed in enumerate((problem.fixed_prefill_s, problem.fixed_decode_s))
+            )
+            seconds = form.seconds(max(prefill), max(decode), sum(prefill), sum(decode))
+            assert found == pytest.approx(float(seconds) + 0.3 * omega(costs, choices), rel=1e-9)
+            best = min(best, found)
+    solved = solve_by("auto", problem, SolveOptions(relative_gap=0.0))
+    assert solved.objective == pytest.approx(best, rel=1e-6)
+    first_layer, indices = costs.placing.expanded(solved)
+    chosen = [costs.placing.choices[index] for index in indices]
+    assert costs.placing.assigned(first_layer, chosen) == (solved.first_layer, solved.bitwidth)
+    assert any(choice.on_host for choice in chosen) == cramped
+
+
+def test_groups_of_layers_are_two_units() -> None:
+    shape, devices = three_kinds((EXPERT, FULL, EXPERT, EXPERT)), (T4, V100)
+    costs, single = costs_of(shape, group=2), costs_of(shape)
+    problem = costs.grouped_problem(devices, SIZES)
+    assert problem.layers == 4
+    assert problem.joined == (1, 3)
+    chosen = [LayerChoice(8, 4, True), LayerChoice.whole(8), LayerChoice(4, 8), LayerChoice(4, 8)]
+    bounds, units = costs.placing.assigned((0, 2, 4), chosen)
+    one = stage_times(problem, bounds, units)
+    other = stage_times(
+        single.grouped_problem(devices, SIZES), *single.placing.assigned((0, 2, 4), chosen)
+    )
+    for name in ("prefill_s", "decode_s", "bytes", "host_bytes", "latency_s", "quality"):
+        assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-12)
+    evaluated = evaluate(problem, (0, 1, 4), units)
+    assert evaluated == math.inf, "experts lie on the stage of their layer"
+
+
+def test_hosts_are_shared_by_the_gpus_of_their_node(tmp_path: Path) -> None:
+    assert (T4.host_devices, host_threads(T4), host_limit_bytes(T4)) == (2, 6, 3 * 2**30)
+    assert host_limit_bytes(V100) == 0
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.to_yaml())
+    assert ClusterSpec.from_yaml(tmp_path / "cluster.yaml").devices == CLUSTER.devices
+
+
+def planned(host_gib: float) -> PlanSpec:
+    """Experts that no single device holds."""
+    cluster = ClusterSpec.from_dict(
+        {
+            "name": "one",
+            "nodes": [{"name": "a", "accelerators": {"T4": 1}, "host_memory_gib": host_gib}],
+        }
+    )
+    name, options = "qwen3-30b-a3b", PlanOptions(bits=(4,), group=12)
+    return find_plan(cluster, model_shape(name), name, WORKLOAD, options).plan
+
+
+def _check(plan: PlanSpec) -> None:
+    plan.check()
+    check_plan(plan, model_shape(plan.model.source))
+
+
+def test_a_plan_states_what_lies_on_its_host_and_is_checked() -> None:
+    plan = planned(64)
+    (stage,) = plan.stages
+    assert all((stage.hosted_experts, stage.host_bytes, stage.streams_from))
+    text = plan.to_json()
+    assert PlanSpec.from_json(text) == plan
+    _check(plan)
+    for changed, named in (
+        ({"host_bytes": 2**40}, "host_bytes"),
+        ({"hosted_experts": (99,)}, "hosted_experts"),
+        ({"expert_bitwidths": (4,)}, "expert_bitwidths"),
+    ):
+        wrong = replace(plan, stages=(replace(stage, **changed),))
+        with pytest.raises(SpecError, match=rf"stages\.0\.{named}"):
+            _check(wrong)
