@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -152,12 +153,15 @@ class ExpertWeights:
             return None
         return _asked_products(self.backend, dtype, self._joined["packed"].device)
 
-    def pin(self, dtype: torch.dtype) -> None:
-        """Lock the memory that weights share, so that a GPU reads it while others compute."""
-        if self._joined:
-            backend = self.backend
-            self._joined = {name: part.pin_memory() for name, part in self._joined.items()}
-            self.weights = [self._part(backend, index, dtype) for index in range(self.count)]
+    def pin(self) -> None:
+        """Lock the memory that weights share, so that a GPU copies it by itself; as it lies there,
+        since blocks that torch pins are rounded up to powers of two.
+        """
+        runtime: Any = torch.cuda.cudart()
+        for part in self._joined.values():
+            if part.dim():
+                runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 0)
+                weakref.finalize(part, runtime.cudaHostUnregister, part.data_ptr())
 
     @property
     def backend(self) -> type[PackedWeight]:

@@ -30,8 +30,8 @@ class HostedExperts(QuantizedExperts):
         # what is copied from other memory keeps the host waiting
         self.streams_from = form.streams_from if _can_stream(gate_up, down, form) else None
         if self.streams_from is not None and torch.cuda.is_available():
-            gate_up.pin(form.dtype)
-            down.pin(form.dtype)
+            gate_up.pin()
+            down.pin()
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         least = self.streams_from

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.check import check_plan
+from planner.plan.spec import PlanSpec
+from planner.workload import Workload
+from quant.common.units import GIB
 from quant.hosted_experts import HostedExperts
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
@@ -21,6 +29,7 @@ from tests.actors.models import (
     save_tiny,
     specs_of,
 )
+from tests.planner.plan_alone import find_plan
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8, 17), 9
 EXPERT_BITS = (4, 16, 3, 8, 4)
@@ -54,3 +63,31 @@ def test_tokens_equal_generate_with_the_experts_that_the_bits_stand_for(
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
     found = [each for stage in stages for each in stage._model.modules()]
     assert sum(isinstance(each, HostedExperts) for each in found) == len(hosted)
+
+
+def test_a_plan_for_a_small_device_hosts_experts_and_its_tokens_are_those_of_generate(
+    tmp_path: Path,
+) -> None:
+    model = save_tiny(tmp_path, EVERY_CONFIG["qwen3_moe"])
+    prompts = random_prompts(LENGTHS)
+    workload = Workload(len(prompts), max(LENGTHS), NEW_TOKENS)
+    options = PlanOptions(bits=(16,), dtype="float32", memory_margin=0.0)
+
+    def planned(memory_gib: float) -> PlanSpec:
+        node = {"accelerators": {"T4": 1}, "usable_memory_gib": memory_gib, "host_memory_gib": 1}
+        values = {"name": "small", "nodes": [node], "emulate": {"time_scale": 0.0}}
+        cluster, name = ClusterSpec.from_dict(values), str(tmp_path)
+        return find_plan(cluster, model_shape(name), name, workload, options).plan
+
+    roomy = planned(1.0).stages[0]
+    plan = planned((roomy.memory_bytes - roomy.memory.weights // 4) / GIB)
+    (stage,) = plan.stages
+    assert stage.hosted_experts
+    assert not roomy.hosted_experts
+    check_plan(plan, model_shape(str(tmp_path)))
+    held = Stage(stage_spec(plan, stage), tmp_path, torch.device("cpu"), Processor())
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    assert generate([held], prompts, NEW_TOKENS, prefill=2, decode=3) == expected
+    experts = [each for each in held._model.modules() if isinstance(each, HostedExperts)]
+    assert sum(each.nbytes for each in experts) == stage.host_bytes
+    assert held.stats().weight_bytes <= stage.memory_limit_bytes
