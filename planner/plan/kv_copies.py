@@ -122,7 +122,9 @@ def _rooms(plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float) 
         if stage.kind.is_cpu:
             left, per_token = stage.memory_limit_bytes - stage.memory_bytes, own
         elif host is not None:
-            left, per_token = round(HOST_SHARE * host), PINNED_ROUNDING * on_node[stage.node]
+            experts = sum(each.host_bytes for each in plan.stages if each.node == stage.node)
+            free = max(0, host - experts)
+            left, per_token = round(HOST_SHARE * free), PINNED_ROUNDING * on_node[stage.node]
         else:
             left, per_token = UNSTATED_BYTES, PINNED_ROUNDING * own
         rooms.append(max(0, int(left / per_token)))
