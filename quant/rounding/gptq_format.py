@@ -359,27 +359,25 @@ class GptqWriter:
             own = self._full_name(stored).removeprefix(prefix)
             if own.removesuffix(".weight") not in weights or not own.endswith(".weight"):
                 kept[prefix + own] = self._checkpoint.read(stored)
-        offset = 1 if self._options.symmetric else 0
         for name, weight in weights.items():
-            for part, tensor in gptq_tensors(weight, offset).items():
+            for part, tensor in gptq_tensors(weight, int(self._options.symmetric)).items():
                 kept[f"{prefix}{name}.{part}"] = tensor
         self._save(kept, index + 1)
 
     def finish(self) -> None:
         layers = f"{self._layout.layers_name}."
-        names = {s: self._full_name(s) for s in self._checkpoint.names() if not other_parts((s,))}
-        rest = {full: stored for stored, full in names.items() if not full.startswith(layers)}
-        self._save({full: self._checkpoint.read(stored) for full, stored in rest.items()}, 0)
+        text = (stored for stored in self._checkpoint.names() if not other_parts((stored,)))
+        full = {self._full_name(stored): stored for stored in text}
+        rest = {name: stored for name, stored in full.items() if not name.startswith(layers)}
+        self._save({name: self._checkpoint.read(stored) for name, stored in rest.items()}, 0)
         write_index(self._target / INDEX_FILE, self._file_of, self.total_bytes)
-        quantization = self._layout.configuration(self._options)
-        path = self._target / CONFIG_FILE
+        path, quantization = self._target / CONFIG_FILE, self._layout.configuration(self._options)
         config = text_entries(json.loads(path.read_text(encoding="utf-8")), str(path))
         _write_json(path, {**config, CONFIG_KEY: quantization})
         _write_json(self._target / GPTQ_CONFIG_FILE, quantization)
 
     def _full_name(self, stored: str) -> str:
-        base = self._layout.layers_name.partition(".")[0]
-        name = text_name(stored)
+        name, base = text_name(stored), self._layout.layers_name.partition(".")[0]
         is_full = name.startswith(tuple(f"{each}." for each in (base, *self._layout.head_names)))
         return name if is_full else f"{base}.{name}"
 

@@ -20,13 +20,7 @@ from typing import Any
 import numpy as np
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES, GgufArchitecture, RowOrder
-from quant.checkpoint.gguf.configuration import (
-    ROTARY_TENSORS,
-    Factors,
-    generation_entries,
-    model_entries,
-    vocabulary,
-)
+from quant.checkpoint.gguf.configuration import generation_entries, model_entries, vocabulary
 from quant.checkpoint.gguf.header import (
     BFLOAT16,
     UNPACKED,
@@ -35,6 +29,7 @@ from quant.checkpoint.gguf.header import (
     can_dequantize,
     read_gguf_header,
 )
+from quant.checkpoint.gguf.rotary import ROTARY_TENSORS, Factors
 from quant.checkpoint.gguf.tokenizer import tokenizer_files
 from quant.checkpoint.model_folder import new_folder
 from quant.common.errors import CheckpointError, SpecError
