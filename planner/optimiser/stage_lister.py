@@ -7,6 +7,7 @@ eq. 12-13) is kept exactly: options that do not fit are never listed.
 from __future__ import annotations
 
 import itertools
+import math
 from functools import cached_property
 from itertools import pairwise
 
@@ -22,6 +23,8 @@ from planner.optimiser.stage_options import StageOptions, joined_options
 
 MOST_ENTRIES = 60_000_000  # options looked at for one limit: about 2 GB and 10 s; else the ILP
 MOST_ROWS = 500_000  # of one kind's lattice: a tenth of a second
+MOST_ROWS_IN_ALL = 15_000_000  # of all lattices: 1 GB
+MOST_NUMBER = 2**62  # that an option's rows may make together
 MOST_JOINED = 30_000_000  # the same where options have several kinds of layers
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
 
@@ -69,19 +72,25 @@ class StageLister:
 
     def _joined_entries(self) -> int:
         """Count the options to join, exactly up to the most that are."""
-        alike = (
-            (stage, runs.lengths)
-            for stage, around in enumerate(self._around)
-            for runs in self._rows.alike(around)
-        )
-        total = max((max(self._rows.sizes(*each)) for each in alike), default=0)
-        if total > MOST_ROWS:
+        if self._has_too_many_rows():
             return MOST_JOINED + 1
         total = 0
         for makeup in itertools.chain(*self._makeups):
             if total <= MOST_JOINED:
                 total += makeup.entries(MOST_JOINED - total)
         return total
+
+    def _has_too_many_rows(self) -> bool:
+        """Whether lattices are too large to be kept, or their rows to be numbered together."""
+        rows: dict[tuple[int, int, int], int] = {}
+        for stage, around in enumerate(self._around):
+            for runs in self._rows.alike(around):
+                sizes = self._rows.sizes(stage, runs.lengths)
+                if max(sizes) > MOST_ROWS or math.prod(sizes) > MOST_NUMBER:
+                    return True
+                for kind, size in enumerate(sizes):
+                    rows[stage, kind, runs.lengths[kind]] = size
+        return sum(rows.values()) > MOST_ROWS_IN_ALL
 
     def counts(self, kind: int, run: int, row: int) -> IntArray:
         """The counts [C * K] of an option of a kind of stage."""
