@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
-from quant.backends.table import HOST_BACKENDS, KernelRule, rule_for
+from quant.backends.kernel_rule import KernelRule
+from quant.backends.table import HOST_BACKENDS, rule_for
 from quant.common.errors import DeviceError
 from quant.devices import local_processor
 from quant.rounding.canonical import CanonicalWeight, dequantize, quantize_part

@@ -31,7 +31,8 @@ from benchmarks.lab import EVICTING_BYTES, header, processor_name, seconds_of, t
 from planner.model.finding import model_shape
 from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, self_test
-from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.backends.kernel_rule import KernelRule
+from quant.backends.table import KERNEL_RULES
 from quant.common.errors import DeviceError
 from quant.devices import local_processor
 from quant.linear import dtype_name

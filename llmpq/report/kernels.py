@@ -11,7 +11,8 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import PlannedAssignment, planned_assignment
 from planner.plan.spec import PlanSpec, StagePlan
-from quant.backends.table import KernelRule, rule_for
+from quant.backends.kernel_rule import KernelRule
+from quant.backends.table import rule_for
 from quant.scheme import DTYPE_BYTES, LinearShape
 
 _SHAPE = LinearShape(4096, 4096)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,6 @@ from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.fleet.fleet_spec import FleetSpec, Runnable, named_plans, plans_of, shown_plan
 from planner.model.finding import shape_at_hand
-from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.plan.check import check_plan
 from planner.plan.parts import PlannedImportance
@@ -85,14 +84,7 @@ def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
             f"{source}: stage {stage.index} ({stage.label}) cannot be deterministic: {why}; leave "
             "out deterministic, or plan for CPUs that are not divided"
         )
-    forms = {
-        (
-            plan.kv_bits,
-            plan.rounding,
-            tuple(_form(stage, each) for stage in plan.stages for each in stage.choices),
-        )
-        for plan in pipelines
-    }
+    forms = {(p.kv_bits, p.rounding, *_forms(p.stages)) for p in pipelines}
     if len(forms) > 1:
         raise SpecError(
             f"{source}: its pipelines hold layers in different bits, types or kernels, so that "
@@ -100,9 +92,11 @@ def _check_deterministic(pipelines: Sequence[PlanSpec], source: str) -> None:
         )
 
 
-def _form(stage: StagePlan, choice: LayerChoice) -> Hashable:
-    kernels = [stage.backends.get(bits) for bits in (choice.bits, choice.expert_bits)]
-    return choice, stage.dtype, *kernels
+def _forms(stages: Sequence[StagePlan]) -> Iterator[Hashable]:
+    for stage in stages:
+        for each in stage.choices:
+            kernels = [stage.backends.get(bits) for bits in (each.bits, each.expert_bits)]
+            yield each, stage.dtype, *kernels
 
 
 def _check_rooms(fleet: FleetSpec, source: str) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
-from planner.costs.hosting import can_host, experts_bytes, host_limit_bytes, hosted_bytes
+from planner.costs.hosting import can_host, host_limit_bytes
 from planner.costs.latency_model import LatencyModel, MicroBatchTimes
 from planner.costs.layer_parts import with_streaming
 from planner.costs.layer_units import grouped, told_apart
@@ -26,6 +25,7 @@ from planner.costs.memory import (
     margin_bytes,
 )
 from planner.costs.placing import Placing
+from planner.costs.stage_rows import StageRows
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.feasibility import is_feasible, stages_hold
@@ -64,7 +64,7 @@ class CostModel:
     cycle: SteadyCycle | None = None
     experts_apart: bool = False
     hosting: bool = False
-    _rows: dict[Hashable, _StageRows] = field(
+    _rows: dict[Hashable, StageRows] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
@@ -216,7 +216,7 @@ class CostModel:
         return found if self.experts_apart else grouped(found, self.options.group)
 
     def _problem(
-        self, rows: _StageRows, places: Sequence[tuple[Device, int]], hops: FloatArray
+        self, rows: StageRows, places: Sequence[tuple[Device, int]], hops: FloatArray
     ) -> AssignmentProblem:
         batch, sizes, devices = self.workload.global_batch, rows.sizes, [d for d, _ in places]
         fixed, units, joined = rows.fixed_s(places), self.placing.units, self.shape.joined
@@ -263,143 +263,12 @@ class CostModel:
         free = rows.free_bytes([(device, j) for j, device in enumerate(devices)])
         return stages_hold(smallest, free, units.kind_of_unit, units.joined)
 
-    def _rows_of(self, sizes: MicroBatches, stages: int) -> _StageRows:
+    def _rows_of(self, sizes: MicroBatches, stages: int) -> StageRows:
         if (sizes, stages) not in self._rows:
-            self._rows[sizes, stages] = _StageRows(self, sizes, stages)
+            self._rows[sizes, stages] = StageRows(self, sizes, stages)
         return self._rows[sizes, stages]
 
     def layer_bytes(self, device: Device, bits: int, kind: int) -> float:
         shape = self.shape_on(device).kind_shapes[kind]
         weights = layer_weight_bytes(shape, bits, device, self.dtype(device))
         return weights + self.kv_bytes_per_layer(device, kind)
-
-
-class _StageRows:
-    """The costs of stages at one pair of sizes, once a kind of device: orders are thousands."""
-
-    def __init__(self, costs: CostModel, sizes: MicroBatches, stages: int) -> None:
-        self._costs, self.sizes, self._stages = costs, sizes, stages
-        self._bytes: dict[Hashable, list[float]] = {}
-        self._seconds: dict[Hashable, list[list[float]]] = {}
-        self._units: dict[Hashable, FloatArray] = {}
-        self._free: dict[Hashable, float] = {}
-        self._hops: dict[Hashable, tuple[float, float]] = {}
-
-    @cached_property
-    def passes(self) -> JobPasses | None:
-        return self._costs.passes(self.sizes, self._stages)
-
-    @cached_property
-    def _times(self) -> MicroBatchTimes:
-        return self._costs.times(self.sizes, self._stages)
-
-    @cached_property
-    def _transfers(self) -> Transfers:
-        return self._costs.transfers(self.sizes, self._stages)
-
-    def layer_seconds(self, devices: Sequence[Device]) -> FloatArray:
-        """Seconds of a layer in prefill and in decode by kind and bitwidth: `[N, 2, C * K]`."""
-        for device in devices:
-            if device.cost_kind not in self._seconds:
-                self._seconds[device.cost_kind] = self._seconds_on(device)
-        return np.array([self._seconds[device.cost_kind] for device in devices])
-
-    def layer_bytes(self, devices: Sequence[Device]) -> FloatArray:
-        """Bytes of a layer with its KV cache by kind and bitwidth: `[N, C * K]`."""
-        costs = self._costs
-        for device in devices:
-            if device.cost_kind not in self._bytes:
-                self._bytes[device.cost_kind] = [
-                    float(costs.layer_bytes(device, bits, kind))
-                    for kind in range(len(costs.shape.kind_shapes))
-                    for bits in costs.options.bits
-                ]
-        return np.array([self._bytes[device.cost_kind] for device in devices])
-
-    def unit_tables(self, devices: Sequence[Device]) -> FloatArray:
-        """Of units of each kind at each choice `[5, N, U * K]`: seconds in prefill and in decode,
-        bytes on the device and on the host, and how many of their layers lack the choice.
-        """
-        for device in devices:
-            if device.cost_kind not in self._units:
-                each = np.concatenate(
-                    [self._part_table(device, False), self._part_table(device, True)], axis=1
-                )
-                self._units[device.cost_kind] = self._costs.placing.units.summed(each)
-        found = np.array([self._units[device.cost_kind] for device in devices])
-        return found.swapaxes(0, 1).reshape(len(found[0]), len(devices), -1)
-
-    def _part_table(self, device: Device, experts: bool) -> FloatArray:
-        """As `unit_tables`, of the experts of each kind that has some, or of the rest of each, on
-        one device `[5, C, K]`.
-        """
-        costs, dtype, rows = self._costs, self._costs.dtype(device), list[list[list[float]]]()
-        for kind, shape in enumerate(costs.shape_on(device).kind_shapes):
-            if experts and shape.experts is None:
-                continue
-            times, cells = self._times.of_kind(kind), list[list[float]]()
-            for bits, on_host in costs.placing.unit_choices:
-                lacks = bits not in costs.bits or on_host > (experts and can_host(device))
-                held = experts_bytes(shape, bits, device.processor, dtype)
-                device_bytes, host_bytes = costs.layer_bytes(device, bits, kind) - held, 0
-                part = times.latency.parts.rest
-                if experts:
-                    device_bytes, part = held, times.latency.parts.experts
-                if on_host and not lacks:
-                    device_bytes, host_bytes = 0, hosted_bytes(shape, bits, dtype)
-                    part = times.latency.parts.hosted
-                own = replace(times, latency=part)
-                seconds = own.prefill_s(device, bits, dtype), own.decode_s(device, bits, dtype)
-                cells.append([*seconds, device_bytes, host_bytes, lacks])
-            rows.append(cells)
-        return np.moveaxis(np.array(rows, dtype=np.float64), 2, 0)
-
-    def free_bytes(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
-        """Bytes left for layers on devices as such stages [N]; negative where others do not fit."""
-        return np.array([self._free_bytes(device, j) for device, j in places])
-
-    def hops(self, devices: Sequence[Device]) -> FloatArray:
-        """Seconds of the transfer behind each stage per prefill and decode micro-batch [2, N]."""
-        onward = [self._hop_s(*pair, self._transfers.onward_s) for pair in pairwise(devices)]
-        back = self._hop_s(devices[-1], devices[0], self._transfers.back_s)
-        return np.array([*onward, back]).T
-
-    def fixed_s(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
-        """Seconds of embedding and head per prefill and per decode micro-batch: `[2, N]`."""
-        seconds = np.zeros((2, len(places)))
-        head_stage = self._costs.head_stage(self._stages)
-        for place, (device, stage) in enumerate(places):
-            if stage == 0:
-                seconds[:, place] += self._times.embedding_s(device, self._costs.dtype(device))
-            if stage == head_stage:
-                seconds[:, place] += self._times.final_s(device, self._costs.dtype(device))
-        return seconds
-
-    def _seconds_on(self, device: Device) -> list[list[float]]:
-        dtype, bits = self._costs.dtype(device), self._costs.options.bits
-        kinds = range(len(self._costs.shape.kind_shapes))
-        cells = [(self._times.of_kind(kind), each) for kind in kinds for each in bits]
-        return [
-            [float(times.prefill_s(device, each, dtype)) for times, each in cells],
-            [float(times.decode_s(device, each, dtype)) for times, each in cells],
-        ]
-
-    def _free_bytes(self, device: Device, stage: int) -> float:
-        is_first, is_last = stage == 0, stage == self._stages - 1
-        key = device.cost_kind, is_first, is_last
-        if key not in self._free:
-            ends = StageEnds.of(stage, self._stages, self._costs.head_on_first)
-            held = self._costs.memory_with(device, ends, self.sizes).total
-            self._free[key] = float(self._costs.limit_bytes(device) - held)
-        return self._free[key]
-
-    def _hop_s(
-        self,
-        sender: Device,
-        receiver: Device,
-        seconds: Callable[[Device, Device, str], tuple[float, float]],
-    ) -> tuple[float, float]:
-        key = sender.cost_kind, receiver.cost_kind, sender.node == receiver.node, seconds.__name__
-        if key not in self._hops:
-            self._hops[key] = seconds(sender, receiver, self._costs.dtype(sender))
-        return self._hops[key]

@@ -26,7 +26,8 @@ from torch import nn
 
 from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, usable_backend
-from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.backends.kernel_rule import KernelRule
+from quant.backends.table import KERNEL_RULES
 from quant.checkpoint.stored_tensors import DamagedFileError
 from quant.experts import ExpertWeights, QuantizedExperts, expert_shapes, is_experts
 from quant.linear import LayerForm, QuantizedLinear

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS
+from quant.backends.kernel_rule import KernelRule
 from quant.backends.rotation import RotatedCodes
-from quant.backends.table import KernelRule, rule_for
+from quant.backends.table import rule_for
 from quant.checkpoint.reader import Checkpoint
 from quant.experts import PackExpert, expert_shapes
 from quant.linear import LayerForm

@@ -36,7 +36,8 @@ from benchmarks.speed.linear import (
 from quant.backends.cuda_packed import CudaPacked
 from quant.backends.cuda_products import PACKED, RESTORED, TENSOR
 from quant.backends.kernel_classes import BACKENDS, self_test
-from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.backends.kernel_rule import KernelRule
+from quant.backends.table import KERNEL_RULES
 from quant.linear import dtype_name
 from quant.scheme import LinearShape
 

@@ -19,7 +19,8 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.communication import Collectives
-from planner.costs.roofline import END_LAUNCHES, LAUNCH_S, RooflineLatency, layer_launches
+from planner.costs.machine import LAUNCH_S
+from planner.costs.roofline import END_LAUNCHES, RooflineLatency, layer_launches
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from quant.scheme import DTYPE_BYTES

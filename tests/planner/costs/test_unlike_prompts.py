@@ -14,7 +14,8 @@ from planner.cluster.device import Device, Slowdown
 from planner.cluster.spec import ClusterSpec, group_of
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
 from planner.costs.latency_model import LatencyModel, PartsOf, RememberedLatency, unlike_prompts_s
-from planner.costs.roofline import RooflineLatency, roofline_efficiency
+from planner.costs.machine import roofline_efficiency
+from planner.costs.roofline import RooflineLatency
 from planner.lengths import LengthDistribution
 from planner.model.finding import model_shape
 from planner.scheduling import PHASES, Phase

@@ -18,9 +18,10 @@ from quant.backends.bnb import BnbNf4
 from quant.backends.int4pack import Int3Pack, Int4Pack
 from quant.backends.int8pack import Int8Pack, OneDnnW8A8
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
+from quant.backends.kernel_rule import KernelRule
 from quant.backends.portable import Torch4Bit
 from quant.backends.rotation import LANES, rotate
-from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.backends.table import KERNEL_RULES
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.devices import local_processor
 from quant.rounding.canonical import quantize
