@@ -12,7 +12,8 @@ from actors.attention.addresses import Scoring
 from benchmarks.gpu.counting import Recorded, Started
 from benchmarks.gpu.counts import Case as Counted
 from benchmarks.gpu.counts import chosen, compiled, parse, unlike
-from planner.costs.roofline import REPLAYED_S, layer_launches
+from planner.costs.machine import REPLAYED_S
+from planner.costs.roofline import layer_launches
 from tests.actors.attention.test_cuda import Case, attention, ragged
 from tests.cuda_emulation import CPU, needs_compiler
 
