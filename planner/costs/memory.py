@@ -132,6 +132,7 @@ def layer_weight_bytes(
     packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
     order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
     exact = 0 if shape.delta is None else shape.delta.exact_parameters
+    exact += 0 if shape.experts is None else shape.experts.exact_parameters
     wider = exact * (_FLOAT32_BYTES - DTYPE_BYTES[dtype])
     return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype] + wider
 

@@ -11,7 +11,7 @@ from planner.model.layer_parts import Experts
 _COUNT = ("num_experts", "num_local_experts")
 _ASKED = "num_experts_per_tok"
 _OF_OTHERS = ("n_routed_experts", "moe_num_experts")
-"""How families that are not run call the number of experts."""
+"""How other families call the number of experts."""
 
 
 def says_experts(config: ConfigFile) -> bool:
@@ -21,12 +21,14 @@ def says_experts(config: ConfigFile) -> bool:
     return "moe" in model_type or "mixtral" in model_type or any(count > 1 for count in counts)
 
 
-def experts_of(config: ConfigFile, width_key: str, **own: Any) -> Experts:
+def experts_of(
+    config: ConfigFile, width_key: str, count_keys: tuple[str, ...] = _COUNT, **own: Any
+) -> Experts:
     """Read how many experts there are, how many a token asks, and their width."""
-    refuse_nulls(config, *_COUNT)
-    count, per_token = config.size(*_COUNT), config.size(_ASKED)
+    refuse_nulls(config, *count_keys)
+    count, per_token = config.size(*count_keys), config.size(_ASKED)
     if per_token > count:
-        key = next(key for key in _COUNT if config.values.get(key) is not None)
+        key = next(key for key in count_keys if config.values.get(key) is not None)
         raise config.refusal(_ASKED, per_token, f"at most {count} ({key})")
     return Experts(count, per_token, config.size(width_key), **own)
 
@@ -39,7 +41,10 @@ def refuse_nulls(config: ConfigFile, *keys: str) -> None:
 
 
 def expert_keys(
-    *flags: str, share: float | None = None, decimals: tuple[str, ...] = ()
+    *flags: str,
+    share: float | None = None,
+    decimals: tuple[str, ...] = (),
+    counts: tuple[str, ...] = (),
 ) -> ConfigKeys:
     """The entries of a family with experts; `share` of a head is rotated, None: all of it."""
     return ConfigKeys(
@@ -47,5 +52,6 @@ def expert_keys(
         unused=UnusedEntries(
             flags=("use_cache", "output_router_logits", *flags),
             decimals=("router_aux_loss_coef", *decimals),
+            counts=counts,
         ),
     )

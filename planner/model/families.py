@@ -24,6 +24,7 @@ from planner.model.family import (
 )
 from planner.model.gated_families import GATED_FAMILIES
 from planner.model.gemma_families import GEMMA_FAMILIES
+from planner.model.glm_moe_family import GLM4_MOE
 from planner.model.gpt_oss_family import GPT_OSS
 from planner.model.qwen_families import QWEN_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
@@ -224,6 +225,7 @@ FAMILIES: Mapping[str, Family] = {
     **GATED_FAMILIES,
     **GEMMA_FAMILIES,
     "bloom": _BLOOM,
+    "glm4_moe": GLM4_MOE,
     "gpt_neox": _GPT_NEOX,
     "gpt_oss": GPT_OSS,
     "llama": _LLAMA,

@@ -37,7 +37,8 @@ class Architecture:
     `input_multiplier`: the decoder's attribute by which it multiplies what comes in, as the first
     stage alone may do. Logits are divided by the entry `logits_divisor` of the configuration, then
     capped by `logits_cap`. `layer_factor`: a number by which a layer multiplies what comes out of
-    it.
+    it. `predictor`: a linear that only those layers of a checkpoint have, after the others, that
+    predict tokens further ahead, and are not run.
     """
 
     decoder: str
@@ -63,6 +64,7 @@ class Architecture:
     logits_divisor: str | None = None
     logits_cap: str | None = None
     layer_factor: str | None = None
+    predictor: str | None = None
 
     def of_kind(self, kind: str) -> Architecture:
         """The names of a layer of this kind."""

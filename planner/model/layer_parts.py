@@ -45,6 +45,11 @@ class Experts:
         scales = (hidden_size + self.count) * self.router_scales
         return self.count * (router + self.biases_of_one(hidden_size)) + scales
 
+    @property
+    def exact_parameters(self) -> int:
+        """What is held in float32: the bias of the router's choice."""
+        return self.count * self.router_bias
+
     def shared_linears(self, hidden_size: int) -> tuple[LinearShape, ...]:
         if not self.shared_width:
             return ()

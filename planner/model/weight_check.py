@@ -78,11 +78,19 @@ class _Weights:
         self.spelling = None if described is None else ARCHITECTURES[described.architecture]
         self.names = FAMILIES[shape.model_type].architecture
         self.known: set[str] = set()
+        self.predictors: tuple[str, ...] = ()
+        """What names of layers that are not run begin with (`Architecture.predictor`)."""
 
     def check_layer_count(self) -> None:
         stacks = spellings(self.names.layers_path, self.names.base)
         of_layer = re.compile(rf"(?:{'|'.join(map(re.escape, stacks))})\.(\d{{1,9}})\.")
         found = {int(match[1]) for match in map(of_layer.match, self.stored) if match}
+        mark = f"{self.names.predictor}.weight"
+        for index in sorted(found - {*range(self.shape.layers)}):
+            names = tuple(f"{stack}.{index}." for stack in stacks)
+            if any(f"{name}{mark}" in self.stored for name in names):
+                self.predictors += names
+                found.remove(index)
         layers = max(found, default=-1) + 1
         key = "num_hidden_layers, or n_layer" if self.spelling is None else "block_count"
         if layers != self.shape.layers:
@@ -145,7 +153,8 @@ class _Weights:
 
     def left_out(self) -> str | None:
         """Warn of tensors that nothing takes; CheckpointError where results depend on one."""
-        left = [n for n in self.stored if n not in self.known and not is_harmless(n)]
+        run = [name for name in self.stored if not name.startswith(self.predictors)]
+        left = [name for name in run if name not in self.known and not is_harmless(name)]
         modules = {name.rpartition(".")[0] for name in self.known} | {*self.names.head_names}
         biases = [name for name in left if is_bias(name, modules)]
         zeros = {name for name in biases if self._may_be_zeros(name)}
@@ -309,6 +318,8 @@ def _router_tensors(kind: ModelShape) -> Shapes:
     found: Shapes = {f"{names.router}.weight": (experts.count, kind.hidden_size)}
     if experts.has_biases:
         found[f"{names.router}.bias"] = (experts.count,)
+    if experts.router_bias:
+        found[f"{names.router}.e_score_correction_bias"] = (experts.count,)
     if experts.router_scales:
         module = str(names.router).rpartition(".")[0]
         found[f"{module}.scale"] = (kind.hidden_size,)

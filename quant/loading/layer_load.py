@@ -15,9 +15,10 @@ from quant.loading.expert_tensors import FUSED, ExpertTensors
 from quant.rounding.importance import InputStatistics, LayerImportance
 from quant.scheme import Cut
 
-EXACT = frozenset({"A_log", "dt_bias"})
-"""Parameters that are held in float32, as they may be stored: the decay of a state, which has an
-effect on all that come after a token (`planner.model.layer_parts.DeltaMixer`)."""
+EXACT = frozenset({"A_log", "dt_bias", "e_score_correction_bias"})
+"""Tensors that are held in float32, as they may be stored: the decay of a state, which has an
+effect on all that come after a token (`planner.model.layer_parts.DeltaMixer`), and what a router
+adds to the scores by which it chooses."""
 
 
 def held_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

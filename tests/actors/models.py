@@ -16,6 +16,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
@@ -150,6 +151,21 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
     "phi3": Phi3Config(**_ROPE, num_key_value_heads=3, partial_rotary_factor=0.5, sliding_window=9),
     "glm": GlmConfig(**_ROPE, num_key_value_heads=3, head_dim=16),
     "glm4": Glm4Config(**_ROPE, num_key_value_heads=2, head_dim=12, attention_bias=False),
+    "glm4_moe": Glm4MoeConfig(
+        **_ROPE | {"num_attention_heads": 4},
+        num_key_value_heads=2,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=2,
+    ),
     "olmo2": Olmo2Config(**_ROPE, num_key_value_heads=2),
     "olmo3": Olmo3Config(
         **_ROPE,
@@ -262,6 +278,9 @@ def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0, shard: str 
             parameter.add_(torch.randn_like(parameter) * 0.05)
             if name.endswith("A_log"):
                 parameter.sub_(5.0)  # as it is made, a state forgets all within a token
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.5)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 

@@ -106,7 +106,23 @@ def test_experts_that_are_stored_in_four_bits_are_decoded(tmp_path: Path) -> Non
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_layer_that_predicts_further_ahead_is_not_run(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, EVERY_CONFIG["glm4_moe"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    last, more = (f"model.layers.{index}." for index in (LAYERS - 1, LAYERS))
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[name.replace(last, more)] = torch.full_like(tensors[name], torch.nan)
+    tensors[f"{more}eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, file)
+    assert check_weights(tmp_path, model_shape(tmp_path)) is None
+    prompts = random_prompts(LENGTHS)
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS)
+    assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe"])
 def test_stages_with_experts_hold_the_bytes_of_their_plan(name: str, tmp_path: Path) -> None:
     """In every kind of layer, at every bitwidth."""
     config = EVERY_CONFIG[name].to_dict() | {"hidden_size": 64}

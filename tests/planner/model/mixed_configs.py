@@ -44,6 +44,13 @@ MIXED: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", *["linear_attention"] * 4, "full_attention"],
     },
     "qwen3_5_moe_text": {"model_type": "qwen3_5_moe_text"} | _SIZES | _SHARED | _MIXER,
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_SIZES,
+        **{"intermediate_size": 96, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"n_shared_experts": 2, "first_k_dense_replace": 2},
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         **_SIZES,

@@ -167,6 +167,11 @@ LONG: dict[str, Any] = {"type": "su", "short_factor": [1.0, 2], "long_factor": [
         ("phi3", {"rope_parameters": {"type": "yarn"}}, "'yarn', which llmpq does not run"),
         ("phi3", {"original_max_position_embeddings": None}, "original_max_position_embeddings is"),
         ("glm4", {"head_dim": None}, "head_dim is None"),
+        ("glm4_moe", {"n_group": 3}, "n_group is 3; .* whole groups of two or more"),
+        ("glm4_moe", {"n_group": 8}, "n_group is 8; .* whole groups of two or more"),
+        ("glm4_moe", {"topk_group": 5}, r"topk_group is 5; .* at most 4 \(n_group\)"),
+        ("glm4_moe", {"topk_group": 1}, "num_experts_per_tok is 3; .* at most 2"),
+        ("glm4_moe", {"first_k_dense_replace": None}, "first_k_dense_replace is None"),
         ("glm", {"partial_rotary_factor": 0, "rope_parameters": None}, "partial_rotary_factor is"),
     ],
 )

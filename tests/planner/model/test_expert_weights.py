@@ -55,7 +55,7 @@ def test_whole_checkpoints_are_taken(name: str, tmp_path: Path) -> None:
     tensors = tensors_of(name, separate=False)
     tensors |= {f"mtp.{part}": np.zeros(3, np.float16) for part in ("fc.weight", "norm.weight")}
     assert check(tmp_path, name, tensors) is None
-    if name.startswith(("qwen3_moe", "qwen3_next")):
+    if name.startswith(("qwen3_moe", "qwen3_next", "glm4_moe")):
         assert check(tmp_path, name, tensors_of(name, separate=True)) is None
 
 
@@ -131,3 +131,18 @@ def test_more_experts_than_the_configuration_has_are_refused(tmp_path: Path) -> 
     fused[f"{_EXPERT}.down_proj"] = np.zeros((7, 64, 24), np.float16)
     with pytest.raises(CheckpointError, match=r"is \[7, 64, 24\] but .* asks for \[6, 64, 24\]"):
         check(tmp_path, "qwen3_moe", fused)
+
+
+def test_layers_that_predict_further_ahead_are_left_out(tmp_path: Path) -> None:
+    """As GLM-4.5 is published: one more layer, known by a linear that no other has."""
+    tensors = tensors_of("glm4_moe", separate=False)
+    last, more = (f"model.layers.{index}." for index in (5, 6))
+    tensors |= {name.replace(last, more): each for name, each in tensors.items() if last in name}
+    with pytest.raises(CheckpointError, match=r"says 6 layers .* but the weights have 7"):
+        check(tmp_path, "glm4_moe", tensors)
+    for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head"):
+        tensors[f"{more}{name}.weight"] = np.zeros(64, np.float16)
+    assert check(tmp_path, "glm4_moe", tensors) is None
+    del tensors[f"{last}input_layernorm.weight"]
+    with pytest.raises(CheckpointError, match=r"no tensor model\.layers\.5\.input_layernorm"):
+        check(tmp_path, "glm4_moe", tensors)
