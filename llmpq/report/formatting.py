@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from datetime import datetime
 from typing import NamedTuple
 
+from planner.explanation.planned_assignment import Part
 from quant.common.units import GIB, KIB, MIB
 
 MINUS, SPACE = "−", "\N{NO-BREAK SPACE}"
@@ -161,6 +163,30 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 def layer_span(layers: range) -> str:
     """Name a span of layers: "layer 7", or "layers 8 to 11"."""
     return f"{'layer' if len(layers) == 1 else 'layers'} {layer_numbers(layers)}"
+
+
+def part_span(layers: range, part: Part) -> str:
+    """Name a span of layers, or a part of them: "experts of layers 8 to 11"."""
+    span = layer_span(layers)
+    if part == "rest":
+        return f"{span} without {'its' if len(layers) == 1 else 'their'} experts"
+    return f"experts of {span}" if part == "experts" else span
+
+
+def bits_named(bits: int, on_host: bool) -> str:
+    """Name a choice: "4 bit on the host"."""
+    return f"{bits} bit{' on the host' if on_host else ''}"
+
+
+def layer_runs(layers: Iterable[int]) -> str:
+    """Name layers by their runs: "layers 0–10, 17"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][1] == layer - 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "layers " + ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
 
 
 def layer_numbers(layers: range) -> str:

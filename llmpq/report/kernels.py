@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,26 +60,51 @@ def kernel_reasons(plan: PlanSpec, costs: CostModel) -> list[KernelReason]:
 
 
 def _of_stage(planned: PlannedAssignment, stage: StagePlan) -> KernelReason | None:
-    problem = planned.problem
-    every = [
-        _times(planned, stage, bits)
-        for choice, bits in enumerate(problem.bitwidths)
-        if problem.available[stage.index, choice]
-    ]
-    present = [each for each in every if each.bits in stage.bitwidths]
+    unit = _typical_unit(planned, stage.index)
+    if unit is None:
+        return None
+    choices = [each for each in planned.usable(stage.index, unit) if not planned.chosen(each)[1]]
+    every = [_times(planned, stage, (unit, choice)) for choice in choices]
+    used = {planned.chosen(planned.bitwidth[each]).bits for each in _alike(planned, stage, unit)}
+    present = [each for each in every if each.bits in used]
     for own in sorted(present, key=lambda each: each.bits):
         slower = [each for each in every if each.bits < own.bits and each.slower_phases(own)]
         if slower:
             slower.sort(key=lambda each: -each.bits)
-            return KernelReason(stage.accelerator, _sentence(stage, own, slower), every[::-1])
+            sentence = _sentence(stage, _subject(planned, unit), (own, *slower))
+            return KernelReason(stage.accelerator, sentence, every[::-1])
     return None
 
 
-def _times(planned: PlannedAssignment, stage: StagePlan, bits: int) -> BitsTimes:
-    """A layer at `bits`; groups of layers have the seconds of their layers together."""
-    problem, choice = planned.problem, planned.problem.bitwidths.index(bits)
+def _typical_unit(planned: PlannedAssignment, stage: int) -> int | None:
+    """The first unit of the kind that most of a stage are of, experts apart, whose kernels are
+    others.
+    """
+    units = range(*planned.first_layer[stage : stage + 2])
+    kinds = {unit: planned.cell(unit, 0) for unit in units if planned.part(unit) != "experts"}
+    counts = Counter(kinds.values())
+    return max(kinds, key=lambda unit: counts[kinds[unit]], default=None)
+
+
+def _alike(planned: PlannedAssignment, stage: StagePlan, unit: int) -> list[int]:
+    """The units of a stage of the kind of one."""
+    units = range(*planned.first_layer[stage.index : stage.index + 2])
+    return [each for each in units if planned.cell(each, 0) == planned.cell(unit, 0)]
+
+
+def _subject(planned: PlannedAssignment, unit: int) -> str:
+    """What of the model the seconds are of."""
+    if planned.problem.is_even:
+        return "A layer"
+    apart = " without its experts" if planned.part(unit) == "rest" else ""
+    return f"Layer {planned.layers(unit).start}{apart}"
+
+
+def _times(planned: PlannedAssignment, stage: StagePlan, at: tuple[int, int]) -> BitsTimes:
+    """A unit at a choice; groups of layers have the seconds of their layers together."""
+    problem, bits = planned.problem, planned.chosen(at[1]).bits
     prefill_s, decode_s = (
-        float(table[stage.index, choice]) / planned.group
+        float(table[stage.index, planned.cell(*at)]) / planned.group
         for table in (problem.prefill_s, problem.decode_s)
     )
     device = planned.devices[stage.index]
@@ -89,13 +115,15 @@ def _times(planned: PlannedAssignment, stage: StagePlan, bits: int) -> BitsTimes
     return BitsTimes(bits, rule.name, _way(rule, device, dtype), prefill_s, decode_s)
 
 
-def _sentence(stage: StagePlan, own: BitsTimes, slower: Sequence[BitsTimes]) -> str:
+def _sentence(stage: StagePlan, subject: str, times: Sequence[BitsTimes]) -> str:
+    """Say that all but the first of `times` are slower than it."""
+    own, *slower = times
     names = [f"{each.bits} bit in {_phases(each.slower_phases(own))}" for each in slower]
     prefill = listed([seconds(each.prefill_s) for each in slower])
     decode = listed([seconds(each.decode_s) for each in slower])
     way = slower[0].way
     return (
-        f"On {stage.accelerator} these are slower than {own.bits} bit: {listed(names)}. A layer "
+        f"On {stage.accelerator} these are slower than {own.bits} bit: {listed(names)}. {subject} "
         f"takes {prefill} instead of {seconds(own.prefill_s)} for a prefill micro-batch, and "
         f"{decode} instead of {seconds(own.decode_s)} for a decode step. The "
         f"{slower[0].bits}-bit kernel ({slower[0].kernel}) {way}; that of {own.bits} bit "

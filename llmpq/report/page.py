@@ -129,16 +129,17 @@ def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
     """
     least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
     devices = [stage.label for stage in plan.stages]
+    titles: dict[int, list[str]] = {}
+    for reason in explanation.layers:
+        for layer in reason.layers:
+            sentence = layer_sentence(reason, devices[reason.stage], least_s)
+            titles.setdefault(layer, []).append(sentence)
     answers = explanation.answers
     changed, unchanged = changed_plans(answers.given, plan, least_s, worth_telling_s(plan, least_s))
     return {
         "least_s": least_s,
         "lever": lever(plan, explanation, least_s),
-        "layer_titles": {
-            layer: layer_sentence(reason, devices[reason.stage], least_s)
-            for reason in explanation.layers
-            for layer in reason.layers
-        },
+        "layer_titles": {layer: " ".join(sentences) for layer, sentences in titles.items()},
         "reason_groups": reason_groups(explanation.layers, least_s),
         "layer_sentences": [
             layer_sentences(

@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.report.formatting import change, layer_span, listed, number, plural, seconds, size
+from llmpq.report.formatting import (
+    bits_named,
+    change,
+    layer_runs,
+    layer_span,
+    listed,
+    number,
+    part_span,
+    plural,
+    seconds,
+    size,
+)
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
+from planner.explanation.planned_assignment import PARTS, Part
 from planner.explanation.what_if import Question, WhatIfAnswer
 from planner.plan.spec import PlanSpec, StagePlan
 
@@ -71,6 +83,9 @@ def difference(answer: WhatIfAnswer) -> str:
         parts.append(f"{plural(answer.layers_moved, 'layer')} on another stage")
     if answer.layers_with_other_bits:
         parts.append(f"{plural(answer.layers_with_other_bits, 'layer')} at other bits")
+    if answer.layers_with_experts_elsewhere:
+        layers = plural(answer.layers_with_experts_elsewhere, "layer")
+        parts.append(f"experts of {layers} between device and host")
     if not parts:
         return "the same plan"
     return listed(parts)
@@ -78,30 +93,36 @@ def difference(answer: WhatIfAnswer) -> str:
 
 def layer_sentence(reason: LayerReason, device: str, gap_s: float) -> str:
     """The reasons for the bits of a layer: each other bitwidth with what speaks against it."""
-    return f"{layer_span(reason.layers).capitalize()}: {_placed(reason, device, gap_s)}"
+    return f"{part_span(reason.layers, reason.part).capitalize()}: {_placed(reason, device, gap_s)}"
 
 
 def layer_sentences(
     reasons: Sequence[LayerReason], devices: Sequence[str], gap_s: float
 ) -> list[str]:
-    """One sentence for each run of layers with the same reasons; `devices` by stage."""
-    runs: list[tuple[range, str]] = []
-    for reason in reasons:
+    """One sentence for each run of layers with the same reasons, experts by themselves; `devices`
+    by stage.
+    """
+    runs: list[tuple[range, Part, str]] = []
+    for reason in sorted(reasons, key=lambda each: each.part == "experts"):
         text = _placed(reason, devices[reason.stage], gap_s)
-        if runs and runs[-1][1] == text:
-            runs[-1] = range(runs[-1][0].start, reason.layers.stop), text
+        same = runs and runs[-1][1:] == (reason.part, text)
+        if same and runs[-1][0].stop == reason.layers.start:
+            runs[-1] = range(runs[-1][0].start, reason.layers.stop), reason.part, text
         else:
-            runs.append((reason.layers, text))
-    return [f"{layer_span(layers).capitalize()}: {text}" for layers, text in runs]
+            runs.append((reason.layers, reason.part, text))
+    return [f"{part_span(layers, part).capitalize()}: {text}" for layers, part, text in runs]
 
 
 def _placed(reason: LayerReason, device: str, gap_s: float) -> str:
     """Stage and bits with the reasons for them."""
     others = sorted(reason.alternatives, key=lambda each: -each.bits)
-    parts = [f"{each.bits} bit {verdict(each, reason, gap_s)}." for each in others]
+    parts = [
+        f"{bits_named(each.bits, each.on_host)} {verdict(each, reason, gap_s)}." for each in others
+    ]
     if not parts:
         parts = ["No other bitwidth is allowed."]
-    opening = f"{reason.bits} bit on stage {reason.stage} ({device})."
+    place = f"on stage {reason.stage}" if not reason.on_host else f"of stage {reason.stage}"
+    opening = f"{bits_named(reason.bits, reason.on_host)} {place} ({device})."
     return " ".join([opening, *parts, exchange(reason)]).strip()
 
 
@@ -144,12 +165,14 @@ def exchange(reason: LayerReason) -> str:
         return ""
     if abs(partner.quality_s) < LEAST_S:
         return (
-            f"It is as sensitive as {layer_span(partner.layers)}, which has {partner.bits} bit: "
+            f"It is as sensitive as {part_span(partner.layers, partner.part)}, which has "
+            f"{bits_named(partner.bits, partner.on_host)}: "
             "which of the two has more bits makes no difference."
         )
     what = "lose" if partner.quality_s > 0 else "gain"
     return (
-        f"Exchanging bits with {layer_span(partner.layers)} ({partner.bits} bit) would {what} "
+        f"Exchanging bits with {part_span(partner.layers, partner.part)} "
+        f"({bits_named(partner.bits, partner.on_host)}) would {what} "
         f"quality worth {seconds(abs(partner.quality_s))}."
     )
 
@@ -160,14 +183,23 @@ def _no_room(alternative: Alternative, reason: LayerReason) -> str:
         f"needs {size(alternative.extra_bytes)} more, but {size(reason.spare_bytes)} "
         "are left on the stage"
     )
+    if missed.short_host_bytes and not missed.short_bytes:
+        needed = (
+            f"needs {size(alternative.extra_host_bytes)} more of the host, but "
+            f"{size(reason.spare_host_bytes)} are left there"
+        )
     bring = f"if it fitted, it would {_consequences(missed.latency_s, missed.quality_s)}"
     room = alternative.room
     if room is None:
         return f"{needed} and no change of one other layer makes room ({bring})"
-    which = "it" if room.layers == reason.layers else layer_span(room.layers)
-    how = f"moving {which} to stage {room.to_stage} at {room.bits} bit"
+    same = (room.layers, room.part) == (reason.layers, reason.part)
+    which = "it" if same else part_span(room.layers, room.part)
+    choice = bits_named(room.bits, room.on_host)
+    if room.experts is not None:
+        choice += f" (experts {bits_named(*room.experts)})"
+    how = f"moving {which} to stage {room.to_stage} at {choice}"
     if room.to_stage == reason.stage:
-        how = f"{room.bits} bit for {which}"
+        how = f"{choice} for {which}"
     both = _consequences(room.effect.latency_s, room.effect.quality_s)
     rounds = ""
     if abs(room.effect.decode_round_s) > LEAST_S:
@@ -203,11 +235,12 @@ def _quality(quality_s: float, least_s: float) -> str:
 class OtherBits:
     """Another bitwidth for a group, by the layer for which it comes closest.
 
-    `which` names that layer if others of the group differ; `quality` is the range of the group.
+    `name` is that of the bits, and of the layer if others of the group differ; `quality` is the
+    range of the group.
     """
 
     alternative: Alternative
-    which: str
+    name: str
     spare_bytes: float
     quality: str
     verdict: str
@@ -218,8 +251,7 @@ class ReasonGroup:
     """Layers of one stage and bitwidth, and what speaks against every other bitwidth."""
 
     stage: int
-    bits: int
-    layers: int
+    title: str
     spans: str
     headline: str
     others: Sequence[OtherBits]
@@ -231,9 +263,8 @@ def reason_groups(reasons: Sequence[LayerReason], gap_s: float) -> list[ReasonGr
     return [
         ReasonGroup(
             stage=group[0].stage,
-            bits=group[0].bits,
-            layers=sum(len(reason.layers) for reason in group),
-            spans=_spans(group),
+            title=_title(group),
+            spans=layer_runs(layer for reason in group for layer in reason.layers),
             headline=headline(group),
             others=[_other(group, index, gap_s) for index in range(len(group[0].alternatives))],
             remark=exchange(group[0]),
@@ -243,19 +274,34 @@ def reason_groups(reasons: Sequence[LayerReason], gap_s: float) -> list[ReasonGr
 
 
 def _groups(found: Sequence[LayerReason]) -> list[list[LayerReason]]:
-    """Layers of the same stage and bitwidth, in order of stages, most bits first."""
-    groups: dict[tuple[int, int], list[LayerReason]] = {}
+    """Layers of the same stage, bitwidth and other choices, in order of stages, experts last, most
+    bits first.
+    """
+    groups: dict[tuple[object, ...], list[LayerReason]] = {}
     for reason in found:
-        groups.setdefault((reason.stage, -reason.bits), []).append(reason)
+        others = tuple((each.bits, each.on_host) for each in reason.alternatives)
+        key = (reason.stage, PARTS.index(reason.part), -reason.bits, reason.on_host, others)
+        groups.setdefault(key, []).append(reason)
     return [groups[key] for key in sorted(groups)]
+
+
+def _title(group: list[LayerReason]) -> str:
+    first, layers = group[0], plural(sum(len(reason.layers) for reason in group), "layer")
+    whole = {
+        "layer": layers,
+        "rest": f"{layers} without experts",
+        "experts": f"experts of {layers}",
+    }
+    return f"{whole[first.part]} at {bits_named(first.bits, first.on_host)}"
 
 
 def _other(group: list[LayerReason], index: int, gap_s: float) -> OtherBits:
     reason = min(group, key=lambda each: _rank(each.alternatives[index]))
     alternative = reason.alternatives[index]
+    which = f" ({layer_span(reason.layers)})" if _differ(group, index) else ""
     return OtherBits(
         alternative=alternative,
-        which=f" ({layer_span(reason.layers)})" if _differ(group, index) else "",
+        name=bits_named(alternative.bits, alternative.on_host) + which,
         spare_bytes=reason.spare_bytes,
         quality=_group_quality(group, index),
         verdict=verdict(alternative, reason, gap_s),
@@ -279,17 +325,6 @@ def _group_quality(group: list[LayerReason], index: int) -> str:
     if most - least <= LEAST_S:
         return change(least, LEAST_S)
     return f"{change(least, LEAST_S)} to {change(most, LEAST_S)}"
-
-
-def _spans(group: list[LayerReason]) -> str:
-    """Runs of layers, for instance "layers 0–10, 17"."""
-    runs: list[list[int]] = []
-    for layer in (layer for reason in group for layer in reason.layers):
-        if runs and runs[-1][1] == layer - 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return "layers " + ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
 
 
 def changed_plans(

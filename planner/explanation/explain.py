@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from typing import Literal, get_args
 
 import numpy as np
 
 from planner.costs.model import CostModel
-from planner.explanation.planned_assignment import Effect, PlannedAssignment, planned_assignment
+from planner.costs.placing import UnitChoice
+from planner.explanation.planned_assignment import (
+    Effect,
+    Part,
+    PlannedAssignment,
+    planned_assignment,
+)
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
 from planner.optimiser.assignment import stage_times
 from planner.optimiser.problem import FloatArray, decode_round_form
@@ -57,47 +63,60 @@ class StageLimits:
 
 @dataclass(frozen=True)
 class Room:
-    """A way to make room on a stage: `layers` go to `to_stage`, or stay there at `bits`."""
+    """A way to make room on a stage: `layers`, or their `part`, go to `to_stage`, or stay there at
+    `bits`; `experts` have a choice of their own where they go along.
+    """
 
     layers: range
+    part: Part
     to_stage: int
     bits: int
+    on_host: bool
+    experts: UnitChoice | None
     effect: Effect
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One layer (or group) at other bits; `room` is the best single change that makes it fit, whose
-    effect includes the new bits, None where it fits or no change does.
+    """One layer (or group, or part) at other bits or on the host; `room` is the best single change
+    that makes it fit, whose effect includes the new bits, None where it fits or no change does.
     """
 
     bits: int
+    on_host: bool
     extra_bytes: float
+    extra_host_bytes: float
     effect: Effect
     room: Room | None
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Two groups of one stage that exchange bits; `quality_s` is theta times the change of
+    """Two groups of one stage and kind that exchange bits; `quality_s` is theta times the change of
     sensitivity.
     """
 
     layers: range
+    part: Part
     bits: int
+    on_host: bool
     quality_s: float
 
 
 @dataclass(frozen=True)
 class LayerReason:
-    """Layers decided together, and every other choice with its price; `spare_bytes` are left on the
-    stage, `exchange` is the best one within it (None: all have the same bits).
+    """Layers, or a part of them, decided together, and every other choice with its price;
+    `spare_bytes` are left on the stage, `exchange` is the best one within it (None: all of the kind
+    have the same bits).
     """
 
     layers: range
+    part: Part
     stage: int
     bits: int
+    on_host: bool
     spare_bytes: float
+    spare_host_bytes: float
     alternatives: tuple[Alternative, ...]
     exchange: Exchange | None
 
@@ -159,12 +178,29 @@ def stage_limits(planned: PlannedAssignment) -> tuple[StageLimits, ...]:
 
 
 def _least_step(planned: PlannedAssignment, stage: int, table: FloatArray) -> float:
-    row, available = table[stage], planned.problem.available[stage]
-    mine = set(planned.bitwidth[slice(*planned.first_layer[stage : stage + 2])])
-    usable = [choice for choice in range(len(row)) if available[choice]]
-    steps = [row[choice] for choice in usable]
-    steps += [row[more] - row[less] for less in mine for more in usable if more > less]
+    row = table[stage]
+    members = range(*planned.first_layer[stage : stage + 2])
+    mine = {(planned.cell(unit, 0), planned.bitwidth[unit]): unit for unit in members}
+    steps = _further_runs(planned, stage, row).tolist()
+    for (first, present), unit in mine.items():
+        better = (more for more in planned.usable(stage, unit) if _is_more(planned, more, present))
+        steps += [row[first + more] - row[first + present] for more in better]
     return min((float(step) for step in steps if step > 0), default=math.inf)
+
+
+def _further_runs(planned: PlannedAssignment, stage: int, row: FloatArray) -> FloatArray:
+    """The least of `row` that each run of units between boundaries takes of a stage."""
+    problem = planned.problem
+    usable = np.where(problem.available[stage], row, np.inf)
+    each = usable.reshape(problem.kinds, -1).min(axis=1)
+    counts = np.unique(np.diff(problem.kinds_before[problem.open_boundaries], axis=0), axis=0)
+    return np.asarray((counts * np.where(counts > 0, each, 0.0)).sum(axis=1))
+
+
+def _is_more(planned: PlannedAssignment, more: int, present: int) -> bool:
+    """Whether a choice has more bits than another, or as many on the device and not the host."""
+    one, other = planned.chosen(more), planned.chosen(present)
+    return (one.bits, not one.on_host) > (other.bits, not other.on_host)
 
 
 def _price(planned: PlannedAssignment, stage: int, phase: Phase, scale_s: float) -> float:
@@ -183,22 +219,28 @@ def _price(planned: PlannedAssignment, stage: int, phase: Phase, scale_s: float)
 
 
 def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
-    problem, bounds = planned.problem, planned.first_layer
+    problem = planned.problem
     spare = problem.memory_bytes - planned.times.bytes
+    spare_host = problem.host_memory_bytes - planned.times.host_bytes
     known: dict[tuple[object, ...], tuple[Alternative, ...]] = {}
     reasons = []
     for unit, choice in enumerate(planned.bitwidth):
-        stage = planned.stage_of(unit)
-        edges = (unit == bounds[stage], unit == bounds[stage + 1] - 1)
-        key = (stage, choice, *edges, problem.sensitivity[unit].tobytes())
+        stage, own = planned.stage_of(unit), planned.chosen(choice)
+        edges = tuple(
+            unit - run.start if unit in run else None for run in _edge_runs(planned, stage)
+        )
+        key = (stage, planned.cell(unit, choice), edges, problem.sensitivity[unit].tobytes())
         if key not in known:
             known[key] = tuple(_alternatives(planned, unit, stage))
         reasons.append(
             LayerReason(
                 layers=planned.layers(unit),
+                part=planned.part(unit),
                 stage=stage,
-                bits=problem.bitwidths[choice],
+                bits=own.bits,
+                on_host=own.on_host,
                 spare_bytes=float(spare[stage]),
+                spare_host_bytes=float(spare_host[stage]),
                 alternatives=known[key],
                 exchange=_exchange(planned, unit, stage),
             )
@@ -206,32 +248,50 @@ def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
     return tuple(reasons)
 
 
+def _edge_runs(planned: PlannedAssignment, stage: int) -> tuple[range, range]:
+    """The first and the last units of a stage that only move together."""
+    first, end = planned.first_layer[stage : stage + 2]
+    borders = planned.problem.open_boundaries
+    inner = borders[(borders > first) & (borders < end)].tolist()
+    return range(first, [*inner, end][0]), range([first, *inner][-1], end)
+
+
 def _alternatives(planned: PlannedAssignment, unit: int, stage: int) -> Iterator[Alternative]:
     problem, present = planned.problem, planned.bitwidth[unit]
-    for choice, bits in enumerate(problem.bitwidths):
-        if choice == present or not problem.available[stage, choice]:
+    before = planned.cell(unit, present)
+    for choice in planned.usable(stage, unit):
+        if choice == present:
             continue
         changed = list(planned.bitwidth)
         changed[unit] = choice
         effect = planned.effect(planned.first_layer, changed)
-        extra = problem.layer_bytes[stage, choice] - problem.layer_bytes[stage, present]
+        after = planned.cell(unit, choice)
+        extra, extra_host = (
+            float(table[stage, after] - table[stage, before])
+            for table in (problem.layer_bytes, problem.host_bytes)
+        )
         room = None if effect.fits else _best_room(planned, unit, changed, stage)
-        yield Alternative(bits, float(extra), effect, room)
+        yield Alternative(*planned.chosen(choice), extra, extra_host, effect, room)
 
 
 def _exchange(planned: PlannedAssignment, unit: int, stage: int) -> Exchange | None:
     problem, bits = planned.problem, np.array(planned.bitwidth)
     members = np.arange(*planned.first_layer[stage : stage + 2])
-    others = members[bits[members] != bits[unit]]
+    alike = problem.kind_of_layer[members] == problem.kind_of_layer[unit]
+    width = np.array(problem.bitwidths)[bits]
+    others = members[alike & (width[members] != width[unit])]
     if others.size == 0:
         return None
     omega, mine, theirs = problem.sensitivity, bits[unit], bits[others]
     change = omega[unit, theirs] + omega[others, mine] - omega[unit, mine] - omega[others, theirs]
     best = int(change.argmin())
     partner = int(others[best])
+    own = planned.chosen(int(theirs[best]))
     return Exchange(
         layers=planned.layers(partner),
-        bits=problem.bitwidths[int(theirs[best])],
+        part=planned.part(partner),
+        bits=own.bits,
+        on_host=own.on_host,
         quality_s=problem.theta * float(change[best]),
     )
 
@@ -245,37 +305,84 @@ def _best_room(
 
 
 def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int) -> Iterator[Room]:
-    """Yield moves of the stage's first group to the stage before, or its last to the one after."""
-    problem, bounds = planned.problem, planned.first_layer
-    if bounds[stage + 1] - bounds[stage] < 2:
+    """Yield moves of the stage's first run of units that lie together to the stage before, or its
+    last to the one after.
+    """
+    bounds = planned.first_layer
+    runs = _edge_runs(planned, stage)
+    if runs[0].stop == bounds[stage + 1]:
         return
-    for to_stage, edge in ((stage - 1, bounds[stage]), (stage + 1, bounds[stage + 1] - 1)):
-        if not 0 <= to_stage < problem.stages:
+    for to_stage, run in zip((stage - 1, stage + 1), runs, strict=True):
+        if not 0 <= to_stage < planned.problem.stages:
             continue
         shifted = list(bounds)
-        shifted[max(stage, to_stage)] += 1 if to_stage < stage else -1
-        if not set(problem.joined).isdisjoint(shifted):
-            continue
-        choices = [changed[edge]] if edge == unit else range(len(problem.bitwidths))
-        for choice in choices:
-            if problem.available[to_stage, choice]:
-                bitwidth = [*changed[:edge], choice, *changed[edge + 1 :]]
-                effect = planned.effect(shifted, bitwidth)
-                yield Room(planned.layers(edge), to_stage, problem.bitwidths[choice], effect)
+        shifted[max(stage, to_stage)] = run.stop if to_stage < stage else run.start
+        own = {planned.part(unit) == "experts": changed[unit]} if unit in run else {}
+        for bits in _choices_of_run(planned, run, to_stage, own):
+            bitwidth = [*changed[: run.start], *bits, *changed[run.stop :]]
+            yield _room(planned, run, to_stage, (shifted, bitwidth))
+
+
+def _choices_of_run(
+    planned: PlannedAssignment, run: range, stage: int, fixed: Mapping[bool, int]
+) -> Iterator[list[int]]:
+    """Yield choices for the units of a run: one for all experts, one for all else, so that they
+    can be told in a few words; those `fixed` by whether they are for experts stay.
+    """
+    is_experts = [planned.part(unit) == "experts" for unit in run]
+    usable = dict[bool, set[int]]()
+    for unit, kind in zip(run, is_experts, strict=True):
+        able = set(planned.usable(stage, unit))
+        usable[kind] = usable.get(kind, able) & able
+    for kind, choice in fixed.items():
+        usable[kind] &= {choice}
+    for chosen in product(*map(sorted, usable.values())):
+        of_part = dict(zip(usable, chosen, strict=True))
+        yield [of_part[kind] for kind in is_experts]
+
+
+def _room(
+    planned: PlannedAssignment,
+    run: range,
+    to_stage: int,
+    assigned: tuple[Sequence[int], Sequence[int]],
+) -> Room:
+    """The units of a run on `to_stage`, as they are in the boundaries and choices `assigned`."""
+    own = planned.chosen(assigned[1][run[0]])
+    experts = [unit for unit in run[1:] if planned.part(unit) == "experts"]
+    return Room(
+        layers=range(planned.layers(run[0]).start, planned.layers(run[-1]).stop),
+        part="layer" if len(run) > 1 else planned.part(run[0]),
+        to_stage=to_stage,
+        bits=own.bits,
+        on_host=own.on_host,
+        experts=planned.chosen(assigned[1][experts[0]]) if experts else None,
+        effect=planned.effect(*assigned),
+    )
 
 
 def _lowered(
     planned: PlannedAssignment, unit: int, changed: list[int], stage: int
 ) -> Iterator[Room]:
-    """Yield, for each bitwidth, the group of the stage that loses least when lowered to it."""
+    """Yield, for each choice that takes less of a memory, the group of the stage and of each kind
+    that loses least by it.
+    """
     problem, bounds = planned.problem, planned.first_layer
     omega = problem.sensitivity
-    others = [each for each in range(bounds[stage], bounds[stage + 1]) if each != unit]
-    for present in {changed[each] for each in others}:
-        members = [each for each in others if changed[each] == present]
-        for choice in np.flatnonzero(problem.available[stage, :present]).tolist():
+    alike: dict[int, list[int]] = {}
+    for each in range(bounds[stage], bounds[stage + 1]):
+        if each != unit:
+            alike.setdefault(planned.cell(each, changed[each]), []).append(each)
+    for before, members in alike.items():
+        present = changed[members[0]]
+        for choice in planned.usable(stage, members[0]):
+            after = planned.cell(members[0], choice)
+            if not any(
+                memory.layer_bytes[stage, after] < memory.layer_bytes[stage, before]
+                for memory in problem.memories
+            ):
+                continue
             loss = omega[members, choice] - omega[members, present]
             chosen = members[int(loss.argmin())]
             bitwidth = [*changed[:chosen], choice, *changed[chosen + 1 :]]
-            effect = planned.effect(planned.first_layer, bitwidth)
-            yield Room(planned.layers(chosen), stage, problem.bitwidths[choice], effect)
+            yield _room(planned, range(chosen, chosen + 1), stage, (bounds, bitwidth))

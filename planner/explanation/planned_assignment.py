@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from planner.cluster.device import Device
 from planner.cluster.spec import grouped_cluster
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
+from planner.costs.placing import UnitChoice
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
@@ -25,18 +27,23 @@ from planner.simulation.simulation import Simulated, simulate_assignment
 from planner.workload import MicroBatches
 from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 
+Part = Literal["layer", "rest", "experts"]
+"""What of its layers a unit is: all, all but their experts, or these."""
+PARTS: tuple[Part, ...] = get_args(Part)
+
 
 @dataclass(frozen=True)
 class Effect:
     """The effect of a change to a plan; negative is better. `latency_s` is per batch,
     `decode_round_s` per token of every request, `quality_s` theta times the change of sensitivity,
-    `short_bytes` what the worst stage lacks.
+    `short_bytes` what the worst stage lacks, `short_host_bytes` what the worst host does.
     """
 
     latency_s: float
     decode_round_s: float
     quality_s: float
     short_bytes: float
+    short_host_bytes: float = 0.0
 
     @property
     def objective_s(self) -> float:
@@ -44,13 +51,13 @@ class Effect:
 
     @property
     def fits(self) -> bool:
-        return self.short_bytes == 0
+        return self.short_bytes == 0 and self.short_host_bytes == 0
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedAssignment:
-    """A plan on `problem`; `first_layer` [N+1] and `bitwidth` [L] count groups of `options.group`
-    layers.
+    """A plan on `problem`; `first_layer` [N+1] and `bitwidth` [L] count units: groups of
+    `options.group` layers, or apart their experts and all else.
     """
 
     costs: CostModel
@@ -71,6 +78,29 @@ class PlannedAssignment:
     def layers(self, unit: int) -> range:
         return self.costs.placing.units.layers(unit)
 
+    def layers_of(self, units: Iterable[int]) -> int:
+        """How many layers have a part in `units`."""
+        return len({layer for unit in units for layer in self.layers(unit)})
+
+    def part(self, unit: int) -> Part:
+        units = self.costs.placing.units
+        if unit in units.of_experts:
+            return "experts"
+        return "rest" if unit in units.with_experts else "layer"
+
+    def chosen(self, choice: int) -> UnitChoice:
+        """What one of the problem's choices stands for."""
+        return self.costs.placing.unit_choices[choice]
+
+    def cell(self, unit: int, choice: int) -> int:
+        """The column of the problem's tables for a unit at a choice."""
+        return int(self.problem.kind_of_layer[unit]) * len(self.problem.bitwidths) + choice
+
+    def usable(self, stage: int, unit: int) -> list[int]:
+        """The choices at which a stage can run a unit."""
+        choices = range(len(self.problem.bitwidths))
+        return [each for each in choices if self.problem.available[stage, self.cell(unit, each)]]
+
     def stage_of(self, unit: int) -> int:
         return int(np.searchsorted(self.first_layer, unit, side="right")) - 1
 
@@ -78,11 +108,13 @@ class PlannedAssignment:
         before, after = self.times, stage_times(self.problem, first_layer, bitwidth)
         rounds = (decode_round_s(self.problem, times) for times in (after, before))
         over = (after.bytes - self.problem.memory_bytes).max()
+        over_host = (after.host_bytes - self.problem.host_memory_bytes).max()
         return Effect(
             latency_s=after.latency_s - before.latency_s,
             decode_round_s=next(rounds) - next(rounds),
             quality_s=self.problem.theta * (after.quality - before.quality),
             short_bytes=max(0.0, float(over)),
+            short_host_bytes=max(0.0, float(over_host)),
         )
 
     def simulate(self) -> Simulated:

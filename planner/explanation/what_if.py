@@ -5,7 +5,6 @@ theta.
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -69,6 +68,7 @@ class WhatIfAnswer:
     layers_with_other_bits: int
     layers_moved: int
     proven: bool
+    layers_with_experts_elsewhere: int = 0
 
     @property
     def objective_change_s(self) -> float:
@@ -118,6 +118,8 @@ def _answer(
     present = replace(planned, costs=costs, devices=devices, problem=problem)
     found, proven = _search(present, options, deadline)
     before, after = present.times, found.times
+    units = range(len(found.bitwidth))
+    now, then = ([each.chosen(own) for own in each.bitwidth] for each in (found, planned))
     return WhatIfAnswer(
         question=question,
         theta=costs.theta,
@@ -127,13 +129,16 @@ def _answer(
         sensitivity=after.quality,
         latency_change_s=after.latency_s - planned.times.latency_s,
         quality_change_s=problem.theta * (after.quality - before.quality),
-        layers_with_other_bits=planned.group
-        * sum(map(operator.ne, found.bitwidth, planned.bitwidth)),
-        layers_moved=planned.group
-        * sum(
-            found.stage_of(unit) != present.stage_of(unit) for unit in range(len(found.bitwidth))
+        layers_with_other_bits=planned.layers_of(
+            unit for unit in units if now[unit].bits != then[unit].bits
+        ),
+        layers_moved=planned.layers_of(
+            unit for unit in units if found.stage_of(unit) != present.stage_of(unit)
         ),
         proven=proven,
+        layers_with_experts_elsewhere=planned.layers_of(
+            unit for unit in units if now[unit].on_host != then[unit].on_host
+        ),
     )
 
 

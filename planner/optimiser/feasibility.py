@@ -150,18 +150,26 @@ def require_feasible(problem: AssignmentProblem) -> None:
         raise InfeasibleError(explain_infeasible(problem, names))
 
 
-def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
-    """Why nothing fits, with figures and no remedies; empty for a problem with a solution."""
+def explain_infeasible(
+    problem: AssignmentProblem,
+    device_names: Sequence[str],
+    layer_of_unit: Sequence[int] | None = None,
+) -> str:
+    """Why nothing fits, with figures and no remedies; empty for a problem with a solution. What the
+    problem places are units whose first layers are `layer_of_unit` [L+1], each a layer by default.
+    """
+    layer_of = range(problem.layers + 1) if layer_of_unit is None else layer_of_unit
+    layers = layer_of[-1]
     if is_feasible(problem):
         return ""
     runs = len(problem.open_boundaries) - 1
     if runs < min(problem.stages, 2):
-        kept = "" if runs == problem.layers else " that must lie on one stage"
+        kept = "" if runs == layers else " that must lie on one stage"
         return (
-            f"{problem.layers} layer{'' if problem.layers == 1 else 's'}{kept} cannot fill both "
+            f"{layers} layer{'' if layers == 1 else 's'}{kept} cannot fill both "
             f"the first and the last of {problem.stages} stages; use 1 device"
         )
-    return _explain_one_stage(problem, device_names) or _explain_total(problem)
+    return _explain_one_stage(problem, device_names, layer_of) or _explain_total(problem, layer_of)
 
 
 def whole_layers(
@@ -175,13 +183,19 @@ def whole_layers(
     return np.where(np.isfinite(whole), whole, 0.0).astype(np.int64)
 
 
-def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
+def _explain_one_stage(
+    problem: AssignmentProblem, device_names: Sequence[str], layer_of: Sequence[int]
+) -> str:
     """Explain the first stage that cannot hold what it must; empty if there is none."""
     smallest, borders = smallest_layer_bytes(problem), problem.open_boundaries
     before = problem.kinds_before
     ends = {
-        0: ("first", before[borders[1]]),
-        problem.stages - 1: ("last", before[-1] - before[borders[-2]]),
+        0: ("first", before[borders[1]], layer_of[borders[1]]),
+        problem.stages - 1: (
+            "last",
+            before[-1] - before[borders[-2]],
+            layer_of[-1] - layer_of[borders[-2]],
+        ),
     }
     for stage, name in enumerate(device_names):
         memory = float(problem.memory_bytes[stage])
@@ -192,14 +206,14 @@ def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) 
             )
         if stage not in ends:
             continue
-        end, counts = ends[stage]
+        end, counts, layers = ends[stage]
         needed = float(smallest[stage, counts > 0] @ counts[counts > 0])
         if math.isinf(needed):
             bits = ", ".join(map(str, problem.bitwidths))
             return f"stage {stage} on {name} can run none of the bitwidths {bits}; allow another"
         if needed > memory:
-            held = "a layer" if counts.sum() == 1 else f"{counts.sum()} layers"
-            takes = "takes" if counts.sum() == 1 else "take"
+            held = "a layer" if layers == 1 else f"{layers} layers"
+            takes = "takes" if layers == 1 else "take"
             return (
                 f"the {end} stage must hold {held}, and the smallest that {name} can run "
                 f"{takes} {_gib(needed)} with its KV cache, but {name} has {_gib(memory)} "
@@ -208,28 +222,29 @@ def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) 
     return ""
 
 
-def _explain_total(problem: AssignmentProblem) -> str:
+def _explain_total(problem: AssignmentProblem, layer_of: Sequence[int]) -> str:
     smallest = smallest_layer_bytes(problem)
     usable = np.isfinite(smallest)
     counts = problem.kinds_before[-1]
     if (lacking := ~usable.any(axis=0) & (counts > 0)).any():
-        layer = int(np.flatnonzero(lacking[problem.kind_of_layer])[0])
+        layer = layer_of[int(np.flatnonzero(lacking[problem.kind_of_layer])[0])]
         bits = ", ".join(map(str, problem.bitwidths))
         return f"no device can run layer {layer} at any of the bitwidths {bits}; allow another"
     if len(problem.memories) > 1:
-        return _explain_both(problem)
+        return _explain_both(problem, layer_of)
     reached = _reached(smallest, problem.memory_bytes, problem.kind_of_layer, problem.joined)
     taken = np.diff(problem.kinds_before[reached], axis=0)
-    left, held = problem.layers - int(reached[-1]), int(reached[-1])
+    held = layer_of[int(reached[-1])]
+    left = layer_of[-1] - held
     typical = [
         np.median(smallest[able, kind]) if able.any() else 0.0 for kind, able in enumerate(usable.T)
     ]
-    missing = float((counts - problem.kinds_before[held]) @ typical)
+    missing = float((counts - problem.kinds_before[reached[-1]]) @ typical)
     needed = float((taken * np.where(usable, smallest, 0.0)).sum()) + missing
     offered = float(problem.memory_bytes[usable.any(axis=1)].sum())
     lowest = ", ".join(str(bits) for bits in sorted(_lowest_bits(problem)))
     message = (
-        f"{problem.layers} layers need {_gib(needed)} at the lowest bitwidth each device can run "
+        f"{layer_of[-1]} layers need {_gib(needed)} at the lowest bitwidth each device can run "
         f"({lowest} bit), KV cache included, but the devices offer {_gib(offered)}, which is whole "
         f"layers for {held}: short by {left} of them or {_gib(missing)}"
     )
@@ -239,12 +254,12 @@ def _explain_total(problem: AssignmentProblem) -> str:
     return message
 
 
-def _explain_both(problem: AssignmentProblem) -> str:
+def _explain_both(problem: AssignmentProblem, layer_of: Sequence[int]) -> str:
     """Explain the total of two memories."""
-    held = int(fullest_stages(problem)[0][-1])
+    held = layer_of[int(fullest_stages(problem)[0][-1])]
     device, host = (float(each.limit_bytes.sum()) for each in problem.memories)
     message = (
-        f"only {held} of {problem.layers} layers fit at the smallest, KV cache included, into "
+        f"only {held} of {layer_of[-1]} layers fit at the smallest, KV cache included, into "
         f"{_gib(device)} of the devices and {_gib(host)} of their hosts"
     )
     scale = _scale_that_fits(problem)

@@ -140,7 +140,8 @@ def misfit(costs: CostModel) -> DoesNotFitError:
     """The error that says why all devices have no plan, with figures and without remedies."""
     smallest = (SizedProblem.of(*each) for each in _smallest(costs))
     closest = max(smallest, key=lambda each: each.problem.memory_bytes.sum())
-    why = explain_infeasible(closest.problem, [device.label for device in closest.devices])
+    names = [device.label for device in closest.devices]
+    why = explain_infeasible(closest.problem, names, costs.placing.units.layer_of_unit)
     sizes, devices = closest.sizes, costs.cluster.devices
     if any(device.degree > 1 for device in closest.devices):
         why += " (of a group these are the bytes of one rank)"
