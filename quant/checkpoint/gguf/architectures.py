@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 RowOrder = Literal["as stored", "rotary", "fused", "plus one"]
 """The last one: numbers of a norm, stored with the one that transformers adds to them."""
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(\w+)$")
+_EXPERTS = "mlp.experts"
+_OF_EXPERT = re.compile(rf"{re.escape(_EXPERTS)}\.(\d+)\.(\w+)$")
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
     """`model_type` in transformers, and modules there by those in the file: `ends` outside the
-    layers, `layer` within one. `queries`, `keys` (rotary order) and `fused` are modules of the
-    file.
+    layers, `layer` within one, `experts` those of one expert of a tensor that holds all of a
+    layer's. `queries`, `keys` (rotary order) and `fused` are modules of the file.
     """
 
     model_type: str
@@ -32,6 +34,7 @@ class GgufArchitecture:
     keys: str = ""
     fused: str = ""
     norms_plus_one: bool = False
+    experts: Mapping[str, str] = field(default_factory=dict)
 
     def full_name(self, stored: str) -> str:
         """The name in transformers of `stored`; an unknown one keeps its own, below that of its
@@ -43,6 +46,14 @@ class GgufArchitecture:
             return f"{self.ends[module]}.{part}" if module in self.ends else stored
         index, module, part = match.groups()
         return f"{self.layers}.{index}.{self.layer.get(module, module)}.{part}"
+
+    def expert_names(self, stored: str, count: int) -> list[str]:
+        """The names in transformers of each expert in `stored`; none if it is not of experts."""
+        match = _LAYER.match(stored)
+        if match is None or match[2] not in self.experts:
+            return []
+        layer, end = f"{self.layers}.{match[1]}.{_EXPERTS}", f"{self.experts[match[2]]}.{match[3]}"
+        return [f"{layer}.{index}.{end}" for index in range(count)]
 
     def order(self, stored: str) -> RowOrder:
         if self.norms_plus_one and stored.endswith("norm.weight"):
@@ -56,6 +67,11 @@ class GgufArchitecture:
     def stored_name(self, full_name: str) -> str:
         module, _, part = full_name.rpartition(".")
         index, _, inner = module.removeprefix(f"{self.layers}.").partition(".")
+        of_expert = _OF_EXPERT.match(inner)
+        if of_expert is not None:
+            names = {own: name for name, own in self.experts.items()}
+            fused = names.get(of_expert[2], inner)
+            return f"blk.{index}.{fused}.{part} (expert {of_expert[1]})"
         names = {own: name for name, own in (self.layer if inner else self.ends).items()}
         stem = f"blk.{index}." if inner else ""
         return f"{stem}{names.get(inner or module, inner or module)}.{part}"
@@ -154,6 +170,20 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "gemma3": _gemma("gemma3_text"),
     "qwen2": GgufArchitecture("qwen2", "model.layers", _GATED_ENDS, _GATED_LAYER),
     "qwen3": GgufArchitecture("qwen3", "model.layers", _GATED_ENDS, _GATED_LAYER),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe",
+        "model.layers",
+        _GATED_ENDS,
+        {
+            **{name: own for name, own in _GATED_LAYER.items() if "mlp" not in own},
+            "ffn_gate_inp": "mlp.gate",
+        },
+        experts={
+            "ffn_gate_exps": "gate_proj",
+            "ffn_up_exps": "up_proj",
+            "ffn_down_exps": "down_proj",
+        },
+    ),
     "bloom": GgufArchitecture(
         "bloom",
         "transformer.h",

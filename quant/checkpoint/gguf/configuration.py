@@ -26,11 +26,16 @@ Tensors = Mapping[str, StoredBlocks]
 """The tensors of all parts of a model, by the names in its files."""
 
 _SCALES = ("attention.scale", "attention.clamp_kqv", "embedding_scale", "logit_scale",
-           "residual_scale", "attn_logit_softcapping", "final_logit_softcapping")  # fmt: skip
+           "residual_scale", "attn_logit_softcapping", "final_logit_softcapping",
+           "expert_weights_scale")  # fmt: skip
 """Entries that change what a layer computes, and that our families do not know."""
 
+_OF_EXPERTS = ("qwen3moe",)
+"""Architectures whose experts are read. Mixtral is a file of `llama`."""
+
+_NOT_GRANITE = ("attention.clamp_kqv", "expert_weights_scale", *CAPS)
 _KNOWN_SCALES = {
-    *(("granite", key) for key in _SCALES if key not in ("attention.clamp_kqv", *CAPS)),
+    *(("granite", key) for key in _SCALES if key not in _NOT_GRANITE),
     *(("gemma2", key) for key in CAPS),
     ("gemma3", "final_logit_softcapping"),
 }
@@ -40,13 +45,14 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 
 def model_entries(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    """Entries of `config.json`; SpecError for missing or wrong ones, mixtures of experts and
-    unknown scales.
+    """Entries of `config.json`; SpecError for missing or wrong ones, experts of other families
+    and unknown scales.
     """
-    if entries.of_architecture("expert_count"):
+    if entries.of_architecture("expert_count") and entries.architecture not in _OF_EXPERTS:
         raise SpecError(
-            f"{entries.path}: a mixture of {entries.size('expert_count')} experts, which llmpq "
-            "does not plan yet; choose a dense model"
+            f"{entries.path}: a mixture of {entries.size('expert_count')} experts of architecture "
+            f"{entries.architecture}; of those llmpq reads {', '.join(_OF_EXPERTS)} alone, of "
+            "others give the original checkpoint, a folder of safetensors files"
         )
     for key in _SCALES:
         if (entries.architecture, key) not in _KNOWN_SCALES and entries.of_architecture(
@@ -146,6 +152,18 @@ def _qwen2(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[s
 def _qwen3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     bias = "blk.0.attn_q.bias" in tensors
     return _gated(entries, tensors, factors) | {"attention_bias": bias}
+
+
+def _qwen3_moe(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
+    """llama.cpp has experts in every layer, and weights that add up to one, in its code alone."""
+    return _qwen3(entries, tensors, factors) | {
+        "num_experts": entries.size("expert_count"),
+        "num_experts_per_tok": entries.size("expert_used_count"),
+        "moe_intermediate_size": entries.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _biased(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
@@ -287,6 +305,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma3": _gemma,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3moe": _qwen3_moe,
     "bloom": _bloom,
     "gptneox": _gpt_neox,
 }

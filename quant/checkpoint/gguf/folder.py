@@ -253,6 +253,16 @@ def _index(
     for part, each in made.stored:
         if each.name in ROTARY_TENSORS:
             continue  # in config.json
+        experts = names.expert_names(each.name, each.shape[0]) if len(each.shape) > 1 else []
+        size = (each.stop - each.start) // max(1, len(experts))
+        for number, name in enumerate(experts):
+            start = each.start + number * size
+            tensors[name] = GgufTensor(
+                each.name, part, each.type_name, each.shape[1:], start, start + size,
+                "as stored", heads,
+            )  # fmt: skip
+        if experts:
+            continue
         is_key = bool(names.keys) and f".{names.keys}." in each.name
         tensors[names.full_name(each.name)] = GgufTensor(
             each.name, part, each.type_name, _squeezed(each.shape), each.start, each.stop,

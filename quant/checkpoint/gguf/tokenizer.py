@@ -82,6 +82,7 @@ OF_ARCHITECTURE: Mapping[str, str] = {
     "llama": "llama-bpe",
     "qwen2": "qwen2",
     "qwen3": "qwen2",
+    "qwen3moe": "qwen2",
     "bloom": "bloom",
     "gptneox": "olmo",
 }

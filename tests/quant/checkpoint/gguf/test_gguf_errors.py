@@ -71,7 +71,10 @@ def test_tensors_that_do_not_fit(
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"llama.expert_count": 8}, ("mixture of 8 experts", "dense")),
+        (
+            {"llama.expert_count": 8},
+            ("mixture of 8 experts", "architecture llama", "qwen3moe alone"),
+        ),
         ({"llama.block_count": None}, ("llama.block_count is missing",)),
         ({"llama.attention.head_count": 0}, ("llama.attention.head_count is 0",)),
         ({"llama.feed_forward_length": [80] * 5}, ("llama.feed_forward_length is [80,",)),

@@ -18,7 +18,7 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
                   "bloom": "bloom", "gpt_neox": "gptneox", "smollm3": "smollm3",
                   "granite": "granite", "phi3": "phi3", "glm4": "glm4",
                   "olmo2": "olmo2", "ministral3": "mistral3", "gemma2": "gemma2",
-                  "gemma3_text": "gemma3"}  # fmt: skip
+                  "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # fmt: skip
 _ENUMS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -129,6 +129,10 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
             found[key] = getattr(config, key)
         if rotary["rope_type"] == "linear":
             found |= {"rope.scaling.type": "linear", "rope.scaling.factor": rotary["factor"]}
+    if architecture == "qwen3moe":
+        found["expert_count"] = config.num_experts
+        found["expert_used_count"] = config.num_experts_per_tok
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
     if config.model_type == "granite":
         found["attention.scale"] = config.attention_multiplier
         found["embedding_scale"] = config.embedding_multiplier
@@ -153,6 +157,19 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
+def _unfused_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Gate and up of experts each by itself, named as weights."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            stem = name.removesuffix("gate_up_proj")
+            found |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
+    return found
+
+
 def _tensors(model: Any, architecture: str) -> dict[str, Array]:
     names = gguf.get_tensor_name_map(_ENUMS[architecture], model.config.num_hidden_layers)
     heads = model.config.num_attention_heads
@@ -166,7 +183,7 @@ def _tensors(model: Any, architecture: str) -> dict[str, Array]:
         if architecture == "phi3"
         else {}
     )
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _unfused_experts(model.state_dict()).items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         weights = tensor.float().numpy()
