@@ -21,6 +21,7 @@ from actors.attention.constant_state import (
     DeltaInputs,
     DeltaWeights,
     Projected,
+    Runs,
     TokenRuns,
 )
 from actors.attention.cuda_delta import DeltaKernels, compiled_kernels
@@ -55,7 +56,7 @@ def mix(context: RaggedContext, layer: int, new: Projected, weights: DeltaWeight
 
 def plain(
     runs: TokenRuns,
-    parts: Sequence[TokenRuns],
+    parts: Sequence[Runs],
     new: Projected,
     weights: DeltaWeights,
     held: tuple[Tensor, Tensor],
@@ -161,7 +162,7 @@ def random_weights(sizes: DeltaMixer, random: Callable[..., Tensor]) -> DeltaWei
     )
 
 
-def _convolved(parts: Sequence[TokenRuns], mixed: Tensor, held: Tensor, taps: Tensor) -> Tensor:
+def _convolved(parts: Sequence[Runs], mixed: Tensor, held: Tensor, taps: Tensor) -> Tensor:
     """The causal convolution within each request, float32; the last inputs stay in `held` `[slots,
     conv_width - 1, channels]`.
 
@@ -187,7 +188,7 @@ def _convolved(parts: Sequence[TokenRuns], mixed: Tensor, held: Tensor, taps: Te
 
 
 def _of_runs(
-    runs: TokenRuns, new: DeltaInputs, state: Tensor, sizes: DeltaMixer
+    runs: Runs, new: DeltaInputs, state: Tensor, sizes: DeltaMixer
 ) -> tuple[Tensor, Tensor]:
     """The results of `runs` `[requests x count, value_heads, value_dim]`, and their states, by
     transformers' functions.
