@@ -167,7 +167,7 @@ class DeltaInputs:
 
 
 @dataclass(frozen=True)
-class Runs:
+class EqualRuns:
     """Requests with `count` new tokens each, at rows `tokens` of the flattened batch; `slots`
     `[requests]` on the device. `is_fresh`: whether their tokens are their first ones.
     """
@@ -206,7 +206,7 @@ class TokenRuns:
         return cls(np.stack([slots[edges], starts[edges], rows[edges], joined]), device)
 
     @cached_property
-    def equal(self) -> tuple[Runs, ...]:
+    def equal(self) -> tuple[EqualRuns, ...]:
         """Requests with as many new tokens, and with or without earlier ones, together."""
         slots, starts, firsts, counts = self.told
         kinds, kind = np.unique(np.stack([counts, starts == 0]), axis=1, return_inverse=True)
@@ -219,5 +219,5 @@ class TokenRuns:
                 each = (firsts[own][:, None] + np.arange(count)).ravel()
                 rows = on_device(self.device, each)[0]
             there = on_device(self.device, slots[own])[0]
-            found.append(Runs(rows, there, count, bool(is_fresh)))
+            found.append(EqualRuns(rows, there, count, bool(is_fresh)))
         return tuple(found)

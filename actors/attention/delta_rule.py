@@ -20,8 +20,8 @@ from actors.attention.constant_state import (
     ConstantStates,
     DeltaInputs,
     DeltaWeights,
+    EqualRuns,
     Projected,
-    Runs,
     TokenRuns,
 )
 from actors.attention.cuda_delta import DeltaKernels, compiled_kernels
@@ -56,7 +56,7 @@ def mix(context: RaggedContext, layer: int, new: Projected, weights: DeltaWeight
 
 def plain(
     runs: TokenRuns,
-    parts: Sequence[Runs],
+    parts: Sequence[EqualRuns],
     new: Projected,
     weights: DeltaWeights,
     held: tuple[Tensor, Tensor],
@@ -162,7 +162,7 @@ def random_weights(sizes: DeltaMixer, random: Callable[..., Tensor]) -> DeltaWei
     )
 
 
-def _convolved(parts: Sequence[Runs], mixed: Tensor, held: Tensor, taps: Tensor) -> Tensor:
+def _convolved(parts: Sequence[EqualRuns], mixed: Tensor, held: Tensor, taps: Tensor) -> Tensor:
     """The causal convolution within each request, float32; the last inputs stay in `held` `[slots,
     conv_width - 1, channels]`.
 
@@ -188,7 +188,7 @@ def _convolved(parts: Sequence[Runs], mixed: Tensor, held: Tensor, taps: Tensor)
 
 
 def _of_runs(
-    runs: Runs, new: DeltaInputs, state: Tensor, sizes: DeltaMixer
+    runs: EqualRuns, new: DeltaInputs, state: Tensor, sizes: DeltaMixer
 ) -> tuple[Tensor, Tensor]:
     """The results of `runs` `[requests x count, value_heads, value_dim]`, and their states, by
     transformers' functions.
