@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from datetime import datetime
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from planner.explanation.planned_assignment import Part
 from quant.common.units import GIB, KIB, MIB
+
+if TYPE_CHECKING:  # jobs are shown without the planner
+    from planner.explanation.planned_assignment import Part
 
 MINUS, SPACE = "−", "\N{NO-BREAK SPACE}"
 
