@@ -38,9 +38,9 @@ from actors.stage.partial_model import (
     empty_model,
     keep_stage,
     logits_of,
+    numbers_of_layers,
     plan_frequencies,
 )
-from actors.stage.per_layer_inputs import numbers_of_layers
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import run_decoder

@@ -27,8 +27,15 @@ from actors.stage.handed_over import HeldKeysValues
 from actors.stage.layer_cache import make_cache, most_kv_heads
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
-from actors.stage.partial_model import ContextAsCache, PassThrough, architecture_of, logits_of
-from actors.stage.per_layer_inputs import decoded, embedded, numbers_of_layers
+from actors.stage.partial_model import (
+    ContextAsCache,
+    PassThrough,
+    architecture_of,
+    decoded,
+    embedded,
+    logits_of,
+    numbers_of_layers,
+)
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, share_of, weight_bytes

@@ -43,7 +43,7 @@ _ROTATION_LAUNCHES = 10
 _OTHER_LAUNCHES = 8
 _SPELLED_ACTIVATION_LAUNCHES = 8
 _CODE_LAUNCHES = 28  # of making codes of keys and values and restoring them
-# Counted there too, in float32: a mixer (`actors.stage.delta_mixer`) starts 59 in a decode step
+# Counted there too, in float32: a mixer (`actors.attention.delta_mixer`) starts 59 in a decode step
 # beside its products and norms, and casts of half as wide numbers.
 _MIXER_LAUNCHES = 66
 _STEP_LAUNCHES = 8  # by `actors.attention.cuda_delta`, with the MLP's product and both sums

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.feasibility import run_sums
+from planner.optimiser.feasibility import fullest_stages, run_sums
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
-from planner.optimiser.two_memories import fullest_stages
 from quant.common.errors import SpecError
 
 

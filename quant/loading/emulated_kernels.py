@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from quant.backends.kernel_rule import KernelRule
 from quant.backends.rotation import RotatedCodes
 from quant.backends.table import rule_for
 from quant.checkpoint.reader import Checkpoint
-from quant.experts import PackExpert, expert_shapes
+from quant.experts import PackExpert, PlainWeight, expert_shapes
 from quant.linear import LayerForm
 from quant.loading.cached_layer import put_submodule
 from quant.loading.expert_tensors import load_experts
@@ -146,24 +145,10 @@ def load_layer_as_planned(
 
 
 @dataclass(frozen=True)
-class _RepresentedExpert(PackedWeight):
-    """Computes a backend's `product`; nothing of it is stored."""
+class _RepresentedExpert(PlainWeight):
+    """Computes a backend's `product`, whose own copy of the weight is the only one."""
 
     product: Product
-
-    @classmethod
-    def from_weight(
-        cls,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = DEFAULT,
-    ) -> Self:
-        raise NotImplementedError("the backend is not known")
-
-    @classmethod
-    def represent(cls, weight: torch.Tensor, rounding: Rounding = DEFAULT) -> torch.Tensor:
-        raise NotImplementedError("the backend is not known")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x)
@@ -178,7 +163,8 @@ def _representing(rules: Mapping[LinearShape, KernelRule], rounding: str) -> Pac
     ) -> PackedWeight:
         rule = rules[LinearShape(weight.shape[1], weight.shape[0])]
         way = Rounding.of_tensor(rounding, name, inputs)
-        return _RepresentedExpert(represented_product(rule.name, weight.float(), form.dtype, way))
+        product = represented_product(rule.name, weight.float(), form.dtype, way)
+        return _RepresentedExpert(weight.new_empty(0), product)
 
     return pack
 

@@ -12,7 +12,7 @@ from actors.attention import cuda
 from actors.stage import cuda_layer
 from planner.model.families import has_own_layers
 from quant.backends.cuda_driver import Argument, Kernels
-from tests.actors.models import EVERY_CONFIG
+from tests.actors.configs import EVERY_CONFIG
 from tests.cuda_emulation import emulated
 
 WITH_OWN_LAYERS = tuple(

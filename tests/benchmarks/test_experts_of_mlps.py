@@ -9,15 +9,8 @@ import pytest
 from benchmarks.quantization.experts import with_experts
 from planner.model.finding import model_shape
 from planner.model.weight_check import check_weights
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 NEW_TOKENS = 9
 

@@ -33,7 +33,8 @@ from benchmarks.lab import captured, seconds_of
 from benchmarks.speed.linear import Held, Result, Setting, measure
 from quant.backends.kernel_classes import BACKENDS
 from quant.scheme import LinearShape
-from tests.actors.models import CONFIGS, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import save_tiny
 from tests.actors.stage.test_decode_graphs import use_recorder
 from tests.cuda_emulation import needs_compiler
 

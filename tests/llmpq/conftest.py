@@ -19,7 +19,8 @@ from llmpq.remote.token import make_token
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.fleet_spec import FleetRecord, FleetSpec
 from planner.plan.file import PLAN_VERSION
-from tests.actors.models import CONFIGS, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import save_tiny
 from tests.llmpq import forked_tokenizers
 from tests.llmpq.forked_workers import SET_UP, fork_server, forked_workers
 

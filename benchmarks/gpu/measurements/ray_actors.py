@@ -43,7 +43,8 @@ from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.workload import Workload
-from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import random_prompts, reference, save_tiny
 
 TRANSPORTS: tuple[Transport, ...] = tuple(t for t in get_args(Transport) if t != "auto")
 SHARE = 0.45

@@ -17,15 +17,8 @@ from benchmarks.gpu.findings import Findings, Place, Table
 from benchmarks.gpu.measurements.models import quiet
 from quant.devices import local_processor
 from tests.actors.batches import SLOT_TOKENS, batch_in_ranges
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    specs_of,
-)
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 NEW_TOKENS = 14

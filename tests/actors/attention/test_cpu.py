@@ -26,7 +26,8 @@ from actors.attention.kv_cache import Stored, quantized
 from actors.messages import MicroBatch
 from quant import numba_loops
 from tests.actors.batches import batch_in_ranges
-from tests.actors.models import CONFIGS, generate, random_prompts, save_tiny, stages_of
+from tests.actors.configs import CONFIGS
+from tests.actors.models import generate, random_prompts, save_tiny, stages_of
 
 
 @pytest.mark.parametrize("tokens", [1, 48, QUERIES_AT_ONCE, QUERIES_AT_ONCE + 1, 150])

@@ -24,7 +24,8 @@ from actors.attention.cuda import (
 from actors.attention.kv_cache import Stored
 from actors.messages import MicroBatch
 from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
-from tests.actors.models import LAYERS, save_tiny, stages_of
+from tests.actors.configs import LAYERS
+from tests.actors.models import save_tiny, stages_of
 from tests.actors.own_kernels import range_attention, use_own_kernels, with_wide_heads
 from tests.cuda_emulation import CPU, check_machine_code, needs_compiler, needs_nvrtc
 

@@ -21,15 +21,8 @@ from actors.stage.stage import Stage, run_decoder
 from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
-from tests.actors.models import (
-    CONFIGS,
-    EVERY_CONFIG,
-    LAYERS,
-    generate,
-    random_prompts,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS
+from tests.actors.models import generate, random_prompts, save_tiny, stages_of
 
 CPU = torch.device("cpu")
 REQUESTS, HEADS, KV_HEADS, WIDTH, LENGTH, SCALE = 5, 4, 2, 32, 70, 0.2

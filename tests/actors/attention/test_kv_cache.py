@@ -32,7 +32,8 @@ from planner.search.find import find_plan
 from planner.workload import Workload
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
-from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny, stages_of
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import generate, random_prompts, save_tiny, stages_of
 from tests.paths import EXAMPLES
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
 from planner.plan.spec import PlanSpec, StagePlan
-from tests.actors.models import CONFIGS, LAYERS, save_tiny
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import save_tiny
 from tests.llmpq.divided_plans import GIB, divided_plan
 
 

@@ -12,7 +12,8 @@ from actors.stage.stage import Stage
 from quant.checkpoint.reader import Checkpoint
 from quant.devices import local_processor
 from quant.loading.cache_settings import CacheSettings
-from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import generate, random_prompts, save_tiny
 
 CPU = torch.device("cpu")
 BITWIDTHS = (4, 3, 16, 8, 4)

@@ -20,7 +20,7 @@ from planner.profiles.design import LayerWorkload
 from quant.devices import local_processor
 from quant.linear import LayerForm
 from quant.scheme import BITWIDTHS
-from tests.actors.models import CONFIGS
+from tests.actors.configs import CONFIGS
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {

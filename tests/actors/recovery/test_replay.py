@@ -21,16 +21,10 @@ from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
 from quant.backends.cuda_driver import CudaError, Kernels
 from tests.actors.batches import batch_in_ranges
+from tests.actors.configs import EVERY_CONFIG, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive, run_dry
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import (
-    EVERY_CONFIG,
-    LAYERS,
-    STATE_CONFIGS,
-    random_prompts,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.models import random_prompts, save_tiny, stages_of
 
 NEW_TOKENS = 12
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)

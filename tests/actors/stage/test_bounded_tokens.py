@@ -22,9 +22,10 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
 from planner.schedule.passes import TurnSizes
 from planner.scheduling import RequestSchedule
+from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import CONFIGS, LAYERS, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import random_prompts, reference, save_tiny, stages_of
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3, 6, 9, 4, 7) * 2

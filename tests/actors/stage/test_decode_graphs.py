@@ -30,7 +30,8 @@ from planner.profiles.design import LayerWorkload
 from quant.backends.cuda_driver import Kernels
 from quant.devices import local_processor
 from quant.linear import LayerForm
-from tests.actors.models import LAYERS, save_tiny, specs_of
+from tests.actors.configs import LAYERS
+from tests.actors.models import save_tiny, specs_of
 from tests.actors.own_kernels import (
     WITH_OWN_LAYERS,
     range_attention,

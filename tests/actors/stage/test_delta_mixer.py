@@ -18,14 +18,8 @@ from quant.devices import local_processor
 from quant.linear import QuantizedLinear
 from quant.loading.cache_settings import CacheSettings
 from quant.loading.loader import module_nbytes
-from tests.actors.models import (
-    LAYERS,
-    STATE_CONFIGS,
-    generate,
-    random_prompts,
-    save_tiny,
-    specs_of,
-)
+from tests.actors.configs import LAYERS, STATE_CONFIGS
+from tests.actors.models import generate, random_prompts, save_tiny, specs_of
 
 CPU = torch.device("cpu")
 SLOTS, LONGEST = 3, 30

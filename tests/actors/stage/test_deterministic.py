@@ -15,19 +15,10 @@ from actors.messages import MicroBatch, Request, Sampled, Sampling, TokenIds, To
 from actors.stage.stage import Stage
 from quant.common.errors import DeviceError
 from quant.devices import local_processor
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, STATE_CONFIGS, VOCABULARY
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import (
-    CONFIGS,
-    EVERY_CONFIG,
-    LAYERS,
-    STATE_CONFIGS,
-    VOCABULARY,
-    random_prompts,
-    reference,
-    save_tiny,
-    specs_of,
-)
+from tests.actors.models import random_prompts, reference, save_tiny, specs_of
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 70, 1, 33, 2, 40)

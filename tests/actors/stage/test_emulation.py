@@ -37,8 +37,9 @@ from planner.simulation.simulation import simulate
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import DeviceError, SpecError
 from tests.actors.batches import batch_in_ranges
+from tests.actors.configs import CONFIGS
 from tests.actors.local_pipeline import metered
-from tests.actors.models import CONFIGS, generate, random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 SCALE = 0.5
 CLUSTER = """

@@ -22,15 +22,8 @@ from quant.backends.table import fallback_rule
 from quant.loading.loader import module_nbytes
 from quant.rounding.ways import Rounding
 from quant.scheme import Processor
-from tests.actors.models import (
-    EVERY_CONFIG,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import EVERY_CONFIG, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 LENGTHS = (5, 11, 1, 8)
 NEW_TOKENS = 7

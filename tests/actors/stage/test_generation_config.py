@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.stage.model_config import checked_end_tokens, end_tokens
 from quant.checkpoint.gguf.folder import folder_of_gguf
 from quant.common.errors import CheckpointError
-from tests.actors.models import CONFIGS
+from tests.actors.configs import CONFIGS
 from tests.llmpq.small_tokenizers import write_tokenizer
 from tests.quant.checkpoint.gguf.written import write_gguf
 

@@ -18,18 +18,10 @@ from actors.stage.handed_over import HeldKeysValues
 from actors.stage.stage import Stage
 from planner.scheduling import RequestSchedule
 from tests.actors.batches import batch_in_ranges
+from tests.actors.configs import CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline, metered
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    STATE_CONFIGS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3)
 NEW_TOKENS = 10

@@ -20,15 +20,8 @@ from quant.common.units import GIB
 from quant.hosted_experts import HostedExperts
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
-from tests.actors.models import (
-    EVERY_CONFIG,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    specs_of,
-)
+from tests.actors.configs import EVERY_CONFIG, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
 from tests.planner.plan_alone import find_plan
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8, 17), 9

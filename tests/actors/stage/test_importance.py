@@ -22,7 +22,8 @@ from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
 from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
-from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
+from tests.actors.configs import CONFIGS, LAYERS, VOCABULARY
+from tests.actors.models import save_tiny
 
 FAMILIES = ("llama", "qwen3", "mistral-sliding", "opt-post-norm", "bloom", "gpt_neox")
 CPU = torch.device("cpu")

@@ -29,14 +29,8 @@ from benchmarks.gpu.counting import META, Operations, Started, Step
 from planner.costs.roofline import layer_launches
 from planner.model.finding import shape_from_config
 from planner.model.layer_parts import Experts
-from tests.actors.models import (
-    CONFIGS,
-    EVERY_CONFIG,
-    LAYERS,
-    STATE_CONFIGS,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, STATE_CONFIGS
+from tests.actors.models import save_tiny, stages_of
 from tests.actors.own_kernels import pretend_own_kernels
 from tests.planner.kinds import tiny_experts
 

@@ -14,7 +14,8 @@ from quant.common.errors import CheckpointError, SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
-from tests.actors.models import CONFIGS, EVERY_CONFIG, LAYERS, STATE_CONFIGS, VOCABULARY, save_tiny
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, STATE_CONFIGS, VOCABULARY
+from tests.actors.models import save_tiny
 
 CPU = torch.device("cpu")
 IN_FLOAT32 = compute_on(CPU, torch.float32)

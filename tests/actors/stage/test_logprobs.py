@@ -34,16 +34,9 @@ from actors.transport.message_format import Codec
 from actors.transport.pipelines import GlooPipeline, RayPipeline, serve
 from quant.common.errors import StageLostError
 from tests.actors.batches import batch_in_ranges
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, VOCABULARY
 from tests.actors.linking import meet
-from tests.actors.models import (
-    CONFIGS,
-    EVERY_CONFIG,
-    LAYERS,
-    VOCABULARY,
-    random_prompts,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.models import random_prompts, save_tiny, stages_of
 from tests.actors.schedule.token_pipeline import sizes_of
 from tests.actors.stage.test_mixed_batches import Computing, PretendRay, Relaying
 

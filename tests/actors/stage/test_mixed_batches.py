@@ -20,20 +20,11 @@ from actors.transport.message_format import Codec
 from actors.transport.message_limits import Limits
 from actors.transport.pipelines import GlooPipeline, RayPipeline, from_ray, relay, serve
 from quant.common.errors import StageLostError
+from tests.actors.configs import EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CONFIGS
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.linking import CPU, GPU, meet_on_gpus
 from tests.actors.local_pipeline import LocalPipeline, metered
-from tests.actors.models import (
-    EVERY_CONFIG,
-    LAYERS,
-    SHARED_CONFIGS,
-    STATE_CONFIGS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 from tests.actors.pretend_nccl import PretendGpus
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 8, 3)

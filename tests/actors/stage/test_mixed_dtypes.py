@@ -16,16 +16,9 @@ from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
+from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 DTYPES = ("float32", "float16", "bfloat16")
 SPLIT = 2

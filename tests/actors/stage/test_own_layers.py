@@ -27,16 +27,8 @@ from actors.stage.partial_model import empty_model
 from actors.stage.stage import Stage
 from quant.backends.cuda_driver import CudaError, Kernels, compile_cuda, text_of
 from quant.devices import local_processor
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    MORE_CONFIGS,
-    generate,
-    random_prompts,
-    save_tiny,
-    specs_of,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, LAYERS, MORE_CONFIGS
+from tests.actors.models import generate, random_prompts, save_tiny, specs_of, stages_of
 from tests.actors.own_kernels import (
     WITH_OWN_LAYERS,
     layer_kernels,

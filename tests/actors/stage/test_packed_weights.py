@@ -14,7 +14,8 @@ from quant.backends.cuda_packed import CudaPacked
 from quant.backends.cuda_products import KERNELS, SOURCE, TENSOR_KERNELS, CudaProducts
 from quant.linear import QuantizedLinear
 from quant.scheme import Processor
-from tests.actors.models import CONFIGS, LAYERS, save_tiny, stages_of
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import save_tiny, stages_of
 from tests.actors.own_kernels import use_own_kernels
 from tests.cuda_emulation import emulated, needs_compiler
 

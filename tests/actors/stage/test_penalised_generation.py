@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 
 from actors.messages import Request, Sampling
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 from tests.actors.recovery.test_replay import run
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)

@@ -38,19 +38,10 @@ from actors.stage.stage import Stage
 from actors.stage_figures import Supervision
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
+from tests.actors.configs import CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    STATE_CONFIGS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    specs_of,
-    stages_of,
-)
+from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of, stages_of
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3, 6, 9, 4, 7)
 NEW_TOKENS = 16

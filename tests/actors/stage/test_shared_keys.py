@@ -11,15 +11,8 @@ from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4Tex
 from actors.stage.layer_stream import LayerStream, compute_on
 from llmpq.model_check import checked_shape, left_out_note
 from quant.common.errors import SpecError
-from tests.actors.models import (
-    LAYERS,
-    SHARED_CONFIGS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import LAYERS, SHARED_CONFIGS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8), 9
 SLIDING, FULL = "sliding_attention", "full_attention"

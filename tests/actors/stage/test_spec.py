@@ -16,7 +16,8 @@ from planner.plan.modelled_times import ModelledTimes
 from planner.plan.spec import PlanSpec
 from planner.search.find import find_plan
 from planner.workload import Workload
-from tests.actors.models import CONFIGS, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import save_tiny
 
 
 @pytest.fixture(scope="module")

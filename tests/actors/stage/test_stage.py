@@ -25,15 +25,8 @@ from planner.workload import Workload
 from quant.common.errors import CheckpointError, DeviceError
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 MIXED_BITS = (4, 16, 3, 8, 4)
 SLOTS, MOST_TOKENS = 4, 30

@@ -23,17 +23,8 @@ from quant.loading.cache_settings import CacheSettings
 from quant.rounding.gptq_format import GptqWeight, gptq_tensors
 from quant.rounding.importance import InputStatistics, LayerImportance
 from tests.actors.batches import batch_in_ranges
-from tests.actors.models import (
-    CONFIGS,
-    EVERY_CONFIG,
-    LAYERS,
-    VOCABULARY,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    specs_of,
-)
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, VOCABULARY
+from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
 from tests.actors.thread_ranks import divided, following, load_ranks, thread_groups
 
 LENGTHS = (5, 11, 1, 8)

@@ -20,15 +20,8 @@ from quant.checkpoint.stored_tensors import stored_tensors
 from quant.checkpoint.text_part import WRAPPERS
 from quant.common.errors import SpecError
 from quant.scheme import GptqOptions
-from tests.actors.models import (
-    EVERY_CONFIG,
-    LAYERS,
-    VOCABULARY,
-    generate,
-    random_prompts,
-    reference,
-    stages_of,
-)
+from tests.actors.configs import EVERY_CONFIG, LAYERS, VOCABULARY
+from tests.actors.models import generate, random_prompts, reference, stages_of
 
 CPU = torch.device("cpu")
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8), 7

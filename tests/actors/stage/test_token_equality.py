@@ -12,18 +12,8 @@ from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
 from actors.stage.model_config import check_frequencies_agree
 from planner.model.finding import model_shape
 from quant.common.errors import SpecError
-from tests.actors.models import (
-    CONFIGS,
-    EVERY_CONFIG,
-    LAYERS,
-    SHARED_CONFIGS,
-    STATE_CONFIGS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CONFIGS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 ALL = EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)

@@ -13,15 +13,8 @@ from transformers import AutoModelForCausalLM
 from actors.stage.model_config import check_transformers_builds, read_config
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
-from tests.actors.models import (
-    CONFIGS,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 
 def put_head(folder: Path, differs: bool) -> None:

@@ -16,7 +16,8 @@ from llmpq.cli import plan as plan_cli
 from llmpq.cli import run as run_cli
 from llmpq.cli.measure.checkpoints import convert_main
 from quant.common.errors import LlmpqError
-from tests.actors.models import CONFIGS, reference, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import reference, save_tiny
 from tests.llmpq.commands import exit_code
 from tests.llmpq.conftest import NEW_TOKENS
 

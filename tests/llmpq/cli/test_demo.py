@@ -23,7 +23,8 @@ from llmpq.run.checkpoint import checkpoint_reference
 from planner.model.finding import model_shape
 from quant.checkpoint.model_reference import demo_gguf, resolve
 from quant.common.errors import LlmpqError
-from tests.actors.models import CONFIGS, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import save_tiny
 from tests.quant.checkpoint.gguf.written import write_gguf
 
 

@@ -14,7 +14,8 @@ import torch
 from llmpq import Plan
 from llmpq.cli.measure.quality import evaluate_main
 from llmpq.quality.text_windows import token_windows
-from tests.actors.models import CONFIGS, VOCABULARY, save_tiny
+from tests.actors.configs import CONFIGS, VOCABULARY
+from tests.actors.models import save_tiny
 from tests.llmpq.commands import exit_code
 from tests.llmpq.quality.losses import by_transformers, token_text
 from tests.paths import DEMO_MODEL

@@ -9,7 +9,8 @@ import pytest
 from transformers import LlamaConfig
 
 from llmpq.cli.measure.checkpoints import quantize_main
-from tests.actors.models import VOCABULARY, save_tiny
+from tests.actors.configs import VOCABULARY
+from tests.actors.models import save_tiny
 from tests.llmpq.commands import exit_code
 
 CONFIG = LlamaConfig(

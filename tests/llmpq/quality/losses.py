@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from llmpq.quality.text_windows import Windows
-from tests.actors.models import VOCABULARY
+from tests.actors.configs import VOCABULARY
 
 
 def token_text(count: int = 131) -> list[int]:

@@ -29,7 +29,8 @@ from quant.loading.emulated_kernels import LayerScheme
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import LayerImportance
 from quant.rounding.ways import Rounding
-from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
+from tests.actors.configs import CONFIGS, LAYERS, VOCABULARY
+from tests.actors.models import save_tiny
 from tests.llmpq.quality.losses import by_transformers, token_text
 
 CPU = torch.device("cpu")

@@ -39,7 +39,8 @@ from quant.rounding.indicators import (
 )
 from quant.rounding.ways import Rounding
 from quant.scheme import VarianceForm
-from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
+from tests.actors.configs import CONFIGS, LAYERS, VOCABULARY
+from tests.actors.models import save_tiny
 from tests.llmpq.commands import exit_code
 
 pytestmark = pytest.mark.usefixtures("short_measurement")

@@ -36,16 +36,8 @@ from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.gptq import gptq
 from quant.rounding.gptq_format import read_gptq
 from quant.scheme import GptqOptions, Processor
-from tests.actors.models import (
-    EVERY_CONFIG,
-    LAYERS,
-    VOCABULARY,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import EVERY_CONFIG, LAYERS, VOCABULARY
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 pytestmark = pytest.mark.usefixtures("short_measurement")
 PLAIN_CPU = Processor(instruction_sets=frozenset())

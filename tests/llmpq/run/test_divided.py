@@ -20,7 +20,8 @@ from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from planner.scheduling import PolicyOptions, RequestSchedule
 from quant.common.errors import SpecError
-from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.divided_plans import GIB, SCHEDULE, divided_plan
 

@@ -39,7 +39,8 @@ from quant.rounding.importance import (
     load_importance,
 )
 from quant.rounding.importance_header import FOLDER, SUFFIX, by_fingerprint
-from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, random_prompts, save_tiny
+from tests.actors.configs import CONFIGS, LAYERS, VOCABULARY
+from tests.actors.models import random_prompts, save_tiny
 from tests.llmpq.conftest import ONE_DEVICE
 
 

@@ -24,7 +24,8 @@ from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 from quant.devices import local_processor
 from quant.loading.emulated_kernels import LayerScheme
-from tests.actors.models import LAYERS, generate, random_prompts, reference, stages_of
+from tests.actors.configs import LAYERS
+from tests.actors.models import generate, random_prompts, reference, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 from tests.llmpq.divided_plans import divided
 from tests.llmpq.faulty import LARGEST, FaultyRank

@@ -21,9 +21,10 @@ from actors.stage_group import GroupOptions, StageGroup
 from actors.transport import Transport
 from llmpq import Plan
 from quant.loading.cache_settings import CacheSettings
+from tests.actors.configs import LAYERS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import LAYERS, random_prompts, stages_of
+from tests.actors.models import random_prompts, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.faulty import LARGEST, FaultyActor
 from tests.llmpq.gpu_stages import GpuStageActor

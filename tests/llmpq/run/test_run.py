@@ -24,7 +24,8 @@ from quant.common.errors import (
     SpecError,
     StageLostError,
 )
-from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 from tests.llmpq.processes import NewActors
 

@@ -17,7 +17,8 @@ from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
 from planner.cluster.spec import ClusterSpec
 from planner.scheduling import PolicyOptions
-from tests.actors.models import STATE_CONFIGS, random_prompts, reference, save_tiny
+from tests.actors.configs import STATE_CONFIGS
+from tests.actors.models import random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.divided_plans import divided_plan
 

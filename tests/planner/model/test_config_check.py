@@ -17,7 +17,7 @@ from planner.model.config_check import ACTIVATIONS, ROPE_TYPES
 from planner.model.family import FULL
 from planner.model.finding import shape_from_config
 from quant.common.errors import SpecError
-from tests.actors.models import EVERY_CONFIG
+from tests.actors.configs import EVERY_CONFIG
 
 FAMILIES = {config.model_type: config for config in EVERY_CONFIG.values()}
 WRONG: tuple[Any, ...] = ("x", -1, 0, 1.5, [], ["a"], {}, {"a": 1}, True, 10**6, 1e300, None)

@@ -10,7 +10,8 @@ import torch
 
 from actors.stage.layer_stream import LayerStream, compute_on
 from quant.loading.loader import note_layer, noting_layers
-from tests.actors.models import CONFIGS, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import save_tiny
 
 
 def test_layers_are_noted_as_they_are_loaded(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 from llmpq.cli.plan import main as plan
 from llmpq.model_check import checked_shape
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
-from tests.actors.models import CONFIGS, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import save_tiny
 from tests.quant.checkpoint.gguf.written import Array, write_gguf
 
 Tensors = dict[str, Array]

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from quant.checkpoint.gguf.tokenizer import PRE_TOKENIZERS
 from quant.checkpoint.model_reference import demo_gguf, resolve
-from tests.actors.models import CONFIGS, save_tiny
+from tests.actors.configs import CONFIGS
+from tests.actors.models import save_tiny
 from tests.paths import ROOT
 from tests.quant.checkpoint.gguf.written import write_gguf
 

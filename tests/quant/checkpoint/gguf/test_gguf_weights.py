@@ -19,16 +19,8 @@ from planner.model.finding import shape_from_config
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
-from tests.actors.models import (
-    CONFIGS,
-    EVERY_CONFIG,
-    LAYERS,
-    generate,
-    random_prompts,
-    reference,
-    save_tiny,
-    stages_of,
-)
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS
+from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 from tests.quant.checkpoint.gguf.written import Array, as_type, permuted, write_gguf
 
 _ROPE = {
