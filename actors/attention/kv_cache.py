@@ -211,7 +211,8 @@ class CacheShape:
 class CacheForm:
     """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes; those of so
     many `kv_heads` that a rank holds (None: all of the model's). Requests may be in `slots` slots,
-    for layers that hold a constant state of each.
+    for layers that hold a constant state of each. `alone`: layers that read the keys of earlier
+    ones are given these, and hold them.
     """
 
     dtype: torch.dtype
@@ -219,6 +220,7 @@ class CacheForm:
     kv_bits: int = FULL_BITS
     kv_heads: int | None = None
     slots: int = 0
+    alone: bool = False
 
     @property
     def held_dtype(self) -> torch.dtype:

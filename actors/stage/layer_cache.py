@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.cache_utils import KVSharingDict
 
 from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
@@ -29,12 +33,13 @@ def make_cache(
     `importance`: one a layer, by whose keys, those of `form.kv_heads`, 8-bit keys are rounded.
     """
     turns_neighbours = architecture_of(config).turns_neighbours
+    sources = {layer: _source(config, layer, form.alone) for layer in layers}
     factors = {
-        layer: key_factors(own.keys, rotary_width(config, layer), turns_neighbours)
+        layer: key_factors(own.keys, rotary_width(config, sources[layer]), turns_neighbours)
         for layer, own in zip(layers, importance or (), strict=False)
-        if kv_shape(config, layer) is not None
+        if kv_shape(config, sources[layer]) is not None
     }
-    shape = cache_shape(config, layers, tokens, form.kv_heads)
+    shape = cache_shape(config, layers, tokens, form.kv_heads, form.alone)
     stateful, states = layers_with_states(config, layers), None
     if stateful:
         mixer = delta_mixer(config)
@@ -43,16 +48,21 @@ def make_cache(
 
 
 def cache_shape(
-    config: PretrainedConfig, layers: range, tokens: int, kv_heads: int | None = None
+    config: PretrainedConfig,
+    layers: range,
+    tokens: int,
+    kv_heads: int | None = None,
+    alone: bool = False,
 ) -> CacheShape:
     """Room for `tokens` in the `layers` of the model of `config`, of which a rank holds so many
-    `kv_heads` (None: all).
+    `kv_heads` (None: all); `alone` as in `CacheForm`.
     """
-    found = {layer: kv_shape(config, layer) for layer in layers}
+    found = {layer: kv_shape(config, _source(config, layer, alone)) for layer in layers}
     held = {n: each and (kv_heads or each[0], each[1]) for n, each in found.items()}
     usual = next(filter(None, held.values()), (1, 1))
     others = {layer: heads for layer, heads in held.items() if heads != usual}
-    owners = {layer: own for layer in layers if (own := _owner(config, layer)) is not None}
+    reading = () if alone else layers
+    owners = {layer: own for layer in reading if (own := _owner(config, layer)) is not None}
     apart = next((layer for layer, own in owners.items() if own not in layers), None)
     if apart is not None:
         raise SpecError(
@@ -70,6 +80,54 @@ def _owner(config: PretrainedConfig, layer: int) -> int | None:
     types = config.layer_types
     holding = (n for n, mode in enumerate(modes) if mode == "store" and types[n] == types[layer])
     return next(holding)
+
+
+def _source(config: PretrainedConfig, layer: int, alone: bool) -> int:
+    """The layer whose sizes of keys count for `layer`."""
+    owner = _owner(config, layer) if alone else None
+    return layer if owner is None else owner
+
+
+KeysByType = Mapping[str, tuple[Tensor, Tensor]]
+"""Keys and values `[1, heads, tokens, width]` that later layers read, by type of layers."""
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """The keys and values that later layers read, as numbers of a token: heads and width of each
+    type of layers. So they go from layer to layer where these are computed one by one.
+    """
+
+    sizes: Mapping[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> SharedKeys:
+        modes: Sequence[str | None] = getattr(config, "kv_sharing_modes", ())
+        storing = [layer for layer, mode in enumerate(modes) if mode == "store"]
+        found = {config.layer_types[layer]: kv_shape(config, layer) for layer in storing}
+        return cls({kind: heads for kind, heads in found.items() if heads is not None})
+
+    @property
+    def numbers(self) -> int:
+        return 2 * sum(heads * width for heads, width in self.sizes.values())
+
+    def packed(self, held: KeysByType | KVSharingDict) -> Tensor:
+        """The numbers `[tokens, numbers]`."""
+        parts = (part for kind in self.sizes for part in held[kind])
+        return torch.cat([part[0].transpose(0, 1).flatten(1) for part in parts], -1)
+
+    def unpacked(self, numbers: Tensor) -> KeysByType:
+        """What `packed` was given."""
+        each = [heads * width for heads, width in self.sizes.values() for _ in range(2)]
+        parts = iter(numbers.split(each, -1))
+        return {
+            kind: (self._heads(next(parts), size), self._heads(next(parts), size))
+            for kind, size in self.sizes.items()
+        }
+
+    def _heads(self, part: Tensor, size: tuple[int, int]) -> Tensor:
+        heads: Tensor = part.unflatten(-1, size)
+        return heads.transpose(0, 1)[None]
 
 
 def kv_shape(config: PretrainedConfig, layer: int) -> tuple[int, int] | None:

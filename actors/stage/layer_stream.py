@@ -2,7 +2,8 @@
 
 Only one layer's weights are held, so that a 70B model needs the memory of one layer (or of
 embedding or head, where those are larger) and of the hidden states of all tokens, which stay in
-host memory in the compute type: sequences x length x hidden size elements, overwritten in place.
+host memory in the compute type: sequences x length x hidden size elements, overwritten in place;
+of Gemma 4 with what each layer adds, and with the keys and values that later layers read, behind.
 Layers, attention and loading are the same as in `actors.stage.stage.Stage`.
 
     stream = LayerStream(folder, compute_on(torch.device("cpu"), torch.float32))
@@ -26,11 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import KVSharingDict
 
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, Stored
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
-from actors.stage.layer_cache import cache_shape, make_cache
+from actors.stage.layer_cache import SharedKeys, cache_shape, make_cache
 from actors.stage.model_config import read_config
 from actors.stage.partial_model import (
     PassThrough,
@@ -86,12 +88,7 @@ class LayerStream:
         self._tokens_at_once = tokens_at_once
         self._checkpoint = Checkpoint(checkpoint)
         self.config = read_config(self._checkpoint.folder)
-        if numbers_of_layers(self.config) or getattr(self.config, "num_kv_shared_layers", 0):
-            raise SpecError(
-                f"{checkpoint}: layers that take what the first stage made of tokens, or read the "
-                f"keys of earlier ones ({self.config.model_type}), cannot be computed one by one; "
-                "do without a calibrated rounding, 8-bit keys, indicators and measured quality"
-            )
+        self._shared = SharedKeys.of(self.config)
         architecture = architecture_of(self.config)
         self.quantized = architecture.linears
         self.layers: int = self.config.num_hidden_layers
@@ -127,7 +124,8 @@ class LayerStream:
         return {name: (linear.out_features, linear.in_features) for name, linear in named}
 
     def embed(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Hidden states `[sequences, length, hidden_size]` that go into the first layer.
+        """Hidden states `[sequences, length, hidden_size]`, and what goes with them behind, that
+        go into the first layer.
 
         `token_ids`: `[sequences, length]` int64; the embedding is held in `dtype` (None: in the
         compute type). Raises `SpecError` for ids beyond the vocabulary and sequences longer than
@@ -136,11 +134,11 @@ class LayerStream:
         self._check(token_ids)
         plan_frequencies(self._middle, token_ids.shape[1])
         first = self._part(_FIRST, range(0), self.compute.in_type(dtype))
-        hidden = torch.empty(
-            *token_ids.shape, self.config.hidden_size, dtype=self.compute.dtype, device="cpu"
-        )
+        sent = self.config.hidden_size + numbers_of_layers(self.config)
+        width = sent + self._shared.numbers
+        hidden = torch.zeros(*token_ids.shape, width, dtype=self.compute.dtype, device="cpu")
         for rows in self._rows(token_ids):
-            hidden[rows] = self.one_pass(first, token_ids[rows])
+            hidden[rows, :, :sent] = self.one_pass(first, token_ids[rows])
         return hidden
 
     def layer(
@@ -191,9 +189,10 @@ class LayerStream:
         own = range(layer.index, layer.index + 1)
         tokens = sequences * length
         known = None if layer.importance is None else [layer.importance]
-        cache = make_cache(self.config, own, tokens, replace(layer.form, slots=sequences), known)
+        form = replace(layer.form, slots=sequences, alone=True)
+        cache = make_cache(self.config, own, tokens, form, known)
         if on_keys is not None and cache.holding_layers:
-            shape = cache_shape(self.config, own, tokens)
+            shape = cache_shape(self.config, own, tokens, alone=True)
             cache = _WatchedCache(own, shape, layer.form, on_keys)
         self._stack[layer.index] = layer.module
         try:
@@ -226,8 +225,19 @@ class LayerStream:
         )
         if cache is None:  # no layer will ask for keys
             cache = make_cache(self.config, range(0), 0, CacheForm(self.compute.dtype, device))
-        hidden = run_decoder(model, RaggedContext.of(cache, batch), inputs.flatten(0, 1).to(device))
+        context = RaggedContext.of(cache, batch)
+        hidden = self._decoded(model, context, inputs.flatten(0, 1).to(device))
         return hidden.view(count, length, -1)
+
+    def _decoded(self, model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
+        """Run the decoder; behind layers `[tokens, ...]` with the keys that later ones read."""
+        numbers = self._shared.numbers
+        if not (numbers and inputs.is_floating_point()):
+            return run_decoder(model, context, inputs)
+        sent, held = inputs.split([inputs.shape[-1] - numbers, numbers], -1)
+        shared = KVSharingDict(self._shared.unpacked(held))
+        out = run_decoder(model, context, sent, shared_kv_states=shared)
+        return torch.cat([out, self._shared.packed(shared)], -1) if model is self._middle else out
 
     def _check(self, token_ids: Tensor) -> None:
         if token_ids.dim() != 2 or not token_ids.numel() or token_ids.is_floating_point():
@@ -251,8 +261,9 @@ class LayerStream:
 class StreamedLayer:
     """One loaded decoder layer and the hidden states that it is for.
 
-    `module` may be hooked and its linears replaced. `hidden` `[sequences, length, hidden_size]`, on
-    the host, goes into the layer; `advance` overwrites it by the layer's outputs. The layer
+    `module` may be hooked and its linears replaced. `hidden` `[sequences, length, width]` as
+    `LayerStream.embed` makes it, on the host, goes into the layer; `advance` overwrites it by the
+    layer's outputs. The layer
     computes in the type of `form`, in which it also holds keys and values, at 8 bits by its
     `importance`. `represented` names the backends of another device that plain products stand for.
     """
@@ -327,8 +338,8 @@ class Tail:
     def normed(self, hidden: Tensor) -> Tensor:
         """After the final norm (and projection), `[sequences, length, head_width]`, on the device.
 
-        `hidden`: `[sequences, length, hidden_size]` after the last layer; few sequences, they pass
-        at once.
+        `hidden`: `[sequences, length, width]` after the last layer; few sequences, they pass at
+        once.
         """
         return self._stream.one_pass(self._model, hidden.to(self._compute.dtype))
 

@@ -347,17 +347,20 @@ def by_fixed_rows(compute: Callable[[slice, Tensor], Tensor], inputs: Tensor) ->
     return torch.cat(results)
 
 
-def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
+def run_decoder(
+    model: PreTrainedModel, context: RaggedContext, inputs: Tensor, **others: object
+) -> Tensor:
     """Pass a flattened batch through the part of the decoder that `keep_stage` has left.
 
     `inputs`: token ids `[tokens]` where the embedding is, else hidden states `[tokens,
     hidden_size]`; returns hidden states. Rows beyond the tokens of the context are nobody's.
+    `others` are further arguments of transformers' forward.
     """
     own = own_layers(model)
     if own:
         context.tell(own[0].group(context.cache))
         return run_own_layers(model, own, context, inputs)
-    arguments: dict[str, object] = {"use_cache": False}
+    arguments: dict[str, object] = {"use_cache": False, **others}
     if architecture_of(model.config).context_as_cache:
         arguments["past_key_values"] = ContextAsCache(context)
     else:

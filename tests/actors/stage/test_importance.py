@@ -22,7 +22,7 @@ from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
 from quant.rounding.importance import LayerImportance
 from quant.scheme import Processor
-from tests.actors.configs import CONFIGS, LAYERS, VOCABULARY
+from tests.actors.configs import CONFIGS, LAYERS, SHARED_CONFIGS, VOCABULARY
 from tests.actors.models import save_tiny
 
 FAMILIES = ("llama", "qwen3", "mistral-sliding", "opt-post-norm", "bloom", "gpt_neox")
@@ -86,9 +86,13 @@ def test_linears_of_one_input_share_it(tmp_path: Path) -> None:
     assert len({id(own) for own in inputs.values()}) == 4
 
 
-@pytest.mark.parametrize("bounds", [(0, 2, LAYERS), (0, 1, 4, LAYERS)])
-def test_a_chain_of_stages_measures_what_one_does(bounds: tuple[int, ...], tmp_path: Path) -> None:
-    save_tiny(tmp_path, CONFIGS["opt"])
+@pytest.mark.parametrize(
+    ("family", "bounds"), [("opt", (0, 1, 4, LAYERS)), ("gemma4-shared", (0, 2, LAYERS))]
+)
+def test_a_chain_of_stages_measures_what_one_does(
+    family: str, bounds: tuple[int, ...], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, (CONFIGS | SHARED_CONFIGS)[family])
     whole, parts = measured(tmp_path, (0, LAYERS)), measured(tmp_path, bounds)
     assert len(whole) == len(parts) == LAYERS
     for one, other in zip(whole, parts, strict=True):

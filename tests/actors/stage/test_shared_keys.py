@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
 
-from actors.stage.layer_stream import LayerStream, compute_on
 from llmpq.model_check import checked_shape, left_out_note
 from quant.common.errors import SpecError
 from tests.actors.configs import LAYERS, SHARED_CONFIGS
@@ -50,5 +49,3 @@ def test_cuts_between_owners_and_readers_are_refused(tmp_path: Path) -> None:
     assert checked_shape(tmp_path).joined == (LAYERS - 1,)
     with pytest.raises(SpecError, match="layer 4 reads the keys and values of layer 3, which is"):
         stages_of(tmp_path, (0, LAYERS - 1, LAYERS), 2, 20)
-    with pytest.raises(SpecError, match="cannot be computed one by one"):
-        LayerStream(tmp_path, compute_on(torch.device("cpu"), torch.float32))

@@ -29,12 +29,19 @@ from quant.loading.emulated_kernels import LayerScheme
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.importance import LayerImportance
 from quant.rounding.ways import Rounding
-from tests.actors.configs import CONFIGS, LAYERS, VOCABULARY
+from tests.actors.configs import (
+    EVERY_CONFIG,
+    LAYERS,
+    SHARED_CONFIGS,
+    STATE_CONFIGS,
+    VOCABULARY,
+)
 from tests.actors.models import save_tiny
 from tests.llmpq.quality.losses import by_transformers, token_text
 
 CPU = torch.device("cpu")
 MIXED_BITS = (4, 16, 3, 3, 4)
+CONFIGS = EVERY_CONFIG | SHARED_CONFIGS | STATE_CONFIGS
 HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 WIDE = LlamaConfig(
     vocab_size=VOCABULARY,
@@ -69,7 +76,16 @@ def measure(folder: Path, windows: Windows, *bitwidths: tuple[int, ...]) -> list
     return evaluate(folder, windows, subjects, CPU)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "opt-post-norm", "bloom", "qwen2-sliding"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama-tied", "opt-post-norm", "bloom", "qwen3_5_moe", "gemma4-shared", "gpt_oss"),
+        *(
+            pytest.param(name, marks=pytest.mark.rare)
+            for name in ("qwen2-sliding", "qwen3_moe", "qwen3_next", "glm4_moe", "gemma4-experts")
+        ),
+    ],
+)
 def test_full_precision_is_transformers_loss(name: str, tmp_path: Path) -> None:
     model = save_tiny(tmp_path, CONFIGS[name])
     windows = token_windows([token_text()], None, 24)
