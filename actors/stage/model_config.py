@@ -24,6 +24,9 @@ from quant.common.text import library_reason, printable
 if TYPE_CHECKING:  # commands read end tokens before they import torch
     from transformers import PretrainedConfig
 
+_NUMBER = "__float__"
+"""`_FLOAT_TAG_KEY` of transformers."""
+
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The configuration in `folder`; raises `CheckpointError` where transformers does not take it.
@@ -49,7 +52,16 @@ def config_of_values(values: Mapping[str, Any], place: str = CONFIG_FILE) -> Pre
     for key in kept.keys() & DTYPE_KEYS:
         kept[key] = kept[key] and str(kept[key]).removeprefix("torch.")
     with _named(place):
-        return AutoConfig.for_model(**kept)
+        return AutoConfig.for_model(**_with_infinities(kept))
+
+
+def _with_infinities(value: Any) -> Any:
+    """Give `value` with numbers that JSON lacks, which transformers writes as objects."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_NUMBER}:
+            return float(value[_NUMBER])
+        return {key: _with_infinities(each) for key, each in value.items()}
+    return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:

@@ -14,11 +14,13 @@ _OF_OTHERS = ("n_routed_experts", "moe_num_experts")
 """How other families call the number of experts."""
 
 
-def says_experts(config: ConfigFile) -> bool:
-    """Whether a file of any family is of a model with experts."""
-    model_type = str(config.values["model_type"])
+def says_experts(config: ConfigFile, is_known: bool) -> bool:
+    """Whether a file is of a model with experts: by their number, and of a family that is not known
+    by its name too.
+    """
     counts = (config.integer(key, default=0) for key in (*_COUNT, *_OF_OTHERS))
-    return "moe" in model_type or "mixtral" in model_type or any(count > 1 for count in counts)
+    by_name = not is_known and "moe" in str(config.values["model_type"])
+    return by_name or any(count > 1 for count in counts)
 
 
 def experts_of(

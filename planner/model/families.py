@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.model.config_file import ConfigFile
+from planner.model.expert_families import EXPERT_FAMILIES
 from planner.model.family import (
     FULL,
     GATED,
@@ -25,7 +26,6 @@ from planner.model.family import (
 from planner.model.gated_families import GATED_FAMILIES
 from planner.model.gemma_families import GEMMA_FAMILIES
 from planner.model.glm_moe_family import GLM4_MOE
-from planner.model.gpt_oss_family import GPT_OSS
 from planner.model.qwen_families import QWEN_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
 from quant.checkpoint.text_part import WRAPPERS
@@ -222,12 +222,12 @@ _LLAMA = Family(
 )
 
 FAMILIES: Mapping[str, Family] = {
+    **EXPERT_FAMILIES,
     **GATED_FAMILIES,
     **GEMMA_FAMILIES,
     "bloom": _BLOOM,
     "glm4_moe": GLM4_MOE,
     "gpt_neox": _GPT_NEOX,
-    "gpt_oss": GPT_OSS,
     "llama": _LLAMA,
     "mistral": Family(_mistral, GATED, own_layers=True),
     "opt": _OPT,

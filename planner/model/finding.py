@@ -234,7 +234,9 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
     if not isinstance(model_type, str):
         raise SpecError(f"{config.place} names no model_type")
     family = FAMILIES.get(model_type)
-    if (family is None or family.architecture.experts is None) and says_experts(config):
+    if (family is None or family.architecture.experts is None) and says_experts(
+        config, is_known=family is not None
+    ):
         raise SpecError(
             f"{config.place}: {model_type:.40} is a mixture-of-experts model, of which llmpq runs "
             f"{', '.join(expert_model_types())}; choose one of these, or a dense one"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number
+from planner.model.expert_entries import refuse_nulls
 from planner.model.family import (
     FULL,
     GATED,
@@ -32,6 +34,22 @@ _WINDOW = 4096
 
 _LARGEST_GROWTH = 1e9
 _TYPES = (FULL, SLIDING)
+
+_HYBRID_EXPERTS = 8
+"""The default of transformers."""
+
+_MAMBA = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+}
+"""Sizes and the defaults of transformers."""
+
+_ATTENDS = ("attention", FULL)
+"""How files of Granite 4 call layers of attention."""
 
 _NOPE_INTERVAL = 4
 """Every so many layers one does not rotate, where a SmolLM3 file does not list them."""
@@ -71,7 +89,8 @@ def _rotating_layers(config: ConfigFile) -> list[int]:
     return [*listed]
 
 
-def _granite(config: ConfigFile) -> ModelShape:
+def granite_shape(config: ConfigFile, **own: Any) -> ModelShape:
+    """The shape of a model with Granite's multipliers; `own`: what a family of these has."""
     bias = config.flag("attention_bias", False)
     for key in (*_GRANITE_MULTIPLIERS, "logits_scaling"):
         multiplier(config, key)
@@ -81,8 +100,42 @@ def _granite(config: ConfigFile) -> ModelShape:
         kv_heads=config.size("num_key_value_heads", default=heads),
         qkv_bias=bias,
         output_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
+        **own,
     )
+
+
+def _granite(config: ConfigFile) -> ModelShape:
+    return granite_shape(config, mlp_bias=config.flag("mlp_bias", False))
+
+
+def _granitemoehybrid(config: ConfigFile) -> ModelShape:
+    """Granite 4 without Mamba's layers and without experts."""
+    refuse_nulls(config, "num_local_experts")
+    count = config.integer("num_local_experts", default=_HYBRID_EXPERTS)
+    if count:
+        raise config.refusal("num_local_experts", count, "0 for a granitemoehybrid model")
+    if config.values.get("layer_types") is None:
+        raise config.refusal("layer_types", None, f"a list of {_ATTENDS[0]} for each layer")
+    _check_mamba(config)
+    width = config.size("shared_intermediate_size")
+    return granite_shape(config, intermediate_size=width, fused_mlp=True)
+
+
+def _check_mamba(config: ConfigFile) -> None:
+    """Check the entries of layers that are not there, without which transformers builds none."""
+    refuse_nulls(config, *_MAMBA)
+    sizes = {key: config.size(key, default=usual) for key, usual in _MAMBA.items()}
+    width, heads = sizes["mamba_expand"] * config.size("hidden_size"), sizes["mamba_n_heads"]
+    head = config.values.get("mamba_d_head", "auto")
+    if width % heads or head not in ("auto", width // heads) or type(head) not in (int, str):
+        needed = f"auto, with mamba_n_heads such that they divide {width} (mamba_expand) evenly"
+        raise config.refusal("mamba_d_head", head, needed)
+    limit = config.values.get("time_step_limit")
+    if limit is not None and not (isinstance(limit, list) and len(limit) == 2):
+        raise config.refusal("time_step_limit", limit, "two numbers, or left out")
+    kind = config.values.get("position_embedding_type")
+    if kind != "rope":
+        raise config.refusal("position_embedding_type", kind, "rope for a granitemoehybrid model")
 
 
 def _phi3(config: ConfigFile) -> ModelShape:
@@ -159,6 +212,7 @@ def _check_growing_scores(config: ConfigFile) -> None:
 
 _GRANITE_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
 
+GRANITE = replace(GATED, input_multiplier="embedding_multiplier", logits_divisor="logits_scaling")
 _FUSED_MLP = replace(
     GATED, mlp=("mlp.gate_up_proj", "mlp.down_proj"), activation="mlp.activation_fn"
 )
@@ -169,10 +223,27 @@ _POST_NORMS = replace(GATED, norms=("post_attention_layernorm", "post_feedforwar
 GATED_FAMILIES: Mapping[str, Family] = {
     "granite": Family(
         _granite,
-        replace(GATED, input_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
+        GRANITE,
         attention_bias="attention_bias",
         mlp_bias="mlp_bias",
         own_layers=True,
+    ),
+    "granitemoehybrid": Family(
+        _granitemoehybrid,
+        replace(
+            GRANITE,
+            mlp=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+            activation="shared_mlp.activation",
+        ),
+        ConfigKeys(
+            layer_types=_ATTENDS,
+            unused=UnusedEntries(
+                flags=("use_cache", "output_router_logits", "mamba_conv_bias", "mamba_proj_bias"),
+                decimals=("router_aux_loss_coef",),
+                counts=("intermediate_size", "num_experts_per_tok"),
+            ),
+        ),
+        attention_bias="attention_bias",
     ),
     "glm": Family(_glm, _GLM, _HALF_ROTATES, attention_bias="attention_bias"),
     "glm4": Family(

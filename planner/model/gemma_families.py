@@ -48,9 +48,12 @@ _SIZES_4 = _SIZES | {
     "vocab_size_per_layer_input": 262_144,
     "num_kv_shared_layers": 0,
 }
+_SIZES_UNIFIED = {"max_position_embeddings": 262_144, "sliding_window": 1024}
+_NOT_UNIFIED = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
 _GLOBAL_HEAD_DIM = 512
 _SLIDING_PATTERN = 6
 _ALTERNATING = 2
+_BOTH_WAYS = "use_bidirectional_attention"
 _OF_LAYERS = ("num_key_value_heads", "head_dim")
 """Entries that a layer of Gemma 4 may have of its own."""
 
@@ -100,8 +103,16 @@ def _gemma4(config: ConfigFile) -> ModelShape:
     return replace(mixed_shape(layers, joined), kv_heads=max(each[0] for each in heads))
 
 
+def _gemma4_unified(config: ConfigFile) -> ModelShape:
+    """Gemma 4 12B: without what is added to each layer, and without experts."""
+    values = {**_SIZES_UNIFIED, **config.values, **_NOT_UNIFIED}
+    return _gemma4(replace(config, values=values))
+
+
 def _gemma4_layer(config: ConfigFile) -> ModelShape:
     """Read what all layers have in common."""
+    if (ways := config.values.get(_BOTH_WAYS)) not in (None, "vision"):  # tokens of images
+        raise config.refusal(_BOTH_WAYS, ways, "vision or null for a model that generates text")
     _check_caps(config)
     bias = config.flag("attention_bias", False)
     width = config.integer("hidden_size_per_layer_input")
@@ -208,20 +219,19 @@ def _windowed(config: ConfigFile, period: int, qk_norm: bool = False) -> ModelSh
 
 
 def _check_scores(config: ConfigFile) -> None:
-    """Check what scores are scaled and capped by."""
+    """Check what scores are scaled and capped by, and that tokens see earlier ones alone."""
     config.size("query_pre_attn_scalar")
+    if config.values.get(_BOTH_WAYS) is not None and config.flag(_BOTH_WAYS, False):
+        raise config.refusal(_BOTH_WAYS, True, "false or null for a model that generates text")
     _check_caps(config)
 
 
 def _check_caps(config: ConfigFile) -> None:
-    """Check what scores and logits are capped by, and that tokens see earlier ones alone."""
+    """Check what scores and logits are capped by."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         value = config.values.get(key)
         if value is not None and not (type(value) is float and is_number(value, 0, _LARGEST_CAP)):
             raise config.refusal(key, value, "a number above 0 with a decimal point, or null")
-    key = "use_bidirectional_attention"
-    if config.values.get(key) is not None and config.flag(key, False):
-        raise config.refusal(key, True, "false or null for a model that generates text")
 
 
 _FOUR_NORMS = replace(
@@ -249,6 +259,15 @@ _NORMS: Mapping[str, dict[str, Any]] = {
 
 _KEYS = ConfigKeys(activation="hidden_activation")
 
+_KEYS_4 = replace(
+    _KEYS,
+    rotary=RotaryKeys(
+        default_share=1.0,
+        types=("default", "linear", "yarn", "llama3", "proportional"),
+        by_type=True,
+    ),
+)
+
 GEMMA_FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(_gemma2, _FOUR_NORMS, _KEYS, attention_bias="attention_bias"),
     "gemma4_text": Family(
@@ -270,16 +289,25 @@ GEMMA_FAMILIES: Mapping[str, Family] = {
             },
         ),
         replace(
-            _KEYS,
-            rotary=RotaryKeys(
-                default_share=1.0,
-                types=("default", "linear", "yarn", "llama3", "proportional"),
-                by_type=True,
-            ),
+            _KEYS_4,
             unused=UnusedEntries(
                 counts=("moe_intermediate_size", "top_k_experts"), may_be_null=True
             ),
         ),
+        attention_bias="attention_bias",
+    ),
+    "gemma4_unified_text": Family(
+        _gemma4_unified,
+        replace(
+            _FOUR_NORMS,
+            layer_factor="layer_scalar",
+            kinds={
+                f"{kind}{keys}": attention
+                for kind in (FULL, SLIDING)
+                for keys, attention in _ATTENTION.items()
+            },
+        ),
+        _KEYS_4,
         attention_bias="attention_bias",
     ),
     "gemma3_text": Family(

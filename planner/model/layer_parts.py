@@ -50,11 +50,14 @@ class Experts:
         """What is held in float32: the bias of the router's choice."""
         return self.count * self.router_bias
 
-    def shared_linears(self, hidden_size: int) -> tuple[LinearShape, ...]:
+    def shared_linears(self, hidden_size: int, fused: bool) -> tuple[LinearShape, ...]:
         if not self.shared_width:
             return ()
+        down = LinearShape(self.shared_width, hidden_size)
+        if fused:
+            return LinearShape(hidden_size, 2 * self.shared_width), down
         up = LinearShape(hidden_size, self.shared_width)
-        return up, up, LinearShape(self.shared_width, hidden_size)
+        return up, up, down
 
 
 @dataclass(frozen=True, order=True)

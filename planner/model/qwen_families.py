@@ -16,6 +16,7 @@ from planner.model.family import (
     Family,
     RotaryKeys,
     gated_shape,
+    kv_heads_or_all,
     layer_types,
     mixed_shape,
     window_of,
@@ -29,9 +30,26 @@ _DENSE = "dense"
 _HEAD_DIM, _FULL_INTERVAL, _ROTARY_SHARE = 256, 4, 0.25
 """The defaults of transformers."""
 
+_ATTENTION_GATE, _STATE_GATE = "attn_output_gate", "output_gate_type"
+_SWISH = ("silu", "swish")
+"""One function by two names."""
+
 _STATE_DTYPE = "mamba_ssm_dtype"
 _STATE_DTYPES = ("float32", "bfloat16", "float16")
 """What a file may suggest for the state, which is kept in float32 in any case."""
+
+
+def _qwen2_moe(config: ConfigFile) -> ModelShape:
+    if config.flag("use_sliding_window", False):
+        raise config.refusal("use_sliding_window", True, "false for a qwen2_moe model")
+    for key in ("sliding_window", "max_window_layers"):
+        config.integer(key, default=0)
+    refuse_nulls(config, "max_window_layers")
+    plain = gated_shape(
+        config, kv_heads=kv_heads_or_all(config), qkv_bias=config.flag("qkv_bias", True)
+    )
+    sparse, dense = _with_shared_expert(config, plain), replace(plain, kind=_DENSE)
+    return mixed_shape([sparse if each else dense for each in _asks_experts(config)])
 
 
 def _qwen3_moe(config: ConfigFile) -> ModelShape:
@@ -78,12 +96,25 @@ def _with_shared_expert(config: ConfigFile, shape: ModelShape) -> ModelShape:
 
 def _by_type(config: ConfigFile, fused: bool, **own: Any) -> Mapping[str, ModelShape]:
     """The shapes of layers of either type, with one MLP."""
+    _check_gates(config)
     bias = config.flag("attention_bias", False)
     plain = gated_shape(config, _HEAD_DIM, **own)
     full = replace(
         plain, kind=FULL, qkv_bias=bias, output_bias=bias, qk_norm=True, output_gate=True
     )
     return {FULL: full, LINEAR: replace(plain, kind=LINEAR, delta=_mixer(config, fused))}
+
+
+def _check_gates(config: ConfigFile) -> None:
+    """Refuse gates that transformers does not compute, which reads neither entry: a sigmoid behind
+    attention, the activation behind a state.
+    """
+    if not config.flag(_ATTENTION_GATE, True):
+        raise config.refusal(_ATTENTION_GATE, False, "true, or left out")
+    gate, usual = config.values.get(_STATE_GATE), config.values.get("hidden_act", "silu")
+    if gate not in (None, usual) and not (gate in _SWISH and usual in _SWISH):
+        known = _SWISH if usual in _SWISH else (usual,)
+        raise config.refusal(_STATE_GATE, gate, f"{' or '.join(known)} (hidden_act), or left out")
 
 
 def _mixer(config: ConfigFile, fused: bool) -> DeltaMixer:
@@ -152,6 +183,13 @@ _FUSED = {
     "attention": tuple(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"))
 }
 
+_QWEN2_MOE = Family(
+    _qwen2_moe,
+    replace(GATED, **_SHARED, kinds={_DENSE: _NO_SHARED}),
+    replace(expert_keys("norm_topk_prob"), layer_types=(FULL,)),
+    attention_bias="qkv_bias",
+)
+
 _QWEN3_MOE = Family(
     _qwen3_moe,
     replace(
@@ -196,6 +234,7 @@ _QWEN3_5_MOE = Family(
 )
 
 QWEN_FAMILIES: Mapping[str, Family] = {
+    "qwen2_moe": _QWEN2_MOE,
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": _QWEN3_5,

@@ -337,7 +337,7 @@ class ModelShape:
 
     def _mlp_linears(self) -> tuple[LinearShape, ...]:
         if self.experts is not None:
-            return self.experts.shared_linears(self.hidden_size)
+            return self.experts.shared_linears(self.hidden_size, self.fused_mlp)
         up = LinearShape(self.hidden_size, self.intermediate_size)
         down = LinearShape(self.intermediate_size, self.hidden_size)
         if self.fused_mlp:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -152,8 +152,33 @@ def spellings(name: str, prefix: str) -> list[str]:
 
 
 def stored_name(names: Container[str], name: str, prefix: str) -> str | None:
-    """The first of the `spellings` of a tensor that is among `names`."""
-    return next((each for each in spellings(name, prefix) if each in names), None)
+    """The first of the `spellings` of a tensor that is among `names`, else of those of before."""
+    for each in (name, *_before(name)):
+        found = next((own for own in spellings(each, prefix) if own in names), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _before(name: str) -> Iterator[str]:
+    """Names of before transformers renamed modules, which hub checkpoints still have."""
+    for pattern, older in _OLDER:
+        if pattern.search(name):
+            yield pattern.sub(older, name)
+
+
+_OLDER = tuple(
+    (re.compile(pattern + "$"), older)
+    for pattern, older in (
+        (r"\.mlp\.gate\.weight", ".block_sparse_moe.gate.weight"),  # Mixtral's
+        (r"\.mlp\.(experts\.\d+)\.gate_proj\.weight", r".block_sparse_moe.\1.w1.weight"),
+        (r"\.mlp\.(experts\.\d+)\.up_proj\.weight", r".block_sparse_moe.\1.w3.weight"),
+        (r"\.mlp\.(experts\.\d+)\.down_proj\.weight", r".block_sparse_moe.\1.w2.weight"),
+        (r"_moe\.router\.weight", "_moe.router.layer.weight"),  # Granite's
+        (r"_moe\.experts\.gate_up_proj", "_moe.input_linear.weight"),
+        (r"_moe\.experts\.down_proj", "_moe.output_linear.weight"),
+    )
+)
 
 
 def text_name(stored: str) -> str:

@@ -9,22 +9,29 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -76,6 +83,16 @@ _EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+_LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_GRANITE = {
+    "num_key_value_heads": 2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 5.0,
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24}
+"""Sizes of layers that no model here has, which fit its hidden size."""
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_ROPE, num_key_value_heads=2),
@@ -124,13 +141,33 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
         tie_word_embeddings=False,
         mlp_bias=True,
     ),
-    "granite": GraniteConfig(
+    "granite": GraniteConfig(**_ROPE, **_GRANITE),
+    "granitemoe": GraniteMoeConfig(**_ROPE, **_GRANITE, **_LOCAL_EXPERTS),
+    "granitemoeshared": GraniteMoeSharedConfig(
+        **_ROPE, **_GRANITE, **_LOCAL_EXPERTS, shared_intermediate_size=32
+    ),
+    "granitemoehybrid": GraniteMoeHybridConfig(
         **_ROPE,
+        **_GRANITE,
+        **_MAMBA,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+        position_embedding_type="rope",
+        layer_types=["attention"] * LAYERS,
+    ),
+    "mixtral": MixtralConfig(**_ROPE, num_key_value_heads=2, sliding_window=7, **_LOCAL_EXPERTS),
+    "olmoe": OlmoeConfig(
+        **_ROPE | {"intermediate_size": 32},
         num_key_value_heads=2,
-        embedding_multiplier=3.0,
-        residual_multiplier=0.4,
-        attention_multiplier=0.2,
-        logits_scaling=5.0,
+        num_experts=6,
+        num_experts_per_tok=3,
+        clip_qkv=0.7,
+    ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **_ROPE,
+        **_EXPERTS | {"norm_topk_prob": False},
+        num_key_value_heads=2,
+        mlp_only_layers=[2],
     ),
     "phi3": Phi3Config(**_ROPE, num_key_value_heads=3, partial_rotary_factor=0.5, sliding_window=9),
     "glm": GlmConfig(**_ROPE, num_key_value_heads=3, head_dim=16),
@@ -189,6 +226,16 @@ MORE_CONFIGS: dict[str, PretrainedConfig] = {
         ],
         final_logit_softcapping=2.0,
         hidden_size_per_layer_input=0,
+    ),
+    "gemma4_unified": Gemma4UnifiedTextConfig(
+        **_ROPE,
+        num_key_value_heads=3,
+        head_dim=12,
+        global_head_dim=20,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
+        sliding_window=6,
+        layer_types=[f"{kind}_attention" for kind in _WINDOWS],
     ),
     "gemma4-experts": Gemma4TextConfig(
         **_ROPE,

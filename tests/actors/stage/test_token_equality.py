@@ -19,6 +19,9 @@ ALL = EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 NEW_TOKENS = 11
 SPLITS = (0, LAYERS), (0, 1, LAYERS), (0, 2, 3, LAYERS)
+MADE_OF = ("granitemoe", "granitemoehybrid")
+"""Families all of whose parts `granite` and `granitemoeshared` have."""
+
 LAYOUTS = tuple(product(SPLITS, (False, True)))
 """Bounds of stages, and whether the LM head is on the first one."""
 
@@ -26,7 +29,7 @@ LAYOUTS = tuple(product(SPLITS, (False, True)))
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        *((name, (LAYOUTS[0], LAYOUTS[-1])) for name in ALL if name != "llama"),
+        *((name, (LAYOUTS[0], LAYOUTS[-1])) for name in ALL if name not in ("llama", *MADE_OF)),
         ("llama", LAYOUTS),
         *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in ALL),
     ],

@@ -16,6 +16,8 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_OLMOE = {"num_experts": 6, "num_experts_per_tok": 2, "attention_bias": True}
 _SHARED = _EXPERTS | {"shared_expert_intermediate_size": 40}
 _MIXER = {
     "head_dim": 32,
@@ -50,6 +52,22 @@ MIXED: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 96, "head_dim": 16, "attention_bias": True, "use_qk_norm": True},
         **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         **{"n_shared_experts": 2, "first_k_dense_replace": 2},
+    },
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", "intermediate_size": 96} | _SIZES | _SHARED,
+        **{"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    },
+    "mixtral": {"model_type": "mixtral", "intermediate_size": 24} | _SIZES | _LOCAL_EXPERTS,
+    "olmoe": {"model_type": "olmoe", "intermediate_size": 24} | _SIZES | _OLMOE,
+    "granitemoe": {"model_type": "granitemoe", "intermediate_size": 24} | _SIZES | _LOCAL_EXPERTS,
+    "granitemoeshared": {
+        **{"model_type": "granitemoeshared", "intermediate_size": 24} | _SIZES | _LOCAL_EXPERTS,
+        "shared_intermediate_size": 40,
+    },
+    "granitemoehybrid": {
+        **{"model_type": "granitemoehybrid", "num_local_experts": 0} | _SIZES,
+        **{"shared_intermediate_size": 96, "layer_types": ["attention"] * 6},
+        **{"mamba_n_heads": 8, "mamba_d_head": 16, "position_embedding_type": "rope"},
     },
     "gpt_oss": {
         "model_type": "gpt_oss",

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.activations import ACT2CLS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from actors.stage.model_config import config_of_values
 from planner.model.config_check import ACTIVATIONS, ROPE_TYPES
 from planner.model.family import FULL
 from planner.model.finding import shape_from_config
@@ -59,9 +60,8 @@ def test_what_transformers_refuses_is_refused(family: str) -> None:
 
 
 def taken(values: dict[str, Any]) -> bool:
-    values = dict(values)
     try:
-        AutoConfig.for_model(values.pop("model_type"), **values)
+        config_of_values(values)
     except Exception:  # whatever it is, transformers does not take them
         return False
     return True

@@ -222,7 +222,7 @@ def test_config_file_itself_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture-of-experts"),
+        ({"model_type": "minimax", "num_local_experts": 8}, "mixture-of-experts"),
         ({"model_type": "qwen3_moe"}, "hidden_size is missing"),
         ({"model_type": "llama", "num_experts": 4}, "mixture-of-experts"),
         ({"model_type": "mamba"}, "supported: bloom, .*llama"),

@@ -31,6 +31,11 @@ KINDS = {
     "qwen3_5_text-tied": ((2, 4), ("full_attention", "linear_attention")),
     "qwen3_5_moe_text": ((5, 1), ("linear_attention", "full_attention")),
     "glm4_moe": ((2, 4), ("dense", "")),
+    "qwen2_moe": ((4, 2), ("dense", "")),
+    **{
+        name: ((6,), ("",))
+        for name in ("mixtral", "olmoe", "granitemoe", "granitemoeshared", "granitemoehybrid")
+    },
     "gpt_oss": ((3, 3), ("sliding_attention", "full_attention")),
 }
 
@@ -122,6 +127,14 @@ def test_equal_layers_make_a_plain_shape() -> None:
         ("qwen3_5_text", {"linear_conv_kernel_dim": None}, r"linear_conv_kernel_dim is missing"),
         ("qwen3_5_text", {"mamba_ssm_dtype": "int8"}, r"mamba_ssm_dtype is 'int8'.*one of float32"),
         ("qwen3_5_text", {"mamba_ssm_dtype": [1]}, r"mamba_ssm_dtype is \[1\]"),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid"}, r"output_gate_type is 'sigmoid'.* swish"),
+        ("qwen3_next", {"output_gate_type": ["swish"]}, r"output_gate_type is \['swish'\]"),
+        ("qwen3_5_moe_text", {"attn_output_gate": False}, r"attn_output_gate is False"),
+        ("mixtral", {"num_experts_per_tok": 7}, r"at most 6 \(num_local_experts\)"),
+        ("olmoe", {"head_dim": 32}, r"head_dim is 32.* 16, hidden_size over heads"),
+        ("qwen2_moe", {"use_sliding_window": True}, r"use_sliding_window is True.* qwen2_moe"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 6}, r"layer_types\[0\] is 'mamba'"),
+        ("granitemoehybrid", {"position_embedding_type": "nope"}, r"position_embedding_type is"),
         ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 0}, r"shared_expert.* is 0"),
         ("qwen3_next", {"partial_rotary_factor": 2.0}, r"partial_rotary_factor is 2.0"),
     ],
@@ -131,6 +144,12 @@ def test_what_is_wrong_is_named(name: str, entries: dict[str, Any], message: str
         shape_from_config("m", MIXED[name] | entries)
 
 
+def test_a_gate_is_taken_by_either_name() -> None:
+    plain = shape_from_config("m", MIXED["qwen3_5_text"])
+    gate = {"output_gate_type": "swish", "attn_output_gate": True}
+    assert shape_from_config("m", MIXED["qwen3_5_text"] | gate) == plain
+
+
 def test_a_missing_number_of_experts_is_named() -> None:
     values = {key: value for key, value in MIXED["qwen3_moe"].items() if key != "num_experts"}
     with pytest.raises(SpecError, match="num_experts or num_local_experts is missing"):
@@ -138,7 +157,7 @@ def test_a_missing_number_of_experts_is_named() -> None:
 
 
 def test_unknown_experts_are_refused_by_name() -> None:
-    for values in ({"model_type": "mixtral"}, {"model_type": "llama", "num_experts": 4}):
+    for values in ({"model_type": "jetmoe"}, {"model_type": "llama", "num_experts": 4}):
         with pytest.raises(
             SpecError, match=r"of which llmpq runs .*gpt_oss, .*qwen3_moe.*dense one"
         ):
