@@ -235,8 +235,9 @@ def windowed_shape(shape: ModelShape, types: Sequence[str], window: int | None) 
     windows = [window if each == SLIDING else None for each in types]
     if len({*windows}) == 1:
         return replace(shape, sliding_window=windows[0])
-    both = zip(types, windows, strict=True)
-    return mixed_shape([replace(shape, kind=kind, sliding_window=each) for kind, each in both])
+    both = dict(zip(types, windows, strict=True))
+    made = {kind: replace(shape, kind=kind, sliding_window=each) for kind, each in both.items()}
+    return mixed_shape([made[each] for each in types])
 
 
 def mixed_shape(layers: Sequence[ModelShape], joined: tuple[int, ...] = ()) -> ModelShape:
@@ -244,9 +245,11 @@ def mixed_shape(layers: Sequence[ModelShape], joined: tuple[int, ...] = ()) -> M
     Equal ones are one kind, and one kind is a plain shape. What the model as a whole is said to
     have is that of the layers which see most tokens.
     """
-    kinds = tuple(dict.fromkeys(layers))
+    found = {id(layer): layer for layer in layers}  # as comparing two takes long
+    kinds = tuple(dict.fromkeys(found.values()))
     if len(kinds) == 1:
         return replace(kinds[0], joined=joined)
     widest = max(kinds, key=lambda kind: (kind.kv_width > 0, kind.sliding_window is None))
-    pattern = tuple(kinds.index(layer) for layer in layers)
+    place = {each: kinds.index(layer) for each, layer in found.items()}
+    pattern = tuple(place[id(layer)] for layer in layers)
     return replace(widest, kind="", kinds=kinds, pattern=pattern, joined=joined)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number
@@ -81,23 +82,23 @@ def _gemma4(config: ConfigFile) -> ModelShape:
     owner, heads = _owners(full, types), _heads_by_layer(full, types)
     plain, wide = _gemma4_layer(full), full.flag("use_double_wide_mlp", False)
     values_are_keys = full.flag("attention_k_eq_v", False)
-    layers = []
-    for index, kind in enumerate(types):
-        is_full, reads = kind == FULL, owner[index] != index
+
+    @cache
+    def made(kind: str, reads: bool, kv_heads: int, head_dim: int) -> ModelShape:
+        is_full = kind == FULL
         keys_alone = values_are_keys and is_full and not reads
-        kv_heads, head_dim = heads[index]
-        layers.append(
-            replace(
-                plain,
-                kind=f"{kind}{_READS * reads}{_KEYS_ALONE * keys_alone}{plain.kind}",
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                sliding_window=None if is_full else full.size("sliding_window"),
-                values_are_keys=keys_alone,
-                reads_earlier_keys=reads,
-                intermediate_size=plain.intermediate_size * (2 if wide and reads else 1),
-            )
+        return replace(
+            plain,
+            kind=f"{kind}{_READS * reads}{_KEYS_ALONE * keys_alone}{plain.kind}",
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            sliding_window=None if is_full else full.size("sliding_window"),
+            values_are_keys=keys_alone,
+            reads_earlier_keys=reads,
+            intermediate_size=plain.intermediate_size * (2 if wide and reads else 1),
         )
+
+    layers = [made(kind, owner[i] != i, *heads[i]) for i, kind in enumerate(types)]
     shared = [range(o + 1, i + 1) for i, o in enumerate(owner) if o != i]
     joined = tuple(sorted({layer for each in shared for layer in each}))
     return replace(mixed_shape(layers, joined), kv_heads=max(each[0] for each in heads))

@@ -144,7 +144,9 @@ def test_built_in_shape_gives_the_librarys_parameters(name: str, builtin: dict[s
         ("gemma-3-27b", 27.0),
         ("gemma-4-e2b", 4.63),  # without what sees and hears: 5.1 with it
         ("gemma-4-e4b", 7.46),
+        ("gemma-4-12b", 11.9),
         ("gemma-4-31b", 30.7),
+        ("granite-3.1-3b-a800m", 3.3),
         ("gemma-4-26b-a4b", 25.2),
     ],
 )
@@ -168,6 +170,14 @@ def test_published_sizes(name: str, billions: float) -> None:
         # The makers leave the 0.58 billion weights of the embedding out of what is active.
         ("gpt-oss-20b", 20.9, 3.6 + 0.58),
         ("gpt-oss-120b", 116.8, 5.1 + 0.58),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 141, 39),
+        ("qwen1.5-moe-a2.7b", 14.3, 2.7),
+        ("qwen2-57b-a14b", 57.4, 14.2),
+        ("olmoe-1b-7b", 6.9, 1.3),
+        # Those of GLM-4.5 leave embedding and head out.
+        ("glm-4.5-air", 106, 12 + 1.24),
+        ("glm-4.5", 355, 32 + 1.55),
     ],
 )
 def test_published_sizes_with_experts(name: str, billions: float, active: float) -> None:
