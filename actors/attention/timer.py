@@ -1,4 +1,4 @@
-"""Timing attention where it runs in a pass."""
+"""Timing a part of layers, such as attention, where it runs in a pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 
 class AttentionTimer:
-    """Times attention where it runs in a pass, with the caches as the rest of a layer leaves them.
+    """Times attention, or experts, where they run in a pass, with the caches as the rest of a layer
+    leaves them.
 
-    Entered before each layer's attention. On a GPU events in its stream are timed, which hold up
+    Entered before that part of each layer. On a GPU events in its stream are timed, which hold up
     what starts kernels by some microseconds.
     """
 
@@ -32,7 +33,7 @@ class AttentionTimer:
             self._seconds += time.perf_counter() - self._began_s
 
     def take_s(self) -> float:
-        """Seconds of attention since the last call, in all layers; waits for the GPU."""
+        """Seconds of the part since the last call, in all layers; waits for the GPU."""
         if self._events:
             self._events[-1].synchronize()
             pairs = zip(self._events[::2], self._events[1::2], strict=True)

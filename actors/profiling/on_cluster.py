@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 from actors.processes.answers import get_answer, get_streamed
 from actors.processes.device import device_here, stage_environment
 from actors.processes.placement import DeviceRequest, place
-from actors.profiling.layers import LoadTask, MeasuredLoad, time_loading
+from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading
 from actors.profiling.task import ProfileState, ProfileTask, measure
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device

@@ -99,7 +99,8 @@ _ERROR_OF_MEDIAN = 0.93
 
 @dataclass(frozen=True)
 class ProfileTask:
-    """A measurement: `todo` has the workloads of every bitwidth, `config` the model's values.
+    """A measurement: `todo` has the workloads of every bitwidth, `config` the model's values,
+    `alike` the numbers of those of its layers that are meant, where not all are alike.
 
     Each workload is passed `rounds` times in rounds of random order, less often where it is long or
     its times agree; `budget_s` ends the task between two groups of workloads. `threads` None: as
@@ -116,14 +117,16 @@ class ProfileTask:
     rounds: int = 100
     seed: int = 0
     usual_reference_s: Mapping[Phase, float] | None = None
+    alike: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
     """Median seconds of one layer, corrected by the reference work, and as they were (`raw_s`).
 
-    `spread` is the interquartile range over the median. `attention_s`: those of `seconds` in which
-    attention ran; None where that was not to be told. `backend`: the kernel backend.
+    `spread` is the interquartile range over the median. `attention_s` and `experts_s`: those of
+    `seconds` in which attention and experts ran; None where that was not to be told, or there are
+    none. `backend`: the kernel backend.
     """
 
     bits: int
@@ -134,6 +137,7 @@ class MeasuredLayer:
     repetitions: int
     backend: str
     attention_s: float | None = None
+    experts_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,8 @@ def median_and_spread(values: Sequence[float] | npt.NDArray[np.float64]) -> tupl
 
 @dataclass
 class _Passes:
-    """Seconds of each pass of one workload, and of the reference work around the pass;
-    `attention_shares` of them are attention's.
+    """Seconds of each pass of one workload, and of the reference work around the pass; `shares` of
+    them are attention's and experts'.
     """
 
     bits: int
@@ -171,7 +175,7 @@ class _Passes:
     backend: str
     seconds: list[float] = field(default_factory=list)
     reference_s: list[float] = field(default_factory=list)
-    attention_shares: list[float] = field(default_factory=list)
+    shares: list[tuple[float, float]] = field(default_factory=list)
 
     def is_known(self, copies: int) -> bool:
         """Whether more passes through `copies` layers would add little."""
@@ -183,7 +187,7 @@ class _Passes:
     def measured(self, usual_reference_s: float) -> MeasuredLayer:
         raw = np.array(self.seconds)
         median, spread = median_and_spread(raw / np.array(self.reference_s) * usual_reference_s)
-        share = float(np.median(self.attention_shares or [0.0]))
+        attention, experts = np.median(self.shares or [(0.0, 0.0)], axis=0).tolist()
         return MeasuredLayer(
             self.bits,
             self.workload,
@@ -192,7 +196,8 @@ class _Passes:
             spread,
             len(raw),
             self.backend,
-            share * median if 0 < share < 1 else None,
+            attention * median if 0 < attention < 1 else None,
+            experts * median if 0 < experts < 1 - attention else None,
         )
 
 
@@ -206,7 +211,7 @@ class _Profiler:
         self._device = device_here(task.device)
         self._processor = local_processor(self._device)
         self._reference = ReferenceWork(self._device, getattr(torch, task.dtype))
-        self._timer = AttentionTimer(self._device)
+        self._timers = AttentionTimer(self._device), AttentionTimer(self._device)
         self._random = random.Random(task.seed)
         self._passes: list[_Passes] = []
         self._too_large = 0
@@ -216,7 +221,11 @@ class _Profiler:
         for (bits, backend), workloads in self._by_kernel().items():
             if time.monotonic() - began > self._task.budget_s:
                 continue
-            layers = self._layers(bits, backend)
+            try:
+                layers = self._layers(bits, backend)
+            except torch.OutOfMemoryError:
+                self._too_large += len(workloads)
+                continue
             for group in self._groups(layers, workloads):
                 if time.monotonic() - began > self._task.budget_s:
                     break
@@ -237,7 +246,7 @@ class _Profiler:
     def _layers(self, bits: int, backend: str) -> TimedLayers:
         task, dtype = self._task, getattr(torch, self._task.dtype)
         form = LayerForm(bits, self._processor, dtype, self._device, backend)
-        return TimedLayers(config_of_values(task.config), form, task.seed)
+        return TimedLayers(config_of_values(task.config), form, task.seed, task.alike)
 
     def _groups(
         self, layers: TimedLayers, workloads: Sequence[LayerWorkload]
@@ -276,30 +285,31 @@ class _Profiler:
             for passes, prepared in self._random.sample(ready, len(ready)):
                 if turn >= LEAST_ROUNDS and passes.is_known(prepared.copies):
                     continue
-                seconds, attention_s = self._timed(layers, prepared)
+                seconds, attention_s, experts_s = self._timed(layers, prepared)
                 after, phase = self._reference.run(), passes.workload.phase
                 passes.seconds.append(seconds / prepared.copies)
-                passes.attention_shares.append(attention_s / seconds)
+                passes.shares.append((attention_s / seconds, experts_s / seconds))
                 passes.reference_s.append(math.sqrt(before.seconds(phase) * after.seconds(phase)))
                 before = after
         self._passes += [passes for passes, _ in ready]
 
-    def _timed(self, layers: TimedLayers, prepared: PreparedWorkload) -> tuple[float, float]:
-        """Seconds of a pass, and of attention in it.
+    def _timed(self, layers: TimedLayers, prepared: PreparedWorkload) -> tuple[float, float, float]:
+        """Seconds of a pass, and of attention and experts in it.
 
-        Attention is timed where it runs: alone, it would find its keys and values in the caches,
-        and as a difference it would have the noise of two passes, of which it may be a small part.
-        On a GPU, where this slows a pass down, in a second pass.
+        Parts are timed where they run: alone, attention would find its keys and values in the
+        caches, and as a difference it would have the noise of two passes, of which it may be a
+        small part. On a GPU, where this slows a pass down, in a second pass.
         """
         began = self._reference.now()
         if self._device.type == "cpu":
-            layers.pass_through(prepared, self._timer)
-            return self._reference.now() - began, self._timer.take_s()
+            layers.pass_through(prepared, *self._timers)
+            seconds = self._reference.now() - began
+            return seconds, self._timers[0].take_s(), self._timers[1].take_s()
         layers.pass_through(prepared)
         seconds = self._reference.now() - began
         self._reference.run()  # which empties the caches as before the first pass
-        layers.pass_through(prepared, self._timer)
-        return seconds, self._timer.take_s()
+        layers.pass_through(prepared, *self._timers)
+        return seconds, self._timers[0].take_s(), self._timers[1].take_s()
 
     def _median_reference_s(self) -> dict[Phase, float]:
         seconds: dict[Phase, list[float]] = {}

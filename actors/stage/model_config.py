@@ -74,6 +74,7 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     if own:
         whole = config.num_hidden_layers
         found = {layer: own.get(layer % whole) for layer in range(layers)}
+        found[layers - 1] = own.get(whole - 1)  # the last one is of the same type in any Gemma 4
         values["per_layer_config"] = {layer: each for layer, each in found.items() if each}
     return type(config).from_dict(values)
 

@@ -51,7 +51,8 @@ from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.fit import FitError, FittedLatency, all_together, relative_errors
-from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.rows import ProfileRow
 from planner.scheduling import PHASES, Phase
 from planner.workload import Workload
 from quant.devices import local_processor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,10 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.shape import ModelShape
 from planner.profiles.design import LayerWorkload, ProfileOptions, design
-from planner.profiles.fit import applies
-from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-from planner.scheduling import PHASES
+from planner.profiles.layer_terms import LayerTerms, kind_words
+from planner.profiles.rows import ProfileRow, read_profiles, write_profiles
+from planner.profiles.selection import applies
+from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
@@ -50,14 +53,31 @@ def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
     return tuple(kinds.values())
 
 
-def check_equal_layers(shape: ModelShape) -> None:
-    """Raise SpecError where one layer of attention and an MLP does not stand for all."""
-    if shape.kinds or shape.experts is not None or shape.delta is not None:
-        raise SpecError(
-            f"model {shape.name}: its layers differ or have experts ({shape.model_type}) and are "
-            "not timed; profile a model whose layers are alike, such as qwen3-8b: its measured "
-            "times correct the estimates of this one too"
-        )
+@dataclass(frozen=True)
+class TimedKind:
+    """A kind of layers that are timed: the numbers of `alike` ones, none where all are."""
+
+    shape: ModelShape
+    alike: tuple[int, ...]
+
+    @property
+    def layer(self) -> LayerTerms:
+        return LayerTerms.of(self.shape)
+
+    @property
+    def title(self) -> str:
+        """The model, and which of its layers where they differ."""
+        words = self.shape.kind or kind_words(self.shape) or "other layers"
+        return f"{self.shape.name}, {words}" if self.alike else self.shape.name
+
+
+def timed_kinds(shape: ModelShape) -> tuple[TimedKind, ...]:
+    """The kinds of layers of a model, those that take as long as one."""
+    found: dict[LayerTerms, TimedKind] = {}
+    for kind, own in enumerate(shape.kind_shapes):
+        alike = tuple(n for n, each in enumerate(shape.pattern) if each == kind)
+        found.setdefault(LayerTerms.of(own), TimedKind(own, alike))
+    return tuple(found.values())
 
 
 class Profile:
@@ -76,7 +96,7 @@ class Profile:
     ) -> None:
         self._path = path
         self._config = config
-        self._shape = shape
+        self.kinds = timed_kinds(shape)
         self._options = options
         self._rows: tuple[ProfileRow, ...] = ()
         if path.exists():
@@ -87,80 +107,92 @@ class Profile:
         """Seconds that `measure` is expected to take, by the layer's datasheet times."""
         from actors.profiling.task import LEAST_ROUNDS
 
-        options, latency = self._options, RooflineLatency(self._shape)
-        dtype = device.compute_dtype(options.dtype)
+        options, dtype = self._options, device.compute_dtype(self._options.dtype)
         seconds = 0.0
-        for bits, workloads in self._todo(device, dtype).items():
-            for each in workloads:
-                sizes = (device, bits, each.batch_size, each.length, dtype)
-                is_prefill = each.phase == "prefill"
-                layer = latency.layer_prefill_s if is_prefill else latency.layer_decode_s
-                pass_s = LAYERS_PASSED * layer(*sizes)
-                most_s = options.rounds * pass_s
-                seconds += BESIDE_S + min(most_s, max(LEAST_ROUNDS * pass_s, LONG_S))
+        for kind in self.kinds:
+            latency = RooflineLatency(kind.shape)
+            for bits, workloads in self._todo(kind, device, dtype).items():
+                for each in workloads:
+                    sizes = (device, bits, each.batch_size, each.length, dtype)
+                    is_prefill = each.phase == "prefill"
+                    layer = latency.layer_prefill_s if is_prefill else latency.layer_decode_s
+                    pass_s = LAYERS_PASSED * layer(*sizes)
+                    most_s = options.rounds * pass_s
+                    seconds += BESIDE_S + min(most_s, max(LEAST_ROUNDS * pass_s, LONG_S))
         return min(seconds, options.budget_s)
 
     def points(self, device: Device) -> int:
         """Number of points of the design on `device` that the file lacks."""
-        return sum(map(len, self._todo(device, device.compute_dtype(self._options.dtype)).values()))
+        dtype = device.compute_dtype(self._options.dtype)
+        todo = (self._todo(kind, device, dtype) for kind in self.kinds)
+        return sum(len(workloads) for own in todo for workloads in own.values())
 
     def measure(
         self, device: Device, report: ReportParts
-    ) -> tuple[tuple[ProfileRow, ...], ProfileState]:
+    ) -> tuple[list[tuple[ProfileRow, ...]], list[ProfileState]]:
         """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray.
 
-        Gives all rows of this model on it, old and new, and the state of the measurement at its
-        end. `report` is told of points, also of those that are not written yet.
+        Gives, of each of the `kinds`, all its rows on the device, old and new, and the state of its
+        measurement at the end. `report` is told of points, also of those that are not written yet.
         """
         from actors.profiling.on_cluster import measure_on_cluster
         from actors.profiling.task import ProfileTask
 
-        dtype = device.compute_dtype(self._options.dtype)
-        todo = self._todo(device, dtype)
-        count = sum(map(len, todo.values()))
-        task = ProfileTask(
-            config=self._config,
-            dtype=dtype,
-            todo=todo,
-            device="cpu" if device.runs_on_cpu else "cuda",
-            threads=device.threads,
-            budget_s=self._options.budget_s,
-            rounds=self._options.rounds,
-            seed=self._options.seed,
-        )
+        dtype, began = device.compute_dtype(self._options.dtype), time.monotonic()
+        count, before = self.points(device), 0
+        states: list[ProfileState] = []
         report(0, count)
-        before = self._rows
-        for state in measure_on_cluster(task, device):
-            rows = before + tuple(self._new_rows(device, dtype, state))
-            if len(rows) > len(self._rows):
-                self._rows = rows
-                write_profiles(self._path, rows)
-            report(len(state.measured) + state.too_large + state.under_way, count)
-        return tuple(row for row in self._rows if self._is_ours(row, device, dtype)), state
+        for kind in self.kinds:
+            task = ProfileTask(
+                config=self._config,
+                dtype=dtype,
+                todo=self._todo(kind, device, dtype),
+                device="cpu" if device.runs_on_cpu else "cuda",
+                threads=device.threads,
+                budget_s=self._options.budget_s - (time.monotonic() - began) * bool(states),
+                rounds=self._options.rounds,
+                seed=self._options.seed,
+                usual_reference_s=_usual(states),
+                alike=kind.alike,
+            )
+            held = self._rows
+            for state in measure_on_cluster(task, device):
+                rows = held + tuple(self._new_rows(kind, device, dtype, state))
+                if len(rows) > len(self._rows):
+                    self._rows = rows
+                    write_profiles(self._path, rows)
+                report(before + len(state.measured) + state.too_large + state.under_way, count)
+            before += len(state.measured) + state.too_large
+            states.append(state)
+        return [self._rows_of(kind, device, dtype) for kind in self.kinds], states
 
-    def _todo(self, device: Device, dtype: str) -> dict[int, tuple[LayerWorkload, ...]]:
+    def _rows_of(self, kind: TimedKind, device: Device, dtype: str) -> tuple[ProfileRow, ...]:
+        return tuple(
+            row for row in self._rows if row.layer == kind.layer and applies(row, device, dtype)
+        )
+
+    def _todo(
+        self, kind: TimedKind, device: Device, dtype: str
+    ) -> dict[int, tuple[LayerWorkload, ...]]:
         """The design of every bitwidth without what the file has."""
         options = self._options
-        done = {
-            (row.bits, workload_of(row)) for row in self._rows if self._is_ours(row, device, dtype)
-        }
+        done = {(row.bits, workload_of(row)) for row in self._rows_of(kind, device, dtype)}
         planned = [w for phase in PHASES for w in design(options.space, phase, options.points)]
         return {
             bits: tuple(each for each in planned if (bits, each) not in done)
             for bits in options.bits
         }
 
-    def _is_ours(self, row: ProfileRow, device: Device, dtype: str) -> bool:
-        return row.layer == LayerTerms.of(self._shape) and applies(row, device, dtype)
-
-    def _new_rows(self, device: Device, dtype: str, state: ProfileState) -> Iterator[ProfileRow]:
+    def _new_rows(
+        self, kind: TimedKind, device: Device, dtype: str, state: ProfileState
+    ) -> Iterator[ProfileRow]:
         for each in state.measured:
             workload, is_prefill = each.workload, each.workload.phase == "prefill"
             yield ProfileRow(
                 device=device.accelerator.name,
-                model=self._shape.name,
-                layer=LayerTerms.of(self._shape),
-                intermediate_size=self._shape.intermediate_size,
+                model=kind.shape.name,
+                layer=kind.layer,
+                intermediate_size=kind.shape.intermediate_size,
                 phase=workload.phase,
                 bits=each.bits,
                 batch_size=workload.batch_size,
@@ -172,11 +204,18 @@ class Profile:
                 dtype=dtype,
                 threads=device.threads,
                 attention_s=each.attention_s,
+                experts_s=each.experts_s,
                 spread=each.spread,
                 repetitions=each.repetitions,
                 unlike=workload.unlike,
                 source=self._path.name,
             )
+
+
+def _usual(states: Sequence[ProfileState]) -> Mapping[Phase, float] | None:
+    """The seconds of the reference work that times of earlier kinds were corrected to."""
+    found = {**states[0].usual_reference_s} if states else {}
+    return found if found.keys() == {*PHASES} else None
 
 
 def workload_of(row: ProfileRow) -> LayerWorkload:

@@ -25,12 +25,16 @@ from planner.scheduling import PHASES
 
 
 def parts_table(rows: Sequence[ProfileRow]) -> Table:
-    """Attention and the rest of a layer, for the smallest and the largest workloads measured of
-    each bitwidth and phase; no rows where they were not measured apart.
+    """Attention and the rest of a layer, and of this its experts, for the smallest and the largest
+    workloads measured of each bitwidth and phase; no rows where they were not measured apart.
     """
+    experts = ("of it experts",) if any(row.experts_s for row in rows) else ()
     table = _table(
         "attention, and the rest of a layer",
-        ("bits", "phase", "requests", "tokens each", "attention", "rest", "attention's share"),
+        (
+            *("bits", "phase", "requests", "tokens each", "attention", "rest", *experts),
+            "attention's share",
+        ),
         left=("phase",),
     )
     for row in _outermost([row for row in rows if row.attention_s is not None]):
@@ -42,6 +46,7 @@ def parts_table(rows: Sequence[ProfileRow]) -> Table:
             str(row_length(row)),
             f"{attention_s * 1e3:.3g} ms",
             f"{(row.seconds - attention_s) * 1e3:.3g} ms",
+            *(f"{(row.experts_s or 0.0) * 1e3:.3g} ms" for _ in experts),
             f"{attention_s / row.seconds:.0%}",
         )
     return table

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from actors.processes.placement import DeviceRequest, place
-from actors.profiling.layers import LoadTask
 from actors.profiling.links import measure_hops, measure_sums
+from actors.profiling.loading import LoadTask
 from actors.profiling.on_cluster import time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device, Place
@@ -48,13 +48,15 @@ def profile_loading(
     """
     path, dtype = loading_path(profile), device.compute_dtype(options.dtype)
     threads = device.threads or 0
-    own = (device.accelerator.name, shape.name, 2 * shape.layer_parameters, dtype, threads)
+    own = (device.accelerator.name, shape.name, dtype, threads)
 
     def are_ours(rows: Iterable[LoadRow]) -> list[LoadRow]:
+        """Those of a layer as large, or of some of the layers where they differ."""
         return [
             row
             for row in rows
-            if (row.device, row.model, row.checkpoint_bytes, row.dtype, row.threads) == own
+            if (row.device, row.model, row.dtype, row.threads) == own
+            and (shape.kinds or row.checkpoint_bytes == 2 * shape.layer_parameters)
         ]
 
     rows = read_table(path, LoadRow) if path.exists() else ()

@@ -26,11 +26,13 @@ from planner.workload import MicroBatches, Workload
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
     """Seconds of a layer's attention, which goes by requests and their lengths, and of its rest,
-    which goes by new tokens (profiled apart as in ExeGPT section 3).
+    which goes by new tokens (profiled apart as in ExeGPT section 3); of the rest `experts_s` are
+    those of experts, where they are told apart.
     """
 
     attention_s: float
     rest_s: float
+    experts_s: float = 0.0
 
     @property
     def whole_s(self) -> float:

@@ -7,8 +7,9 @@ For a layer that was itself measured, the fit is corrected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -16,172 +17,25 @@ import numpy as np
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
 from planner.costs.roofline import RooflineLatency
-from planner.profiles.layer_fit import FitTask, LayerFit, Workload, medians, parts_of, row_length
-from planner.profiles.rows import LayerTerms, ProfileRow
-from planner.scheduling import PHASES, Phase
-from quant.backends.table import backend_name
-from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES
-
-
-@dataclass(frozen=True)
-class TimeQuery:
-    device: Device
-    dtype: str
-    layer: LayerTerms
-    bits: int
-    phase: Phase
-
-    @property
-    def threads(self) -> int:
-        return self.device.threads or 1
-
-    def backend_of(self, row: ProfileRow) -> str:
-        """The kernel backend timed for a micro-batch like `row`, also where a CPU emulates."""
-        dtype = ProfileRow.timed_dtype(self.device, self.dtype)
-        rows = row.batch_size if self.phase == "decode" else 0
-        processor = self.device.accelerator.processor
-        return backend_name(processor, self.bits, dtype, decode_rows=rows)
-
-    def dtype_of(self, row: ProfileRow) -> str:
-        return row.dtype or self.device.default_dtype
-
-
-@dataclass(frozen=True)
-class Condition:
-    holds: Callable[[TimeQuery, ProfileRow], bool]
-    problem: Callable[[TimeQuery, Sequence[ProfileRow]], str]
-
-
-CONDITIONS = (
-    Condition(
-        lambda wanted, row: row.device == wanted.device.accelerator.name,
-        lambda wanted, rows: f"taken on {_listed(row.device for row in rows)}",
-    ),
-    Condition(
-        lambda wanted, row: row.threads in (None, wanted.threads),
-        lambda wanted, rows: (
-            f"taken at a thread count of {_listed(str(row.threads) for row in rows)}, not "
-            f"{wanted.threads}"
-        ),
-    ),
-    Condition(
-        lambda wanted, row: DTYPE_BYTES[wanted.dtype_of(row)] == DTYPE_BYTES[wanted.dtype],
-        lambda wanted, rows: (
-            f"taken in {_listed(wanted.dtype_of(row) for row in rows)}, not {wanted.dtype}"
-        ),
-    ),
-    Condition(lambda wanted, row: row.bits == wanted.bits, lambda wanted, rows: "no rows"),
-    Condition(lambda wanted, row: row.phase == wanted.phase, lambda wanted, rows: "no rows"),
-    Condition(
-        lambda wanted, row: row.backend in (None, wanted.backend_of(row)),
-        lambda wanted, rows: (
-            f"taken with the kernel {_listed(row.backend or '' for row in rows)}, not "
-            f"{_listed(map(wanted.backend_of, rows))}"
-        ),
-    ),
+from planner.profiles.layer_fit import (
+    FitTask,
+    LayerFit,
+    Workload,
+    fit_experts,
+    medians,
+    parts_of,
+    row_length,
 )
-"""The conditions, in the order in which messages say what is missing."""
-
-
-def applies(row: ProfileRow, device: Device, dtype: str) -> bool:
-    """Whether a row was measured on such a device and precision, with the kernel used now."""
-    wanted = TimeQuery(device, dtype, row.layer, row.bits, row.phase)
-    return all(condition.holds(wanted, row) for condition in CONDITIONS)
-
-
-@dataclass(frozen=True)
-class SelectedRows:
-    wanted: TimeQuery
-    rows: tuple[ProfileRow, ...]
-    problem: str | None
-
-
-def select_rows(profiles: Sequence[ProfileRow], wanted: TimeQuery) -> SelectedRows:
-    """Select rows of the very layer where there are any, else those of other models."""
-    left = profiles
-    for condition in CONDITIONS:
-        kept = [row for row in left if condition.holds(wanted, row)]
-        if not kept:
-            return SelectedRows(wanted, (), condition.problem(wanted, left) if left else "no rows")
-        left = kept
-    same = tuple(row for row in left if row.layer == wanted.layer)
-    if same:
-        return SelectedRows(wanted, same, None)
-    return SelectedRows(wanted, tuple(left), f"scaled from {_listed(row.model for row in left)}")
-
-
-def select_all(
-    profiles: Sequence[ProfileRow],
-    device: Device,
-    dtype: str,
-    layer: LayerTerms,
-    bits: Iterable[int],
-) -> list[SelectedRows]:
-    return [
-        select_rows(profiles, TimeQuery(device, dtype, layer, each, phase))
-        for each in bits
-        for phase in PHASES
-    ]
-
-
-def describe_selections(verb: str, found: Sequence[SelectedRows], estimate: str) -> str:
-    """Describe from which rows times are taken (`verb` them); else `estimate` and the reason."""
-    rows = [row for used in found for row in used.rows]
-    missing = [used for used in found if not used.rows]
-    scaled = [used for used in found if used.rows and used.problem]
-    parts = []
-    if rows:
-        sources = _listed(row.source for row in rows)
-        kernels = {f"{r.backend} {r.backend_version or ''}".strip() for r in rows if r.backend}
-        bits = ", ".join(map(str, sorted({row.bits for row in rows})))
-        inner = "; ".join((f"bits {bits}", *sorted(kernels), *_problems(scaled)))
-        of = f" of {sources}" if sources else ""
-        parts.append(f"{verb} {len(rows)} profile rows{of} ({inner})")
-    if missing:
-        parts.append(f"{estimate} ({'; '.join(_problems(missing))})")
-    if rows:
-        parts.append(f"embedding and LM head {estimate}")
-    return "; ".join(parts)
-
-
-def refuse_estimates(
-    profiles: Sequence[ProfileRow],
-    layer: LayerTerms,
-    devices: Iterable[tuple[Device, str]],
-    bits: Sequence[int],
-    path: str,
-) -> None:
-    """Raise SpecError for the first device and compute type without a time of this very layer."""
-    for device, dtype in devices:
-        lacking = [
-            used for used in select_all(profiles, device, dtype, layer, bits) if used.problem
-        ]
-        if lacking:
-            raise SpecError(
-                f"strict_profiles: {path} has not all times of {device.name}: "
-                f"{'; '.join(_problems(lacking))}; measure them with llmpq profile, leave those "
-                "bits out (--bits), or plan without --strict_profiles"
-            )
-
-
-def _problems(found: Sequence[SelectedRows]) -> Iterator[str]:
-    for problem in dict.fromkeys(used.problem for used in found):
-        by_bits = {
-            bits: tuple(
-                u.wanted.phase for u in found if (u.problem, u.wanted.bits) == (problem, bits)
-            )
-            for bits in sorted({used.wanted.bits for used in found if used.problem == problem})
-        }
-        for phases in dict.fromkeys(by_bits.values()):
-            bits = ", ".join(str(each) for each, of in by_bits.items() if of == phases)
-            which = "" if phases == PHASES else f"{phases[0]} of "
-            yield f"{which}bits {bits}: {problem}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted({name for name in names if name}))
-
+from planner.profiles.layer_terms import LayerTerms, kind_words
+from planner.profiles.rows import ProfileRow
+from planner.profiles.selection import (
+    TimeQuery,
+    applies,
+    describe_selections,
+    select_all,
+    select_rows,
+)
+from planner.scheduling import PHASES, Phase
 
 Precision = tuple[Device, int, str, Phase]
 
@@ -198,6 +52,7 @@ class FittedLatency(DerivedLatency):
         self.profiles = profiles
         self._layer = LayerTerms.of(self.shape)
         self._fits: dict[Precision, LayerFit | None] = {}
+        self._experts: dict[tuple[Device, int, str], Callable[[int], float] | None] = {}
         self._plain = _of_plain_layer(profiles, fallback)
 
     def fitted_of_kind(self, kind: int) -> FittedLatency:
@@ -220,6 +75,13 @@ class FittedLatency(DerivedLatency):
         )
         factor = measured / modelled
         return LayerSeconds(factor * estimate.attention_s, factor * estimate.rest_s)
+
+    def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
+        measured = self._experts_fit(device, bits, dtype)
+        return (measured or partial(self._estimated_experts_s, device, bits, dtype))(tokens)
+
+    def _estimated_experts_s(self, device: Device, bits: int, dtype: str, tokens: int) -> float:
+        return self.model.experts_s(device, bits, tokens, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return self.described("fitted to", device, dtype, bits)
@@ -250,28 +112,66 @@ class FittedLatency(DerivedLatency):
                     rows=used.rows,
                     phase=phase,
                     layer=layer,
-                    estimate=lambda batch, length: self.model.layer_seconds(
-                        device, bits, phase, batch, length, dtype
-                    ),
+                    estimate=partial(self._estimate, device, bits, dtype, phase),
                     is_same=not used.problem,
-                    tokens_at_once=CPU_TOKENS_AT_ONCE if device.accelerator.is_cpu else inf,
+                    tokens_at_once=_tokens_at_once(device),
+                    experts_s=self._experts_fit(device, bits, dtype),
                 ).fit()
         return self._fits[key]
+
+    def _estimate(
+        self, device: Device, bits: int, dtype: str, phase: Phase, batch_size: int, length: int
+    ) -> LayerSeconds:
+        found = self.model.layer_seconds(device, bits, phase, batch_size, length, dtype)
+        if self._layer.experts is None:
+            return found
+        tokens = batch_size * (length if phase == "prefill" else 1)
+        return replace(found, experts_s=self.model.experts_s(device, bits, tokens, dtype))
+
+    def _experts_fit(self, device: Device, bits: int, dtype: str) -> Callable[[int], float] | None:
+        """Seconds of experts by tokens; None where they were not measured apart in this layer."""
+        key = device, bits, dtype
+        if key not in self._experts:
+            wanted = (TimeQuery(device, dtype, self._layer, bits, phase) for phase in PHASES)
+            found = [select_rows(self.profiles, each) for each in wanted if self._layer.experts]
+            rows = [
+                row
+                for used in found
+                for row in used.rows
+                if not used.problem and row.experts_s is not None
+            ]
+            estimate = partial(self._estimated_experts_s, *key)
+            self._experts[key] = (
+                fit_experts(rows, self._layer, estimate, _tokens_at_once(device)) if rows else None
+            )
+        return self._experts[key]
+
+
+def _tokens_at_once(device: Device) -> float:
+    return CPU_TOKENS_AT_ONCE if device.accelerator.is_cpu else inf
 
 
 def _of_plain_layer(
     profiles: tuple[ProfileRow, ...], fallback: LatencyModel
 ) -> FittedLatency | None:
-    """The times of a layer with attention and one MLP in place of what layers with experts or a
-    mixer have, by whose distance from estimates theirs are scaled; None for others.
+    """The times of a layer with attention to all tokens and one MLP in place of what layers with
+    experts, a mixer or a window have, by whose distance from estimates theirs are scaled; None for
+    others.
     """
     shape = fallback.shape
-    if shape.experts is None and shape.delta is None:
+    if shape.kinds or not kind_words(shape):
         return None
     width = shape.intermediate_size
     if shape.experts is not None:
         width = shape.experts.per_token * shape.experts.width + shape.experts.shared_width
-    plain = replace(shape, experts=None, delta=None, intermediate_size=width, gated_mlp=True)
+    plain = replace(
+        shape,
+        experts=None,
+        delta=None,
+        sliding_window=None,
+        intermediate_size=width,
+        gated_mlp=shape.gated_mlp or shape.experts is not None,
+    )
     return FittedLatency(profiles, RooflineLatency(plain))
 
 

@@ -1,125 +1,39 @@
 """Fits of a layer's seconds at one bitwidth and phase, corrected by what was measured nearby.
 
-Where attention was measured apart, attention and the rest are fitted each to its own seconds. What
-few terms cannot express varies smoothly with the logarithms of batch and length: near measured
-workloads a Gaussian process predicts it, and far from them the terms stand alone.
+Where attention was measured apart, attention and the rest are fitted each to its own seconds, and
+experts by the tokens of a pass and by how many of them these ask. What few terms cannot express
+varies smoothly with the logarithms of batch and length: near measured workloads a Gaussian process
+predicts it, and far from them the terms stand alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.costs.latency_model import LayerSeconds
-from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.profiles.layer_terms import (
+    ATTENTION_TERMS,
+    LayerTerms,
+    Vector,
+    attention_features,
+    experts_features,
+    layer_features,
+    rest_features,
+)
+from planner.profiles.rows import ProfileRow
 from planner.scheduling import Phase
 
-Vector = npt.NDArray[np.float64]
 Workload = tuple[int, int]
 """Requests and the length of each; for what goes by tokens alone, 1 and the tokens."""
 
-# Rows from which kernels restore weights instead of multiplying them packed: 24 at 8 bit, 96 at 3
-# and 4 bit on CPUs, 25 or 129 on GPUs; other products are below their full rate up to these.
-_KERNEL_ROWS = (24, 96)
-# Elements of hidden states that fill, with the intermediate results of a layer, the caches of a
-# processor: with more, rows took a fifth longer (hidden size 1024, 16 and 4 bit, 32 MiB of
-# last-level cache).
-_CACHED_ELEMENTS = 2**20
-
-
-def layer_features(
-    phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
-) -> Vector:
-    """Compute the terms of a layer's time: float64 [terms], in the paper's symbols: v requests of a
-    micro-batch, s prompt tokens, t + s context tokens. Prefill has terms in v, s, vs, vs^2 and a
-    constant (hidden states, lengths, products, attention, weights read), in rows up to those at
-    which kernels change and beyond caches, for each pass of `tokens_at_once`. Decode: v, v(t+s),
-    t+s and a constant.
-    """
-    if phase == "decode":
-        v, s = float(batch_size), float(length)
-        terms = [
-            v * layer.linear_parameters,
-            v * s * layer.kv_width,
-            s * layer.hidden_size,
-            float(layer.linear_parameters),
-        ]
-        return np.array(terms)
-
-    def one_pass(requests: int) -> Vector:
-        v, s = float(requests), float(length)
-        terms = [
-            v * layer.hidden_size,
-            s * layer.hidden_size,
-            v * s * layer.linear_parameters,
-            v * s * s * layer.query_width,
-            *_weight_terms(layer, v * s),
-        ]
-        return np.array(terms)
-
-    return _in_passes(one_pass, batch_size, length, tokens_at_once)
-
-
-ATTENTION_TERMS: Mapping[Phase, Vector] = {
-    "prefill": np.array([1.0, 1, 0, 1, 0, 0, 0, 0]),
-    "decode": np.array([0.0, 1, 1, 0]),
-}
-"""1 for the terms of `layer_features` that are attention's: those that tokens alone do not say."""
-
-
-def attention_features(
-    phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
-) -> Vector:
-    """Compute the terms of attention's time: float64 [terms]; prefill in a constant a pass, v, vs
-    and vs^2, decode in a constant, v, t+s and v(t+s).
-    """
-    v, s, width = float(batch_size), float(length), float(layer.query_width)
-    if phase == "decode":
-        return np.array([width, v * width, s * width, v * s * layer.kv_width])
-
-    def one_pass(requests: int) -> Vector:
-        v = requests * width
-        return np.array([width, v, v * s, v * s * s])
-
-    return _in_passes(one_pass, batch_size, length, tokens_at_once)
-
-
-def rest_features(
-    phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
-) -> Vector:
-    """Compute the terms of a layer without attention, by tokens of each pass: float64 [terms]."""
-
-    def one_pass(tokens: float) -> Vector:
-        return np.array([tokens * layer.linear_parameters, *_weight_terms(layer, tokens)])
-
-    if phase == "decode":
-        return one_pass(float(batch_size))
-    return _in_passes(lambda v: one_pass(float(v * length)), batch_size, length, tokens_at_once)
-
-
-def _weight_terms(layer: LayerTerms, tokens: float) -> list[float]:
-    return [
-        float(layer.linear_parameters),
-        *(min(tokens, rows) * layer.linear_parameters for rows in _KERNEL_ROWS),
-        max(0.0, tokens - _CACHED_ELEMENTS / layer.hidden_size) * layer.linear_parameters,
-    ]
-
-
-def _in_passes(
-    one_pass: Callable[[int], Vector], batch_size: int, length: int, tokens_at_once: float
-) -> Vector:
-    if batch_size * length <= tokens_at_once:
-        return one_pass(batch_size)
-    together = int(min(max(tokens_at_once / length, 1), batch_size))
-    full, rest = divmod(batch_size, together)
-    terms_of_full = full * one_pass(together)
-    return terms_of_full + one_pass(rest) if rest else terms_of_full
+_LEAST_SHARE = 1e-3
+"""Of the seconds of a rest those without experts, however long an estimate has these."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +55,12 @@ def _tokens(phase: Phase, batch_size: int, length: int) -> Workload:
 
 WHOLE = LayerPart(layer_features, lambda parts: parts.whole_s, _requests_and_length)
 ATTENTION = LayerPart(attention_features, lambda parts: parts.attention_s, _requests_and_length)
-REST = LayerPart(rest_features, lambda parts: parts.rest_s, _tokens)
+REST = LayerPart(
+    rest_features,
+    lambda parts: max(parts.rest_s - parts.experts_s, _LEAST_SHARE * parts.rest_s),
+    _tokens,
+)
+EXPERTS = LayerPart(experts_features, lambda parts: parts.experts_s, _tokens)
 
 
 Matrix = npt.NDArray[np.float64]
@@ -243,6 +162,7 @@ class FitTask:
     """A fit to `rows` of one bitwidth and phase. `estimate`: seconds of a layer by batch size and
     length, whose proportions count where rows do not determine terms. `is_same`: rows are of that
     very layer, and correct the fit. `tokens_at_once`: tokens of prefill that pass at once.
+    `experts_s`: seconds of experts by tokens, where the layer has some and they are measured apart.
     """
 
     rows: tuple[ProfileRow, ...]
@@ -251,12 +171,18 @@ class FitTask:
     estimate: Callable[[int, int], LayerSeconds]
     is_same: bool
     tokens_at_once: float
+    experts_s: Callable[[int], float] | None = None
 
     def fit(self) -> LayerFit:
-        """Fit both parts by the rows that have them apart, if most have; else the whole layer."""
-        apart = [row for row in self.rows if row.attention_s is not None]
+        """Fit the parts by the rows that have them apart, if most have; else the whole layer."""
+        experts_s = self.experts_s
+        apart = [
+            row
+            for row in self.rows
+            if row.attention_s is not None and (row.experts_s is not None or experts_s is None)
+        ]
         if 2 * len(apart) <= len(self.rows):
-            whole = self._part(WHOLE, self.rows)
+            whole = self.part(WHOLE, self.rows)
 
             def divided(layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
                 by_term = whole.by_term(layer, batch_size, length)
@@ -264,10 +190,19 @@ class FitTask:
                 return LayerSeconds(attention_s, float(by_term.sum()) - attention_s)
 
             return divided
-        attention, rest = self._part(ATTENTION, apart), self._part(REST, apart)
-        return lambda *workload: LayerSeconds(attention.seconds(*workload), rest.seconds(*workload))
+        attention, rest = self.part(ATTENTION, apart), self.part(REST, apart)
 
-    def _part(self, part: LayerPart, rows: Sequence[ProfileRow]) -> PartFit:
+        def together(layer: LayerTerms, batch_size: int, length: int) -> LayerSeconds:
+            workload = layer, batch_size, length
+            own_s = 0.0
+            if experts_s is not None:
+                own_s = experts_s(batch_size * (length if self.phase == "prefill" else 1))
+            rest_s = rest.seconds(*workload) + own_s
+            return LayerSeconds(attention.seconds(*workload), rest_s, own_s)
+
+        return together
+
+    def part(self, part: LayerPart, rows: Sequence[ProfileRow]) -> PartFit:
         seconds = np.array([part.seconds_of(parts_of(row)) for row in rows])
         features = np.stack(
             [self._features(part, row.layer, row.batch_size, row_length(row)) for row in rows]
@@ -300,10 +235,39 @@ class FitTask:
         return part.features(self.phase, layer, batch_size, length, self.tokens_at_once)
 
 
+def fit_experts(
+    rows: Sequence[ProfileRow],
+    layer: LayerTerms,
+    estimate: Callable[[int], float],
+    tokens_at_once: float,
+) -> Callable[[int], float]:
+    """Fit seconds of experts by the tokens of a pass to `rows` of that very layer and one bitwidth
+    which have them apart: prompts and decode steps together, as experts see nothing but tokens.
+    """
+    by_tokens = [
+        replace(
+            row,
+            phase="prefill",
+            batch_size=row.batch_size * row.prompt_length,
+            prompt_length=1,
+            context_length=0,
+        )
+        for row in rows
+    ]
+
+    def estimated(batch_size: int, length: int) -> LayerSeconds:
+        own_s = estimate(batch_size * length)
+        return LayerSeconds(0.0, own_s, own_s)
+
+    task = FitTask(tuple(by_tokens), "prefill", layer, estimated, True, tokens_at_once)
+    fitted = task.part(EXPERTS, by_tokens)
+    return lambda tokens: fitted.seconds(layer, tokens, 1)
+
+
 def parts_of(row: ProfileRow) -> LayerSeconds:
-    """The measured seconds of both parts; where they are not apart, all of them as the rest."""
+    """The measured seconds of each part; where they are not apart, all of them as the rest."""
     attention_s = row.attention_s or 0.0
-    return LayerSeconds(attention_s, row.seconds - attention_s)
+    return LayerSeconds(attention_s, row.seconds - attention_s, row.experts_s or 0.0)
 
 
 def medians(values: Iterable[tuple[Workload, float]]) -> dict[Workload, float]:

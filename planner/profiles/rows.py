@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
-from planner.model.shape import ModelShape
+from planner.profiles.layer_terms import STATE, LayerTerms
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 from quant.common.files import write_text
@@ -121,27 +121,11 @@ _MOST_DIGITS = 15
 
 
 @dataclass(frozen=True)
-class LayerTerms:
-    """The sizes of a layer, in elements, with which its time scales."""
-
-    hidden_size: int
-    linear_parameters: int
-    query_width: int
-    kv_width: int
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> LayerTerms:
-        return cls(
-            shape.hidden_size, shape.layer_linear_parameters, shape.query_width, shape.kv_width
-        )
-
-
-@dataclass(frozen=True)
 class ProfileRow:
     """A measured layer time: `prompt_length` tokens of each request enter (1 in decode) after
     `context_length` others, in the mean where requests are `unlike`. `backend`, `dtype` and
-    `threads` match any where None. `spread` is the interquartile range over `seconds`, the median
-    of `repetitions`.
+    `threads` match any where None. `attention_s` and `experts_s` are of `seconds`. `spread` is the
+    interquartile range over these, the median of `repetitions`.
     """
 
     device: str
@@ -162,6 +146,7 @@ class ProfileRow:
     spread: float | None = None
     repetitions: int | None = None
     unlike: bool = False
+    experts_s: float | None = None
     source: str = field(default="", compare=False)
 
     @staticmethod
@@ -188,9 +173,13 @@ def read_profiles(
 
 def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
     """Write rows so that `read_profiles` gives them back; InputError where that is not possible."""
-    write_lines(
-        Path(path), [*_COLUMNS], ([of(row) for of, _, _ in _COLUMNS.values()] for row in rows)
-    )
+    rows = tuple(rows)
+    columns = {
+        name: of
+        for name, (of, _, _) in _COLUMNS.items()
+        if name not in _OF_KINDS or any(of(row) for row in rows)
+    }
+    write_lines(Path(path), [*columns], ([of(row) for of in columns.values()] for row in rows))
 
 
 def _check_columns(found: Sequence[str], path: Path) -> None:
@@ -220,17 +209,25 @@ def _row(line: TableLine, source: str, own: Iterable[Accelerator]) -> ProfileRow
     except SpecError as unknown:
         raise error(f"names an {unknown}") from unknown
     seconds, attention_s = found.pop("ms_per_layer"), found.pop("attention_ms_per_layer")
-    if attention_s is not None and attention_s >= seconds:
-        raise error(
-            f"has attention_ms_per_layer {texts['attention_ms_per_layer']}; less than its "
-            f"ms_per_layer, {texts['ms_per_layer']}, belongs there"
-        )
-    hidden, wide = found.pop("h1"), found.pop("h2")
+    experts_s = found.pop("experts_ms_per_layer")
+    for part, most in (("attention", seconds), ("experts", seconds - (attention_s or 0.0))):
+        part_s = attention_s if part == "attention" else experts_s
+        if part_s is not None and part_s >= most:
+            raise error(
+                f"has {part}_ms_per_layer {texts[f'{part}_ms_per_layer']}; less than its "
+                f"ms_per_layer, {texts['ms_per_layer']}, belongs there"
+                + (", without attention's" if part == "experts" and attention_s else "")
+            )
+    hidden, wide, kind = found.pop("h1"), found.pop("h2"), found.pop("kind") or ""
+    kv_width = found.pop("kv_width")
+    if kv_width == 0 and not kind.startswith(STATE):
+        raise error("has kv_width 0; a whole number of at least 1 belongs there")
     layer = LayerTerms(  # unless told, without grouped heads or a gated MLP
         hidden,
         found.pop("linear_parameters") or 4 * hidden * hidden + 2 * hidden * wide,
         found.pop("query_width") or hidden,
-        found.pop("kv_width") or hidden,
+        hidden if kv_width is None else kv_width,
+        kind,
     )
     return ProfileRow(
         device=device,
@@ -238,6 +235,7 @@ def _row(line: TableLine, source: str, own: Iterable[Accelerator]) -> ProfileRow
         intermediate_size=wide,
         seconds=seconds,
         attention_s=attention_s,
+        experts_s=experts_s,
         unlike=found.pop("lengths") is not None,
         source=source,
         **found,
@@ -315,7 +313,7 @@ _COLUMNS: dict[str, tuple[Callable[[ProfileRow], object], _Reader, bool]] = {
     "threads": (lambda row: row.threads, _COUNT, False),
     "linear_parameters": (lambda row: row.layer.linear_parameters, _COUNT, False),
     "query_width": (lambda row: row.layer.query_width, _COUNT, False),
-    "kv_width": (lambda row: row.layer.kv_width, _COUNT, False),
+    "kv_width": (lambda row: row.layer.kv_width, _integer(least=0), False),
     "attention_ms_per_layer": (
         lambda row: None if row.attention_s is None else row.attention_s * 1e3,
         _seconds,
@@ -328,5 +326,14 @@ _COLUMNS: dict[str, tuple[Callable[[ProfileRow], object], _Reader, bool]] = {
         _one_of([UNLIKE], f"{UNLIKE!r} or nothing"),
         False,
     ),
+    "kind": (lambda row: row.layer.kind or None, str, False),
+    "experts_ms_per_layer": (
+        lambda row: None if row.experts_s is None else row.experts_s * 1e3,
+        _seconds,
+        False,
+    ),
 }
 """By column: its value of a row, how its text is read, and whether a file must have it."""
+
+_OF_KINDS = ("kind", "experts_ms_per_layer")
+"""Columns of files with rows of layers that are not alike, or have experts or states."""

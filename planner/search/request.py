@@ -18,10 +18,12 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.shape import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import AUTO, PlanOptions, kv_bits_of
-from planner.profiles.fit import FittedLatency, ProfiledLatency, refuse_estimates
+from planner.profiles.fit import FittedLatency, ProfiledLatency
+from planner.profiles.layer_terms import LayerTerms
 from planner.profiles.links import links_beside, links_path, sums_beside, sums_path
 from planner.profiles.perplexity_fit import omega_bound
-from planner.profiles.rows import LayerTerms, read_profiles
+from planner.profiles.rows import read_profiles
+from planner.profiles.selection import refuse_estimates
 from planner.profiles.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 from planner.scheduling import PREDICTING
 from planner.workload import Job, Workload, check_length

@@ -32,7 +32,8 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.finding import shape_from_config
 from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, LayerWorkload, design
-from planner.profiles.rows import LayerTerms, ProfileRow, write_profiles
+from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.rows import ProfileRow, write_profiles
 from quant.devices import local_processor
 from quant.linear import LayerForm
 from quant.scheme import BITWIDTHS

@@ -36,7 +36,7 @@ from llmpq.cli.terminal import TaskProgress
 from llmpq.lengths.predictor import Agreement
 from llmpq.lengths.training import Judgement, ServedIds, TrainingOptions, judge, train
 from llmpq.model_check import checked_shape
-from llmpq.profile.layers import Profile, check_equal_layers, devices_to_profile
+from llmpq.profile.layers import Profile, TimedKind, devices_to_profile
 from llmpq.profile.tables import hop_table, loading_table, parts_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.report.layout import Fitting, new_table
@@ -45,7 +45,6 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_config, model_shape
-from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, ProfileOptions
 from planner.profiles.fit import FitError, all_together, held_out_errors
 from quant.checkpoint.model_reference import resolve
@@ -65,7 +64,6 @@ def profile_main(arguments: Sequence[str] | None = None, prog: str = PROFILE) ->
 def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     target = target_file(options.output)
     shape = model_shape(options.model)
-    check_equal_layers(shape)
     on_cluster = options.cluster is not None or options.address is not None
     cluster = _profiled_cluster(options)
     devices = devices_to_profile(cluster)
@@ -88,12 +86,16 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
                 hops = profile_links(target, cluster, progress.say)
                 sums = profile_sums(target, cluster, progress.say)
             beside = [loading_table(loaded), hop_table(hops), sum_table(sums)]
-    for device, (rows, state) in zip(devices, done, strict=True):
-        _print_profile(shape, device, device.compute_dtype(chosen.dtype), rows, state)
+    for device, (rows_of_kinds, states) in zip(devices, done, strict=True):
+        dtype = device.compute_dtype(chosen.dtype)
+        for kind, rows, state in zip(profile.kinds, rows_of_kinds, states, strict=True):
+            _print_profile(kind, device, dtype, rows, state)
+        if any(kind.shape.experts for kind in profile.kinds):
+            console().print(_EVEN_EXPERTS)
     for table in beside:
         if table.rows:
             console().print(table)
-    left = sum(state.left for _, state in done)  # no budget was left for them
+    left = sum(state.left for _, states in done for state in states)  # no budget was left for them
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
     again = command_line("llmpq", "plan", "--model", options.model, "--profiles", target)
@@ -101,9 +103,15 @@ def _profile(options: ProfileCommand, chosen: ProfileOptions) -> int:
     return EXIT_DONE
 
 
+_EVEN_EXPERTS = (
+    "experts were asked about evenly, by random inputs and a router of random weights; text that "
+    "asks some more than others reads fewer of them"
+)
+
+
 def _measure_layers(
     profile: Profile, device: Device
-) -> tuple[tuple[ProfileRow, ...], ProfileState]:
+) -> tuple[list[tuple[ProfileRow, ...]], list[ProfileState]]:
     """Measure layer times of a device; says before how long that takes."""
     name, points = device.accelerator.name, profile.points(device)
     with TaskProgress(f"{name}: layer times", "points") as progress:
@@ -141,12 +149,12 @@ def _profiled_cluster(options: ProfileCommand) -> ClusterSpec:
 
 
 def _print_profile(
-    shape: ModelShape, device: Device, dtype: str, rows: Sequence[ProfileRow], state: ProfileState
+    kind: TimedKind, device: Device, dtype: str, rows: Sequence[ProfileRow], state: ProfileState
 ) -> None:
     """Print the fit's error on held-out points, the parts of layers, and how much speed varied."""
-    errors = held_out_errors(rows, RooflineLatency(shape), device, dtype)
+    errors = held_out_errors(rows, RooflineLatency(kind.shape), device, dtype)
     title = (
-        f"{shape.name} on {device.accelerator.name}, {dtype}"
+        f"{kind.title} on {device.accelerator.name}, {dtype}"
         + (f", {device.threads} threads" if device.threads else "")
         + ": error of the fit on points left out of it"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from typing import Any
 
@@ -11,16 +12,20 @@ import torch
 from transformers import PretrainedConfig
 
 from actors.attention.timer import AttentionTimer
-from actors.profiling.layers import LoadTask, TimedLayers, time_loading
+from actors.profiling.layers import TimedLayers, longest_range
+from actors.profiling.loading import LoadTask, time_loading
 from actors.profiling.task import ProfileTask, ReferenceWork, _Passes, measure
 from actors.stage.model_config import config_of_values
+from llmpq.profile.layers import timed_kinds
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import shape_from_config
+from planner.model.layer_parts import Experts
 from planner.profiles.design import LayerWorkload
 from quant.devices import local_processor
+from quant.experts import QuantizedExperts
 from quant.linear import LayerForm
 from quant.scheme import BITWIDTHS
-from tests.actors.configs import CONFIGS
+from tests.actors.configs import CONFIGS, EVERY_CONFIG, SHARED_CONFIGS, STATE_CONFIGS
 
 CPU = torch.device("cpu")
 TINY: dict[str, Any] = {
@@ -71,6 +76,60 @@ def test_attention_of_every_layer_is_timed_where_it_runs(name: str) -> None:
             layers.pass_through(prepared, timer)
         assert timer.take_s() == prepared.copies
         assert timer.take_s() == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "gemma4-shared", "gpt_oss"])
+def test_each_kind_of_layers_is_timed_by_itself(name: str) -> None:
+    """Its own layers alone run, in the bytes that the planner counts, with their experts apart."""
+    config = (EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS)[name]
+    shape = shape_from_config(name, json.loads(config.to_json_string(use_diff=False)))
+    device: Any = Here()
+    form, called = LayerForm(4, local_processor(CPU), torch.bfloat16, CPU), list[int]()
+    for kind in timed_kinds(shape):
+        layers = TimedLayers(config, form, alike=kind.alike)
+        for index, layer in zip(layers._own, layers._layers, strict=True):
+            layer.register_forward_hook(lambda *_, index=index: called.append(index))
+        timers = AttentionTimer(CPU), AttentionTimer(CPU)
+        for workload in (LayerWorkload("prefill", 2, 9), DECODE):
+            prepared = layers.prepare(workload)
+            called.clear()
+            layers.pass_through(prepared, *timers)
+            assert len(called) == prepared.copies
+            assert {*called} <= {*kind.alike}
+            assert timers[0].take_s() > 0
+            assert (timers[1].take_s() > 0) == (kind.shape.experts is not None)
+            states = prepared.cache.states
+            assert (states is not None and len(states.layers) > 0) == (kind.shape.delta is not None)
+        factors = 2 * (shape.model_type == "gemma4_text")  # one number of a layer, not counted
+        planned = layer_weight_bytes(kind.shape, 4, device, "bfloat16")
+        assert layers.weight_bytes == planned + factors
+
+
+def test_random_inputs_ask_experts_about_evenly() -> None:
+    """As the planner counts them: E (1 - (1 - k/E)^tokens) of E are read for some tokens."""
+    layers = timed(EVERY_CONFIG["qwen3_moe"])
+    asked: list[torch.Tensor] = []
+    for module in layers._layers[0].modules():
+        if isinstance(module, QuantizedExperts):
+            module.register_forward_pre_hook(lambda _, inputs: asked.append(inputs[1]))
+    layers.pass_through(layers.prepare(LayerWorkload("prefill", 4, 100)))
+    experts = Experts(6, 2, 32)
+    for tokens in (1, 2, 4):
+        read = [len(part.unique()) for part in asked[-1].split(tokens)]
+        assert sum(read) / len(read) == pytest.approx(experts.asked(tokens), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ([3], range(3, 4)),
+        ([0, 1, 2, 4, 5, 6], range(0, 7, 2)),
+        ([3, 7, 11, 15, 19], range(3, 19, 4)),
+        ([0, 3, 4], range(0, 6, 3)),
+    ],
+)
+def test_layers_that_are_timed_lie_evenly(numbers: list[int], found: range) -> None:
+    assert longest_range(numbers) == found
 
 
 def test_decode_steps_of_unlike_requests_attend_to_all_that_each_has() -> None:
@@ -244,7 +303,7 @@ def test_what_counts_as_from_the_cache_is_read_there(monkeypatch: pytest.MonkeyP
     assert len(filled) == layers * (1 + turns + 1)
 
 
-@pytest.mark.parametrize("name", ["opt", "bloom", "gpt_neox", "qwen2-sliding"])
+@pytest.mark.parametrize("name", ["opt", "bloom", "gpt_neox", "qwen2-sliding", "qwen3_5_moe"])
 def test_other_architectures_load(name: str) -> None:
-    values = CONFIGS[name].to_dict()
+    values = (CONFIGS | STATE_CONFIGS)[name].to_dict()
     assert len(time_loading(LoadTask(values, "bfloat16", (8,), threads=1))) == 2

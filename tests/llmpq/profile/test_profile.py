@@ -12,8 +12,15 @@ from actors.profiling.links import measure_hops
 from llmpq.cli import plan as plan_cli
 from llmpq.cli.measure.forecasts import profile_main
 from llmpq.profile.layers import workload_of
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.profiles.fit import predicted_s
+from planner.profiles.layer_terms import LayerTerms
 from planner.profiles.links import LoadRow, links_beside, links_path, loading_path
 from planner.profiles.rows import read_profiles, read_table
+from planner.search.request import latency_model_of
+from tests.actors.configs import STATE_CONFIGS
 from tests.actors.profiling.test_layers import TINY
 from tests.llmpq.commands import exit_code
 
@@ -53,6 +60,11 @@ def test_the_file_has_the_design_and_is_planned_with(
     model: str, times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = read_profiles(times)
+    assert (
+        times.read_text()
+        .splitlines()[0]
+        .endswith(",attention_ms_per_layer,spread,repetitions,lengths")
+    )
     assert len({(r.bits, workload_of(r)) for r in rows}) == len(rows) == 20
     assert {r.backend for r in rows} == {"int4pack", "plain"}
     assert all(r.spread is not None and r.repetitions == 1 and r.threads == 1 for r in rows)
@@ -168,10 +180,41 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3.5-27b"])
-def test_layers_that_differ_are_not_timed(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_kinds_of_layers_are_measured_and_planned_with(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code(profile_main, ["--model", name, "-o", str(tmp_path / "times.csv")]) == 2
-    assert "profile a model whose layers are alike, such as qwen3-8b" in capsys.readouterr().err
-    assert not (tmp_path / "times.csv").exists()
+    """Of a model with mixers, attention and experts: each kind by itself, experts apart."""
+    folder, path = tmp_path / "mixed", tmp_path / "times.csv"
+    STATE_CONFIGS["qwen3_5_moe"].save_pretrained(folder)
+    command = ["--model", str(folder), "-o", str(path), "--threads", "1", *SMALL]
+    assert profile_main(command) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "mixed, linear_attention on CPU" in told
+    assert "mixed, full_attention on CPU" in told
+    assert "experts were asked about evenly" in told
+    rows, kinds = read_profiles(path), model_shape(str(folder)).kinds
+    for kind in kinds:
+        own = [row for row in rows if row.layer == LayerTerms.of(kind)]
+        assert len(own) == 20
+        assert all(row.experts_s and row.attention_s for row in own)
+    before = path.read_bytes()
+    assert profile_main(command) == 0, "nothing is left to measure"
+    assert path.read_bytes() == before
+    capsys.readouterr()
+    (tmp_path / "cluster.yaml").write_text(CPU_CLUSTER)
+    plan = ["--cluster", str(tmp_path / "cluster.yaml"), "--profiles", str(path), "--bits", "4",
+            "16", "--s", "16", "--n", "8", "--global_bz", "4", "--strict_profiles"]  # fmt: skip
+    assert plan_cli.main(["--model", str(folder), *plan]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "fitted to 20 profile rows of times.csv" in told
+    assert "estimated (bits" not in told
+    cluster = ClusterSpec.from_yaml(tmp_path / "cluster.yaml")
+    latency = latency_model_of(
+        cluster, model_shape(str(folder)), PlanOptions(profiles=path, profile_use="measured")
+    )
+    for row in rows:
+        own = latency.of_kind([LayerTerms.of(kind) for kind in kinds].index(row.layer))
+        found = predicted_s(own, cluster.devices[0], row, "bfloat16")
+        assert found == pytest.approx(row.seconds)
+    assert exit_code(plan_cli.main, ["--model", model, *plan]) == 2
+    assert "taken of experts 6x32, asked 2" in capsys.readouterr().err

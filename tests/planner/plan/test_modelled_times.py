@@ -20,7 +20,8 @@ from planner.options import PlanOptions
 from planner.plan.modelled_times import LengthCurve, ModelledTimes, modelled_times
 from planner.plan.spec import PlanSpec
 from planner.profiles.fit import FittedLatency
-from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.rows import ProfileRow
 from planner.profiles.sensitivity import default_sensitivity
 from planner.schedule.passes import JobRows
 from planner.schedule.static import JobSchedule

@@ -16,12 +16,12 @@ from planner.profiles.fit import (
     FittedLatency,
     ProfiledLatency,
     all_together,
-    applies,
     held_out_errors,
     relative_errors,
 )
-from planner.profiles.layer_fit import layer_features
-from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
+from planner.profiles.layer_terms import LayerTerms, layer_features
+from planner.profiles.rows import ProfileRow, read_profiles, write_profiles
+from planner.profiles.selection import applies
 from planner.scheduling import Phase
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS

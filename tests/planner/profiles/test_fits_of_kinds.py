@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.shape import ModelShape
 from planner.profiles.fit import FittedLatency, ProfiledLatency
-from planner.profiles.rows import LayerTerms, ProfileRow
+from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.rows import ProfileRow, read_profiles, write_profiles
 from planner.scheduling import PHASES, Phase
 from tests.planner.kinds import DELTA, EXPERT, FULL, three_kinds
 
@@ -63,6 +65,55 @@ def test_own_rows_of_layers_with_experts_are_taken() -> None:
         found = profiled.of_kind(kind).layer_decode_s(T4, 16, 8, 128, "float16")
         estimate = RooflineLatency(SHAPE.kinds[kind]).layer_decode_s(T4, 16, 8, 128, "float16")
         assert found == pytest.approx(factor * estimate)
+
+
+def experts_law(tokens: int) -> float:
+    """Seconds of 64 experts, of which a token asks 4: each that is read, and each product."""
+    return 2e-5 * (64 - 64 * (60 / 64) ** tokens) + 3e-7 * tokens
+
+
+def test_experts_measured_apart_are_fitted_by_the_tokens_of_a_pass(tmp_path: Path) -> None:
+    """Whatever these are, prompts or steps; the rest of a layer has its bits apart from theirs."""
+    expert = SHAPE.kinds[EXPERT]
+    rows = [
+        replace(row, bits=bits, attention_s=1e-3, experts_s=experts_s, seconds=rest_s + experts_s)
+        for row in rows_of(expert)
+        for bits, rest_s in ((4, 3e-3), (16, 5e-3))
+        for experts_s in [experts_law(row.batch_size * row.prompt_length) * bits]
+    ]
+    write_profiles(tmp_path / "times.csv", rows)
+    read = read_profiles(tmp_path / "times.csv")
+    assert [row.layer for row in read] == [row.layer for row in rows]
+    fitted = FittedLatency(read, RooflineLatency(SHAPE)).of_kind(EXPERT)
+    for tokens in (3, 12, 700):
+        found = fitted.experts_s(T4, 4, tokens, "float16")
+        assert found == pytest.approx(4 * experts_law(tokens), rel=0.05)
+    rest, experts = (
+        part.layer_seconds(T4, bits, "decode", 6, 128, "float16").whole_s
+        for part, bits in ((fitted.parts.rest, 16), (fitted.parts.experts, 4))
+    )
+    assert rest == pytest.approx(5e-3, rel=0.03)
+    assert experts == pytest.approx(4 * experts_law(6), rel=0.05)
+
+
+def test_rows_of_other_kinds_do_not_scale_to_a_layer() -> None:
+    """Those of a mixer say nothing of attention, and a window is not one layer with another."""
+    plain = RooflineLatency(SHAPE.kinds[FULL])
+    rows = rows_of(SHAPE.kinds[DELTA])
+    fitted = FittedLatency(rows, plain)
+    workload = T4, 16, "decode", 4, 256, "float16"
+    assert fitted.layer_seconds(*workload) == plain.layer_seconds(*workload)
+    told = fitted.provenance(T4, "float16", (16,))
+    assert told.startswith("estimated: roofline of the datasheet (bits 16: taken of state 16x128")
+    sliding = replace(SHAPE.kinds[FULL], kind="sliding_attention", sliding_window=64)
+    own = FittedLatency(rows_of(sliding), RooflineLatency(sliding))
+    short, long = (own.layer_decode_s(T4, 16, 16, length, "float16") for length in (64, 4096))
+    assert long == pytest.approx(short, rel=0.05)
+    scaled = FittedLatency(rows_of(SHAPE.kinds[FULL]), RooflineLatency(sliding))
+    estimate = RooflineLatency(sliding).layer_decode_s(T4, 16, 4, 4096, "float16")
+    assert scaled.layer_decode_s(T4, 16, 4, 4096, "float16") == pytest.approx(
+        SLOWER * estimate, rel=0.05
+    )
 
 
 def test_without_rows_of_the_device_all_is_estimated() -> None:

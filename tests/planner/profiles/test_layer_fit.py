@@ -15,7 +15,8 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.layer_fit import NO_CORRECTION, fit_correction
-from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
+from planner.profiles.layer_terms import LayerTerms
+from planner.profiles.rows import ProfileRow, read_profiles, write_profiles
 from planner.scheduling import PHASES, Phase
 from quant.common.errors import SpecError
 
