@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 
 from planner.cluster.device import Device
 from planner.costs.temporaries import (
@@ -92,10 +92,10 @@ class StageWork:
     mixed: int = 0
     vocabulary: int | None = None
 
-    @property
-    def of_kinds(self) -> list[StageWork]:
+    @cached_property
+    def of_kinds(self) -> tuple[StageWork, ...]:
         """The work of a model with only such layers, for each kind of layer."""
-        return [replace(self, shape=each) for each in self.shape.kind_shapes]
+        return tuple(replace(self, shape=each) for each in self.shape.kind_shapes)
 
     @property
     def prefill_tokens(self) -> int:
@@ -201,7 +201,7 @@ def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
 def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | None = None) -> int:
     """Peak bytes of activations without padding, and of hidden states between stages."""
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
-    peaks = [_layer_peak(each, processor) for each in work.of_kinds]
+    peaks = [_layers_peak(work, processor)]
     if ends.embedding:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
         widths += _ADDED_BUFFERS * (shape.message_width - shape.hidden_size)
@@ -212,6 +212,12 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
         peaks.append(rows * logits * (element + _SAMPLING_BYTES_PER_LOGIT))
     under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.message_width * element
     return max(peaks) + under_way
+
+
+@lru_cache(maxsize=1024)
+def _layers_peak(work: StageWork, processor: Processor | None) -> int:
+    """The most bytes that a layer takes at once, wherever the stage is."""
+    return max(_layer_peak(each, processor) for each in work.of_kinds)
 
 
 def _layer_peak(work: StageWork, processor: Processor | None) -> int:

@@ -67,6 +67,9 @@ class CostModel:
     _rows: dict[Hashable, StageRows] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
+    _bytes: dict[Hashable, list[float]] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def of_batch(self) -> CostModel:
@@ -226,7 +229,7 @@ class CostModel:
             host_bytes, usable, joined = tables[3], tables[4] == 0, units.joined
         else:
             layers = rows.layer_seconds(devices)
-            tables = np.stack([layers[:, 0], layers[:, 1], rows.layer_bytes(devices)])
+            tables = np.stack([layers[:, 0], layers[:, 1], self.layers_bytes(devices)])
             tables, kinds = told_apart(tables, np.array(self.shape.kind_of_layer))
             usable = self._is_usable
         return AssignmentProblem(
@@ -258,7 +261,7 @@ class CostModel:
         if self.hosting:
             return is_feasible(self.of_batch.grouped_problem(devices, sizes))
         rows, units = self._rows_of(sizes, len(devices)), self.whole.placing.units
-        each = rows.layer_bytes(devices).reshape(len(devices), -1, len(self.options.bits))
+        each = self.layers_bytes(devices).reshape(len(devices), -1, len(self.options.bits))
         smallest = units.summed(each[:, :, self._is_usable].min(axis=2))
         free = rows.free_bytes([(device, j) for j, device in enumerate(devices)])
         return stages_hold(smallest, free, units.kind_of_unit, units.joined)
@@ -267,6 +270,17 @@ class CostModel:
         if (sizes, stages) not in self._rows:
             self._rows[sizes, stages] = StageRows(self, sizes, stages)
         return self._rows[sizes, stages]
+
+    def layers_bytes(self, devices: Sequence[Device]) -> FloatArray:
+        """Bytes of a layer with its KV cache by kind and bitwidth: `[N, C * K]`."""
+        for device in devices:
+            if device.cost_kind not in self._bytes:
+                self._bytes[device.cost_kind] = [
+                    float(self.layer_bytes(device, bits, kind))
+                    for kind in range(len(self.shape.kind_shapes))
+                    for bits in self.options.bits
+                ]
+        return np.array([self._bytes[device.cost_kind] for device in devices])
 
     def layer_bytes(self, device: Device, bits: int, kind: int) -> float:
         shape = self.shape_on(device).kind_shapes[kind]

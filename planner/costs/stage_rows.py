@@ -27,7 +27,6 @@ class StageRows:
 
     def __init__(self, costs: CostModel, sizes: MicroBatches, stages: int) -> None:
         self._costs, self.sizes, self._stages = costs, sizes, stages
-        self._bytes: dict[Hashable, list[float]] = {}
         self._seconds: dict[Hashable, list[list[float]]] = {}
         self._units: dict[Hashable, FloatArray] = {}
         self._free: dict[Hashable, float] = {}
@@ -51,18 +50,6 @@ class StageRows:
             if device.cost_kind not in self._seconds:
                 self._seconds[device.cost_kind] = self._seconds_on(device)
         return np.array([self._seconds[device.cost_kind] for device in devices])
-
-    def layer_bytes(self, devices: Sequence[Device]) -> FloatArray:
-        """Bytes of a layer with its KV cache by kind and bitwidth: `[N, C * K]`."""
-        costs = self._costs
-        for device in devices:
-            if device.cost_kind not in self._bytes:
-                self._bytes[device.cost_kind] = [
-                    float(costs.layer_bytes(device, bits, kind))
-                    for kind in range(len(costs.shape.kind_shapes))
-                    for bits in costs.options.bits
-                ]
-        return np.array([self._bytes[device.cost_kind] for device in devices])
 
     def unit_tables(self, devices: Sequence[Device]) -> FloatArray:
         """Of units of each kind at each choice `[5, N, U * K]`: seconds in prefill and in decode,

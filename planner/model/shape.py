@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -102,6 +102,14 @@ class ModelShape:
     extra_linears: tuple[LinearShape, ...] = ()
     per_layer_width: int = 0
     sinks: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # of all fields, of all kinds: too many to go through whenever what is known is looked up
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

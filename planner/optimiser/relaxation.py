@@ -84,7 +84,7 @@ class LinearProgramme:
         self._cost = np.concatenate([each.ravel(), distinct.ravel(), np.zeros(2)]) * self._scale
         self._cost[[PREFILL_COLUMN, DECODE_COLUMN]] = 1.0
         upper, limit, self._memory_unit = self._upper_rows()
-        for rows, most in (self._share_rows(), self._host_rows()):
+        for rows, most in (self._end_rows(), self._share_rows(), self._host_rows()):
             upper, limit = np.vstack([upper, rows]), np.concatenate([limit, most])
         value = np.concatenate([repeats, np.zeros(priced.prefill_s.shape[1])])
         least, most = np.zeros(self._columns), np.full(self._columns, np.inf)
@@ -170,11 +170,11 @@ class LinearProgramme:
         self._model.limit_row(self._uppers, most)
 
     def _upper_rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Rows of bottlenecks and memory, the trip round, a layer on either end; limits; units."""
+        """Rows of bottlenecks and memory, and the trip round; limits; units."""
         priced, form = self._priced, self._priced.form
         kinds, choices = priced.prefill_s.shape
         count = priced.kinds.count.astype(np.float64)
-        upper, limit = np.zeros((3 * kinds + 3, self._columns)), np.zeros(3 * kinds + 3)
+        upper, limit = np.zeros((3 * kinds + 1, self._columns)), np.zeros(3 * kinds + 1)
         size = np.where(np.isfinite(priced.bytes), priced.bytes, 0.0)
         unit = memory_unit_bytes(size, priced.memory_bytes)
         prefill, decode = form.prefill_max * self._scale, form.decode_max * self._scale
@@ -191,10 +191,23 @@ class LinearProgramme:
         limit[kinds : 2 * kinds] = -decode * count * priced.fixed_decode_s
         limit[2 * kinds : 3 * kinds] = count * priced.memory_bytes / unit
         limit[3 * kinds] = -trip * (float(count @ priced.fixed_decode_s) + form.trip_s)
-        for row, end in ((-2, 0), (-1, -1)):
-            kind = int(priced.kinds.of_stage[end])
-            upper[row, kind * choices : (kind + 1) * choices] = limit[row] = -1.0
         return upper, limit, unit
+
+    def _end_rows(self) -> tuple[FloatArray, FloatArray]:
+        """Rows that keep on the first and the last stage the layers, of each kind, that lie before
+        or behind all boundaries between stages; limits.
+        """
+        problem, before = self._priced.problem, self._priced.problem.kinds_before
+        borders = problem.open_boundaries
+        held = before[borders[1]], before[-1] - before[borders[-2]]
+        every = np.arange(self._cells).reshape(-1, problem.kinds, len(problem.bitwidths))
+        rows, limit = list[FloatArray](), list[float]()
+        for stage, counts in zip(self._priced.kinds.of_stage[[0, -1]], held, strict=True):
+            for kind in np.flatnonzero(counts).tolist():
+                rows.append(np.zeros(self._columns))
+                rows[-1][every[stage, kind]] = -1.0
+                limit.append(-float(counts[kind]))
+        return np.array(rows), np.array(limit)
 
     def _share_rows(self) -> tuple[FloatArray, FloatArray]:
         """Rows that keep a stage's layers of each kind near the kind's share in all, as the runs

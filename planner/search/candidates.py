@@ -12,12 +12,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
-from planner.optimiser.prices import PricedProblem, Prices, each_stage_alone, onto_simplex
+from planner.optimiser.prices import (
+    PricedProblem,
+    Prices,
+    StageKinds,
+    each_stage_alone,
+    onto_simplex,
+)
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, LatencyForm
 from planner.optimiser.relaxation import ROUNDING, relax
 from planner.search.fitting import fitting_sizes, heads_of, misfit
@@ -163,10 +170,22 @@ class OrdersByEnds:
         )
 
 
+class _StagePrices(NamedTuple):
+    prefill: float
+    decode: float
+    memory: float
+    host: float
+
+
+NO_PRICES = _StagePrices(0.0, 0.0, 0.0, 0.0)
+
+
 class SharedPrices:
     def __init__(self) -> None:
         self._trip = 0.0
-        self._by_kind: dict[int, tuple[float, float, float, float]] = {}
+        self._by_kind: dict[int, _StagePrices] = {}
+        self._between: dict[int, _StagePrices] = {}
+        self._ends = NO_PRICES, NO_PRICES
 
     @property
     def are_known(self) -> bool:
@@ -176,15 +195,23 @@ class SharedPrices:
         """Keep the prices by kind; `rows` [N] are the stages' rows. Those between the ends win."""
         self._trip = prices.trip
         columns = prices.prefill, prices.decode, prices.memory, prices.host
-        stages = list(zip(kind_of_stage, rows, strict=True))
-        for kind, row in (stages[0], stages[-1], *stages[1:-1]):
-            prefill, decode, memory, host = (float(column[row]) for column in columns)
-            self._by_kind[kind] = prefill, decode, memory, host
+        found = [_StagePrices(*(float(column[row]) for column in columns)) for row in rows]
+        self._ends = found[0], found[-1]
+        between = dict(zip(kind_of_stage[1:-1], found[1:-1], strict=True))
+        self._between |= between
+        self._by_kind |= {kind_of_stage[0]: found[0], kind_of_stage[-1]: found[-1]} | between
 
     def of(self, form: LatencyForm, count: IntArray) -> Prices:
-        """Prices for stages of all kinds, `count` [K] of each."""
-        by_kind = [self._by_kind[kind] for kind in range(count.size)]
-        prefill, decode, memory, host = np.array(by_kind).T
+        """Prices for stages of all kinds, `count` [K] of each, wherever they are."""
+        return self._of([self._by_kind[kind] for kind in range(count.size)], form, count)
+
+    def of_places(self, form: LatencyForm, kinds: Sequence[int], count: IntArray) -> Prices:
+        """Prices for the first stage, those between of some `kinds`, and the last, `count` each."""
+        between = [self._between.get(kind, NO_PRICES) for kind in kinds]
+        return self._of([self._ends[0], *between, self._ends[1]], form, count)
+
+    def _of(self, stages: Sequence[_StagePrices], form: LatencyForm, count: IntArray) -> Prices:
+        prefill, decode, memory, host = np.array(stages).T
         trip = self._trip if form.round_trips else 0.0
         return Prices(
             onto_simplex(prefill, count, form.prefill_max),
@@ -261,12 +288,44 @@ class SizedOrders:
             return None
         if own not in self._rough:
             self._rough[own] = self._rough_prices(prices)
-        return max(0.0, self._rough[own].bound(ends, self._count) * (1 - ROUNDING))
+        bound = self._rough[own].bound(ends, self._count)
+        if self._parts.problem.joined:
+            bound = max(bound, self._bound_of_places(prices, ends))
+        return max(0.0, bound * (1 - ROUNDING))
 
-    def _rough_prices(self, shared: SharedPrices) -> _RoughPrices:
+    @cached_property
+    def _parts(self) -> PricedProblem:
+        """Stages of each kind of device, first, between and last."""
         kinds, stages = self._examples, len(self.devices)
         problem = self.costs.problem_of_parts(kinds, self.sizes, stages)
-        priced = PricedProblem(problem, each_stage_alone(problem))
+        return PricedProblem(problem, each_stage_alone(problem))
+
+    def _bound_of_places(self, shared: SharedPrices, ends: tuple[int, int]) -> float:
+        """The bound with the ends' own prices: joined layers may make one of them the slowest in
+        every order. What must lie on an end costs what it does there.
+        """
+        priced, kinds = self._parts, self._count.size
+        between = self._count.copy()
+        np.subtract.at(between, list(ends), 1)
+        inner = np.flatnonzero(between)
+        rows = np.concatenate([[ends[0]], kinds + inner, [2 * kinds + ends[1]]])
+        count = np.concatenate([[1], between[inner], [1]])
+        prices = shared.of_places(priced.form, inner.tolist(), count)
+        stages = StageKinds(np.arange(rows.size), rows, count)
+        costs = PricedProblem(priced.problem, stages).priced_stages(prices)
+        each_layer, borders = costs.each.min(axis=0), priced.problem.open_boundaries
+        each_layer[: borders[1]] = costs.each[0, : borders[1]]
+        each_layer[borders[-2] :] = costs.each[-1, borders[-2] :]
+        fixed = float(count @ costs.fixed)
+        onward = priced.transfer_price(prices, *self.onward_s).min(axis=(1, 2))
+        back = priced.transfer_price(prices, *self.back_s).min(axis=2)
+        senders = self._count.copy()
+        senders[ends[1]] -= 1
+        transfers = float(senders @ onward) + float(back[ends[1], ends[0]])
+        return float(each_layer.sum()) + fixed + transfers
+
+    def _rough_prices(self, shared: SharedPrices) -> _RoughPrices:
+        kinds, priced = self._examples, self._parts
         prices = shared.of(priced.form, self._count)
         prefill, decode = np.tile(prices.prefill, 3), np.tile(prices.decode, 3)
         memory, host = np.tile(prices.memory, 3), np.tile(prices.host, 3)

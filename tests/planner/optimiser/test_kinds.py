@@ -119,6 +119,17 @@ def test_two_parts_of_each_layer_have_bits_of_their_own_on_one_stage() -> None:
     assert (bits[:, 0] != bits[:, 1]).any()
 
 
+def test_layers_joined_up_to_an_end_are_in_the_bound() -> None:
+    """Half of the layers lie on the last stage, as those do that read one layer's keys."""
+    problem = large_problem(("T4", "V100", "T4"), 24, "pipeline")
+    problem = replace(problem, joined=tuple(range(13, 24)))
+    found, programme = solve(problem), solve(problem, "ilp")
+    assert found.objective == pytest.approx(programme.objective, rel=1e-4)
+    assert found.first_layer[2] <= 12
+    freer = solve(replace(problem, joined=()))
+    assert 1.2 * freer.objective < 0.99 * found.objective < relax(problem).bound
+
+
 def test_too_many_options_are_left_to_the_programme(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = large_problem(("T4", "V100"), 24, "pipeline")
     expected = solve(problem, relative_gap=PRECISION)

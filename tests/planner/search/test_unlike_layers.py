@@ -144,7 +144,7 @@ def test_has_room_as_the_problem_is_feasible(group: int) -> None:
     assert found == {True, False}
 
 
-@pytest.mark.parametrize("joined", [(), (2, 5)])
+@pytest.mark.parametrize("joined", [(), (2, 5), (4, 5, 6)])
 def test_the_search_finds_the_best_of_everything(joined: tuple[int, ...]) -> None:
     """Memory is tight: a layer with experts takes 3 GiB in 16 bit."""
     shape = three_kinds((*PATTERN, EXPERT), joined)
