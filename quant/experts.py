@@ -19,7 +19,7 @@ from quant.backends.table import ASKED_PER_EXPERT
 from quant.linear import HostForm, LayerForm, QuantizedLinear, packed_weight, reordered
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
-from quant.scheme import FULL_BITS, LinearShape
+from quant.scheme import FULL_BITS, Cut, LinearShape
 
 _ALIGNMENT = 16
 """Bytes that kernels load at once: parts of a larger tensor begin at multiples of it."""
@@ -217,7 +217,7 @@ def _shares(packed: PackedWeight, state: Mapping[str, Tensor]) -> bool:
     )
 
 
-PackExpert = Callable[[Tensor, LayerForm, str, InputStatistics | None], PackedWeight]
+PackExpert = Callable[[Tensor, LayerForm, str, InputStatistics | None, Cut | None], PackedWeight]
 """As `packed_expert`."""
 
 
@@ -343,14 +343,18 @@ def expert_shapes(module: nn.Module) -> tuple[int, LinearShape, LinearShape]:
 
 
 def packed_expert(
-    weight: Tensor, form: LayerForm, name: str, inputs: InputStatistics | None
+    weight: Tensor,
+    form: LayerForm,
+    name: str,
+    inputs: InputStatistics | None,
+    cut: Cut | None = None,
 ) -> PackedWeight:
-    """Pack an expert's `weight` `[out, in]`, which may be a view of a file; errors as of
-    `quant.linear.quantize_linear`.
+    """Pack an expert's `weight` `[out, in]`, which may be a view of a file, or what `cut` takes of
+    it; errors as of `quant.linear.quantize_linear`.
     """
     if form.bits < FULL_BITS:
-        return packed_weight(weight, form, name, inputs)
-    plain = copy_of(weight, form.dtype, form.device)
+        return packed_weight(weight, form, name, inputs, cut)
+    plain = copy_of(weight if cut is None else weight[cut.index], form.dtype, form.device)
     # blocks of oneDNN's could not be restored elsewhere
     blocks = None if isinstance(form, HostForm) else reordered(plain, form.processor)
     return PlainWeight(plain) if blocks is None else _ReorderedWeight(blocks)

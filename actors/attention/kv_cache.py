@@ -25,6 +25,7 @@ from actors.attention.constant_state import ConstantStates
 from actors.attention.parked import ParkedTokens
 from actors.attention.rooms import Rooms
 from actors.messages import MicroBatch, Move, Park, TokenRange
+from planner.model.tensor_parallel import RankShare
 from quant.backends.table import reads_ranges
 from quant.devices import local_processor
 from quant.scheme import FULL_BITS
@@ -209,18 +210,18 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheForm:
-    """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes; those of so
-    many `kv_heads` that a rank holds (None: all of the model's). Requests may be in `slots` slots,
-    for layers that hold a constant state of each. `alone`: layers that read the keys of earlier
-    ones are given these, and hold them.
+    """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes. Requests may
+    be in `slots` slots, for layers that hold a constant state of each. `alone`: layers that read
+    the keys of earlier ones are given these, and hold them. `shares`: what a rank holds of each
+    layer; None: all.
     """
 
     dtype: torch.dtype
     device: torch.device
     kv_bits: int = FULL_BITS
-    kv_heads: int | None = None
     slots: int = 0
     alone: bool = False
+    shares: tuple[RankShare, ...] | None = None
 
     @property
     def held_dtype(self) -> torch.dtype:

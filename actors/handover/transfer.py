@@ -21,6 +21,7 @@ from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
 from planner.plan.kv_copies import HandoverLink, handover_link, kept_shares
 from planner.plan.spec import PlanSpec
+from quant.common.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
     """
     if plan.stand_in is not None:
         return tuple(_stand_in_routes(plan, prefill, shape))
+    _check_groups((plan, prefill), shape)
     sources = list(_ends(prefill, shape))
     found: list[Route] = []
     for target in _ends(plan, shape):
@@ -75,6 +77,19 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
             found.append(Route(source, target, part, part, link))
         assert not left, "each of both plans has all layers"
     return tuple(found)
+
+
+def _check_groups(plans: Sequence[PlanSpec], shape: ModelShape) -> None:
+    """Refuse groups of a model of which ranks hold other heads in one layer than in another."""
+    held = {(kind.heads, kind.kv_heads, kind.delta is None) for kind in shape.kind_shapes}
+    divided = [stage for each in plans for stage in each.stages if stage.degree > 1]
+    if divided and (len(held) > 1 or shape.kind_shapes[0].delta is not None):
+        raise SpecError(
+            f"stage {divided[0].index} is a group of {divided[0].degree} devices, which cannot "
+            f"hand over what {shape.name} keeps: its layers differ in heads or have constant "
+            "states; "
+            "plan with --tensor_parallel 1, or for --schedule rra"
+        )
 
 
 def _stand_in_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> Iterator[Route]:

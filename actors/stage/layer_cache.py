@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from transformers.cache_utils import KVSharingDict
 from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
 from actors.stage.partial_model import architecture_of
+from planner.model.tensor_parallel import RankShare
 from quant.common.errors import SpecError
 from quant.rounding.importance import LayerImportance
 
@@ -30,19 +31,25 @@ def make_cache(
 ) -> KVCache:
     """An empty KV cache of so many token slots for some decoder layers of the model of `config`.
 
-    `importance`: one a layer, by whose keys, those of `form.kv_heads`, 8-bit keys are rounded.
+    `importance`: one a layer, by whose keys 8-bit keys are rounded.
     """
-    turns_neighbours = architecture_of(config).turns_neighbours
+    turns_neighbours, shares = architecture_of(config).turns_neighbours, form.shares
     sources = {layer: _source(config, layer, form.alone) for layer in layers}
+    held = [slice(None)] * len(layers)
+    if shares is not None:
+        held = [slice(share.kv_heads.start, share.kv_heads.stop) for share in shares]
     factors = {
-        layer: key_factors(own.keys, rotary_width(config, sources[layer]), turns_neighbours)
-        for layer, own in zip(layers, importance or (), strict=False)
+        layer: key_factors(own.keys[heads], rotary_width(config, sources[layer]), turns_neighbours)
+        for layer, own, heads in zip(layers, importance or (), held, strict=False)
         if kv_shape(config, sources[layer]) is not None
     }
-    shape = cache_shape(config, layers, tokens, form.kv_heads, form.alone)
+    shape = cache_shape(config, layers, tokens, shares, form.alone)
     stateful, states = layers_with_states(config, layers), None
     if stateful:
         mixer = delta_mixer(config)
+        if shares is not None:
+            own = shares[stateful[0] - layers.start]
+            mixer = replace(mixer, key_heads=len(own.kv_heads), value_heads=len(own.heads))
         states = ConstantStates(stateful, mixer, form.slots, form.dtype, form.device)
     return KVCache(layers, shape, form, parked_tokens, factors, states)
 
@@ -51,14 +58,16 @@ def cache_shape(
     config: PretrainedConfig,
     layers: range,
     tokens: int,
-    kv_heads: int | None = None,
+    shares: Sequence[RankShare] | None = None,
     alone: bool = False,
 ) -> CacheShape:
-    """Room for `tokens` in the `layers` of the model of `config`, of which a rank holds so many
-    `kv_heads` (None: all); `alone` as in `CacheForm`.
+    """Room for `tokens` in the `layers` of the model of `config`, of which a rank holds `shares`
+    (None: all); `alone` as in `CacheForm`.
     """
-    found = {layer: kv_shape(config, _source(config, layer, alone)) for layer in layers}
-    held = {n: each and (kv_heads or each[0], each[1]) for n, each in found.items()}
+    held = {layer: kv_shape(config, _source(config, layer, alone)) for layer in layers}
+    for layer, share in zip(layers, shares or (), strict=False):
+        if (whole := held[layer]) is not None:
+            held[layer] = len(share.kv_heads), whole[1]
     usual = next(filter(None, held.values()), (1, 1))
     others = {layer: heads for layer, heads in held.items() if heads != usual}
     reading = () if alone else layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
@@ -19,7 +19,13 @@ from actors.stage.partial_model import architecture_of
 from actors.transport.collectives import ALONE, RankGroup
 from actors.transport.message_format import decode, encode
 from planner.model.shape import ModelShape
-from planner.model.tensor_parallel import RankShare, layer_cuts, vocabulary_cut
+from planner.model.tensor_parallel import (
+    RankShare,
+    layer_cuts,
+    rank_share,
+    summed_modules,
+    vocabulary_cut,
+)
 from quant.common.errors import StageLostError
 from quant.loading.cached_layer import put_submodule
 from quant.scheme import Cut
@@ -31,18 +37,41 @@ class OfGroup(nn.Module):
     group: RankGroup = ALONE
 
 
-class SummedLinear(OfGroup):
-    """A row-parallel linear layer: the sum of the ranks' products, and the bias added once."""
+class Summed(OfGroup):
+    """A module of which each rank computes a summand: a row-parallel linear, or experts. The first
+    of its results is the sum, to which `bias` is added once.
+    """
 
-    def __init__(self, linear: nn.Module, bias: nn.Parameter | None) -> None:
+    def __init__(self, part: nn.Module, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.linear = linear
+        self.part = part
         self.bias = bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` `[..., in of the rank]` to `[..., out]`, the same on every rank."""
-        out = self.group.all_reduce(self.linear(x))
+    def forward(self, *inputs: Any) -> Any:
+        found = self.part(*inputs)
+        if isinstance(found, tuple):
+            return self.group.all_reduce(found[0]), *found[1:]
+        out = self.group.all_reduce(found)
         return out if self.bias is None else out + self.bias
+
+
+class NormOfAllRanks(OfGroup):
+    """An RMSNorm over `width` numbers of which each rank has some (OLMo's of all queries, or all
+    keys). Those that a rank before it has too are not `counted`.
+    """
+
+    def __init__(self, norm: Any, width: int, counted: bool) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+        self.width, self.counted = width, counted
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[..., numbers of the rank]`, normed as the whole is."""
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        total = self.group.all_reduce(squares if self.counted else torch.zeros_like(squares))
+        normed: Tensor = self.weight * (wide * torch.rsqrt(total / self.width + self.eps))
+        return normed.to(x.dtype)
 
 
 class VocabularyPart(OfGroup):
@@ -67,35 +96,51 @@ class VocabularyPart(OfGroup):
         return self.group.all_reduce(found.masked_fill_(is_other[..., None], 0.0))
 
 
-def divide(model: PreTrainedModel, shape: ModelShape, share: RankShare, layers: range) -> None:
-    """Give the stage's modules, on the meta device, the sizes of the rank's part."""
+def divide(
+    model: PreTrainedModel, shape: ModelShape, whole: RankShare, layers: range
+) -> list[Mapping[str, Cut]]:
+    """Give the stage's modules, on the meta device, the sizes of the part of the rank that has the
+    share `whole` of the model; returns what is cut in each of its `layers`.
+    """
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
     stack = getattr(decoder, architecture.layers)
-    cuts = layer_cuts(shape, share, architecture)
-    holder = architecture.attention[0].rpartition(".")[0]
+    found = []
     for index in layers:
+        kind = shape.layer(index)
+        share = rank_share(kind, whole.degree, whole.rank)
+        cuts = layer_cuts(kind, share, architecture)
         for name, cut in cuts.items():
-            put_submodule(stack[index], name, _part(stack[index].get_submodule(name), cut))
-        _keep_heads(stack[index].get_submodule(holder), share)
-    cut = vocabulary_cut(shape, share)
-    embedding = model.get_input_embeddings()
-    if isinstance(embedding, nn.Embedding):
-        factor = getattr(embedding, "scalar_embed_scale", None)
-        part = VocabularyPart(cut.length, embedding.embedding_dim, cut.begin, factor)
-        setattr(decoder, architecture.embedding[0], part)
+            _divide(stack[index], name, cut)
+        names = architecture.of_kind(kind.kind)
+        attention: Any = stack[index].get_submodule(names.attention[0].rpartition(".")[0])
+        _keep_heads(attention, share)
+        if kind.qk_norm_width:
+            _share_norms(attention, kind, share)
+        if share.rank and kind.experts is not None:  # which are added once
+            stack[index].get_submodule(str(names.experts)).down_proj_bias = None
+        found.append(cuts)
+    cut = vocabulary_cut(shape, whole)
+    for name in architecture.embedding:
+        embedding = getattr(decoder, name, None)
+        if isinstance(embedding, nn.Embedding) and "positions" not in name:
+            factor = getattr(embedding, "scalar_embed_scale", None)
+            part = VocabularyPart(cut.length, embedding.embedding_dim, cut.begin, factor)
+            setattr(decoder, name, part)
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        model.set_output_embeddings(_part(head, cut))
+        _shrink(head, cut)
+    return found
 
 
-def sum_over_ranks(model: PreTrainedModel, layer: nn.Module) -> None:
-    """Put the sum over the ranks behind the row-parallel linears of a loaded layer."""
-    architecture = architecture_of(model.config)
-    for name in (architecture.attention[-1], architecture.mlp[-1]):
-        linear: Any = layer.get_submodule(name)
-        bias, linear.bias = linear.bias, None
-        put_submodule(layer, name, SummedLinear(linear, bias))
+def sum_over_ranks(kind: ModelShape, layer: nn.Module) -> None:
+    """Put the sum over the ranks behind what each computes a summand of, in a loaded layer."""
+    for name in summed_modules(kind):
+        part: Any = layer.get_submodule(name)
+        bias = getattr(part, "bias", None)
+        if bias is not None:
+            part.bias = None
+        put_submodule(layer, name, Summed(part, bias))
 
 
 def join(model: PreTrainedModel, group: RankGroup) -> None:
@@ -105,10 +150,46 @@ def join(model: PreTrainedModel, group: RankGroup) -> None:
             module.group = group
 
 
-def _part(linear: nn.Module, cut: Cut) -> nn.Linear:
-    assert isinstance(linear, nn.Linear), "no weight is loaded yet"
-    out, into = linear.weight[cut.index].shape
-    return nn.Linear(into, out, bias=linear.bias is not None, device="meta")
+def _divide(layer: nn.Module, name: str, cut: Cut) -> None:
+    """Give a parameter of this name, or those of a module, the size of the part."""
+    owner_name, _, attribute = name.rpartition(".")
+    owner = layer.get_submodule(owner_name)
+    part = getattr(owner, attribute)
+    if isinstance(part, nn.Module):
+        _shrink(part, cut)
+    elif part.dim() == 3:
+        setattr(owner, attribute, _of_experts(owner, part, cut))
+    else:
+        setattr(owner, attribute, _of(part, cut))
+
+
+def _shrink(module: nn.Module, cut: Cut) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if cut.reaches(parameter.dim()):
+            setattr(module, name, _of(parameter, cut))
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+
+
+def _of(parameter: Tensor, cut: Cut) -> nn.Parameter:
+    assert parameter.is_meta, "no weight is loaded yet"
+    return nn.Parameter(parameter[cut.index], requires_grad=False)
+
+
+def _of_experts(experts: Any, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+    """The part of the weights `[experts, out, in]` of all experts, of which `cut` is each's."""
+    is_transposed = bool(getattr(experts, "is_transposed", False))
+    each = parameter.transpose(1, 2) if is_transposed else parameter
+    part = each[(slice(None), *cut.index)]
+    return nn.Parameter(part.transpose(1, 2) if is_transposed else part, requires_grad=False)
+
+
+def _share_norms(attention: Any, kind: ModelShape, share: RankShare) -> None:
+    """Have the norms over all heads take in those of the other ranks."""
+    before = rank_share(kind, share.degree, share.rank - 1) if share.rank else None
+    is_first = before is None or before.kv_heads != share.kv_heads
+    attention.q_norm = NormOfAllRanks(attention.q_norm, kind.query_width, True)
+    attention.k_norm = NormOfAllRanks(attention.k_norm, kind.kv_width, is_first)
 
 
 def _keep_heads(attention: Any, share: RankShare) -> None:
@@ -119,6 +200,8 @@ def _keep_heads(attention: Any, share: RankShare) -> None:
         attention.config = copy.copy(attention.config)
         attention.config.num_attention_heads = len(share.heads)
         attention.num_key_value_heads = len(share.kv_heads)
+    if hasattr(attention, "num_v_heads"):
+        attention.num_v_heads, attention.num_k_heads = len(share.heads), len(share.kv_heads)
     if hasattr(attention, "alibi_slopes"):
         attention.alibi_slopes = attention.alibi_slopes[share.heads.start : share.heads.stop]
 

@@ -18,10 +18,10 @@ from actors.stage.partial_model import (
     keep_stage,
     plan_frequencies,
 )
-from actors.stage.ranks import divide, sum_over_ranks
+from actors.stage.ranks import VocabularyPart, divide, sum_over_ranks
 from actors.stage.spec import StageSpec
 from planner.model.finding import model_shape
-from planner.model.tensor_parallel import RankShare, layer_cuts, rank_share, vocabulary_cut
+from planner.model.tensor_parallel import RankShare, rank_share, vocabulary_cut
 from quant.checkpoint.reader import Checkpoint
 from quant.hosted_experts import HostedExperts
 from quant.linear import HostForm, LayerForm, prepack, prepack_linears
@@ -52,7 +52,12 @@ def load_shard(
     model = empty_model(config)
     keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
     plan_frequencies(model, spec.max_tokens)
-    cuts, ends_cut = _divided(model, spec, checkpoint)
+    shape = model_shape(str(checkpoint.folder)) if spec.degree > 1 else None
+    cuts: Sequence[Mapping[str, Cut]] = [{}] * len(spec.layers)
+    vocabulary = None
+    if shape is not None:
+        whole = rank_share(shape, spec.degree, spec.rank)
+        cuts, vocabulary = divide(model, shape, whole, spec.layers), vocabulary_cut(shape, whole)
     decoder = model.get_decoder()
     path = path_of(model, decoder)
     stack = f"{path}.{architecture.layers}"
@@ -67,21 +72,21 @@ def load_shard(
             name_prefix=f"{stack}.{index}",
             form=form,
             importance=own,
-            cuts=cuts,
+            cuts=own_cuts,
             quantized=architecture.linears,
             experts_form=_experts_form(spec, index, form),
         )
-        for index, form, own in zip(spec.layers, forms, weighing, strict=True)
+        for index, form, own, own_cuts in zip(spec.layers, forms, weighing, cuts, strict=True)
     ]
     names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     ends = [name for name in names if not name.startswith(f"{stack}.")]
     with loading(loads, ends, checkpoint, cache):
-        for load in loads:
+        for index, load in zip(spec.layers, loads, strict=True):
             load_layer(load, checkpoint, cache)
-            if cuts:
-                sum_over_ranks(model, load.module)
+            if shape is not None:
+                sum_over_ranks(shape.layer(index), load.module)
             prepack_linears(load.module, processor)
-        load_ends(model, spec, checkpoint, dtype, device, ends_cut)
+        load_ends(model, spec, checkpoint, dtype, device, vocabulary)
     if spec.has_head and not _shares_head(config, spec):
         model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
     return model
@@ -96,24 +101,14 @@ def _experts_form(spec: StageSpec, layer: int, form: LayerForm) -> LayerForm | N
     return None if bits == form.bits else replace(form, bits=bits, backend=spec.backends.get(bits))
 
 
-def share_of(spec: StageSpec, checkpoint: Checkpoint) -> RankShare:
-    """The part of the model's layers that the rank of `spec` holds; SpecError where it cannot be
-    divided so often.
-    """
-    return rank_share(model_shape(str(checkpoint.folder)), spec.degree, spec.rank)
-
-
-def _divided(
-    model: PreTrainedModel, spec: StageSpec, checkpoint: Checkpoint
-) -> tuple[Mapping[str, Cut], Cut | None]:
-    """Cut the modules to the rank's part; returns the parts of a layer's linears, and that of the
-    vocabulary.
+def shares_of(spec: StageSpec, checkpoint: Checkpoint) -> tuple[RankShare, ...] | None:
+    """What the rank of `spec` holds of each layer; None where nothing is divided, SpecError where
+    the model cannot be divided so often.
     """
     if spec.degree == 1:
-        return {}, None
-    shape, share = model_shape(str(checkpoint.folder)), share_of(spec, checkpoint)
-    divide(model, shape, share, spec.layers)
-    return layer_cuts(shape, share, architecture_of(model.config)), vocabulary_cut(shape, share)
+        return None
+    shape = model_shape(str(checkpoint.folder))
+    return tuple(rank_share(shape.layer(each), spec.degree, spec.rank) for each in spec.layers)
 
 
 def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
@@ -142,7 +137,7 @@ def load_ends(
     for child in owned:
         module = getattr(decoder, child, None)
         if module is not None:
-            cuts = _cuts(vocabulary if child == architecture.embedding[0] else None)
+            cuts = _cuts(vocabulary if isinstance(module, VocabularyPart) else None)
             load_tensors(module, checkpoint, f"{path}.{child}", dtype, device, cuts)
     if spec.has_head:
         head = model.get_output_embeddings()

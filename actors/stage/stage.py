@@ -38,7 +38,7 @@ from actors.stage.partial_model import (
 )
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
-from actors.stage.shard import load_shard, share_of, weight_bytes
+from actors.stage.shard import load_shard, shares_of, weight_bytes
 from actors.stage.spec import StageSpec
 from actors.stage_figures import StageStats
 from actors.transport.collectives import ALONE, RankGroup
@@ -90,15 +90,12 @@ class Stage:
         tensors = Checkpoint(checkpoint)
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
-        form = CacheForm(self.dtype, device, spec.kv_bits, slots=spec.slots)
-        own = range(most_kv_heads(config))
-        if spec.degree > 1:
-            own = share_of(spec, tensors).kv_heads
-            form = replace(form, kv_heads=len(own))
-            importance = [replace(i, keys=i.keys[own.start : own.stop]) for i in importance or ()]
+        shares = shares_of(spec, tensors)
+        form = CacheForm(self.dtype, device, spec.kv_bits, spec.slots, shares)
         self._cache = make_cache(
             config, spec.layers, spec.kv_tokens, form, importance, spec.parked_tokens
         )
+        own = shares[0].kv_heads if shares else range(most_kv_heads(config))
         self.keys_values = HeldKeysValues(self._cache, own)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)

@@ -11,11 +11,10 @@ from planner.cluster.device import AS_MODELLED, Device, MeasuredSum
 from planner.costs.communication import Collectives
 from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
 from planner.costs.roofline import RooflineLatency
-from planner.model.tensor_parallel import largest_rank_shape
+from planner.model.tensor_parallel import largest_rank_shape, layer_sums
 from planner.scheduling import Phase
 from quant.scheme import DTYPE_BYTES, FULL_BITS
 
-_SUMS_PER_LAYER = 2  # after attention's output, and after the MLP's
 _LOGIT_BYTES = 4
 
 
@@ -50,19 +49,21 @@ class GroupLatency(DerivedLatency):
             return single
         whole, part = (each.layer_seconds(*workload) for each in self._estimates(device))
         tokens = micro_batch * length if phase == "prefill" else micro_batch
-        summed = tokens * self.shape.hidden_size * DTYPE_BYTES[dtype]
+        sums, each = Collectives.of(device, self._sums), tokens * DTYPE_BYTES[dtype]
         rest_s = single.rest_s * (part.rest_s / whole.rest_s)
         return LayerSeconds(
             single.attention_s * (part.attention_s / whole.attention_s),
-            rest_s + _SUMS_PER_LAYER * Collectives.of(device, self._sums).sum_s(summed),
+            rest_s + sum(sums.sum_s(each * width) for width in layer_sums(self.shape)),
         )
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         seconds = self.model.embedding_s(replace(device, ranks=()), tokens, dtype)
         if not device.ranks:
             return seconds
-        summed = tokens * self.shape.word_embedding_size * DTYPE_BYTES[dtype]
-        return seconds + Collectives.of(device, self._sums).sum_s(summed)
+        shape, sums = self.shape, Collectives.of(device, self._sums)
+        widths = shape.word_embedding_size, shape.message_width - shape.hidden_size
+        each = tokens * DTYPE_BYTES[dtype]
+        return seconds + sum(sums.sum_s(each * width) for width in widths if width)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
         """Every rank has a part of the vocabulary; the first one gathers the logits and samples."""

@@ -29,7 +29,8 @@ class Architecture:
     `layer_returns_tuple`: hidden states come in a tuple; `context_as_cache`: a layer passes nothing
     but the KV cache on to attention. `experts`: the module that has those of a layer, fused or as
     many MLPs, `router` the linear that chooses among them, `shared_gate` one that weighs what all
-    tokens ask, which stands in `mlp`; `experts_by_inputs`: the fused ones are stored inputs first.
+    tokens ask, which stands in `mlp`; `experts_by_inputs`: the fused ones are stored inputs first,
+    with gate and up by turns.
     `kinds`: in what layers of a kind differ, by `ModelShape.kind`. `qkv_in_blocks`: fused queries
     come before keys and these before values, rather than those of one head before those of the
     next. `turns_neighbours`: positions rotate channels side by side into each other, rather than

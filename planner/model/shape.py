@@ -57,7 +57,8 @@ class ModelShape:
     over the hidden size, `qk_norm` of two over the head size. `sliding_window` None: all tokens.
     `stored`: how the checkpoint is quantized. `alibi`: no length is its end. `activation_buffers`
     of the MLP's width beside its result. `cut_groups`: columns of a rank that share a scale in
-    attention's output and in the MLP's last linear (`planner.model.tensor_parallel`).
+    attention's output, in the MLP's last linear and in an expert's, where there are such
+    (`planner.model.tensor_parallel`).
     """
 
     name: str
@@ -86,7 +87,7 @@ class ModelShape:
     stored: GptqConfig | None = None
     alibi: bool = False
     activation_buffers: int = 0
-    cut_groups: tuple[int, int] | None = None
+    cut_groups: tuple[int, ...] = ()
     kind: str = ""
     kinds: tuple[ModelShape, ...] = ()
     pattern: tuple[int, ...] = ()
@@ -188,16 +189,21 @@ class ModelShape:
         """Weight matrices of a decoder layer that have its bitwidth, fused where transformers fuses
         them, in the order of `Architecture.attention` and `mlp`; without those of its experts.
         """
-        plain = (*self._attention_linears(), *self._mlp_linears())
+        mlp = self._mlp_linears()
+        plain = (*self._attention_linears(), *mlp)
         linears = [self._as_stored(place, linear) for place, linear in enumerate(plain)]
-        for place, group in zip((self._output_place, -1), self.cut_groups or (), strict=False):
+        lasts = (self._output_place, -1) if mlp else (self._output_place,)
+        for place, group in zip(lasts, self.cut_groups, strict=False):
             linears[place] = replace(linears[place], cut_group=group)
         return tuple(linears)
 
     @property
     def expert_linears(self) -> tuple[LinearShape, ...]:
         """Weights of one expert, gate and up in one; none where the layer has no experts."""
-        return () if self.experts is None else self.experts.linears(self.hidden_size)
+        if self.experts is None:
+            return ()
+        first, last = self.experts.linears(self.hidden_size)
+        return first, replace(last, cut_group=self.cut_groups[-1] if self.cut_groups else None)
 
     @property
     def full_linears(self) -> tuple[LinearShape, ...]:

@@ -259,19 +259,17 @@ def _damaged(name: str) -> Iterator[None]:
 
 
 def _backends(load: LayerLoad) -> dict[str, str]:
-    shapes = {}
-    for name, child in load.linears:
-        shapes[name] = LinearShape(child.in_features, child.out_features)
-        if name in load.cuts:
-            rows, columns = load.cuts[name].whole_shape(child.weight.shape)
-            shapes[name] = part_shape(LinearShape(columns, rows), load.cuts[name])
+    shapes = {name: LinearShape(own.in_features, own.out_features) for name, own in load.linears}
     for name, child in load.module.named_modules():
         if is_experts(child):
             own = zip(FUSED, expert_shapes(child)[1:], strict=True)
             shapes |= {f"{name}.{fused}": shape for fused, shape in own}
     found = {}
     for name, shape in shapes.items():
-        form = load.form_of(name)
+        form, cut = load.form_of(name), load.cuts.get(name)
+        if cut is not None:
+            rows, columns = cut.whole_shape((shape.out_features, shape.in_features))
+            shape = part_shape(LinearShape(columns, rows), cut)
         rule = form.rule_of(shape)
         if rule.kernel is not None:
             backend = usable_backend(rule.name, form.bits, form.dtype, form.device)

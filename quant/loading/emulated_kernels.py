@@ -26,7 +26,7 @@ from quant.loading.layer_load import LayerLoad, expert_inputs
 from quant.loading.loader import load_layer, load_tensors
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
-from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
+from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, Cut, LinearShape, Processor
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,11 @@ class _RepresentedExpert(PlainWeight):
 
 def _representing(rules: Mapping[LinearShape, KernelRule], rounding: str) -> PackExpert:
     def pack(
-        weight: torch.Tensor, form: LayerForm, name: str, inputs: InputStatistics | None
+        weight: torch.Tensor,
+        form: LayerForm,
+        name: str,
+        inputs: InputStatistics | None,
+        _: Cut | None,
     ) -> PackedWeight:
         rule = rules[LinearShape(weight.shape[1], weight.shape[0])]
         way = Rounding.of_tensor(rounding, name, inputs)

@@ -7,7 +7,7 @@ transformers fuses them (Qwen3.5-MoE), that transposed, or its MXFP4 codes and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from quant.experts import (
 from quant.hosted_experts import HostedExperts
 from quant.linear import HostForm, LayerForm
 from quant.rounding.importance import InputStatistics
-from quant.scheme import LinearShape
+from quant.scheme import Cut, LinearShape
 
 GATE_UP, DOWN = FUSED = ("gate_up_proj", "down_proj")
 _OF_EXPERT = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
@@ -41,18 +41,27 @@ _ReadExpert = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class ExpertTensors:
-    """The experts of full name `name`, of which `module` has the shapes, on the meta device."""
+    """The experts of full name `name`, of which `module` has the shapes, on the meta device.
+    `cuts`: the parts that are held, of each expert's weights by the names in `FUSED`, of biases of
+    all.
+    """
 
     checkpoint: Checkpoint
     name: str
     module: nn.Module
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+    def whole(self, fused: str, held: LinearShape) -> tuple[int, ...]:
+        """The sizes `[out, in]` of an expert's weight of which `held` is kept."""
+        size, cut = (held.out_features, held.in_features), self.cuts.get(fused)
+        return size if cut is None else cut.whole_shape(size)
 
     def reader(self, fused: str, shape: LinearShape) -> _ReadExpert:
-        """Give a function that reads the weight `fused` of an expert, `[out, in]`, which may be a
-        view of the file; CheckpointError where there is none, or of another shape.
+        """Give a function that reads the whole weight `fused` of an expert, `[out, in]`, which may
+        be a view of the file; CheckpointError where there is none, or of another shape.
         """
         count, _, _ = expert_shapes(self.module)
-        size = shape.out_features, shape.in_features
+        size = self.whole(fused, shape)
         if self._find(f"{fused}{_BLOCKS}") is not None:
             return self._mxfp4_reader(fused, (count, *size))
         whole = self._find(fused)
@@ -67,7 +76,7 @@ class ExpertTensors:
 
         return read
 
-    def _of_expert(self, fused: str, index: int, size: tuple[int, int]) -> Tensor:
+    def _of_expert(self, fused: str, index: int, size: tuple[int, ...]) -> Tensor:
         """Read an expert that is stored by itself."""
         parts = []
         names = _OF_EXPERT[fused]
@@ -78,7 +87,7 @@ class ExpertTensors:
             parts.append(self._floats(stored))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _mxfp4_reader(self, fused: str, size: tuple[int, int, int]) -> _ReadExpert:
+    def _mxfp4_reader(self, fused: str, size: tuple[int, ...]) -> _ReadExpert:
         names = [
             self.checkpoint.find(f"{self.name}.{fused}{end}", _first(self.name))
             for end in (_BLOCKS, _SCALES)
@@ -142,9 +151,10 @@ def load_experts(
         read = tensors.reader(fused, weights.shape)
         for index in range(count):
             name = f"{tensors.name}.{index}.{fused}"
-            own = _inputs_of(inputs.get(fused), index, weights.shape.in_features)
+            own = _inputs_of(inputs.get(fused), index, tensors.whole(fused, weights.shape)[1])
             try:
-                weights.add(pack(read(index), form, name, own), form.dtype)
+                packed = pack(read(index), form, name, own, tensors.cuts.get(fused))
+                weights.add(packed, form.dtype)
             except CheckpointError as error:
                 raise CheckpointError(f"{name} in {tensors.checkpoint.place}: {error}") from error
     return experts_like(module, held[0], held[1], form)

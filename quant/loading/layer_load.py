@@ -30,8 +30,9 @@ def held_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dty
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """`module` on the meta device, of full name `name_prefix`. `cuts`: parts of linears that are
-    held, of which `module` has the shapes; `importance` tells of the whole. `quantized`: the
+    """`module` on the meta device, of full name `name_prefix`. `cuts`: the parts that are held, of
+    parameters by their name or their module's, of fused experts those of each; `module` has their
+    shapes, `importance` tells of the whole. `quantized`: the
     linears that have the bits of `form`, None for all; others stay in the compute type.
     `experts_form`: that of the experts, where it is another one.
     """
@@ -64,15 +65,13 @@ class LayerLoad:
 
     def experts(self, checkpoint: Checkpoint) -> list[tuple[str, ExpertTensors]]:
         """Fused experts by name, with their tensors."""
-        return [
-            (
-                name,
-                ExpertTensors(
-                    checkpoint, f"{self.name_prefix}.{name}", self.module.get_submodule(name)
-                ),
-            )
-            for name in self.expert_names
-        ]
+        return [(name, self._experts_of(checkpoint, name)) for name in self.expert_names]
+
+    def _experts_of(self, checkpoint: Checkpoint, name: str) -> ExpertTensors:
+        place = f"{name}."
+        cuts = {n.removeprefix(place): cut for n, cut in self.cuts.items() if n.startswith(place)}
+        module = self.module.get_submodule(name)
+        return ExpertTensors(checkpoint, f"{self.name_prefix}.{name}", module, cuts)
 
 
 def plain_linears(

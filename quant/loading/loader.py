@@ -133,7 +133,7 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     for name, tensors in load.experts(checkpoint):
         own = load.form_of(name)
         experts = load_experts(tensors, own, expert_inputs(load, name))
-        load_tensors(experts, checkpoint, tensors.name, own.dtype, own.device)
+        load_tensors(experts, checkpoint, tensors.name, own.dtype, own.device, tensors.cuts)
         put_submodule(module, name, experts)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device, load.cuts)
 
@@ -272,12 +272,13 @@ def load_tensors(
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
     """Fill what is still on the meta device, unquantized, in `dtype`. A tied head takes the
-    embedding's `name_prefix`; `cuts` are parts by name within `module`.
+    embedding's `name_prefix`; `cuts` are parts of tensors within `module`, by their name or their
+    module's.
     """
     for owner_name, owner in module.named_modules():
         for name, tensor in _meta_tensors(owner):
             full_name = ".".join(part for part in (name_prefix, owner_name, name) if part)
-            cut = cuts.get(owner_name)
+            cut = cuts.get(f"{owner_name}.{name}".removeprefix("."), cuts.get(owner_name))
             cut = cut if cut is not None and cut.reaches(tensor.dim()) else None
             stored = _read(checkpoint, full_name, tensor, cut)
             stored = stored if cut is None else stored[cut.index]

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,14 +19,53 @@ from transformers import LlamaConfig
 from actors.messages import MicroBatch
 from actors.stage.ranks import follow
 from actors.stage.stage import Stage
+from planner.costs.memory import (
+    embedding_bytes,
+    head_bytes,
+    kv_cache_bytes_per_layer,
+    layer_weight_bytes,
+    norm_bytes,
+)
+from planner.model.finding import model_shape
+from planner.model.tensor_parallel import largest_rank_shape, shape_of_ranks
+from planner.workload import Workload
 from quant.common.errors import SpecError, StageLostError
 from quant.loading.cache_settings import CacheSettings
+from quant.loading.loader import module_nbytes
 from quant.rounding.gptq_format import GptqWeight, gptq_tensors
 from quant.rounding.importance import InputStatistics, LayerImportance
+from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
-from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, VOCABULARY
+from tests.actors.configs import (
+    CONFIGS,
+    EVERY_CONFIG,
+    LAYERS,
+    MORE_CONFIGS,
+    SHARED_CONFIGS,
+    STATE_CONFIGS,
+    VOCABULARY,
+)
 from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
 from tests.actors.thread_ranks import divided, following, load_ranks, thread_groups
+
+ALL = EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS
+UNLIKE = "gpt_oss", "gemma4-shared", "qwen3_next"
+"""Models of layers with parts of their own, of which these have most."""
+
+LAYOUTS = (
+    (
+        ((4, 1, 2), False),
+        {"llama", "qwen2", "bloom", "opt-post-norm", "phi3", "glm", "olmo2", "qwen3_5", *UNLIKE},
+    ),
+    (
+        ((2, 4, 1), True),
+        {"llama", "gpt_neox", "gemma3", "olmo3", "qwen3_moe", "glm4_moe", "gemma4", "qwen3_5_moe"}
+        | {"gemma4-experts", "mistral-sliding"},
+    ),
+    (((1, 2, 4), False), set[str]()),
+    (((4, 4, 4), True), set[str]()),
+)
+"""Degrees of three stages, whether the LM head is on the first one, and which models are usual."""
 
 LENGTHS = (5, 11, 1, 8)
 NEW_TOKENS = 6
@@ -42,21 +82,17 @@ WIDE = LlamaConfig(
 
 
 @pytest.mark.parametrize(
-    "name", [*CONFIGS, "phi3", "glm", "gemma3", pytest.param("gemma2", marks=pytest.mark.rare)]
-)
-@pytest.mark.parametrize(
-    ("degrees", "head_on_first"),
+    ("name", "degrees", "head_on_first"),
     [
-        ((4, 1, 2), False),
-        ((2, 4, 1), True),
-        pytest.param((1, 2, 4), False, marks=pytest.mark.rare),
-        pytest.param((4, 4, 4), True, marks=pytest.mark.rare),
+        pytest.param(name, *layout, marks=() if name in usual else pytest.mark.rare)
+        for layout, usual in LAYOUTS
+        for name in ALL
     ],
 )
 def test_greedy_tokens_equal_generate(
     name: str, degrees: tuple[int, ...], head_on_first: bool, tmp_path: Path
 ) -> None:
-    model = save_tiny(tmp_path, EVERY_CONFIG[name], shard="60KB")
+    model = save_tiny(tmp_path, ALL[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
     specs = specs_of(BOUNDS, len(prompts), max(LENGTHS) + NEW_TOKENS, head_on_first=head_on_first)
@@ -108,6 +144,56 @@ def test_a_rank_holds_its_part_of_the_weights(tmp_path: Path) -> None:
     norms = 7 * 256 * 4
     assert total == whole.weight_bytes + norms
     assert sum(each.kv_cache_bytes for each in ranks) == whole.kv_cache_bytes
+
+
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.rare)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *UNLIKE,
+        *(
+            pytest.param(name, marks=pytest.mark.rare)
+            for name in (*MORE_CONFIGS, *STATE_CONFIGS)
+            if name not in UNLIKE
+        ),
+    ],
+)
+def test_a_rank_holds_the_bytes_of_its_plan(name: str, degree: int, tmp_path: Path) -> None:
+    """In every kind of layer, with keys, values and states; the first rank has the biases of what
+    is summed over experts.
+    """
+    save_tiny(tmp_path, type(ALL[name]).from_dict(ALL[name].to_dict() | {"hidden_size": 96}))
+    whole, device = model_shape(tmp_path), SimpleNamespace(processor=Processor())
+    slots, tokens = 3, 8
+    workload = Workload(global_batch=slots, prompt_length=tokens - 1, new_tokens=1)
+    dtype = "bfloat16"
+    for bits in (16, 4):
+        (spec,) = specs_of((0, LAYERS), slots, tokens, bits, dtype=dtype)
+        for rank, stage in enumerate(load_ranks(spec, degree, tmp_path, processor=Processor())):
+            shape = shape_of_ranks(whole, degree, range(rank, rank + 1))
+            layers = stage._model.get_decoder().layers
+            kept, counted = 0, 0
+            for index, layer in enumerate(layers):
+                own = shape.layer(index)
+                experts = own.experts
+                left_out = 0
+                if rank and experts is not None and experts.has_biases:
+                    left_out = 2 * experts.count * own.hidden_size
+                factor = 2 * hasattr(layer, "layer_scalar")  # which no plan counts
+                expected = layer_weight_bytes(own, bits, device, dtype) - left_out + factor
+                assert module_nbytes(layer) == expected, (index, rank)
+                kept += kv_cache_bytes_per_layer(own, workload, 16, dtype)
+                counted += expected
+            stats = stage.stats()
+            assert stats.kv_cache_bytes == kept
+            ends = embedding_bytes(shape, dtype) + norm_bytes(shape, dtype)
+            ends += head_bytes(shape, dtype, on_first=True)
+            buffers = sum(b.nbytes for n, b in stage._model.named_buffers() if "embed" in n)
+            assert stats.weight_bytes == counted + ends + buffers
+            largest = largest_rank_shape(whole, degree)
+            for index in range(LAYERS):
+                most = layer_weight_bytes(largest.layer(index), bits, device, dtype)
+                assert module_nbytes(layers[index]) <= most + 2
 
 
 def test_each_rank_keeps_its_layers_in_the_cache(tmp_path: Path) -> None:

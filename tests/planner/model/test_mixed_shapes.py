@@ -90,7 +90,7 @@ def test_widest_layers_speak_for_the_model() -> None:
     assert [kind.sliding_window for kind in shape.kind_shapes] == [8, None]
     assert shape_from_config("m", MIXED["qwen3_next"]).kv_width == 64
     assert {kind.max_positions for kind in (shape, *shape.kinds)} == {4096 * 32}
-    assert possible_degrees(shape) == (1,)
+    assert possible_degrees(shape) == (1, 2, 4)
 
 
 def test_equal_layers_make_a_plain_shape() -> None:

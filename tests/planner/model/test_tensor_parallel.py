@@ -6,15 +6,21 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
+from transformers import Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from planner.model.families import FAMILIES
+from planner.model.family import LINEAR
 from planner.model.finding import builtin_names, model_shape
+from planner.model.layer_parts import DeltaMixer, Experts
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import (
     layer_cuts,
-    possible_degrees,
+    layer_sums,
     rank_share,
     refusal,
+    shape_of_ranks,
     spread,
     vocabulary_cut,
 )
@@ -23,8 +29,8 @@ from quant.common.errors import SpecError
 from quant.scheme import COLUMNS, group_size, part_shape
 
 DEGREES = (1, 2, 4, 8)
-BUILT_IN = [model_shape(name) for name in builtin_names()]
-MODELS = [shape for shape in BUILT_IN if refusal(shape, 2) is None]
+MODELS = [model_shape(name) for name in builtin_names()]
+KINDS = [replace(kind, pattern=()) for shape in MODELS for kind in shape.kind_shapes]
 SMALL = ModelShape(
     name="small",
     model_type="llama",
@@ -44,31 +50,50 @@ SMALL = ModelShape(
 
 
 def divisible(degree: int) -> list[ModelShape]:
-    return [shape for shape in MODELS if shape.heads >= degree]
+    """Kinds of layers that can be divided so often."""
+    return [shape for shape in KINDS if refusal(shape, degree) is None]
 
 
-def indices(parts: list[range]) -> list[int]:
-    return [index for part in parts for index in part]
+def heads_of(shape: ModelShape) -> tuple[int, int]:
+    """Query and key/value heads; of a mixer value and key heads."""
+    mixer = shape.delta
+    return (shape.heads, shape.kv_heads) if mixer is None else (mixer.value_heads, mixer.key_heads)
+
+
+def in_a_row(parts: list[range], count: int) -> bool:
+    """Whether `parts` are all of `count`, each behind the one before."""
+    starts, stops = [0, *(part.stop for part in parts)], [*(part.start for part in parts), count]
+    return starts == stops
+
+
+def test_all_built_in_models_are_divided() -> None:
+    assert all(refusal(shape, 2) is None for shape in MODELS)
+    few = {shape.name for shape in MODELS if refusal(shape, 8) is not None}
+    assert all(model_shape(name).heads < 8 for name in few)
 
 
 @pytest.mark.parametrize("degree", DEGREES)
 def test_every_head_column_and_row_is_on_one_rank(degree: int) -> None:
     for shape in divisible(degree):
         shares = [rank_share(shape, degree, rank) for rank in range(degree)]
-        assert indices([each.heads for each in shares]) == list(range(shape.heads)), shape.name
-        assert indices([each.mlp for each in shares]) == list(range(shape.intermediate_size))
-        assert indices([each.vocabulary for each in shares]) == list(range(shape.vocab_size))
+        experts = shape.experts
+        mlp = shape.intermediate_size if experts is None else experts.shared_width
+        width = 0 if experts is None else experts.width
+        assert in_a_row([each.heads for each in shares], heads_of(shape)[0]), shape.name
+        assert not mlp or in_a_row([each.mlp for each in shares], mlp), shape.name
+        assert not width or in_a_row([each.experts for each in shares], width), shape.name
+        assert in_a_row([each.vocabulary for each in shares], shape.vocab_size), shape.name
 
 
 @pytest.mark.parametrize("degree", DEGREES)
 def test_every_query_head_finds_its_key_value_head(degree: int) -> None:
     """Attention on a rank counts on equal numbers of query heads for each key/value head."""
     for shape in divisible(degree):
-        per_kv_head = shape.heads // shape.kv_heads
+        heads, kv_heads = heads_of(shape)
         for rank in range(degree):
             share = rank_share(shape, degree, rank)
             own = len(share.heads) // len(share.kv_heads)
-            needed = [head // per_kv_head for head in share.heads]
+            needed = [head // (heads // kv_heads) for head in share.heads]
             given = [share.kv_heads[head // own] for head in range(len(share.heads))]
             assert given == needed, (shape.name, rank)
 
@@ -77,11 +102,24 @@ def test_every_query_head_finds_its_key_value_head(degree: int) -> None:
 def test_columns_of_the_mlp_are_cut_between_groups(degree: int) -> None:
     for shape in divisible(degree):
         group = group_size(shape.intermediate_size)
-        if shape.intermediate_size // group < degree:
+        if shape.experts is not None or shape.intermediate_size // group < degree:
             continue
         for rank in range(degree):
             columns = rank_share(shape, degree, rank).mlp
             assert columns.start % group == columns.stop % group == 0, shape.name
+
+
+@pytest.mark.parametrize(
+    ("width", "degree", "parts"),
+    [(768, 2, [384, 384]), (768, 4, [192] * 4), (2880, 2, [1472, 1408]), (512, 8, [64] * 8)],
+)
+def test_experts_are_cut_evenly_rather_than_between_their_groups(
+    width: int, degree: int, parts: list[int]
+) -> None:
+    """Qwen3-30B-A3B, gpt-oss and Qwen3-Next: their largest part is what a rank must hold."""
+    shape = replace(SMALL, heads=8, experts=Experts(4, 2, width))
+    shares = [rank_share(shape, degree, rank).experts for rank in range(degree)]
+    assert [len(share) for share in shares] == parts
 
 
 @pytest.mark.parametrize(
@@ -108,53 +146,90 @@ def test_the_first_ranks_have_the_larger_parts() -> None:
     assert [len(rank_share(llama_7b, 4, rank).mlp) // 128 for rank in range(4)] == [22, 22, 21, 21]
 
 
-def rank_shape(shape: ModelShape, degree: int, rank: int) -> ModelShape:
-    """The shape of what a rank holds, to be sized as a model of its own."""
-    share = rank_share(shape, degree, rank)
-    return replace(
-        shape,
-        heads=len(share.heads),
-        kv_heads=len(share.kv_heads),
-        intermediate_size=len(share.mlp),
-        vocab_size=len(share.vocabulary),
-    )
-
-
-def test_models_whose_layers_have_other_parts_are_not_divided() -> None:
-    refused = {shape.model_type for shape in BUILT_IN if refusal(shape, 2) is not None}
-    experts, states = {"gpt_oss", "qwen3_moe"}, {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
-    # OLMo norms all heads as one, and Gemma 4's heads differ from layer to layer.
-    assert refused == experts | states | {"olmo2", "olmo3", "gemma4_text"}
-
-
-def test_ranks_together_have_the_weights_of_the_model() -> None:
-    for shape, degree in product(MODELS, DEGREES):
-        if shape.kv_heads < degree:  # these are on several ranks
+@pytest.mark.parametrize("degree", DEGREES)
+def test_ranks_together_have_the_model_and_copies_of_what_is_not_divided(degree: int) -> None:
+    """Norms, routers and what stands beside them are on every rank, and the biases of what is
+    summed.
+    """
+    for shape in divisible(degree):
+        if heads_of(shape)[1] < degree:  # key/value heads are on several ranks
             continue
-        parts = [rank_shape(shape, degree, rank) for rank in range(degree)]
-        total = sum(part.layer_linear_parameters for part in parts)
-        assert total == shape.layer_linear_parameters, shape.name
+        parts = [shape_of_ranks(shape, degree, range(rank, rank + 1)) for rank in range(degree)]
+        hidden, experts, mixer = shape.hidden_size, shape.experts, shape.delta
+        whole = shape.layer_norms * shape.norm_parameters + shape.output_bias * hidden
+        whole += shape.qk_norm * shape.head_dim * (1 if shape.reads_earlier_keys else 2)
+        whole += 0 if mixer is None else mixer.value_dim
+        whole += sum(linear.parameters for linear in shape.extra_linears)
+        whole += shape.mlp_bias * hidden
+        if experts is not None:
+            whole += experts.count * (hidden + experts.has_biases * (1 + hidden))
+            whole += experts.router_bias * experts.count + experts.shared_gate * hidden
+            whole += experts.router_scales * (hidden + experts.count)
+        total = sum(part.layer_parameters for part in parts)
+        assert total == shape.layer_parameters + (degree - 1) * whole, shape.kind
         assert sum(part.kv_width for part in parts) == shape.kv_width
+        assert sum(part.state_bytes(2) for part in parts) == shape.state_bytes(2)
         assert sum(part.head_parameters for part in parts) == shape.head_parameters
 
 
-def test_linears_of_a_rank_are_those_of_its_shape() -> None:
-    for shape, degree in product(MODELS, DEGREES):
-        if shape.heads < degree:
-            continue
+@pytest.mark.parametrize("degree", DEGREES)
+def test_linears_of_a_rank_are_those_of_its_shape(degree: int) -> None:
+    for shape, rank in product(divisible(degree), range(degree)):
         architecture = FAMILIES[shape.model_type].architecture
-        for rank in range(degree):
-            share = rank_share(shape, degree, rank)
-            sized = rank_shape(shape, degree, rank).layer_linears
-            cuts = layer_cuts(shape, share, architecture)
-            names = (*architecture.attention, *architecture.mlp)
-            for name, whole, other in zip(names, shape.layer_linears, sized, strict=True):
-                own = part_shape(whole, cuts[name])
-                assert (own.in_features, own.out_features) == (
-                    other.in_features,
-                    other.out_features,
-                )
-                assert other.group % own.group == 0
+        names = architecture.of_kind(shape.kind)
+        sized = shape_of_ranks(shape, degree, range(rank, rank + 1))
+        cuts = layer_cuts(shape, rank_share(shape, degree, rank), architecture)
+        experts = [f"{names.experts}.{part}" for part in ("gate_up_proj", "down_proj")]
+        linears = [*names.attention, *names.mlp, *(experts if shape.experts else ())]
+        wholes = *shape.layer_linears, *shape.expert_linears
+        parts = *sized.layer_linears, *sized.expert_linears
+        for name, whole, other in zip(linears, wholes, parts, strict=True):
+            own = part_shape(whole, cuts[name])
+            assert (own.in_features, own.out_features) == (other.in_features, other.out_features)
+            assert own.group == other.group, (shape.name, name)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_mixer_is_divided_by_value_heads_and_their_key_heads(degree: int, fused: bool) -> None:
+    """Rows are told apart by what transformers' own module makes of them."""
+    config = Qwen3NextConfig(
+        hidden_size=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+    )
+    module = Qwen3NextGatedDeltaNet(config, 0)
+    mixer = DeltaMixer(2, 4, 3, 5, 4, fused)
+    shape = replace(SMALL, model_type="qwen3_next", delta=mixer, kind=LINEAR)
+    shape = shape if fused else replace(shape, model_type="qwen3_5_text")
+    rows = torch.arange(2 * 2 * 3 + 2 * 4 * 5)[None, None], torch.arange(2 * 4)[None, None]
+    ordered = [each[0, 0] for each in module.fix_query_key_value_ordering(*rows)]
+    for rank in range(degree):
+        share = rank_share(shape, degree, rank)
+        cuts = layer_cuts(shape, share, FAMILIES[shape.model_type].architecture)
+        keys, values = ([*each] for each in (share.kv_heads, share.heads))
+        expected = [
+            *(each.view(2, 3)[keys] for each in ordered[:2]),
+            *(each.view(4, 5)[values] for each in ordered[2:4]),
+            *(each[values] for each in ordered[4:]),
+        ]
+        if fused:
+            module.num_k_heads, module.num_v_heads = len(keys), len(values)
+            own = (cuts[f"linear_attn.in_proj_{name}"].index for name in ("qkvz", "ba"))
+            held = (each[..., index[0]] for each, index in zip(rows, own, strict=True))
+            found = [each[0, 0] for each in module.fix_query_key_value_ordering(*held)]
+            for one, other in zip(found, expected, strict=True):
+                assert one.flatten().tolist() == other.flatten().tolist()
+        channels = torch.cat(
+            [
+                torch.arange(12).view(2, 2, 3)[:, keys].flatten(),
+                12 + torch.arange(20).view(4, 5)[values].flatten(),
+            ]
+        )
+        assert torch.arange(32)[cuts["linear_attn.conv1d"].index].tolist() == channels.tolist()
+        assert torch.arange(4)[cuts["linear_attn.A_log"].index].tolist() == values
 
 
 DIVIDED = [
@@ -185,10 +260,14 @@ def test_the_last_linears_are_cut_along_their_columns(model_type: str) -> None:
     assert first.begin == (3 * 3 * 8 if by_head else 4 * 8)
 
 
-def test_norms_over_all_heads_are_not_divided() -> None:
+def test_norms_over_all_heads_are_divided_with_them() -> None:
     normed = replace(SMALL, qk_norm_width=SMALL.query_width + SMALL.kv_width)
-    assert possible_degrees(normed) == (1,)
-    assert "give each stage one device" in str(refusal(normed, 2))
+    architecture = FAMILIES["olmo2"].architecture
+    cuts = [layer_cuts(normed, rank_share(normed, 2, rank), architecture) for rank in range(2)]
+    spans = [(each["self_attn.q_norm"].begin, each["self_attn.q_norm"].end) for each in cuts]
+    assert spans == [(0, 24), (24, 48)]
+    assert layer_sums(replace(normed, model_type="olmo2")) == (1, 1, 48, 48)
+    assert layer_sums(SMALL) == (48, 48)
 
 
 def test_rows_of_the_vocabulary() -> None:

@@ -222,18 +222,17 @@ def test_layers_are_handed_over_by_what_they_keep() -> None:
     assert kept_shares(shape, range(4, 6), range(4, 6)) == (0.0, 1.0)
 
 
-def test_layers_that_ranks_cannot_share_are_refused() -> None:
-    full = three_kinds(PATTERN).kinds[FULL]
-    plain = replace(full, output_gate=False)
-    wider = replace(plain, kind="wider", intermediate_size=2 * plain.intermediate_size)
-    mixed = replace(plain, kind="", kinds=(plain, wider), pattern=(0, 1, 0, 1, 0, 1))
-    assert refusal(plain, 2) is None
-    assert "differ in heads or widths" in str(refusal(mixed, 2))
-    sliding = replace(plain, kind="sliding", sliding_window=64)
-    alike = replace(mixed, kinds=(plain, sliding))
-    parts = largest_rank_shape(alike, 2).kinds
-    assert [each.sliding_window for each in parts] == [None, 64]
-    assert parts[0] == replace(largest_rank_shape(plain, 2), kind=plain.kind)
-    for whole in three_kinds(PATTERN).kinds[:FULL]:
-        assert "parts that are not divided" in str(refusal(whole, 2))
-        assert refusal(whole, 1) is None
+def test_ranks_have_a_part_of_every_kind_of_layer() -> None:
+    mixed = three_kinds(PATTERN)
+    parts = largest_rank_shape(mixed, 2)
+    assert parts.pattern == mixed.pattern
+    for part, whole in zip(parts.kinds, mixed.kinds, strict=True):
+        assert part == largest_rank_shape(whole, 2)
+        assert 2 * part.layer_linear_parameters == whole.layer_linear_parameters
+        assert 2 * part.kv_width == whole.kv_width
+        assert 2 * part.state_bytes(2) == whole.state_bytes(2)
+    mixer = replace(mixed.kinds[DELTA].delta, key_heads=2, value_heads=2)
+    few = replace(mixed.kinds[DELTA], delta=mixer)
+    narrow = replace(mixed, kinds=(mixed.kinds[EXPERT], few, mixed.kinds[FULL]))
+    assert refusal(narrow, 2) is None
+    assert "2 value heads of linear attention" in str(refusal(narrow, 4))
