@@ -210,10 +210,9 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheForm:
-    """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes. Requests may
-    be in `slots` slots, for layers that hold a constant state of each. `alone`: layers that read
-    the keys of earlier ones are given these, and hold them. `shares`: what a rank holds of each
-    layer; None: all.
+    """The form of keys and values: `kv_bits` 16 in `dtype`, 8 as codes. Requests may be in `slots`
+    slots, for layers that hold a state of each. `alone`: layers that read the keys of earlier ones
+    are given these, and hold them. `shares`: what a rank holds of each layer; None: all.
     """
 
     dtype: torch.dtype

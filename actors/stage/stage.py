@@ -91,7 +91,7 @@ class Stage:
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
         shares = shares_of(spec, tensors)
-        form = CacheForm(self.dtype, device, spec.kv_bits, spec.slots, shares)
+        form = CacheForm(self.dtype, device, spec.kv_bits, spec.slots, shares=shares)
         self._cache = make_cache(
             config, spec.layers, spec.kv_tokens, form, importance, spec.parked_tokens
         )

@@ -55,12 +55,13 @@ UNLIKE = "gpt_oss", "gemma4-shared", "qwen3_next"
 LAYOUTS = (
     (
         ((4, 1, 2), False),
-        {"llama", "qwen2", "bloom", "opt-post-norm", "phi3", "glm", "olmo2", "qwen3_5", *UNLIKE},
+        {"llama", "qwen2", "bloom", "opt-post-norm", "phi3", "glm", "olmo2", "qwen3_5", *UNLIKE}
+        | {"granitemoeshared"},
     ),
     (
         ((2, 4, 1), True),
         {"llama", "gpt_neox", "gemma3", "olmo3", "qwen3_moe", "glm4_moe", "gemma4", "qwen3_5_moe"}
-        | {"gemma4-experts", "mistral-sliding"},
+        | {"gemma4-experts", "mistral-sliding", "mixtral", "qwen2_moe"},
     ),
     (((1, 2, 4), False), set[str]()),
     (((4, 4, 4), True), set[str]()),
