@@ -32,8 +32,9 @@ class Architecture:
     tokens ask, which stands in `mlp`; `experts_by_inputs`: the fused ones are stored inputs first,
     with gate and up by turns. `kinds`: in what layers of a kind differ, by `ModelShape.kind`.
     `qkv_in_blocks`: fused queries come before keys and these before values, rather than those of
-    one head before those of the next. `turns_neighbours`: positions rotate channels side by side into each other, rather than
-    those at half the distance. `growing_queries`: multiplied by more, the later they stand.
+    one head before those of the next. `turns_neighbours`: positions rotate channels side by side
+    into each other, rather than those at half the distance. `growing_queries`: multiplied by more,
+    the later they stand.
     `input_multiplier`: the decoder's attribute by which it multiplies what comes in, as the first
     stage alone may do. Logits are divided by the entry `logits_divisor` of the configuration, then
     capped by `logits_cap`. `layer_factor`: a number by which a layer multiplies what comes out of
