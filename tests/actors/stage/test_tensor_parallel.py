@@ -164,13 +164,14 @@ def test_a_rank_holds_the_bytes_of_its_plan(name: str, degree: int, tmp_path: Pa
     is summed over experts.
     """
     save_tiny(tmp_path, type(ALL[name]).from_dict(ALL[name].to_dict() | {"hidden_size": 96}))
-    whole, device = model_shape(tmp_path), SimpleNamespace(processor=Processor())
+    plain = Processor(instruction_sets=frozenset())
+    whole, device = model_shape(tmp_path), SimpleNamespace(processor=plain)
     slots, tokens = 3, 8
     workload = Workload(global_batch=slots, prompt_length=tokens - 1, new_tokens=1)
     dtype = "bfloat16"
     for bits in (16, 4):
         (spec,) = specs_of((0, LAYERS), slots, tokens, bits, dtype=dtype)
-        for rank, stage in enumerate(load_ranks(spec, degree, tmp_path, processor=Processor())):
+        for rank, stage in enumerate(load_ranks(spec, degree, tmp_path, processor=plain)):
             shape = shape_of_ranks(whole, degree, range(rank, rank + 1))
             layers = stage._model.get_decoder().layers
             kept, counted = 0, 0
