@@ -113,8 +113,9 @@ class _Weights:
     def _check_layer(self, layer: str, kind: ModelShape) -> None:
         names = self.names.of_kind(kind.kind)
         linears = {f"{name}.weight" for name in (*names.attention, *names.mlp)}
-        fused = fused_experts(kind)
-        is_fused = any(self._find(f"{layer}.{name}") for name in fused)
+        fused = [name for name in fused_experts(kind) if not name.endswith("_bias")]
+        forms = [f"{layer}.{name}{end}" for name in fused for end in ("", "_blocks")]
+        is_fused = any([self._find(each) for each in forms])
         for name, size in layer_tensors(kind).items():
             full = f"{layer}.{name}"
             is_linear = self.shape.stored is not None and name in linears

@@ -28,7 +28,7 @@ from quant.scheme import Cut, LinearShape
 
 GATE_UP, DOWN = FUSED = ("gate_up_proj", "down_proj")
 _OF_EXPERT = {GATE_UP: ("gate_proj", "up_proj"), DOWN: ("down_proj",)}
-"""Projections of one expert whose rows follow each other in the fused weight."""
+"""Projections of one expert whose rows follow each other in the fused weight, or take turns."""
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -85,7 +85,10 @@ class ExpertTensors:
             stored = self.checkpoint.find(name, _first(name))
             self._check(stored, (size[0] // len(names), size[1]))
             parts.append(self._floats(stored))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1:
+            return parts[0]
+        take_turns = not getattr(self.module, "is_concatenated", True)
+        return torch.stack(parts, 1).flatten(0, 1) if take_turns else torch.cat(parts)
 
     def _mxfp4_reader(self, fused: str, size: tuple[int, ...]) -> _ReadExpert:
         names = [

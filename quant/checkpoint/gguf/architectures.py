@@ -1,7 +1,6 @@
-"""llama.cpp's architectures that are families of ours. Its converter reorders rows: queries and
-keys of `llama` and of what it converts in the same way, whose rotary positions turn neighbours
-there and halves here, and fused queries, keys and values, three blocks there and three parts of
-each head here.
+"""llama.cpp's architectures that are families of ours: names, and what its converter moves: queries
+and keys of `llama` and of what it converts in the same way, whose rotary positions turn neighbours
+there and halves here; fused queries, keys and values; the parts of a delta rule.
 """
 
 from __future__ import annotations
@@ -9,72 +8,132 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Any
 
-RowOrder = Literal["as stored", "rotary", "fused", "plus one"]
-"""The last one: numbers of a norm, stored with the one that transformers adds to them."""
+from quant.checkpoint.gguf.orders import Change, RowOrder
 
-_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(\w+)$")
-_EXPERTS = "mlp.experts"
-_OF_EXPERT = re.compile(rf"{re.escape(_EXPERTS)}\.(\d+)\.(\w+)$")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)$")
+_OF_EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.(\w+)$")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """`model_type` in transformers, and modules there by those in the file: `ends` outside the
-    layers, `layer` within one, `experts` those of one expert of a tensor that holds all of a
-    layer's. `queries`, `keys` (rotary order) and `fused` are modules of the file.
+    """`model_type` in transformers, and names there by those in the file: of modules outside the
+    layers (`ends`) and within one (`layer`), of a tensor where its last part differs too. `experts`
+    are the projections of one expert in a tensor that holds all of a layer's, within the module
+    `experts_module`; `joined` tensors of the file that are one in transformers, by its name there.
+    `orders` and `changes` are by modules of the file, those of `joined` by its name.
     """
 
     model_type: str
     layers: str
     ends: Mapping[str, str]
     layer: Mapping[str, str]
-    queries: str = ""
-    keys: str = ""
-    fused: str = ""
+    orders: Mapping[str, RowOrder] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)
     norms_plus_one: bool = False
-    experts: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    experts_module: str = "mlp.experts"
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def full_name(self, stored: str) -> str:
         """The name in transformers of `stored`; an unknown one keeps its own, below that of its
         layer.
         """
-        match = _LAYER.match(stored)
-        if match is None:
-            module, _, part = stored.rpartition(".")
+        index, tensor = _within(stored)
+        module, dot, part = _module_of(tensor)
+        if index is None:
             return f"{self.ends[module]}.{part}" if module in self.ends else stored
-        index, module, part = match.groups()
-        return f"{self.layers}.{index}.{self.layer.get(module, module)}.{part}"
+        inner = self.layer.get(tensor) or f"{self.layer.get(module, module)}{dot}{part}"
+        return f"{self.layers}.{index}.{inner}"
 
     def expert_names(self, stored: str, count: int) -> list[str]:
-        """The names in transformers of each expert in `stored`; none if it is not of experts."""
-        match = _LAYER.match(stored)
-        if match is None or match[2] not in self.experts:
-            return []
-        layer, end = f"{self.layers}.{match[1]}.{_EXPERTS}", f"{self.experts[match[2]]}.{match[3]}"
-        return [f"{layer}.{index}.{end}" for index in range(count)]
+        """The names in transformers of each expert's parts in `stored`, in its order; none if it is
+        not of experts.
+        """
+        index, tensor = _within(stored)
+        module, _, part = _module_of(tensor)
+        names = {} if index is None or self._is_own(tensor) else self.experts
+        layer = f"{self.layers}.{index}.{self.experts_module}"
+        return [
+            f"{layer}.{expert}.{name}.{part}"
+            for expert in range(count)
+            for name in names.get(module, ())
+        ]
+
+    def joined_name(self, stored: str) -> str | None:
+        """The name in transformers of what `stored` is joined into."""
+        index, tensor = _within(stored)
+        for name, parts in self.joined.items():
+            if index is not None and tensor in parts:
+                return f"{self.layers}.{index}.{name}"
+        return None
+
+    def parts_of(self, full_name: str) -> list[str]:
+        """The tensors of the file that are joined into one."""
+        index, inner = self._inner(full_name)
+        return [f"blk.{index}.{part}" for part in self.joined[inner]]
 
     def order(self, stored: str) -> RowOrder:
-        if self.norms_plus_one and stored.endswith("norm.weight"):
-            return "plus one"
-        match = _LAYER.match(stored)
-        module = match[2] if match else ""
-        if module and module in (self.queries, self.keys):
-            return "rotary"
-        return "fused" if module and module == self.fused else "as stored"
+        """That of a tensor in the file, or by its name within a layer of one that is joined."""
+        module = _module_of(_within(stored)[1])[0]
+        return self.orders.get(module, self.orders.get(stored, "as stored"))
+
+    def change(self, stored: str) -> Change:
+        found = self.changes.get(_module_of(_within(stored)[1])[0])
+        if found is not None:
+            return found
+        return "plus one" if self.norms_plus_one and stored.endswith("norm.weight") else "none"
 
     def stored_name(self, full_name: str) -> str:
         module, _, part = full_name.rpartition(".")
-        index, _, inner = module.removeprefix(f"{self.layers}.").partition(".")
+        index, inner = self._inner(full_name)
+        if not inner:
+            names = {own: name for name, own in self.ends.items()}
+            return f"{names.get(module, module)}.{part}"
+        stem = f"blk.{index}."
         of_expert = _OF_EXPERT.match(inner)
-        if of_expert is not None:
-            names = {own: name for name, own in self.experts.items()}
-            fused = names.get(of_expert[2], inner)
-            return f"blk.{index}.{fused}.{part} (expert {of_expert[1]})"
-        names = {own: name for name, own in (self.layer if inner else self.ends).items()}
-        stem = f"blk.{index}." if inner else ""
-        return f"{stem}{names.get(inner or module, inner or module)}.{part}"
+        if of_expert is not None and of_expert[1] == self.experts_module:
+            names = {own: name for name, each in self.experts.items() for own in each}
+            fused = names.get(of_expert[3], inner)
+            return f"{stem}{fused}.{of_expert[4]} (expert {of_expert[2]})"
+        if inner in self.joined:
+            return " and ".join(f"{stem}{name}" for name in self.joined[inner])
+        names = {own: name for name, own in self.layer.items()}
+        if inner in names:
+            return f"{stem}{names[inner]}"
+        module = inner.rpartition(".")[0]
+        return f"{stem}{names.get(module, module)}.{part}"
+
+    def _is_own(self, tensor: str) -> bool:
+        """Whether a tensor within a layer has a name of its own, or is joined with others."""
+        return tensor in self.layer or any(tensor in parts for parts in self.joined.values())
+
+    def _inner(self, full_name: str) -> tuple[str, str]:
+        """The layer's number and the name within it; empty outside the layers."""
+        if not full_name.startswith(f"{self.layers}."):
+            return "", ""
+        index, _, inner = full_name.removeprefix(f"{self.layers}.").partition(".")
+        return index, inner
+
+
+def _within(stored: str) -> tuple[str | None, str]:
+    """The number of a tensor's layer, None outside them, and its name there."""
+    match = _LAYER.match(stored)
+    return (None, stored) if match is None else (match[1], match[2])
+
+
+def _module_of(tensor: str) -> tuple[str, str, str]:
+    module, dot, part = tensor.rpartition(".")
+    return (module, dot, part) if dot else (tensor, "", "")
+
+
+def layer_of(stored: str) -> int | None:
+    """The number of a tensor's layer; None: it is outside them."""
+    index = _within(stored)[0]
+    return None if index is None else int(index)
 
 
 _GATED_ENDS = {
@@ -110,25 +169,106 @@ _FUSED_MLP_LAYER = {
 }
 
 
-def _like_llama(model_type: str) -> GgufArchitecture:
-    names = _GATED_ENDS, _GATED_LAYER
-    return GgufArchitecture(model_type, "model.layers", *names, queries="attn_q", keys="attn_k")
+_EXPERTS = {
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_down_exps": ("down_proj",),
+}
+_ROUTER = {"ffn_gate_inp": "mlp.gate"}
+_SHARED_EXPERT = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_ONE_GATE: dict[str, Change] = {"ffn_gate_inp_shexp": "one row"}
+_DELTA_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_DELTA_CHANGES: dict[str, Change] = {
+    "ssm_a": "decay",
+    "ssm_conv1d": "one channel",
+    "ssm_norm": "none",
+}
+_WHOLE_NORMS = {
+    **{name: own for name, own in _GATED_LAYER.items() if "norm" not in own},
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Of OLMo 2 and 3, without norms before attention and MLP."""
+
+
+def _gated(model_type: str, layer: Mapping[str, str] = _NOTHING, **own: Any) -> GgufArchitecture:
+    names = _GATED_LAYER | dict(layer)
+    return GgufArchitecture(model_type, "model.layers", _GATED_ENDS, names, **own)
+
+
+def _like_llama(
+    model_type: str, layer: Mapping[str, str] = _NOTHING, **own: Any
+) -> GgufArchitecture:
+    orders = {"attn_q": "rotary", "attn_k": "rotary"}
+    return _gated(model_type, layer, orders=orders, **own)
+
+
+def _qwen35(model_type: str, layer: Mapping[str, str] = _NOTHING, **own: Any) -> GgufArchitecture:
+    """Of layers of attention and of a delta rule, whose value heads are tiled."""
+    separate = {
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+    }
+    orders: dict[str, RowOrder] = {
+        "attn_qkv": "tiled behind keys",
+        "ssm_conv1d": "tiled behind keys",
+        "attn_gate": "tiled heads",
+        "ssm_beta": "tiled numbers",
+        "ssm_alpha": "tiled numbers",
+        "ssm_a": "tiled numbers",
+        "ssm_dt": "tiled numbers",
+    }
+    changes: dict[str, Change] = {**_DELTA_CHANGES, **_ONE_GATE, "ssm_out": "tiled columns"}
+    return _gated(
+        model_type,
+        _DELTA_LAYER | separate | dict(layer),
+        orders=orders,
+        changes=changes,
+        norms_plus_one=True,
+        **own,
+    )
 
 
 def _gemma(model_type: str) -> GgufArchitecture:
     layer = {
-        **_GATED_LAYER,
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     }
-    return GgufArchitecture(model_type, "model.layers", _GATED_ENDS, layer, norms_plus_one=True)
+    return _gated(model_type, layer, norms_plus_one=True)
 
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
-    "llama": _like_llama("llama"),
+    "llama": _like_llama("llama", _ROUTER, experts=_EXPERTS),
     "smollm3": _like_llama("smollm3"),
     "granite": _like_llama("granite"),
+    "granitemoe": _like_llama(
+        "granitemoe",
+        {
+            "ffn_gate_inp": "block_sparse_moe.router",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        experts=_EXPERTS,
+        experts_module="block_sparse_moe.experts",
+        joined={"shared_mlp.input_linear.weight": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")},
+    ),
     "mistral3": _like_llama("ministral3"),
     "phi3": GgufArchitecture(
         "phi3",
@@ -154,35 +294,54 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
-    "olmo2": GgufArchitecture(
-        "olmo2",
-        "model.layers",
-        _GATED_ENDS,
-        {
-            **{name: own for name, own in _GATED_LAYER.items() if "norm" not in own},
-            "attn_q_norm": "self_attn.q_norm",
-            "attn_k_norm": "self_attn.k_norm",
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-    ),
+    "olmo2": GgufArchitecture("olmo2", "model.layers", _GATED_ENDS, _WHOLE_NORMS),
+    "olmoe": _gated("olmoe", _ROUTER, experts=_EXPERTS),
     "gemma2": _gemma("gemma2"),
     "gemma3": _gemma("gemma3_text"),
-    "qwen2": GgufArchitecture("qwen2", "model.layers", _GATED_ENDS, _GATED_LAYER),
-    "qwen3": GgufArchitecture("qwen3", "model.layers", _GATED_ENDS, _GATED_LAYER),
-    "qwen3moe": GgufArchitecture(
-        "qwen3_moe",
-        "model.layers",
-        _GATED_ENDS,
+    "qwen2": _gated("qwen2"),
+    "qwen2moe": _gated("qwen2_moe", _ROUTER | _SHARED_EXPERT, experts=_EXPERTS, changes=_ONE_GATE),
+    "qwen3": _gated("qwen3"),
+    "qwen3moe": _gated("qwen3_moe", _ROUTER, experts=_EXPERTS),
+    "qwen3next": _gated(
+        "qwen3_next",
         {
-            **{name: own for name, own in _GATED_LAYER.items() if "mlp" not in own},
-            "ffn_gate_inp": "mlp.gate",
+            **_DELTA_LAYER,
+            **_ROUTER,
+            **_SHARED_EXPERT,
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ssm_in": "linear_attn.in_proj_qkvz",  # of older files, as it was
         },
-        experts={
-            "ffn_gate_exps": "gate_proj",
-            "ffn_up_exps": "up_proj",
-            "ffn_down_exps": "down_proj",
+        orders={"linear_attn.in_proj_qkvz.weight": "by key head"},
+        changes=_DELTA_CHANGES | _ONE_GATE,
+        norms_plus_one=True,
+        experts=_EXPERTS,
+        joined={"linear_attn.in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight")},
+    ),
+    "qwen35": _qwen35("qwen3_5_text"),
+    "qwen35moe": _qwen35("qwen3_5_moe_text", _ROUTER | _SHARED_EXPERT, experts=_EXPERTS),
+    "glm4moe": _gated(
+        "glm4_moe",
+        {
+            **_ROUTER,
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
         },
+        experts=_EXPERTS,
+    ),
+    "gpt-oss": _gated(
+        "gpt_oss",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        orders={"mlp.experts.gate_up_proj_bias": "interleaved"},
+        experts=_EXPERTS,
+        joined={"mlp.experts.gate_up_proj_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias")},
     ),
     "bloom": GgufArchitecture(
         "bloom",
@@ -198,7 +357,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "attn_qkv": "self_attention.query_key_value",
             "attn_output": "self_attention.dense",
         },
-        fused="attn_qkv",
+        orders={"attn_qkv": "fused"},
     ),
     "gptneox": GgufArchitecture(
         "gpt_neox",
@@ -213,7 +372,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
             "attn_qkv": "attention.query_key_value",
             "attn_output": "attention.dense",
         },
-        fused="attn_qkv",
+        orders={"attn_qkv": "fused"},
     ),
 }
 """The architectures by `general.architecture`. Mistral's models and SmolLM2 are files of `llama`.

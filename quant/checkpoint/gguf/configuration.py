@@ -7,14 +7,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
-from quant.checkpoint.gguf.gemma import CAPS, gemma_entries
-from quant.checkpoint.gguf.header import Entries, StoredBlocks
+from quant.checkpoint.gguf.delta import DELTA_MODELS
+from quant.checkpoint.gguf.expert_models import EXPERT_MODELS, SHARED_WIDTH, experts
+from quant.checkpoint.gguf.gemma import CAPS, gemma_entries, window_types
+from quant.checkpoint.gguf.header import Entries
 from quant.checkpoint.gguf.rotary import (
     LONG,
     SHORT,
     RotaryTensors,
-    check_long_factors,
     rotary_entries,
+)
+from quant.checkpoint.gguf.sizes import (
+    Tensors,
+    gated,
+    has_bias,
+    partly_rotated,
+    rotated_of,
+    sizes,
 )
 from quant.checkpoint.gguf.tokenizer import end_tokens
 from quant.common.errors import SpecError
@@ -22,22 +31,18 @@ from quant.common.errors import SpecError
 _TEMPERATURE = "attention.temperature_scale"
 """What the scores of later queries grow by."""
 
-Tensors = Mapping[str, StoredBlocks]
-"""The tensors of all parts of a model, by the names in its files."""
-
 _SCALES = ("attention.scale", "attention.clamp_kqv", "embedding_scale", "logit_scale",
            "residual_scale", "attn_logit_softcapping", "final_logit_softcapping",
            "expert_weights_scale")  # fmt: skip
 """Entries that change what a layer computes, and that our families do not know."""
 
-_OF_EXPERTS = ("qwen3moe",)
-"""Architectures whose experts are read. Mixtral is a file of `llama`."""
-
 _NOT_GRANITE = ("attention.clamp_kqv", "expert_weights_scale", *CAPS)
+_GRANITES = ("granite", "granitemoe")
 _KNOWN_SCALES = {
-    *(("granite", key) for key in _SCALES if key not in _NOT_GRANITE),
+    *((name, key) for name in _GRANITES for key in _SCALES if key not in _NOT_GRANITE),
     *(("gemma2", key) for key in CAPS),
-    ("gemma3", "final_logit_softcapping"),
+    *((name, "final_logit_softcapping") for name in ("gemma3", "gemma4")),
+    ("glm4moe", "expert_weights_scale"),
 }
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
@@ -48,10 +53,11 @@ def model_entries(entries: Entries, tensors: Tensors, factors: RotaryTensors) ->
     """Entries of `config.json`; SpecError for missing or wrong ones, experts of other families
     and unknown scales.
     """
-    if entries.of_architecture("expert_count") and entries.architecture not in _OF_EXPERTS:
+    of_experts = [name for name, each in ARCHITECTURES.items() if each.experts]
+    if entries.of_architecture("expert_count") and entries.architecture not in of_experts:
         raise SpecError(
             f"{entries.path}: a mixture of {entries.size('expert_count')} experts of architecture "
-            f"{entries.architecture}; of those llmpq reads {', '.join(_OF_EXPERTS)} alone, of "
+            f"{entries.architecture}; of those llmpq reads {', '.join(of_experts)} alone, of "
             "others give the original checkpoint, a folder of safetensors files"
         )
     for key in _SCALES:
@@ -92,45 +98,6 @@ def vocabulary(entries: Entries, tensors: Tensors) -> int:
     return tensors["token_embd.weight"].shape[0]
 
 
-def _gated(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    del tensors
-    rotated, head_dim = _rotated(entries)
-    if rotated != head_dim:
-        raise entries.refusal(
-            f"{entries.architecture}.rope.dimension_count", rotated, f"{head_dim}, all of a head"
-        )
-    check_long_factors(entries, factors)
-    return _sizes(entries, head_dim) | rotary_entries(entries, head_dim, factors)
-
-
-def _rotated(entries: Entries) -> tuple[int, int]:
-    """Rotated elements of a head, and all of it."""
-    heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
-    head_dim = entries.size("attention.key_length", max(hidden // heads, 1))
-    values = entries.size("attention.value_length", head_dim)
-    if values != head_dim:
-        raise SpecError(
-            f"{entries.path}: heads of {head_dim} elements (attention.key_length) with values of "
-            f"{values}; llmpq runs models where the two are equal"
-        )
-    return entries.size("rope.dimension_count", head_dim), head_dim
-
-
-def _sizes(entries: Entries, head_dim: int) -> dict[str, Any]:
-    heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": entries.size("feed_forward_length"),
-        "num_hidden_layers": entries.size("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": entries.size("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": entries.size("context_length"),
-        "rms_norm_eps": entries.number("attention.layer_norm_rms_epsilon"),
-        "hidden_act": "silu",
-    }
-
-
 def _llama(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     found = _biased(entries, tensors, factors)
     if entries.of_architecture("attention.sliding_window"):
@@ -139,36 +106,27 @@ def _llama(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[s
             "sliding_window": entries.size("attention.sliding_window"),
         }
         del found["attention_bias"], found["mlp_bias"]
+    if entries.of_architecture("expert_count"):
+        found.pop("attention_bias", None), found.pop("mlp_bias", None)
+        found = {"sliding_window": None} | found | experts(entries, "num_local_experts")
+        found["model_type"] = "mixtral"
     return found
 
 
 def _qwen2(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    found = _gated(entries, tensors, factors)
+    found = gated(entries, tensors, factors)
     if found["head_dim"] * found["num_attention_heads"] == found["hidden_size"]:
         del found["head_dim"]  # transformers' Qwen2 has no such entry
     return found
 
 
 def _qwen3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    bias = "blk.0.attn_q.bias" in tensors
-    return _gated(entries, tensors, factors) | {"attention_bias": bias}
-
-
-def _qwen3_moe(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    """llama.cpp has experts in every layer, and weights that add up to one, in its code alone."""
-    return _qwen3(entries, tensors, factors) | {
-        "num_experts": entries.size("expert_count"),
-        "num_experts_per_tok": entries.size("expert_used_count"),
-        "moe_intermediate_size": entries.size("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    return gated(entries, tensors, factors) | {"attention_bias": has_bias(tensors)}
 
 
 def _biased(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    found = _gated(entries, tensors, factors)
-    found["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    found = gated(entries, tensors, factors)
+    found["attention_bias"] = has_bias(tensors)
     found["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     return found
 
@@ -180,6 +138,12 @@ def _smollm3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict
 
 def _granite(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     found = _biased(entries, tensors, factors)
+    if entries.architecture == "granitemoe":
+        del found["mlp_bias"]
+        found |= experts(entries, "num_local_experts")
+        if entries.of_architecture(SHARED_WIDTH):
+            found["model_type"] = "granitemoeshared"
+            found["shared_intermediate_size"] = entries.size(SHARED_WIDTH)
     return found | {
         "embedding_multiplier": entries.number("embedding_scale", 1.0),
         "residual_multiplier": entries.number("residual_scale", 1.0),
@@ -190,7 +154,7 @@ def _granite(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict
 
 def _mistral3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     """Ministral 3, or Mistral where no temperature grows with the position."""
-    found, beta = _gated(entries, tensors, factors), entries.number(_TEMPERATURE, 0.0)
+    found, beta = gated(entries, tensors, factors), entries.number(_TEMPERATURE, 0.0)
     if not beta:
         return found | {"model_type": "mistral", "sliding_window": None}
     scaling = found.get("rope_scaling", {})
@@ -204,8 +168,8 @@ def _mistral3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dic
 
 def _phi3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     del tensors
-    rotated, head_dim = _rotated(entries)
-    found = _sizes(entries, head_dim) | {"partial_rotary_factor": rotated / head_dim}
+    rotated, head_dim = rotated_of(entries)
+    found = sizes(entries, head_dim) | {"partial_rotary_factor": rotated / head_dim}
     if head_dim * found["num_attention_heads"] == found["hidden_size"]:
         del found["head_dim"]  # transformers' Phi-3 has no such entry
     window = entries.of_architecture("attention.sliding_window")
@@ -233,23 +197,19 @@ def _glm4(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[st
     sections = entries.of_architecture("rope.dimension_sections")
     if sections is not None:  # of images, for which the converter reorders rows
         raise entries.refusal("glm4.rope.dimension_sections", sections, "left out")
-    rotated, head_dim = _rotated(entries)
-    check_long_factors(entries, factors)
-    return {
-        **_sizes(entries, head_dim),
-        **rotary_entries(entries, rotated, factors),
-        "partial_rotary_factor": rotated / head_dim,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-    }
+    return partly_rotated(entries, factors) | {"attention_bias": has_bias(tensors)}
 
 
 def _olmo2(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    window = entries.of_architecture("attention.sliding_window")
-    if window:
-        needed = "left out: of OLMo 3 give the original checkpoint, a folder of safetensors files"
-        raise entries.refusal("olmo2.attention.sliding_window", window, needed)
-    bias = "blk.0.attn_q.bias" in tensors
-    return _gated(entries, tensors, factors) | {"attention_bias": bias}
+    """OLMo 2, or OLMo 3 where layers attend to a window."""
+    found = gated(entries, tensors, factors) | {"attention_bias": has_bias(tensors)}
+    if not entries.of_architecture("attention.sliding_window"):
+        return found
+    found["model_type"] = "olmo3"
+    return found | {
+        "sliding_window": entries.size("attention.sliding_window"),
+        "layer_types": window_types(entries, found["num_hidden_layers"]),
+    }
 
 
 def _bloom(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
@@ -289,7 +249,7 @@ def _gpt_neox(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dic
 
 
 def _gemma(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
-    return gemma_entries(entries, _gated(entries, tensors, factors))
+    return gemma_entries(entries, gated(entries, tensors, factors))
 
 
 _Family = Callable[[Entries, Tensors, RotaryTensors], dict[str, Any]]
@@ -297,6 +257,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "llama": _llama,
     "smollm3": _smollm3,
     "granite": _granite,
+    "granitemoe": _granite,
     "mistral3": _mistral3,
     "phi3": _phi3,
     "glm4": _glm4,
@@ -305,7 +266,8 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma3": _gemma,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
-    "qwen3moe": _qwen3_moe,
+    **EXPERT_MODELS,
+    **DELTA_MODELS,
     "bloom": _bloom,
     "gptneox": _gpt_neox,
 }

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.checkpoint.gguf.architectures import ARCHITECTURES, GgufArchitecture, RowOrder
+from quant.checkpoint.gguf.architectures import ARCHITECTURES, GgufArchitecture, layer_of
 from quant.checkpoint.gguf.configuration import generation_entries, model_entries, vocabulary
 from quant.checkpoint.gguf.header import (
     BFLOAT16,
@@ -29,6 +29,7 @@ from quant.checkpoint.gguf.header import (
     can_dequantize,
     read_gguf_header,
 )
+from quant.checkpoint.gguf.orders import Change, RowOrder, changed_shape, order_numbers
 from quant.checkpoint.gguf.rotary import ROTARY_TENSORS, Factors
 from quant.checkpoint.gguf.tokenizer import tokenizer_files
 from quant.checkpoint.model_folder import new_folder
@@ -94,8 +95,8 @@ _FLOAT = "F32"
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """A tensor in part number `part`; its rows lie in `order`, in `groups` heads."""
+class StoredPart:
+    """A tensor in part number `part` of the files, of `shape` there."""
 
     stored_name: str
     part: int
@@ -103,14 +104,36 @@ class GgufTensor:
     shape: tuple[int, ...]
     start: int
     stop: int
-    order: RowOrder
-    groups: int
 
     @property
     def dtype(self) -> str:
         if self.type_name in UNPACKED or self.type_name == BFLOAT16:
             return self.type_name
         return _FLOAT if can_dequantize(self.type_name) else self.type_name
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of transformers in one of the file, or in several whose rows follow each other. Its
+    rows lie in `order`, by the sizes `numbers`, and its numbers are a `change` of transformers'
+    (`quant.checkpoint.gguf.orders`).
+    """
+
+    sources: tuple[StoredPart, ...]
+    shape: tuple[int, ...]
+    order: RowOrder = "as stored"
+    change: Change = "none"
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def part(self) -> int:
+        return self.sources[0].part
+
+    @property
+    def dtype(self) -> str:
+        types = [source.dtype for source in self.sources]
+        unread = next((each for each in types if each not in (*UNPACKED, BFLOAT16)), None)
+        return unread or (types[0] if len(types) == 1 else _FLOAT)
 
 
 @dataclass(frozen=True)
@@ -141,7 +164,7 @@ def write_index(folder: Path, index: GgufIndex) -> None:
         "architecture": index.architecture,
         "paths": [str(path) for path in index.paths],
         "files": [list(vars(identity).values()) for identity in index.files],
-        "tensors": {name: list(vars(tensor).values()) for name, tensor in index.tensors.items()},
+        "tensors": {name: astuple(tensor) for name, tensor in index.tensors.items()},
     }
     (folder / GGUF_INDEX_FILE).write_text(json.dumps(content), encoding="utf-8")
 
@@ -156,8 +179,12 @@ def _read(path: Path, identity: FileIdentity) -> GgufIndex:
     del identity  # part of the key
     content = json.loads(path.read_text(encoding="utf-8"))
     tensors = {}
-    for name, (stored, part, kind, shape, *place) in content["tensors"].items():
-        tensors[name] = GgufTensor(stored, part, kind, tuple(shape), *place)
+    for name, (sources, shape, order, change, numbers) in content["tensors"].items():
+        parts = tuple(
+            StoredPart(stored, part, kind, tuple(own), *place)
+            for stored, part, kind, own, *place in sources
+        )
+        tensors[name] = GgufTensor(parts, tuple(shape), order, change, tuple(numbers))
     return GgufIndex(
         files=tuple(FileIdentity(*each) for each in content["files"]),
         paths=tuple(map(Path, content["paths"])),
@@ -246,35 +273,67 @@ def _read_factors(file: Path, stored: StoredBlocks) -> Factors:
 def _index(
     files: tuple[Path, ...], identities: tuple[FileIdentity, ...], made: _Described
 ) -> GgufIndex:
-    heads = made.config.get("num_attention_heads") or made.config.get("n_head", 1)
-    key_heads = made.config.get("num_key_value_heads", heads)
-    names = made.architecture
-    tensors = {}
+    names, tensors = made.architecture, dict[str, GgufTensor]()
+    joined: dict[str, dict[str, StoredPart]] = {}
     for part, each in made.stored:
-        if each.name in ROTARY_TENSORS:
-            continue  # in config.json
-        experts = names.expert_names(each.name, each.shape[0]) if len(each.shape) > 1 else []
-        size = (each.stop - each.start) // max(1, len(experts))
-        for number, name in enumerate(experts):
-            start = each.start + number * size
-            tensors[name] = GgufTensor(
-                each.name, part, each.type_name, each.shape[1:], start, start + size,
-                "as stored", heads,
-            )  # fmt: skip
-        if experts:
+        if each.name in ROTARY_TENSORS or _is_ahead(made, each.name):
+            continue  # in config.json, or not run
+        source = StoredPart(each.name, part, each.type_name, each.shape, each.start, each.stop)
+        whole = names.joined_name(each.name)
+        if whole is not None:
+            joined.setdefault(whole, {})[each.name] = source
             continue
-        is_key = bool(names.keys) and f".{names.keys}." in each.name
-        tensors[names.full_name(each.name)] = GgufTensor(
-            each.name, part, each.type_name, _squeezed(each.shape), each.start, each.stop,
-            names.order(each.name), key_heads if is_key else heads,
-        )  # fmt: skip
+        experts = _experts(names, source)
+        tensors |= experts or {names.full_name(each.name): _tensor(made, source)}
+    for whole, parts in joined.items():
+        tensors[whole] = _joined(made, whole, parts)
     return GgufIndex(identities, files, made.entries.architecture, tensors)
 
 
-def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    while len(shape) > 1 and shape[0] == 1:
-        shape = shape[1:]
-    return shape
+def _is_ahead(made: _Described, stored: str) -> bool:
+    """Whether a tensor is of a layer that predicts tokens further ahead, and is not run."""
+    layer = layer_of(stored)
+    is_behind = layer is not None and layer >= made.config.get("num_hidden_layers", layer + 1)
+    return is_behind and bool(made.entries.of_architecture("nextn_predict_layers"))
+
+
+def _experts(names: GgufArchitecture, source: StoredPart) -> dict[str, GgufTensor]:
+    """Each expert of a tensor that holds all of a layer's, as a range of it; none for others."""
+    found = names.expert_names(source.stored_name, source.shape[0])
+    rows = source.shape[1] * source.shape[0] if len(source.shape) > 1 else 0
+    if not found or rows % len(found):
+        return {}
+    size = (source.stop - source.start) // len(found)
+    shape = (rows // len(found), *source.shape[2:])
+    own = {}
+    for number, name in enumerate(found):
+        start = source.start + number * size
+        place = replace(source, shape=shape, start=start, stop=start + size)
+        own[name] = GgufTensor((place,), shape)
+    return own
+
+
+def _tensor(made: _Described, source: StoredPart) -> GgufTensor:
+    names = made.architecture
+    order, change = names.order(source.stored_name), names.change(source.stored_name)
+    sized_by = "tiled heads" if change == "tiled columns" else order
+    numbers = order_numbers(sized_by, made.config, is_key=".attn_k." in source.stored_name)
+    return GgufTensor((source,), changed_shape(source.shape, change), order, change, numbers)
+
+
+def _joined(made: _Described, whole: str, parts: Mapping[str, StoredPart]) -> GgufTensor:
+    """A tensor whose rows are those of several in the file; with as many rows as there are parts,
+    so that one that is missing is noticed by the shape.
+    """
+    stored = made.architecture.parts_of(whole)
+    sources = tuple(parts[name] for name in stored if name in parts)
+    order = made.architecture.order(whole.split(".", 3)[-1])
+    *outer, rows = sources[0].shape if order == "interleaved" else (sources[0].shape[0],)
+    rows = sum(each.shape[-1 if order == "interleaved" else 0] for each in sources)
+    inner = () if order == "interleaved" else sources[0].shape[1:]
+    return GgufTensor(
+        sources, (*outer, rows, *inner), order, "none", order_numbers(order, made.config, False)
+    )
 
 
 def _write(target: Path, made: _Described, index: GgufIndex) -> None:

@@ -14,6 +14,15 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose scores alone are scaled by the hidden size over the heads."""
 
 
+def window_types(entries: Entries, layers: int) -> list[str]:
+    """The type of each layer, by a list that says of each whether it attends to a window."""
+    pattern = entries.of_architecture(_PATTERN)
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        key = f"{entries.architecture}.{_PATTERN}"
+        raise entries.refusal(key, pattern, f"a list of {layers} flags, one for each layer")
+    return [("full_attention", "sliding_attention")[bool(each)] for each in pattern]
+
+
 def gemma_entries(entries: Entries, gated: dict[str, Any]) -> dict[str, Any]:
     """The entries of a model whose sizes and rotary positions `gated` has."""
     name, found = entries.architecture, dict(gated)
@@ -32,8 +41,7 @@ def gemma_entries(entries: Entries, gated: dict[str, Any]) -> dict[str, Any]:
     if name == "gemma2":
         return found
     if isinstance(pattern, list):
-        types = ("full_attention", "sliding_attention")
-        found["layer_types"] = [types[bool(each)] for each in pattern]
+        found["layer_types"] = window_types(entries, found["num_hidden_layers"])
     elif pattern is not None:
         found["sliding_window_pattern"] = entries.size(_PATTERN)
     return found | {

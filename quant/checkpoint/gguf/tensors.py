@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.checkpoint.gguf.folder import GgufIndex, GgufTensor
+from quant.checkpoint.gguf.folder import GgufIndex, GgufTensor, StoredPart
 from quant.checkpoint.gguf.header import BFLOAT16, UNPACKED, dequantize
+from quant.checkpoint.gguf.orders import Rows, row_order, untiled
 from quant.checkpoint.read_ahead import FileRange
 from quant.common.errors import CheckpointError
 
@@ -34,48 +35,50 @@ class GgufTensors:
         return self._index.tensors[name].shape
 
     def range_of(self, name: str) -> FileRange:
-        tensor = self._index.tensors[name]
-        return FileRange(self._index.paths[tensor.part], tensor.start, tensor.stop)
+        """Where a tensor lies, or the first of those that it is joined of."""
+        source = self._index.tensors[name].sources[0]
+        return FileRange(self._index.paths[source.part], source.start, source.stop)
 
     def read(self, name: str) -> torch.Tensor:
         """Return plain numbers as stored, blocks in float32; it may be a view of the file: copy it
         to keep it, never write to it. CheckpointError for a file that cannot be mapped.
         """
         tensor = self._index.tensors[name]
-        found = self._read(tensor)
-        return found.float() - 1 if tensor.order == "plus one" else found
-
-    def _read(self, tensor: GgufTensor) -> torch.Tensor:
-        rows = self._rows(tensor)
-        if tensor.type_name in UNPACKED:
-            plain = rows.view(UNPACKED[tensor.type_name]).reshape(tensor.shape)
-            return torch.from_numpy(plain)
-        if tensor.type_name == BFLOAT16:
-            halves = rows.view(np.int16).reshape(tensor.shape)
-            return torch.from_numpy(halves).view(torch.bfloat16)
-        return _dequantized(rows, tensor)
-
-    def _rows(self, tensor: GgufTensor) -> Bytes:
-        """Bytes [rows, bytes of a row] in transformers' order; a vector is one row, unless its
-        elements are reordered.
-        """
-        stored = self._mapped(tensor.part)[tensor.start : tensor.stop]
-        if tensor.order in ("as stored", "plus one"):
-            return stored.reshape(math.prod(tensor.shape[:-1]), -1)
-        count = tensor.shape[0]
-        parts = 2 if tensor.order == "rotary" else 3
-        if count % (parts * tensor.groups) or len(stored) % count:
+        first = tensor.sources[0]
+        count = sum(source.shape[0] for source in tensor.sources)
+        try:
+            rows = row_order(tensor.order, tensor.numbers, count)
+        except ValueError as error:
             raise CheckpointError(
-                f"{self._index.paths[tensor.part]}: tensor {tensor.stored_name} has {count} rows, "
-                f"{len(stored)} bytes, which are not those of {tensor.groups} heads"
-            )
-        each = count // tensor.groups // parts
-        numbers = np.arange(count)
-        if tensor.order == "rotary":  # pairs of neighbours become halves of a head
-            order = numbers.reshape(tensor.groups, each, parts).swapaxes(1, 2)
-        else:  # all queries, keys and values become those of each head
-            order = numbers.reshape(parts, tensor.groups, each).swapaxes(0, 1)
-        return stored.reshape(count, -1)[order.reshape(-1)]
+                f"{self._index.paths[first.part]}: tensor {first.stored_name} has {count} rows, "
+                f"which are not those of {error}"
+            ) from error
+        if len(tensor.sources) == 1:
+            found = self._read(first, rows)
+        else:
+            found = _joined([self._read(each).float() for each in tensor.sources], tensor.order)
+            found = found if rows is None else found[torch.from_numpy(rows)]
+        try:
+            return _changed(found, tensor).reshape(tensor.shape)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._index.paths[first.part]}: tensor {first.stored_name} has "
+                f"{found.shape[-1]} columns, which are not those of {error}"
+            ) from error
+
+    def _read(self, source: StoredPart, order: Rows | None = None) -> torch.Tensor:
+        stored = self._mapped(source.part)[source.start : source.stop]
+        if order is None:
+            rows = stored.reshape(math.prod(source.shape[:-1]), -1)
+        else:  # a vector is one row, unless its elements are moved
+            rows = stored.reshape(len(order), -1)[order]
+        if source.type_name in UNPACKED:
+            plain = rows.view(UNPACKED[source.type_name]).reshape(source.shape)
+            return torch.from_numpy(plain)
+        if source.type_name == BFLOAT16:
+            halves = rows.view(np.int16).reshape(source.shape)
+            return torch.from_numpy(halves).view(torch.bfloat16)
+        return _dequantized(rows, source)
 
     def _mapped(self, part: int) -> Bytes:
         if part not in self._content:
@@ -90,10 +93,27 @@ class GgufTensors:
         return self._content[part]
 
 
-def _dequantized(rows: Bytes, tensor: GgufTensor) -> torch.Tensor:
-    values = torch.empty(len(rows), tensor.shape[-1])
-    step = max(1, _ELEMENTS_AT_ONCE // tensor.shape[-1])
+def _changed(values: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
+    """Give numbers of transformers for those of the file."""
+    if tensor.change == "plus one":
+        return values.float() - 1
+    if tensor.change == "decay":
+        return values.float().neg().log()
+    if tensor.change == "tiled columns":
+        return values[:, torch.from_numpy(untiled(values.shape[1], *tensor.numbers))]
+    return values
+
+
+def _joined(parts: list[torch.Tensor], order: str) -> torch.Tensor:
+    if order == "interleaved":
+        return torch.stack(parts, -1).flatten(-2)
+    return torch.cat(parts)
+
+
+def _dequantized(rows: Bytes, source: StoredPart) -> torch.Tensor:
+    values = torch.empty(len(rows), source.shape[-1])
+    step = max(1, _ELEMENTS_AT_ONCE // source.shape[-1])
     for start in range(0, len(rows), step):
-        some = dequantize(rows[start : start + step], tensor.type_name)
+        some = dequantize(rows[start : start + step], source.type_name)
         values[start : start + step] = torch.from_numpy(some)
-    return values.reshape(tensor.shape)
+    return values.reshape(source.shape)

@@ -21,6 +21,10 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_SHORT}|{_WORD}|\p{{N}}|{_REST}"
+_WORD_PIECES = rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+_QWEN35 = _WORD_PIECES + r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""That of Qwen2 with marks among the letters."""
+
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SLASH_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = (
@@ -66,6 +70,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "hunyuan", "grok-2",
                      "solar-open"), _LIKE_QWEN2),
+    "qwen35": PreTokenizer((_QWEN35,), normalizes=True),
     "stablelm2": PreTokenizer((_QWEN2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone",
                      "minerva-7b", "mellum2"), _BY_DIGITS),
@@ -80,9 +85,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
 
 OF_ARCHITECTURE: Mapping[str, str] = {
     "llama": "llama-bpe",
-    "qwen2": "qwen2",
-    "qwen3": "qwen2",
-    "qwen3moe": "qwen2",
+    **dict.fromkeys(("qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen3next"), "qwen2"),
+    **dict.fromkeys(("qwen35", "qwen35moe"), "qwen35"),
     "bloom": "bloom",
     "gptneox": "olmo",
 }

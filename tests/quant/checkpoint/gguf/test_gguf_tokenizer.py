@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
+from transformers.models.qwen2 import tokenization_qwen2
+from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from quant.checkpoint.gguf.tokenizer import PRE_TOKENIZERS
 from quant.checkpoint.model_reference import demo_gguf, resolve
@@ -86,6 +88,11 @@ def test_byte_level_tokens_are_those_of_the_original(name: str, model: Any, tmp_
         ids = original.encode(text).ids
         assert found(text)["input_ids"] == ids, text
         assert found.decode(ids) == original.decode(ids)
+
+
+def test_qwen_splits_as_transformers_does() -> None:
+    for name, library in (("qwen2", tokenization_qwen2), ("qwen35", tokenization_qwen3_5)):
+        assert PRE_TOKENIZERS[name].patterns == (library.PRETOKENIZE_REGEX,)
 
 
 def test_texts_begin_with_bos_where_the_file_or_its_kind_says_so(

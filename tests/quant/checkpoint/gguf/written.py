@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from transformers import PretrainedConfig
 
 Array = np.ndarray[Any, Any]
@@ -18,7 +19,19 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
                   "bloom": "bloom", "gpt_neox": "gptneox", "smollm3": "smollm3",
                   "granite": "granite", "phi3": "phi3", "glm4": "glm4",
                   "olmo2": "olmo2", "ministral3": "mistral3", "gemma2": "gemma2",
-                  "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}  # fmt: skip
+                  "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "mixtral": "llama",
+                  "olmo3": "olmo2", "olmoe": "olmoe", "granitemoe": "granitemoe",
+                  "granitemoeshared": "granitemoe", "qwen2_moe": "qwen2moe",
+                  "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "qwen3_next": "qwen3next",
+                  "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")
+_ADDS_ONE = re.compile("gemma|qwen35|qwen3next")
+_RENAMED = {
+    ".dt_bias": ".dt_proj.bias",
+    "_moe.router.weight": "_moe.router.layer.weight",
+    "block_sparse_moe.experts.": "mlp.experts.",
+    "e_score_correction_bias": "e_score_correction.bias",
+}
 _ENUMS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -129,11 +142,24 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
             found[key] = getattr(config, key)
         if rotary["rope_type"] == "linear":
             found |= {"rope.scaling.type": "linear", "rope.scaling.factor": rotary["factor"]}
-    if architecture == "qwen3moe":
-        found["expert_count"] = config.num_experts
-        found["expert_used_count"] = config.num_experts_per_tok
-        found["expert_feed_forward_length"] = config.moe_intermediate_size
-    if config.model_type == "granite":
+    found |= _of_experts(config)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        found |= _of_delta(config)
+    if architecture == "gpt-oss":
+        found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", rotary["factor"]
+        length = rotary["original_max_position_embeddings"]
+        found["rope.scaling.original_context_length"] = length
+        found["rope.scaling.yarn_beta_fast"] = rotary["beta_fast"]
+        found["rope.scaling.yarn_beta_slow"] = rotary["beta_slow"]
+        found["attention.sliding_window"] = config.sliding_window
+    if config.model_type == "olmo3":
+        found["attention.sliding_window"] = config.sliding_window
+        sliding = [each == "sliding_attention" for each in config.layer_types]
+        found["attention.sliding_window_pattern"] = sliding
+        found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", rotary["factor"]
+        length = rotary["original_max_position_embeddings"]
+        found["rope.scaling.original_context_length"] = length
+    if config.model_type.startswith("granite"):
         found["attention.scale"] = config.attention_multiplier
         found["embedding_scale"] = config.embedding_multiplier
         found["residual_scale"] = config.residual_multiplier
@@ -157,17 +183,115 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
-def _unfused_experts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Gate and up of experts each by itself, named as weights."""
+def _of_experts(config: PretrainedConfig) -> dict[str, Any]:
+    """What `TextModel.set_gguf_parameters` and those of families with experts write."""
+    keys = {
+        "expert_used_count": ("num_experts_per_tok",),
+        "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
+        "expert_feed_forward_length": ("moe_intermediate_size",),
+        "expert_shared_feed_forward_length": (
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+        ),
+        "expert_group_count": ("n_group",),
+        "expert_group_used_count": ("topk_group",),
+        "expert_shared_count": ("n_shared_experts",),
+        "leading_dense_block_count": ("first_k_dense_replace",),
+    }
+    values = {
+        key: next((v for name in names if (v := getattr(config, name, None)) is not None), None)
+        for key, names in keys.items()
+    }
+    found = {key: value for key, value in values.items() if value is not None}
+    if config.model_type == "glm4_moe":
+        found["expert_gating_func"] = int(gguf.ExpertGatingFuncType.SIGMOID)
+        found["expert_weights_scale"] = config.routed_scaling_factor
+        found["expert_weights_norm"] = config.norm_topk_prob
+    if config.model_type == "gpt_oss":
+        found["expert_feed_forward_length"] = config.intermediate_size
+    return found
+
+
+def _of_delta(config: PretrainedConfig) -> dict[str, Any]:
+    """What `Qwen3NextModel.set_gguf_parameters` writes."""
+    values = config.linear_num_value_heads
+    return {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": values,
+        "ssm.inner_size": config.linear_value_head_dim * values,
+        "full_attention_interval": 1 + config.layer_types.index("full_attention"),
+    }
+
+
+def _unfused_experts(tensors: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Gate and up of experts, and of the one that all ask, each by itself and named as weights."""
     found = {}
     for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
+        stem, _, part = name.rpartition(".")
+        if config.model_type == "gpt_oss" and stem.endswith("experts"):
+            kind = "bias" if part.endswith("_bias") else "weight"
+            own = tensor if kind == "bias" else tensor.transpose(1, 2)
+            if part.startswith("down"):
+                found[f"{stem}.down_proj.{kind}"] = own
+            else:
+                found[f"{stem}.gate_proj.{kind}"] = own[:, ::2]
+                found[f"{stem}.up_proj.{kind}"] = own[:, 1::2]
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, dim=1)
-            stem = name.removesuffix("gate_up_proj")
-            found |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+            found |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            layer = stem.split(".")[2]
+            gate, up = tensor.chunk(2)
+            stem = f"blk.{layer}.ffn"
+            found |= {f"{stem}_gate_shexp.weight": gate, f"{stem}_up_shexp.weight": up}
+        elif name.endswith("linear_attn.in_proj_qkvz.weight"):
+            layer = stem.split(".")[2]
+            qkv, gate = _split_qkvz(tensor, config)
+            stem = f"blk.{layer}.attn"
+            found |= {f"{stem}_qkv.weight": qkv, f"{stem}_gate.weight": gate}
         else:
-            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
+            found[f"{name}.weight" if part in ("down_proj", "sinks") else name] = tensor
     return found
+
+
+def _split_qkvz(tensor: Any, config: PretrainedConfig) -> tuple[Any, Any]:
+    """As `Qwen3NextModel.modify_tensors`: the parts of each key head become whole ones."""
+    keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads
+    value = per_key // keys * config.linear_value_head_dim
+    sizes = [config.linear_key_head_dim] * 2 + [value] * 2
+    heads = tensor.reshape(keys, sum(sizes), -1)
+    query, key, own, gate = (each.flatten(0, 1) for each in heads.split(sizes, dim=1))
+    return torch.cat([query, key, own]), gate
+
+
+def _tiled(weights: Array, config: PretrainedConfig, width: int, axis: int = 0) -> Array:
+    """As `_LinearAttentionVReorderBase._reorder_v_heads`."""
+    keys = config.linear_num_key_heads
+    per_key = config.linear_num_value_heads // keys
+    shape = weights.shape
+    apart = weights.reshape(*shape[:axis], keys, per_key, width, *shape[axis + 1 :])
+    return apart.swapaxes(axis, axis + 1).reshape(shape)
+
+
+def _delta_part(name: str, weights: Array, config: PretrainedConfig) -> Array:
+    """A tensor of a delta rule as the converter writes it."""
+    part, width = name.rpartition("linear_attn.")[2], config.linear_value_head_dim
+    if "conv1d" in part:
+        weights = weights.squeeze(1)
+    if config.model_type.startswith("qwen3_5"):
+        first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        if part.startswith(("in_proj_qkv", "conv1d")):
+            behind = _tiled(weights[first:], config, width)
+            weights = np.concatenate([weights[:first], behind])
+        elif part.startswith(("in_proj_a", "in_proj_b", "A_log", "dt_bias")):
+            weights = _tiled(weights, config, 1)
+        elif part.startswith("in_proj_z"):
+            weights = _tiled(weights, config, width)
+        elif part.startswith("out_proj"):
+            weights = _tiled(weights, config, width, axis=1)
+    return -np.exp(weights) if part == "A_log" else weights
 
 
 def _tensors(model: Any, architecture: str) -> dict[str, Array]:
@@ -183,19 +307,21 @@ def _tensors(model: Any, architecture: str) -> dict[str, Array]:
         if architecture == "phi3"
         else {}
     )
-    for name, tensor in _unfused_experts(model.state_dict()).items():
+    for name, tensor in _unfused_experts(model.state_dict(), model.config).items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         weights = tensor.float().numpy()
-        if architecture in ("llama", "smollm3", "granite", "mistral3") and re.search(
-            r"\.[qk]_proj\.", name
-        ):
+        if architecture in _PERMUTED and re.search(r"\.[qk]_proj\.", name):
             weights = permuted(weights, heads if ".q_proj." in name else key_heads)
-        if "gemma" in architecture and name.endswith("norm.weight"):
+        if "linear_attn." in name:
+            weights = _delta_part(name, weights, model.config)
+        elif _ADDS_ONE.match(architecture) and name.endswith("norm.weight"):
             weights = weights + 1
         if "query_key_value" in name:
             weights = unfused(weights, heads)
         known = name.removeprefix("transformer.")  # as the converter of BLOOM does
+        for own, converted in _RENAMED.items():
+            known = known.replace(own, converted)
         stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         found[stored] = np.ascontiguousarray(weights)
