@@ -51,10 +51,24 @@ class GroupLatency(DerivedLatency):
         tokens = micro_batch * length if phase == "prefill" else micro_batch
         sums, each = Collectives.of(device, self._sums), tokens * DTYPE_BYTES[dtype]
         rest_s = single.rest_s * (part.rest_s / whole.rest_s)
+        if self.shape.experts is not None:
+            asked = one, bits, tokens, dtype
+            held = [model.experts_s(*asked) for model in self._estimates(device)]
+            others = (part.rest_s - held[1]) / (whole.rest_s - held[0])
+            experts_s = min(self.model.experts_s(*asked), single.rest_s)
+            rest_s = (single.rest_s - experts_s) * others + experts_s * (held[1] / held[0])
         return LayerSeconds(
             single.attention_s * (part.attention_s / whole.attention_s),
             rest_s + sum(sums.sum_s(each * width) for width in layer_sums(self.shape)),
         )
+
+    def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
+        asked = replace(device, ranks=()), bits, tokens, dtype
+        seconds = self.model.experts_s(*asked)
+        if not device.ranks or self.shape.experts is None:
+            return seconds
+        whole_s, part_s = (each.experts_s(*asked) for each in self._estimates(device))
+        return seconds * (part_s / whole_s)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         seconds = self.model.embedding_s(replace(device, ranks=()), tokens, dtype)

@@ -67,6 +67,34 @@ def test_layer_is_the_part_of_a_rank_and_two_sums(degree: int) -> None:
     assert expected < LATENCY.layer_prefill_s(one, 8, 16, 128, "float16")
 
 
+@pytest.mark.parametrize(
+    ("name", "sums"),
+    [
+        ("qwen3-30b-a3b", [2048] * 2),
+        ("qwen3-next-80b-a3b", [2048] * 2),
+        ("gemma-4-26b-a4b", [2816] * 3),
+        ("olmo-2-7b", [1, 1, 4096, 4096]),
+    ],
+)
+def test_parts_of_unlike_layers_are_those_of_a_rank_with_every_sum(
+    name: str, sums: list[int]
+) -> None:
+    """Each kind of layer; experts beside an MLP are summed apart where each is normed."""
+    shape, one, ranks = model_shape(name), CLUSTER.devices[0], group(2)
+    of_rank = largest_rank_shape(shape, 2)
+    workload = 8, "decode", 16, 128, "float16"
+    sums_s = sum(Collectives.of(ranks).sum_s(16 * width * 2) for width in sums)
+    for whole, part in zip(shape.kind_shapes, of_rank.kind_shapes, strict=True):
+        alone = RooflineLatency(part, replays=False)
+        parts = GroupLatency(RooflineLatency(whole)).parts
+        rest, experts = (
+            each.layer_seconds(ranks, *workload) for each in (parts.rest, parts.experts)
+        )
+        expected_s = alone.layer_seconds(one, *workload).whole_s
+        assert rest.whole_s + experts.whole_s == pytest.approx(expected_s + sums_s)
+        assert experts.whole_s == pytest.approx(alone.experts_s(one, 8, 16, "float16"))
+
+
 def test_measured_sums_come_before_the_datasheet() -> None:
     measured = MeasuredSum("V100-32GB", 2, 1e-3, 0.0, "sums.csv")
     latency = GroupLatency(
