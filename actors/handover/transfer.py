@@ -18,7 +18,7 @@ from actors.processes.ranks import Handed
 from actors.stage.spec import stage_spec, stand_in_spec
 from actors.stage_group import StageGroup
 from planner.model.shape import ModelShape
-from planner.model.tensor_parallel import rank_share
+from planner.model.tensor_parallel import hands_over, rank_share
 from planner.plan.kv_copies import HandoverLink, handover_link, kept_shares
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
@@ -80,15 +80,12 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
 
 
 def _check_groups(plans: Sequence[PlanSpec], shape: ModelShape) -> None:
-    """Refuse groups of a model of which ranks hold other heads in one layer than in another."""
-    held = {(kind.heads, kind.kv_heads, kind.delta is None) for kind in shape.kind_shapes}
     divided = [stage for each in plans for stage in each.stages if stage.degree > 1]
-    if divided and (len(held) > 1 or shape.kind_shapes[0].delta is not None):
+    if divided and not hands_over(shape):
         raise SpecError(
             f"stage {divided[0].index} is a group of {divided[0].degree} devices, which cannot "
             f"hand over what {shape.name} keeps: its layers differ in heads or have constant "
-            "states; "
-            "plan with --tensor_parallel 1, or for --schedule rra"
+            "states; plan again with --tensor_parallel 1, or for --schedule rra"
         )
 
 

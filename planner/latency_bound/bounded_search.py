@@ -28,7 +28,8 @@ from planner.latency_bound.schedules import BOUND, BoundRequest
 from planner.latency_bound.simulate import ObservedRequests
 from planner.latency_bound.timeline import Performance
 from planner.latency_bound.waa import WaaPlanner
-from planner.options import Quality, quality_of
+from planner.model.tensor_parallel import hands_over
+from planner.options import AUTO, Quality, quality_of
 from planner.scheduling import RequestSchedule, ScheduleKind
 from planner.search.candidate_search import SearchTime
 from planner.search.fitting import misfit
@@ -44,7 +45,7 @@ from planner.search.qualities import (
     towards_high,
 )
 from planner.search.remedies import rounded_up
-from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError
+from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.common.units import GIB
 
 MOST_CALIBRATIONS, CALIBRATED = 3, 0.02
@@ -204,6 +205,22 @@ def bound_not_met(request: BoundRequest, least_s: float, kind: str) -> BoundNotM
     )
 
 
+def without_groups(costs: CostModel) -> CostModel:
+    """The costs of stages that hand over, which are no groups where ranks of these cannot;
+    SpecError where groups are asked for.
+    """
+    asked = costs.options.tensor_parallel
+    if asked == 1 or hands_over(costs.shape):
+        return costs
+    if asked != AUTO:
+        raise SpecError(
+            f"tensor_parallel is {asked}, but groups cannot hand over what {costs.shape.name} "
+            "keeps: its layers differ in heads or have constant states; use a schedule rra, or "
+            f"--tensor_parallel {AUTO}"
+        )
+    return replace(costs, options=replace(costs.options, tensor_parallel=1))
+
+
 def _nothing_fits(costs: CostModel, request: BoundRequest) -> InfeasibleError:
     if "rra" in request.kinds:
         return misfit(costs)
@@ -288,14 +305,16 @@ class BoundedSearch:
 
     def _kinds(self, bits: tuple[int, ...]) -> Mapping[ScheduleKind, KindSearch]:
         if bits not in self._kinds_of_bits:
-            given = replace(self._costs, usable_bits=bits), self._job, self._request, self._clock
-            self._kinds_of_bits[bits] = {
-                kind: KindSearch(
-                    RraPlanner(kind, *given) if kind == "rra" else WaaPlanner(kind, *given),
-                    self._search_time,
-                )
-                for kind in self._request.kinds
-            }
+            costs, asked = replace(self._costs, usable_bits=bits), self._request
+            given = self._job, asked, self._clock
+            planners: list[KindPlanner] = []
+            for kind in asked.kinds:
+                if kind == "rra":
+                    planners.append(RraPlanner(kind, costs, *given))
+                else:
+                    planners.append(WaaPlanner(kind, without_groups(costs), *given))
+            searches = (KindSearch(each, self._search_time) for each in planners)
+            self._kinds_of_bits[bits] = dict(zip(asked.kinds, searches, strict=True))
         return self._kinds_of_bits[bits]
 
     def _point(

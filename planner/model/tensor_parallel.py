@@ -259,6 +259,14 @@ def _expert_cuts(shape: ModelShape, share: RankShare, names: Architecture) -> di
     return cuts | {f"{name}.down_proj": _cut(COLUMNS, share.experts, width)}
 
 
+def hands_over(shape: ModelShape) -> bool:
+    """Whether ranks of groups hand over what they keep: a range of heads, the same in all layers
+    (`actors.handover`).
+    """
+    held = {(kind.heads, kind.kv_heads, kind.delta) for kind in shape.kind_shapes}
+    return len(held) == 1 and shape.kind_shapes[0].delta is None
+
+
 def vocabulary_cut(shape: ModelShape, share: RankShare) -> Cut:
     return _cut(ROWS, share.vocabulary, shape.vocab_size)
 

@@ -14,6 +14,7 @@ from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import rank_share
 from planner.plan.spec import PlanSpec, StagePlan
+from quant.common.errors import SpecError
 from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.models import save_tiny
 from tests.llmpq.divided_plans import GIB, divided_plan
@@ -97,6 +98,16 @@ def test_every_rank_gets_each_head_of_its_layers_once_from_one_that_holds_it(
         assert set(cells(route.part)) <= set(cells(source))
         assert route.as_part == route.part
         assert route.modelled_s(1000) == 0.0
+
+
+def test_groups_whose_layers_keep_other_heads_hand_nothing_over(
+    plan: PlanSpec, shape: ModelShape
+) -> None:
+    assert plan.prefill_plan is not None
+    decode, wider = with_stages(plan, [0, 5], 2), replace(shape, kind="wider", heads=12)
+    mixed = replace(shape, kinds=(shape, wider), pattern=(0, 1, 0, 1, 0))
+    with pytest.raises(SpecError, match=r"group of 2 devices.*differ in heads.*--schedule rra"):
+        find_routes(decode, plan.prefill_plan, mixed)
 
 
 def test_emulated_links_take_the_bytes_of_the_shared_layers_over_the_network(

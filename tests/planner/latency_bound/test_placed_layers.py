@@ -13,6 +13,7 @@ from planner.costs.latency_model import unlike_prompts_s
 from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.fleet.pricing import device_tokens_per_s
+from planner.latency_bound.bounded_search import without_groups
 from planner.latency_bound.placed_layers import (
     KnownRoom,
     Need,
@@ -23,11 +24,15 @@ from planner.latency_bound.placed_layers import (
 from planner.latency_bound.schedules import BoundRequest, job_of
 from planner.latency_bound.timeline import mean_prefill_s
 from planner.lengths import FloatArray, LengthDistribution
+from planner.model.shape import ModelShape
+from quant.common.errors import SpecError
 from tests.planner.latency_bound.settings import (
     FULL,
     LINEAR,
     MIXED_LAYERS,
     TASK_S,
+    THREE_LAYERS,
+    TWO_BITS,
     bounded_costs,
     every_placement,
     placement_of,
@@ -164,3 +169,23 @@ def test_the_most_of_a_device_lies_between_that_with_layers_of_either_kind(
     ]
     alike = 3 / (2 / rates[1] + 1 / rates[2])
     assert rates[0] == pytest.approx(alike, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("shape", "asked", "groups"),
+    [(THREE_LAYERS, "auto", "auto"), (THREE_LAYERS, 2, 2), (MIXED_LAYERS, "auto", 1)],
+)
+def test_stages_that_hand_over_states_are_no_groups(
+    shape: ModelShape, asked: int | str, groups: int | str
+) -> None:
+    options = replace(TWO_BITS, tensor_parallel=asked)
+    costs = bounded_costs(small_cluster([15.0, 31.0]), BoundRequest(TASK_S, None), shape, options)
+    assert without_groups(costs).options.tensor_parallel == groups
+
+
+def test_groups_that_are_asked_for_are_refused_where_they_cannot_hand_over() -> None:
+    options = replace(TWO_BITS, tensor_parallel=2)
+    request = BoundRequest(TASK_S, None)
+    costs = bounded_costs(small_cluster([15.0, 31.0]), request, MIXED_LAYERS, options)
+    with pytest.raises(SpecError, match=r"tensor_parallel is 2.*constant states.*schedule rra"):
+        without_groups(costs)
