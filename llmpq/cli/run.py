@@ -242,7 +242,7 @@ def _generate(
 def _check_cluster(plan: Plan | Fleet, path: str) -> None:
     cluster = ClusterSpec.from_yaml(path)
     if isinstance(plan, Plan):
-        fits = cluster.fingerprint() == plan.spec.cluster_fingerprint
+        fits = cluster.has_fingerprint(plan.spec.cluster_fingerprint)
     else:  # whose plans are each for a part of it
         kinds = {device.name: device.accelerator.name for device in cluster.devices}
         fits = all(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from llmpq.report.formatting import listed, plural
+from llmpq.report.formatting import listed, plural, size
 from planner.plan.spec import PlanSpec, StagePlan
-from quant.common.units import GIB
 
 
 def expert_remarks(plan: PlanSpec) -> Iterator[str]:
@@ -27,9 +26,8 @@ def expert_remarks(plan: PlanSpec) -> Iterator[str]:
 
 def _hosted(stage: StagePlan) -> str:
     layers = plural(len(stage.hosted_experts), "layer")
-    size = f"{stage.host_bytes / GIB:.2f} GiB"
     threads = plural(stage.threads, "thread")
-    text = f"experts of {layers} of stage {stage.index} in host memory ({size})"
+    text = f"experts of {layers} of stage {stage.index} in host memory ({size(stage.host_bytes)})"
     if stage.streams_from == 1:
         return f"{text}, sent to the device when they are asked"
     text += f", computed there by {threads}"

@@ -152,9 +152,14 @@ class ClusterSpec:
         used = (each.accelerator for each in self.devices if not each.accelerator.is_registered)
         return tuple(dict.fromkeys((*self.described, *used)))
 
-    def fingerprint(self) -> str:
-        """Digest what a plan depends on: devices, budgets and links, not the name or prices; host
-        links and figures of accelerators only where the cluster file states them.
+    def has_fingerprint(self, fingerprint: str) -> bool:
+        """Whether a plan's `fingerprint` is this cluster's, by this version or an earlier one."""
+        return fingerprint in (self.fingerprint(), self.fingerprint(with_hosts=False))
+
+    def fingerprint(self, with_hosts: bool = True) -> str:
+        """Digest what a plan depends on: devices, budgets and links, not the name or prices; hosts
+        and figures of accelerators only where the cluster file states them. Earlier versions left
+        out the hosts' memory (`with_hosts` False): see `has_fingerprint`.
         """
         devices = [
             [
@@ -165,8 +170,7 @@ class ClusterSpec:
                 device.emulated,
                 *(["stand-in"] if device.stand_in else []),
                 *([list(device.member_names)] if device.ranks else []),
-                *_stated_host_link(device),
-                *(["host threads", device.host_threads] if device.host_threads else []),
+                *_stated_host(device, with_hosts),
             ]
             for device in self.devices
         ]
@@ -209,9 +213,15 @@ def _figures(accelerator: Accelerator) -> dict[str, Any]:
     return {k: v for k, v in values.items() if k not in ("ray_type", "reported_as", "source")}
 
 
-def _stated_host_link(device: Device) -> list[object]:
-    rate = device.host_link_bytes_per_s
-    return [] if rate == device.accelerator.host_link_bytes_per_s else ["host link", rate]
+def _stated_host(device: Device, with_memory: bool) -> list[object]:
+    rate, stated = device.host_link_bytes_per_s, list[object]()
+    if rate != device.accelerator.host_link_bytes_per_s:
+        stated += ["host link", rate]
+    if device.host_threads is not None:
+        stated += ["host threads", device.host_threads]
+    if with_memory and device.host_memory_bytes is not None:
+        stated += ["host memory", device.host_memory_bytes]
+    return stated
 
 
 def _from_values(values: object, source: Source) -> ClusterSpec:

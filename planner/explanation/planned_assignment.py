@@ -159,8 +159,13 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
 def _usable_bits(plan: PlanSpec, bits: Sequence[int]) -> tuple[int, ...] | None:
     if plan.beside.quality in (None, "fast"):
         return None
-    used = {each for stage in plan.stages for each in stage.bitwidths}
+    used = _used_bits(plan)
     return next(usable for usable in bits_by_quality(bits) if used <= set(usable))
+
+
+def _used_bits(plan: PlanSpec) -> set[int]:
+    choices = [choice for stage in plan.stages for choice in stage.choices]
+    return {bits for each in choices for bits in (each.bits, each.expert_bits)}
 
 
 def decode_round_s(problem: AssignmentProblem, times: AssignmentCosts) -> float:
@@ -174,9 +179,11 @@ def decode_round_s(problem: AssignmentProblem, times: AssignmentCosts) -> float:
 
 def _check_same(plan: PlanSpec, costs: CostModel) -> None:
     named = {name for stage in plan.stages for name in stage.device_names}
-    used = {bits for stage in plan.stages for bits in stage.bitwidths}
+    used, own = _used_bits(plan), costs.cluster
+    is_own = own.has_fingerprint(plan.cluster_fingerprint)
+    cluster = plan.cluster_fingerprint if is_own else own.fingerprint()
     for what, planned, given in (
-        ("cluster", plan.cluster_fingerprint, costs.cluster.fingerprint()),
+        ("cluster", plan.cluster_fingerprint, cluster),
         ("model", plan.model.fingerprint, costs.shape.fingerprint()),
         ("workload", plan.workload, costs.workload),
         ("devices", sorted(named), sorted(named & {each.name for each in costs.cluster.devices})),

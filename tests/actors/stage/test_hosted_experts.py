@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,14 +16,13 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.plan.spec import PlanSpec
 from planner.workload import Workload
-from quant.common.units import GIB
 from quant.hosted_experts import HostedExperts
 from quant.rounding.canonical import dequantize, quantize
 from quant.scheme import Processor
 from tests.actors.configs import EVERY_CONFIG, LAYERS
 from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of
+from tests.paths import EXAMPLES, SPECS
 from tests.planner.plan_alone import find_plan
 
 LENGTHS, NEW_TOKENS = (5, 11, 1, 8, 17), 9
@@ -58,29 +59,28 @@ def test_tokens_equal_generate_with_the_experts_that_the_bits_stand_for(
     assert sum(isinstance(each, HostedExperts) for each in found) == len(hosted)
 
 
-def test_a_plan_for_a_small_device_hosts_experts_and_its_tokens_are_those_of_generate(
-    tmp_path: Path,
+def test_a_plan_for_small_devices_hosts_experts_and_its_tokens_are_those_of_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save_tiny(tmp_path, EVERY_CONFIG["qwen3_moe"])
-    prompts = random_prompts(LENGTHS)
-    workload = Workload(len(prompts), max(LENGTHS), NEW_TOKENS)
-    options = PlanOptions(bits=(16,), dtype="float32", memory_margin=0.0)
-
-    def planned(memory_gib: float) -> PlanSpec:
-        node = {"accelerators": {"T4": 1}, "usable_memory_gib": memory_gib, "host_memory_gib": 1}
-        values = {"name": "small", "nodes": [node], "emulate": {"time_scale": 0.0}}
-        cluster, name = ClusterSpec.from_dict(values), str(tmp_path)
-        return find_plan(cluster, model_shape(name), name, workload, options).plan
-
-    roomy = planned(1.0).stages[0]
-    plan = planned((roomy.memory_bytes - roomy.memory.weights // 4) / GIB)
-    (stage,) = plan.stages
-    assert stage.hosted_experts
-    assert not roomy.hosted_experts
-    check_plan(plan, model_shape(str(tmp_path)))
-    held = Stage(stage_spec(plan, stage), tmp_path, torch.device("cpu"), Processor())
-    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
-    assert generate([held], prompts, NEW_TOKENS, prefill=2, decode=3) == expected
-    experts = [each for each in held._model.modules() if isinstance(each, HostedExperts)]
-    assert sum(each.nbytes for each in experts) == stage.host_bytes
-    assert held.stats().weight_bytes <= stage.memory_limit_bytes
+    """What `examples/tiny_experts.py` shows, without Ray and without the sizes of micro-batches."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    model = importlib.import_module("tiny_experts").write(tmp_path)
+    shape, workload = model_shape(str(tmp_path)), Workload(12, 16, 8)
+    options = PlanOptions(
+        bits=(16,), dtype="float32", prefill_micro_batch=1, decode_micro_batch=4, head="last"
+    )
+    cluster = ClusterSpec.from_yaml(SPECS / "emulated_hosts.yaml")
+    plan = find_plan(cluster, shape, str(tmp_path), workload, options).plan
+    assert len(plan.stages) == 3
+    assert any(stage.hosted_experts for stage in plan.stages)
+    check_plan(plan, shape)
+    cpu = torch.device("cpu")
+    stages = [Stage(stage_spec(plan, each), tmp_path, cpu, Processor()) for each in plan.stages]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    prompts = [tuple(row["prompt"]) for row in rows[:5]]
+    expected = [reference(model, prompt, workload.new_tokens) for prompt in prompts]
+    assert generate(stages, prompts, workload.new_tokens, prefill=1, decode=4) == expected
+    for stage, planned in zip(stages, plan.stages, strict=True):
+        experts = [each for each in stage._model.modules() if isinstance(each, HostedExperts)]
+        assert sum(each.nbytes for each in experts) == planned.host_bytes
+        assert stage.stats().weight_bytes <= planned.memory_limit_bytes

@@ -34,6 +34,7 @@ from planner.workload import MicroBatches, Workload
 from quant.backends.table import HOST_BACKENDS, rule_for
 from quant.common.errors import SpecError
 from quant.scheme import Processor
+from tests.paths import SPECS
 from tests.planner.kinds import EXPERT, FULL, three_kinds
 from tests.planner.plan_alone import find_plan
 
@@ -230,3 +231,37 @@ def test_a_plan_states_what_lies_on_its_host_and_is_checked() -> None:
         wrong = replace(plan, stages=(replace(stage, **changed),))
         with pytest.raises(SpecError, match=rf"stages\.0\.{named}"):
             _check(wrong)
+
+
+def test_a_plan_of_35_billion_parameters_over_gpus_and_hosts_has_its_true_bytes() -> None:
+    """Sizes of the published configuration, counted here; micro-batches given, to be soon done."""
+    name, cluster = "qwen3.5-35b-a3b", ClusterSpec.from_yaml(SPECS / "v100_t4_hosts.yaml")
+    options = PlanOptions(bits=(16,), prefill_micro_batch=4, decode_micro_batch=11, head="last")
+    workload = Workload(32, 512, 100)
+    plan = find_plan(cluster, model_shape(name), name, workload, options).plan
+    _check(plan)
+    hidden, width, experts = 2048, 512, 256
+    all_experts = 2 * 3 * experts * hidden * width
+    router = 2 * hidden * (experts + 1)  # and the gate of the shared expert
+    norms, shared = 2 * 2 * hidden, 2 * 3 * hidden * width
+    full = 2 * (hidden * (2 * 16 + 2 + 2) * 256 + 16 * 256 * hidden + 2 * 256)
+    keys, values, heads = 16 * 128, 32 * 128, 32
+    channels = 2 * keys + values
+    linear = 2 * (hidden * (channels + values + 2 * heads) + values * hidden)
+    linear += 2 * (4 * channels + 128) + 4 * 2 * heads  # rates in float32
+    cache = {
+        True: 2 * 2 * 32 * 612 * 2 * 256,
+        False: 32 * (4 * heads * 128 * 128 + 2 * 3 * channels),
+    }
+    for stage in plan.stages:
+        kinds = [layer % 4 == 3 for layer in stage.layers]
+        each = sum(full if kind else linear for kind in kinds)
+        each += len(kinds) * (norms + shared + router + all_experts)
+        hosted = len(stage.hosted_experts) * all_experts
+        assert stage.host_bytes == hosted
+        assert stage.memory.weights == each - hosted
+        assert stage.memory.kv_cache == sum(cache[kind] for kind in kinds)
+        assert stage.memory_bytes <= stage.memory_limit_bytes
+    assert sum(len(stage.hosted_experts) for stage in plan.stages) > 10
+    weights = sum(stage.memory.weights + stage.host_bytes for stage in plan.stages)
+    assert weights > sum(stage.memory_limit_bytes for stage in plan.stages)
