@@ -144,7 +144,11 @@ def misfit(costs: CostModel) -> DoesNotFitError:
     why = explain_infeasible(closest.problem, names, costs.placing.units.layer_of_unit)
     sizes, devices = closest.sizes, costs.cluster.devices
     if any(device.degree > 1 for device in closest.devices):
-        why += " (of a group these are the bytes of one rank)"
+        why += " (of a group these are the bytes of one rank"
+        has_experts = any(kind.experts for kind in costs.shape.kind_shapes)
+        hosts = any(device.host_memory_bytes for device in devices)
+        apart = "; its experts stay on its devices, those of single ones may lie in hosts' memory)"
+        why += apart if has_experts and hosts else ")"
     if any(costs.limit_bytes(device) < device.memory_bytes for device in devices):
         margin = f"{costs.options.memory_margin:.3g}"
         why += f"; {margin} of each GPU's memory is kept free (memory_margin)"

@@ -14,6 +14,7 @@ from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.costs.roofline import RooflineLatency
+from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape, refusal
 from planner.optimiser.assignment import stage_times
@@ -25,12 +26,12 @@ from planner.plan.spec import PlanSpec
 from planner.profiles.sensitivity import default_sensitivity
 from planner.search.candidate_search import search
 from planner.search.candidates import Candidates
-from planner.search.fitting import heads_of, searched_sizes
+from planner.search.fitting import first_sets, heads_of, searched_sizes
 from planner.search.orders import canonical_devices, order_tree
 from planner.search.request import cost_model
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import Job, MicroBatches, Workload
-from quant.common.errors import SpecError
+from quant.common.errors import DoesNotFitError, SpecError
 from quant.common.units import GIB
 from tests.planner.kinds import DELTA, EXPERT, FULL, three_kinds
 from tests.planner.plan_alone import find_plan
@@ -236,3 +237,19 @@ def test_ranks_have_a_part_of_every_kind_of_layer() -> None:
     narrow = replace(mixed, kinds=(mixed.kinds[EXPERT], few, mixed.kinds[FULL]))
     assert refusal(narrow, 2) is None
     assert "2 value heads of linear attention" in str(refusal(narrow, 4))
+
+
+def test_experts_of_a_group_stay_on_its_devices() -> None:
+    """What two T4 and their host hold as single ones."""
+    node = {"name": "n", "accelerators": {"T4": 2}, "host_memory_gib": 64}
+    cluster = ClusterSpec.from_dict({"name": "c", "nodes": [node]})
+    shape = model_shape("qwen3-30b-a3b")
+    for degree in (1, 2):
+        options = PlanOptions(bits=(8,), tensor_parallel=degree)
+        costs = cost_model(cluster, shape, WORKLOAD, options, default_sensitivity(shape, (8,)))
+        costs = replace(costs, experts_apart=True, hosting=True)
+        if degree == 1:
+            assert len(first_sets(costs)[0]) == 2
+            continue
+        with pytest.raises(DoesNotFitError, match="its experts stay on its devices"):
+            first_sets(costs)
