@@ -13,6 +13,7 @@ from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.folder import gguf_index, model_place
 from quant.checkpoint.gptq_config import STORED_BITS, bits_of_words
 from quant.checkpoint.stored_tensors import (
+    KEY_TENSORS,
     StoredTensor,
     has_only_zeros,
     is_adapter,
@@ -125,6 +126,9 @@ class _Weights:
                 self.check(full, size)
         if fused and not is_fused:
             self._check_experts(layer, kind)
+        if kind.reads_earlier_keys:  # published files have what makes keys and values all the same
+            for name in KEY_TENSORS:
+                self._find(f"{layer}.{name}")
 
     def _check_experts(self, layer: str, kind: ModelShape) -> None:
         """Check experts that are stored one by one."""

@@ -265,6 +265,9 @@ _OTHER_PART = re.compile(
 _NORM = re.compile(r"norm[^.]*\.weight$")
 _OF_EXPERT = re.compile(r"\.experts\.")
 _ADAPTER = re.compile(r"(^|\.)lora_")
+KEY_TENSORS = tuple(f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
+"""What makes keys and values, which layers that read those of earlier ones do not take."""
+
 _ZEROS_BYTES = 1 << 24
 """The largest bias that is looked at for zeros; that of a real model has a hundredth of it."""
 

@@ -17,7 +17,7 @@ from quant.backends.base import PackedWeight, copy_of
 from quant.checkpoint.gptq_config import bits_of_words
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.stored_tensors import is_adapter, is_bias, is_harmless, is_norm
+from quant.checkpoint.stored_tensors import KEY_TENSORS, is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError, PlanMismatchError
 from quant.experts import QuantizedExperts
 from quant.linear import (
@@ -144,6 +144,9 @@ def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
     """
     taken = {name for name, _ in all_tensors(load.module)}
     modules = {name for name, _ in load.module.named_modules()}
+    attention = getattr(load.module, "self_attn", None)
+    if getattr(attention, "is_kv_shared_layer", False):
+        taken |= {*KEY_TENSORS}
     place = f"{load.name_prefix.partition('.')[2]}."
     for stored in checkpoint.names_below(load.name_prefix):
         name = stored.partition(place)[2]

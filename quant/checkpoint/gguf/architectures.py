@@ -196,6 +196,11 @@ _DELTA_CHANGES: dict[str, Change] = {
     "ssm_conv1d": "one channel",
     "ssm_norm": "none",
 }
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _WHOLE_NORMS = {
     **{name: own for name, own in _GATED_LAYER.items() if "norm" not in own},
     "attn_q_norm": "self_attn.q_norm",
@@ -226,15 +231,9 @@ def _qwen35(model_type: str, layer: Mapping[str, str] = _NOTHING, **own: Any) ->
         "ssm_beta": "linear_attn.in_proj_b",
         "ssm_alpha": "linear_attn.in_proj_a",
     }
-    orders: dict[str, RowOrder] = {
-        "attn_qkv": "tiled behind keys",
-        "ssm_conv1d": "tiled behind keys",
-        "attn_gate": "tiled heads",
-        "ssm_beta": "tiled numbers",
-        "ssm_alpha": "tiled numbers",
-        "ssm_a": "tiled numbers",
-        "ssm_dt": "tiled numbers",
-    }
+    orders: dict[str, RowOrder] = {"attn_gate": "tiled heads"}
+    orders |= {name: "tiled behind keys" for name in ("attn_qkv", "ssm_conv1d")}
+    orders |= {name: "tiled numbers" for name in ("ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt")}
     changes: dict[str, Change] = {**_DELTA_CHANGES, **_ONE_GATE, "ssm_out": "tiled columns"}
     return _gated(
         model_type,
@@ -247,12 +246,7 @@ def _qwen35(model_type: str, layer: Mapping[str, str] = _NOTHING, **own: Any) ->
 
 
 def _gemma(model_type: str) -> GgufArchitecture:
-    layer = {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-    return _gated(model_type, layer, norms_plus_one=True)
+    return _gated(model_type, _FOUR_NORMS, norms_plus_one=True)
 
 
 ARCHITECTURES: Mapping[str, GgufArchitecture] = {
@@ -298,6 +292,32 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "olmoe": _gated("olmoe", _ROUTER, experts=_EXPERTS),
     "gemma2": _gemma("gemma2"),
     "gemma3": _gemma("gemma3_text"),
+    "gemma4": GgufArchitecture(
+        "gemma4_text",
+        "model.layers",
+        {
+            **_GATED_ENDS,
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        {
+            **_GATED_LAYER,
+            **_FOUR_NORMS,
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "layer_output_scale.weight": "layer_scalar",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        experts=_EXPERTS,
+        experts_module="experts",
+    ),
     "qwen2": _gated("qwen2"),
     "qwen2moe": _gated("qwen2_moe", _ROUTER | _SHARED_EXPERT, experts=_EXPERTS, changes=_ONE_GATE),
     "qwen3": _gated("qwen3"),

@@ -9,7 +9,7 @@ from typing import Any
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.delta import DELTA_MODELS
 from quant.checkpoint.gguf.expert_models import EXPERT_MODELS, SHARED_WIDTH, experts
-from quant.checkpoint.gguf.gemma import CAPS, gemma_entries, window_types
+from quant.checkpoint.gguf.gemma import CAPS, gemma4_entries, gemma_entries, window_types
 from quant.checkpoint.gguf.header import Entries
 from quant.checkpoint.gguf.rotary import (
     LONG,
@@ -264,6 +264,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "olmo2": _olmo2,
     "gemma2": _gemma,
     "gemma3": _gemma,
+    "gemma4": gemma4_entries,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     **EXPERT_MODELS,

@@ -154,7 +154,7 @@ def _of_texts(tokens: Sequence[str], texts: Collection[str]) -> set[int]:
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
-_BYTE_LEVEL, _SENTENCE_PIECE = "gpt2", "llama"
+_BYTE_LEVEL, _SENTENCE_PIECE, _GEMMA = "gpt2", "llama", "gemma4"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPECIAL = ("bos", "eos", "unknown", "padding")
 _SPACE = "▁"
@@ -167,15 +167,17 @@ def tokenizer_files(entries: Entries, vocabulary_size: int) -> dict[str, dict[st
     kind = entries.text("tokenizer.ggml.model", "none")
     if kind in NO_MODEL:
         return {}
-    if kind not in (_BYTE_LEVEL, _SENTENCE_PIECE):
+    if kind not in (_BYTE_LEVEL, _SENTENCE_PIECE, _GEMMA):
         raise entries.refusal(
-            "tokenizer.ggml.model", kind, f"{_BYTE_LEVEL} (byte-level BPE) or {_SENTENCE_PIECE} "
-            "(SentencePiece) for a model that llmpq runs"
+            "tokenizer.ggml.model", kind, f"{_BYTE_LEVEL} (byte-level BPE), {_SENTENCE_PIECE} "
+            f"(SentencePiece) or {_GEMMA} for a model that llmpq runs"
         )  # fmt: skip
     tokens = entries.tokens(vocabulary_size)
     types = _types(entries, tokens, vocabulary_size)
     if kind == _BYTE_LEVEL:
         made, adds_bos = _byte_level(entries, tokens)
+    elif kind == _GEMMA:
+        made, adds_bos = _gemma(entries, tokens, types), True
     else:
         made, adds_bos = _sentence_piece(entries, tokens, types), True
     special = _special_tokens(entries, tokens, kind)
@@ -208,14 +210,36 @@ def _byte_level(entries: Entries, tokens: list[str]) -> tuple[dict[str, Any], bo
             "tokenizer.ggml.pre", name, f"one of {', '.join(sorted(PRE_TOKENIZERS))}: how another "
             "one splits texts is not known here, so that its tokens would be wrong"
         )  # fmt: skip
-    merges = list_of(entries.values.get("tokenizer.ggml.merges"), str)
-    if merges is None:
-        raise SpecError(f"{entries.path}: tokenizer.ggml.merges is no list of texts")
-    pairs = [_pair(merge) for merge in merges]
-    model = _bpe(tokens, pairs) | {"ignore_merges": rule.ignore_merges}
+    model = _bpe(tokens, _pairs(entries)) | {"ignore_merges": rule.ignore_merges}
     made = _tokenizer(model, {"type": "NFC"} if rule.normalizes else None, _split_by(rule))
     made["decoder"] = _byte_level_part(add_prefix_space=True)
     return made, rule.adds_bos
+
+
+def _gemma(entries: Entries, tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """Gemma 4's: pairs of characters are merged, with `▁` for spaces, by stored ranks."""
+    unknown = next((t for n, t in enumerate(tokens) if types[n] == _UNKNOWN), None)
+    model = _bpe(tokens, _pairs(entries))
+    model |= {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    words = {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    }
+    made = _tokenizer(model, space, words)
+    text = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    decoders = [text, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    made["decoder"] = {"type": "Sequence", "decoders": decoders}
+    return made
+
+
+def _pairs(entries: Entries) -> list[list[str]]:
+    merges = list_of(entries.values.get("tokenizer.ggml.merges"), str)
+    if merges is None:
+        raise SpecError(f"{entries.path}: tokenizer.ggml.merges is no list of texts")
+    return [_pair(merge) for merge in merges]
 
 
 def _pair(merge: str) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
 
 from llmpq.model_check import checked_shape, left_out_note
@@ -31,6 +32,12 @@ def test_layers_of_both_types_share_on_one_stage(tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    own, reading = (f"model.language_model.layers.{layer}.self_attn.k_" for layer in (2, 4))
+    for part in ("proj.weight", "norm.weight"):  # as published files have them
+        tensors[f"{reading}{part}"] = torch.full_like(tensors[f"{own}{part}"], torch.nan)
+    save_file(tensors, file)
     shape = checked_shape(tmp_path)
     assert shape.joined == (2, 3, 4)
     assert left_out_note(tmp_path) is not None

@@ -155,7 +155,7 @@ def test_a_rank_holds_its_part_of_the_weights(tmp_path: Path) -> None:
         *(
             pytest.param(name, marks=pytest.mark.rare)
             for name in (*MORE_CONFIGS, *STATE_CONFIGS)
-            if name not in UNLIKE
+            if name not in (*UNLIKE, "granitemoehybrid")  # whose entries fit one width alone
         ),
     ],
 )

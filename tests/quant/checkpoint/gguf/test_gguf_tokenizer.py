@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaTokenizer
 from transformers.models.qwen2 import tokenization_qwen2
 from transformers.models.qwen3_5 import tokenization_qwen3_5
 
@@ -109,6 +109,34 @@ def test_texts_begin_with_bos_where_the_file_or_its_kind_says_so(
         metadata = written(original, **{"tokenizer.ggml.pre": pre}, **said)
         found = loaded(model, tmp_path, metadata)("hello")["input_ids"]
         assert (found[0] == 1, found[-len(plain) :]) == (begins, plain)
+
+
+def test_gemmas_tokens_are_those_of_transformers(model: Any, tmp_path: Path) -> None:
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    pieces = [*control, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=550, special_tokens=pieces)
+    trained.train_from_iterator(SENTENCES, trainer)
+    metadata = written(trained, **{"tokenizer.ggml.model": "gemma4"})
+    tokens = metadata["tokenizer.ggml.tokens"]
+    library = GemmaTokenizer(
+        vocab={text: number for number, text in enumerate(tokens)},
+        merges=[tuple(each.split(" ")) for each in metadata["tokenizer.ggml.merges"]],
+    )
+    kinds = dict.fromkeys(control, _CONTROL) | dict.fromkeys(pieces[5:], _BYTE)
+    metadata |= {
+        "tokenizer.ggml.token_type": [
+            _UNKNOWN if text == "<unk>" else kinds.get(text, _NORMAL) for text in tokens
+        ],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+    found = loaded(model, tmp_path, metadata)
+    for text in TEXTS:
+        ids = library(text, add_special_tokens=False)["input_ids"]
+        assert found(text)["input_ids"] == [2, *ids], text
+        assert found.decode(ids) == library.decode(ids)
 
 
 def sentence_piece() -> Tokenizer:

@@ -23,11 +23,13 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
                   "olmo3": "olmo2", "olmoe": "olmoe", "granitemoe": "granitemoe",
                   "granitemoeshared": "granitemoe", "qwen2_moe": "qwen2moe",
                   "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "qwen3_next": "qwen3next",
-                  "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+                  "gemma4_text": "gemma4", "qwen3_5_text": "qwen35",
+                  "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")
-_ADDS_ONE = re.compile("gemma|qwen35|qwen3next")
+_ADDS_ONE = re.compile("gemma[23]|qwen35|qwen3next")
 _RENAMED = {
     ".dt_bias": ".dt_proj.bias",
+    "layer_scalar": "layer_scalar.weight",
     "_moe.router.weight": "_moe.router.layer.weight",
     "block_sparse_moe.experts.": "mlp.experts.",
     "e_score_correction_bias": "e_score_correction.bias",
@@ -79,6 +81,7 @@ def write_gguf(
     `change` may alter the tensors; `part_bytes`: most bytes of a part of a split file.
     """
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # to Gemma 4's
     architecture = _ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture, split_max_size=part_bytes)
     given = _metadata(config, architecture) | dict(metadata or {})
@@ -133,7 +136,9 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
         share = rotary.get("partial_rotary_factor", 1.0)
         found["rope.dimension_count"] = int(share * head_dim)
         found["attention.key_length"] = found["attention.value_length"] = head_dim
-    if "gemma" in architecture:
+    if architecture == "gemma4":
+        found |= _of_gemma4(config)
+    elif "gemma" in architecture:
         found["attention.sliding_window"] = config.sliding_window
         if architecture == "gemma3":
             sliding = [each == "sliding_attention" for each in config.layer_types]
@@ -186,7 +191,7 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
 def _of_experts(config: PretrainedConfig) -> dict[str, Any]:
     """What `TextModel.set_gguf_parameters` and those of families with experts write."""
     keys = {
-        "expert_used_count": ("num_experts_per_tok",),
+        "expert_used_count": ("num_experts_per_tok", "top_k_experts"),
         "expert_count": ("num_local_experts", "num_experts", "n_routed_experts"),
         "expert_feed_forward_length": ("moe_intermediate_size",),
         "expert_shared_feed_forward_length": (
@@ -210,6 +215,32 @@ def _of_experts(config: PretrainedConfig) -> dict[str, Any]:
     if config.model_type == "gpt_oss":
         found["expert_feed_forward_length"] = config.intermediate_size
     return found
+
+
+def _of_gemma4(config: PretrainedConfig) -> dict[str, Any]:
+    """What `Gemma4Model.set_gguf_parameters` writes."""
+    sliding = [each == "sliding_attention" for each in config.layer_types]
+    own = [config.per_layer_config[index] for index in range(len(sliding))]
+    head = own[sliding.index(False)].head_dim
+    heads = [each.num_key_value_heads for each in own]
+    first = len(sliding) - config.num_kv_shared_layers
+    wide = 1 + config.use_double_wide_mlp
+    widths = [config.intermediate_size * (1 if i < first else wide) for i in range(len(sliding))]
+    return {
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": sliding,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.head_count_kv": heads if len({*heads}) > 1 else heads[0],
+        "feed_forward_length": widths if len({*widths}) > 1 else widths[0],
+        "rope.dimension_count": head,
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
 
 
 def _of_delta(config: PretrainedConfig) -> dict[str, Any]:
@@ -238,7 +269,7 @@ def _unfused_experts(tensors: Mapping[str, Any], config: PretrainedConfig) -> di
             else:
                 found[f"{stem}.gate_proj.{kind}"] = own[:, ::2]
                 found[f"{stem}.up_proj.{kind}"] = own[:, 1::2]
-        elif name.endswith("experts.gate_up_proj"):
+        elif name.endswith("experts.gate_up_proj") and config.model_type != "gemma4_text":
             gate, up = tensor.chunk(2, dim=1)
             found |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
         elif name.endswith("shared_mlp.input_linear.weight"):
@@ -252,7 +283,8 @@ def _unfused_experts(tensors: Mapping[str, Any], config: PretrainedConfig) -> di
             stem = f"blk.{layer}.attn"
             found |= {f"{stem}_qkv.weight": qkv, f"{stem}_gate.weight": gate}
         else:
-            found[f"{name}.weight" if part in ("down_proj", "sinks") else name] = tensor
+            is_bare = part in ("gate_up_proj", "down_proj", "sinks")
+            found[f"{name}.weight" if is_bare else name] = tensor
     return found
 
 
@@ -307,6 +339,13 @@ def _tensors(model: Any, architecture: str) -> dict[str, Array]:
         if architecture == "phi3"
         else {}
     )
+    if architecture == "gemma4":
+        share = model.config.rope_parameters["full_attention"]["partial_rotary_factor"]
+        full = model.config.layer_types.index("full_attention")
+        head = model.config.per_layer_config[full].head_dim
+        turned = int(head * share / 2)
+        still = head // 2 - turned
+        found["rope_freqs.weight"] = np.array([1.0] * turned + [1e30] * still, np.float32)
     for name, tensor in _unfused_experts(model.state_dict(), model.config).items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
@@ -323,6 +362,9 @@ def _tensors(model: Any, architecture: str) -> dict[str, Array]:
         for own, converted in _RENAMED.items():
             known = known.replace(own, converted)
         stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        if "router." in known and known.endswith("scale"):  # as that of Gemma 4 does
+            module = "ffn_down_exps" if "per_expert" in known else "ffn_gate_inp"
+            stored = f"blk.{known.split('.')[2]}.{module}.scale"
         assert stored is not None, name
         found[stored] = np.ascontiguousarray(weights)
     return found
