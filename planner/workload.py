@@ -101,6 +101,22 @@ def _fewest_rows(global_batch: int, sizes: set[int]) -> list[int]:
     return sorted(smallest.values())
 
 
+ROOM_SHARE, ROOM_TOKENS = 8, 64
+"""Token slots of a window's room beyond the window: a share of it, at least so many. Its latest
+tokens are copied once in so many steps, which then move a sixteenth more than attention reads."""
+
+
+def window_room(window: int | None, requests: int, kv_tokens: int) -> int | None:
+    """Token slots of the room of each of `requests` in a layer that sees `window` tokens; None
+    where it keeps all tokens, as it sees all, or as their `kv_tokens` slots are no more than those
+    of all rooms.
+    """
+    if window is None:
+        return None
+    room = window + max(window // ROOM_SHARE, min(ROOM_TOKENS, window))
+    return room if requests * room < kv_tokens else None
+
+
 MAX_REQUESTS = 2**20
 MAX_TOKENS = 2**22
 """Far beyond any batch in memory and any model's context: larger numbers are typing errors."""
@@ -178,6 +194,10 @@ class Workload:
     def equal_slots(self) -> int:
         """The requests that the KV cache has room for where all of them are of the longest."""
         return self.kv_tokens // self.total_length
+
+    def room(self, window: int | None) -> int | None:
+        """Token slots of a request's room in layers of this window: see `window_room`."""
+        return window_room(window, self.global_batch, self.kv_tokens)
 
     def has_room(self, prompt_tokens: int, new_tokens: int) -> bool:
         return (

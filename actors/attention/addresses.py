@@ -203,7 +203,7 @@ class Addresses:
         2]`: a request, and the first of `tile_rows` rows out of `group` times its new tokens.
         """
         if group not in self._tiles:
-            tell(group, self)
+            tell(group, [(self, [self])])
         return self._tiles[group]
 
     @cached_property
@@ -293,19 +293,25 @@ class Addresses:
 
 
 def tell(
-    group: int, whole: Addresses, parts: Sequence[Addresses] = (), into: Tensor | None = None
+    group: int,
+    layouts: Sequence[tuple[Addresses, Sequence[Addresses]]],
+    into: Tensor | None = None,
 ) -> None:
     """Bring to the device, by one copy, what kernels ask of a pass with `group` queries for each
-    head of keys: positions and token slots of the `whole`, tables of its `parts` or of itself.
+    head of keys: of each layout positions and token slots of the whole, tables of its parts.
 
     The copy goes to the beginning of `into`, bytes on the device, where that is given.
     """
-    told = parts or (whole,)
-    tables = [table for part in told for table in part._tables(group)]
-    there = on_device(whole.device, *whole._numbers, *tables, into=into)
-    whole.__dict__["positions"], whole.__dict__["token_slots"] = there[:2]
-    for part, *tiles in zip(told, there[2::2], there[3::2], strict=True):
-        part._tiles[group] = tiles[0], tiles[1]
+    arrays = [
+        array
+        for whole, parts in layouts
+        for array in (*whole._numbers, *(table for part in parts for table in part._tables(group)))
+    ]
+    there = iter(on_device(layouts[0][0].device, *arrays, into=into))
+    for whole, parts in layouts:
+        whole.__dict__["positions"], whole.__dict__["token_slots"] = next(there), next(there)
+        for part in parts:
+            part._tiles[group] = next(there), next(there)
 
 
 def as_array(tensor: Tensor) -> npt.NDArray[Any]:

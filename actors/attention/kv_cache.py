@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor
 from actors.attention.addresses import Addresses, as_array
 from actors.attention.constant_state import ConstantStates
 from actors.attention.parked import ParkedTokens
-from actors.attention.rooms import Rooms
+from actors.attention.rooms import Rooms, joined
+from actors.attention.windows import WindowPass, make_rooms
 from actors.messages import MicroBatch, Move, Park, TokenRange
 from planner.model.tensor_parallel import RankShare
 from quant.backends.table import reads_ranges
@@ -115,6 +116,16 @@ class Stored:
         heads, _, head_dim = self.numbers.shape
         shape = heads, tokens, head_dim
         return self.empty(shape, self.numbers.dtype, self.numbers.device, self.factors)
+
+    def in_one(self, layers: int, tokens: int) -> Stored:
+        """Zeros for so many layers like this one, `[layers, kv_heads, tokens, head_dim]`."""
+        shape = layers, self.numbers.shape[0], tokens, self.numbers.shape[2]
+        return self.empty(shape, self.numbers.dtype, self.numbers.device)
+
+    def as_part(self, whole: Stored, place: int) -> Stored:
+        """One of the layers that lie in `whole`, with the factors of this one."""
+        scales = None if whole.scales is None else whole.scales[place]
+        return replace(self, numbers=whole.numbers[place], scales=scales)
 
     @property
     def nbytes(self) -> int:
@@ -211,8 +222,10 @@ class CacheShape:
 @dataclass(frozen=True)
 class CacheForm:
     """The form of keys and values: `kv_bits` 16 in `dtype`, 8 as codes. Requests may be in `slots`
-    slots, for layers that hold a state of each. `alone`: layers that read the keys of earlier ones
-    are given these, and hold them. `shares`: what a rank holds of each layer; None: all.
+    slots, for layers that hold a state or a window of each. `alone`: layers that read the keys of
+    earlier ones are given these, and hold them. `shares`: what a rank holds of each layer; None:
+    all. `windows`: how many latest tokens a layer sees that does not see all; `rooms`: token slots
+    of a request's room in those of them that have rooms.
     """
 
     dtype: torch.dtype
@@ -221,6 +234,8 @@ class CacheForm:
     slots: int = 0
     alone: bool = False
     shares: tuple[RankShare, ...] | None = None
+    windows: Mapping[int, int] = field(default_factory=dict)
+    rooms: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def held_dtype(self) -> torch.dtype:
@@ -242,7 +257,8 @@ class KVCache:
 
     Up to `parked_tokens` tokens of requests that were preempted, or prefilled for other stages, lie
     in host memory. `factors` `[kv_heads, head_dim]` by layer: what keys are divided by before they
-    become codes; plain numbers have none. Layers with constant `states` have no keys.
+    become codes; plain numbers have none. Layers with constant `states` have no keys. Those with
+    rooms hold the latest tokens of each slot (`actors.attention.windows`).
     """
 
     def __init__(
@@ -263,12 +279,14 @@ class KVCache:
 
         def empty(layer: int, factors: Tensor | None = None) -> Stored:
             kv_heads, head_dim = heads[layer]
-            sizes = (kv_heads, shape.tokens, head_dim)
+            sizes = (kv_heads, 0 if layer in form.rooms else shape.tokens, head_dim)
             return Stored.empty(sizes, self.held_dtype, form.device, factors)
 
         self.states, self._owners = states, shape.owners
         self._keys = {layer: empty(layer, own.get(layer)) for layer in heads}
         self._values = {layer: empty(layer) for layer in heads}
+        self._seen = {layer: form.windows[layer] for layer in heads if layer in form.windows}
+        self._windows = make_rooms(self._keys, self._values, form)
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
         self._rooms = Rooms(shape.tokens)
         self.parked = ParkedTokens(parked_tokens, form.device)
@@ -277,9 +295,10 @@ class KVCache:
         )
 
     def like(self, layers: range, tokens: int) -> KVCache:
-        """An empty cache of some of the layers, in the same form."""
+        """An empty cache of some of the layers, in the same form; all tokens are in ranges."""
         made = copy.copy(self)
         made.layers, made._own_ends = layers, np.zeros(tokens, dtype=np.int64)
+        made._seen, made._windows = {}, {}
         for held in ("_keys", "_values"):
             own: dict[int, Stored] = getattr(self, held)
             setattr(made, held, {n: own[n].like(tokens) for n in layers if n in own})
@@ -312,9 +331,10 @@ class KVCache:
         self.move(batch.moves)
         self.clear([admission.room for admission in batch.admitted])
         for back in batch.restores if self.layers else ():
+            slot = self._rooms.slot_of(back)
+            for holder in {*self._windows.values(), *([self.states] if self.states else ())}:
+                holder.restored(slot, back.tokens)
             self.parked.restore(back, self._held(back))
-            if self.states is not None:
-                self.states.restored(self._rooms.slot_of(back), back.tokens)
         if self.states is not None:
             self.states.follow(batch)
 
@@ -324,25 +344,40 @@ class KVCache:
             self.parked.keep(each, self._held(each))
 
     def _held(self, park: Park) -> list[Tensor]:
-        """Views of all that is held of a request: see `of_tokens` and `ConstantStates.of_slot`."""
-        parts = self.of_tokens(park.begin, park.tokens)
-        if self.states is not None:
-            parts += self.states.of_slot(self._rooms.slot_of(park))
-        return parts
+        """Views of all that is held of a request: see `of_tokens`."""
+        return self.of_tokens(park.begin, park.tokens, self._rooms.slot_of(park))
 
-    def of_tokens(self, begin: int, tokens: int) -> list[Tensor]:
-        """Views of what is held of neighbouring tokens, `[kv_heads, tokens, ...]`: of the keys of
-        all layers, then of their values; codes come before their scales.
+    def of_tokens(self, begin: int, tokens: int, slot: int = 0) -> list[Tensor]:
+        """Views of what is held of a request in `slot`, whose `tokens` begin at token slot `begin`:
+        of the keys of all layers, then of their values, `[kv_heads, tokens, ...]`; codes come
+        before their scales. Of layers with windows those that later tokens see. At last what
+        `ConstantStates.of_slot` has.
         """
-        return [part for each in self._all() for part in each.of_tokens(begin, tokens)]
+        parts: list[Tensor] = []
+        for layer, stored in (*self._keys.items(), *self._values.items()):
+            count, rooms = self._kept(layer, tokens), self._windows.get(layer)
+            first = begin + tokens - count if rooms is None else rooms.place(slot, tokens)
+            parts += stored.of_tokens(first, count)
+        return parts if self.states is None else parts + self.states.of_slot(slot)
+
+    def forms(self, tokens: int) -> list[Tensor]:
+        """Views of the sizes and types of `of_tokens`."""
+        held = (*self._keys.items(), *self._values.items())
+        parts = (each.of_tokens(0, self._kept(layer, tokens)) for layer, each in held)
+        states = [] if self.states is None else self.states.of_slot(0)
+        return [part for each in parts for part in each] + states
+
+    def _kept(self, layer: int, tokens: int) -> int:
+        """How many of so many tokens later ones see."""
+        return min(tokens, self._seen.get(layer, tokens + 1) - 1)
 
     def clear(self, rooms: Sequence[TokenRange]) -> None:
         """Forget what was in `rooms`, as it may not have been finite; each is a request's own from
         now on.
         """
-        for joined in _joined(rooms):
-            for stored in self._all():
-                stored.clear(joined)
+        for each in joined(rooms):
+            for stored in self._in_ranges():
+                stored.clear(each)
         for room in rooms:
             if room.size:
                 self._own_ends[room.begin] = room.end
@@ -353,12 +388,33 @@ class KVCache:
         What follows a request's tokens in its new place is not cleared: only they are its own.
         """
         for move in moves:
-            for stored in self._all():
+            for stored in self._in_ranges():
                 stored.move(move)
             self._own_ends[move.to] = move.to + move.tokens
 
     def addresses(self, batch: MicroBatch) -> Addresses:
         return Addresses.of(batch, self._device, self._own_ends, self._reads_ranges)
+
+    def enter(self, batch: MicroBatch) -> dict[int, WindowPass]:
+        """Make room in windows for the new tokens of `batch`; where they lie, by `window_of`."""
+        return {rooms.window: rooms.enter(batch) for rooms in set(self._windows.values())}
+
+    def window_addresses(self, batch: MicroBatch) -> Addresses:
+        """Addresses of `batch` where nothing is known of what lies behind its tokens."""
+        return Addresses.of(batch, self._device, None, self._reads_ranges)
+
+    def owner(self, layer: int) -> int:
+        """The layer whose keys and values it reads, which may be its own."""
+        return self._owners.get(layer, layer)
+
+    def is_shared(self, layer: int) -> bool:
+        """Whether later layers read its keys and values."""
+        return layer in self._owners.values()
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer, or of the one that it reads, that has rooms; None: of others."""
+        rooms = self._windows.get(self.owner(layer))
+        return None if rooms is None else rooms.window
 
     def of_layer(self, layer: int) -> tuple[Stored, Stored]:
         """The layer's whole keys and values, or those of the earlier layer that it reads."""
@@ -371,14 +427,19 @@ class KVCache:
         return self.states.of_layer(layer)
 
     def append(
-        self, layer: int, where: Addresses, key: Tensor, value: Tensor
+        self,
+        layer: int,
+        where: Addresses,
+        key: Tensor,
+        value: Tensor,
+        held: tuple[Stored, Stored] | None = None,
     ) -> tuple[Stored, Stored]:
-        """Write the batch's new keys and values, where they are the layer's own; return the whole
-        keys and values that it reads.
+        """Write the batch's new keys and values, where they are the layer's own, to `held` or to
+        the whole keys and values that it reads; returns these.
 
         `key`, `value`: `[sum(counts), kv_heads, head_dim]`.
         """
-        keys, values = self.of_layer(layer)
+        keys, values = held or self.of_layer(layer)
         if layer not in self._owners:
             keys.write(where, key)
             values.write(where, value)
@@ -388,13 +449,7 @@ class KVCache:
         yield from self._keys.values()
         yield from self._values.values()
 
-
-def _joined(rooms: Sequence[TokenRange]) -> list[TokenRange]:
-    """The same token slots in as few ranges as possible, each of them a kernel on a GPU."""
-    joined: list[TokenRange] = []
-    for room in sorted(rooms, key=lambda room: room.begin):
-        if joined and joined[-1].end == room.begin:
-            joined[-1] = TokenRange(joined[-1].begin, joined[-1].size + room.size)
-        else:
-            joined.append(room)
-    return joined
+    def _in_ranges(self) -> Iterator[Stored]:
+        """What lies in the ranges of requests, rather than in rooms."""
+        for held in (self._keys, self._values):
+            yield from (stored for layer, stored in held.items() if layer not in self._windows)

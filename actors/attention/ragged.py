@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from actors.attention.addresses import Addresses, Scoring, tell
-from actors.attention.constant_state import TokenRuns
+from actors.attention.addresses import Addresses, Scoring
 from actors.attention.cpu import (
     attend_fresh,
     attend_in_place,
@@ -28,104 +25,12 @@ from actors.attention.cpu import (
     prefers_blocks,
 )
 from actors.attention.cuda import range_attention
-from actors.attention.kv_cache import KVCache, Stored
-from actors.attention.timer import AttentionTimer
-from actors.messages import MicroBatch, TokenIds
-from quant.devices import on_device
+from actors.attention.kv_cache import Stored
+from actors.attention.layouts import Part
+from actors.attention.layouts import RaggedContext as RaggedContext
+from actors.messages import MicroBatch
 
 RAGGED_ATTENTION = "llmpq_ragged"
-
-
-@dataclass(frozen=True)
-class Part:
-    """Requests of one kind of a micro-batch, with the rows of their `tokens` in it.
-
-    `decode`: one new token each; `prompts`: equal numbers of tokens without earlier ones;
-    `chunks`: anything else.
-    """
-
-    kind: Literal["decode", "prompts", "chunks"]
-    tokens: slice | Tensor
-    where: Addresses
-
-    def by_request(self, new: Tensor) -> Tensor:
-        """Rows of prompts out of `new` `[sum(counts), heads, head_dim]` as `[requests, heads,
-        tokens, head_dim]`.
-        """
-        requests: Tensor = new[self.tokens].unflatten(0, (len(self.where.batch.slots), -1))
-        return requests.transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class RaggedContext:
-    """The cache, the addresses and the parts of a micro-batch that a pass through the stage's
-    layers needs. A `timer` times each layer's attention.
-    """
-
-    cache: KVCache
-    where: Addresses
-    parts: tuple[Part, ...]
-    timer: AttentionTimer | None = None
-
-    @classmethod
-    def of(cls, cache: KVCache, batch: MicroBatch, own_kernels: bool = False) -> RaggedContext:
-        """The context of `batch`; with `own_kernels` all but prompts are one part of it."""
-        where = cache.addresses(batch)
-        if batch.is_decode:
-            return cls(cache, where, (Part("decode", slice(None), where),))
-        if (batch.counts == batch.counts[0]).all() and not batch.starts.any():
-            return cls(cache, where, (Part("prompts", slice(None), where),))
-        return cls(cache, where, _parts(cache, batch, own_kernels))
-
-    @cached_property
-    def runs(self) -> TokenRuns:
-        """The new tokens by requests, made once a pass."""
-        return TokenRuns.of(self.where.batch, self.where.device)
-
-    def tell(self, group: int, into: Tensor | None = None) -> None:
-        """As `addresses.tell`, of all parts."""
-        tell(group, self.where, [part.where for part in self.parts], into)
-
-    @classmethod
-    def of_tokens(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
-        """As `of`, where `batch` has one token a request, each of them a decode step, also those of
-        prompts.
-        """
-        where = cache.addresses(batch)
-        return cls(cache, where, (Part("decode", slice(None), where),))
-
-
-def _parts(cache: KVCache, batch: MicroBatch, own_kernels: bool) -> tuple[Part, ...]:
-    """Decode steps, the prompts of each length, and parts of prompts, as far as there are some."""
-    is_prompt = batch.starts == 0
-    decode_rows = batch.decode_rows & (not own_kernels)
-    groups: list[tuple[Literal["decode", "prompts", "chunks"], TokenIds]] = [
-        ("decode", np.flatnonzero(decode_rows)),
-        *(
-            ("prompts", np.flatnonzero(is_prompt & (batch.counts == length)))
-            for length in np.unique(batch.counts[is_prompt])
-        ),
-        ("chunks", np.flatnonzero(~is_prompt & ~decode_rows)),
-    ]
-    firsts = np.cumsum(batch.counts) - batch.counts
-    parts = []
-    for kind, rows in groups:
-        if len(rows):
-            part = batch.of_rows(rows)
-            where = cache.addresses(part)
-            parts.append(Part(kind, _token_rows(firsts[rows], part.counts, where.device), where))
-    return tuple(parts)
-
-
-def _token_rows(firsts: TokenIds, counts: TokenIds, device: torch.device) -> slice | Tensor:
-    """Rows of requests of which each has `counts` tokens from `firsts` on: a slice where these
-    follow each other.
-    """
-    ends = firsts + counts
-    if (firsts[1:] == ends[:-1]).all():
-        return slice(int(firsts[0]), int(ends[-1]))
-    each = [np.arange(first, end) for first, end in zip(firsts, ends, strict=True)]
-    return on_device(device, np.concatenate(each))[0]
 
 
 @dataclass(frozen=True)
@@ -161,21 +66,39 @@ def with_rows(tensor: Tensor, rows: int) -> Tensor:
 def _stored_and_attended(
     context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring
 ) -> Tensor:
-    own = int(context.where.batch.counts.sum())
-    keys, _ = context.cache.append(layer, context.where, new.key[:own], new.value[:own])
+    own, layout = int(context.where.batch.counts.sum()), context.layout(layer)
+    keys, _ = context.cache.append(
+        layer, layout.where, new.key[:own], new.value[:own], context.held(layer)
+    )
     return attend_stored(context, layer, replace(new, query=keys.asked(new.query[:own])), scoring)
 
 
 def attend_stored(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring) -> Tensor:
-    """Attend causally within each request, whose new keys and values are stored; queries are as
-    `Stored.asked` makes them. Returns `[tokens, heads, head_dim]`.
+    """Attend causally within each request, whose new keys and values are written to where the
+    context has them `held`; queries are as `Stored.asked` makes them. Returns `[tokens, heads,
+    head_dim]`.
     """
-    keys, values = context.cache.of_layer(layer)
-    if len(context.parts) == 1:
-        return _attend(context.parts[0], new, keys, values, scoring)
+    layout, held, written = context.layout(layer), context.cache.of_layer(layer), None
+    if layout.window is not None:
+        if scoring.window != layout.window.window:
+            raise RuntimeError(
+                f"layer {layer} attends to a window of {scoring.window} tokens, and rooms were "
+                f"made for {layout.window.window}"
+            )
+        if layout.window.scratch is not None:
+            written = context.held(layer)
+            if context.cache.owner(layer) == layer:
+                layout.window.scratch.settle(written, held)
+
+    def attended(part: Part) -> Tensor:
+        keys, values = written if part.in_scratch and written is not None else held
+        return _attend(part, new, keys, values, scoring)
+
+    if len(layout.parts) == 1:
+        return attended(layout.parts[0])
     out = torch.empty_like(new.query)
-    for part in context.parts:
-        out[part.tokens] = _attend(part, new, keys, values, scoring)
+    for part in layout.parts:
+        out[part.tokens] = attended(part)
     return out
 
 

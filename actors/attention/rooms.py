@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -95,3 +96,14 @@ class Rooms:
 
 def _fail(what: str) -> NoReturn:
     raise RuntimeError(f"{what}; the scheduler's ranges of the KV cache are wrong")
+
+
+def joined(rooms: Sequence[TokenRange]) -> list[TokenRange]:
+    """The same token slots in as few ranges as possible, each of them a kernel on a GPU."""
+    found: list[TokenRange] = []
+    for room in sorted(rooms, key=lambda room: room.begin):
+        if found and found[-1].end == room.begin:
+            found[-1] = TokenRange(found[-1].begin, found[-1].size + room.size)
+        else:
+            found.append(room)
+    return found

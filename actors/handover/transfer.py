@@ -72,7 +72,7 @@ def find_routes(plan: PlanSpec, prefill: PlanSpec, shape: ModelShape) -> tuple[R
             assert len(new) == part.size, "ranks hold equal heads, or others"
             left -= new
             stages = prefill.stages[source.stage], plan.stages[target.stage]
-            shares = kept_shares(shape, layers, stages[0].layers)
+            shares = kept_shares(prefill.workload, shape, layers, stages[0].layers)
             link = handover_link(plan, prefill, stages, shares)
             found.append(Route(source, target, part, part, link))
         assert not left, "each of both plans has all layers"

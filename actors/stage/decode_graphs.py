@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from actors.attention.addresses import MOST_ROWS, Addresses, TokenNumbers, tell
 from actors.attention.cuda import RangeAttention, range_attention
 from actors.attention.kv_cache import KVCache
-from actors.attention.ragged import Part, RaggedContext
+from actors.attention.layouts import Layout, Part, RaggedContext
+from actors.attention.windows import WindowPass
 from actors.messages import MicroBatch, TokenIds
 from actors.stage.own_layers import own_layers, run_own_layers
 from planner.costs.memory import MOST_GRAPHS, padded_rows
@@ -258,19 +259,41 @@ class LayersStep:
         self._model, self._layers, self._size = model, own_layers(model), size
         self._group = self._layers[0].group(cache)
         self._inputs = like.new_zeros(size.rows, *like.shape[1:])
-        where = PaddedAddresses.of_step(_NOBODY, size, like.device)
-        self._context = RaggedContext(cache, where, (Part("decode", slice(None), where),))
-        self._told = like.new_empty(where.told_bytes(self._group), dtype=torch.uint8)
+        self._cache = cache
+        whole, windows = self._addresses(_NOBODY, like.device)
+        self._context = RaggedContext(
+            cache, _layout(whole), {window: _layout(*own) for window, own in windows.items()}
+        )
+        every = (whole, *(where for where, _ in windows.values()))
+        told = sum(where.told_bytes(self._group) for where in every)
+        self._told = like.new_empty(told, dtype=torch.uint8)
         self._context.tell(self._group, self._told)  # its tensors are views of that from now on
 
     def fill(self, batch: MicroBatch, inputs: Tensor) -> None:
-        tell(
-            self._group, PaddedAddresses.of_step(batch, self._size, inputs.device), into=self._told
-        )
+        whole, windows = self._addresses(batch, inputs.device)
+        every = (whole, *(where for where, _ in windows.values()))
+        tell(self._group, [(where, [where]) for where in every], into=self._told)
         self._inputs[: len(inputs)].copy_(inputs)
+
+    def _addresses(
+        self, batch: MicroBatch, device: torch.device
+    ) -> tuple[PaddedAddresses, dict[int, tuple[PaddedAddresses, WindowPass]]]:
+        """Addresses of `batch` in layers that keep all tokens, and by window in the others."""
+        rows, longest = self._size.rows, self._size.longest
+        return PaddedAddresses.of_step(batch, self._size, device), {
+            window: (
+                PaddedAddresses.of_step(own.read, GraphSize(rows, min(longest, own.room)), device),
+                own,
+            )
+            for window, own in self._cache.enter(batch).items()
+        }
 
     def compute(self) -> Tensor:
         return run_own_layers(self._model, self._layers, self._context, self._inputs)
+
+
+def _layout(where: Addresses, window: WindowPass | None = None) -> Layout:
+    return Layout(where, (Part("decode", slice(None), where),), window)
 
 
 def decode_graphs(

@@ -64,8 +64,8 @@ class HeldKeysValues:
         """
         if sum(part.size for part, _ in pieces) != self._own.size:
             return False
-        tokens, parked, states = pieces[0][1][0], self._cache.parked, self._cache.states
-        forms = self._cache.of_tokens(0, tokens) + ([] if states is None else states.of_slot(0))
+        tokens, parked = pieces[0][1][0], self._cache.parked
+        forms = self._cache.forms(tokens)
         copies = [parked.empty(form.shape, form.dtype) for form in forms]
         for part, (_, tensors) in pieces:
             for into, tensor in zip(self._parts(copies, part), tensors, strict=True):

@@ -322,9 +322,11 @@ class _WatchedCache(KVCache):
         super().__init__(layers, shape, form)
         self._on_keys = on_keys
 
-    def append(self, layer: int, where: Any, key: Tensor, value: Tensor) -> tuple[Stored, Stored]:
+    def append(
+        self, layer: int, where: Any, key: Tensor, value: Tensor, held: Any = None
+    ) -> tuple[Stored, Stored]:
         self._on_keys(key)
-        return super().append(layer, where, key, value)
+        return super().append(layer, where, key, value, held)
 
 
 class Tail:

@@ -100,7 +100,7 @@ class OwnLayer(nn.Module):
         return self.kernels.add(hidden, (self._grown(between[0]),), following)
 
     def _attention(self, normed: Tensor, context: RaggedContext, turning: Turning | None) -> Tensor:
-        held = context.cache.of_layer(self.index)
+        held, where = context.held(self.index), context.layout(self.index).where
         kv_heads, _, head_dim = held[0].numbers.shape
         projected = [
             self._named[name](normed).unflatten(-1, (-1, head_dim)) for name in self._projections
@@ -116,9 +116,7 @@ class OwnLayer(nn.Module):
         if turning is not None and turning.growth is not None:
             new = replace(new, query=new.query * turning.growth)
         with context.timer or nullcontext():
-            self.kernels.turn_and_store(
-                new, turning, self._head_norms, context.where.token_slots, held
-            )
+            self.kernels.turn_and_store(new, turning, self._head_norms, where.token_slots, held)
             attended = attend_stored(context, self.index, new, self._scoring)
         return self._scaled(self._named[self._output](attended.flatten(1)))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from planner.cluster.accelerators import Accelerator
 from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.workload import window_room
 from quant.common.errors import DeviceError, SpecError
 from quant.scheme import ROUNDINGS
 
@@ -26,6 +27,7 @@ class StageSpec:
     `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
     `deterministic`: no token's result depends on which others are computed with it.
     `cuda_graphs`: decode steps are recorded and replayed where that can be done.
+    `requests`: those in flight that the plan counts, by which windows have rooms (0: `slots`).
     The stage is divided among `degree` ranks, of which this is number `rank`; the memory limit is
     that of the rank. Experts have `expert_bitwidths`, one a layer, where these are others; those of
     layers in `hosted_experts` lie in the host's memory, from where they stream to the device for
@@ -50,11 +52,22 @@ class StageSpec:
     parked_tokens: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True
+    requests: int = 0
     rank: int = 0
     degree: int = 1
     expert_bitwidths: tuple[int, ...] = ()
     hosted_experts: tuple[int, ...] = ()
     streams_from: int | None = None
+
+    def windows(self, shape: ModelShape) -> tuple[dict[int, int], dict[int, int]]:
+        """How many tokens each layer sees that does not see all, in a model of this shape; and the
+        token slots of a request's room in those that have rooms, as they are planned.
+        """
+        found = {layer: shape.layer(layer).sliding_window for layer in self.layers}
+        windows = {layer: window for layer, window in found.items() if window is not None}
+        requests = self.requests or self.slots
+        rooms = {n: window_room(each, requests, self.kv_tokens) for n, each in windows.items()}
+        return windows, {layer: room for layer, room in rooms.items() if room is not None}
 
     @property
     def name(self) -> str:
@@ -107,6 +120,7 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
         expert_bitwidths=stage.expert_bitwidths,
         hosted_experts=stage.hosted_experts,
         streams_from=stage.streams_from,
+        requests=plan.workload.global_batch,
     )
 
 

@@ -43,6 +43,7 @@ from actors.stage.spec import StageSpec
 from actors.stage_figures import StageStats
 from actors.transport.collectives import ALONE, RankGroup
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
+from planner.model.finding import model_shape
 from planner.model.tensor_parallel import spread
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
@@ -90,8 +91,16 @@ class Stage:
         tensors = Checkpoint(checkpoint)
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
-        shares = shares_of(spec, tensors)
-        form = CacheForm(self.dtype, device, spec.kv_bits, spec.slots, shares=shares)
+        shares, (windows, rooms) = shares_of(spec, tensors), spec.windows(model_shape(checkpoint))
+        form = CacheForm(
+            self.dtype,
+            device,
+            spec.kv_bits,
+            spec.slots,
+            shares=shares,
+            windows=windows,
+            rooms=rooms,
+        )
         self._cache = make_cache(
             config, spec.layers, spec.kv_tokens, form, importance, spec.parked_tokens
         )

@@ -20,6 +20,7 @@ from planner.costs.temporaries import (
     int8_bytes,
     mixer_bytes,
     restored_bytes,
+    scratch_tokens,
 )
 from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
@@ -166,14 +167,23 @@ def _check_one_kind(shape: ModelShape) -> None:
 def kv_cache_bytes_per_layer(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> int:
-    """Bytes of the keys and values of all token slots in a layer, and of its constant state for all
-    requests in flight; 16 bits stand for `dtype`. `shape` has layers of one kind.
-    """
+    """Bytes that a layer of one kind keeps of all requests in flight; 16 bits stand for `dtype`."""
     _check_one_kind(shape)
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
-    states = workload.global_batch * shape.state_bytes(DTYPE_BYTES[dtype])
-    return 2 * workload.kv_tokens * kv_token_bytes(shape, kv_bits, dtype) + states
+    token, request = kept_of_requests(shape, workload, kv_bits, dtype)
+    return workload.kv_tokens * token + workload.global_batch * request
+
+
+def kept_of_requests(
+    shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
+) -> tuple[int, int]:
+    """Bytes that a layer of one kind keeps of each token, and of a request whatever its length: its
+    constant state, or the room of its window.
+    """
+    token, state = 2 * kv_token_bytes(shape, kv_bits, dtype), shape.state_bytes(DTYPE_BYTES[dtype])
+    room = workload.room(shape.sliding_window)
+    return (token, state) if room is None else (0, room * token + state)
 
 
 def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
@@ -211,7 +221,21 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
         logits = work.vocabulary or shape.vocab_size
         peaks.append(rows * logits * (element + _SAMPLING_BYTES_PER_LOGIT))
     under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.message_width * element
-    return max(peaks) + under_way
+    return max(peaks) + under_way + _scratch_bytes(work)
+
+
+def _scratch_bytes(work: StageWork) -> int:
+    """Bytes of the scratch that layers with rooms share, and where later layers read the keys of
+    such a layer too, of one of its own.
+    """
+    scratch, is_read = 0, any(each.reads_earlier_keys for each in work.shape.kind_shapes)
+    for each in work.shape.kind_shapes:
+        room, window = work.workload.room(each.sliding_window), each.sliding_window
+        if room is not None and window is not None:
+            tokens = scratch_tokens(room, window, work.prefill_tokens, work.mixed)
+            own = 2 * tokens * kv_token_bytes(each, work.kv_bits, work.dtype)
+            scratch = max(scratch, own * (2 if is_read else 1))
+    return scratch
 
 
 @lru_cache(maxsize=1024)
@@ -247,6 +271,7 @@ def _decode_keys(work: StageWork, processor: Processor | None) -> int:
     (`actors.attention.addresses.Addresses.read_together`).
     """
     shape, longest = work.shape, work.workload.total_length
+    longest = min(longest, work.workload.room(shape.sliding_window) or longest)
     copied = work.decode_requests * longest
     if processor is not None and reads_ranges(processor, work.dtype, shape.head_dim):
         copied = longest
@@ -356,8 +381,12 @@ def stage_memory(
 
 
 def state_bytes(work: StageWork, layers: range) -> int:
-    """Bytes of a request's constant states in these layers of the model."""
-    return sum(work.shape.layer(each).state_bytes(DTYPE_BYTES[work.dtype]) for each in layers)
+    """Bytes of a request in these layers of the model, whatever its length."""
+    kinds = [
+        kept_of_requests(each, work.workload, work.kv_bits, work.dtype)[1]
+        for each in work.shape.kind_shapes
+    ]
+    return sum(kinds[kind] for kind in work.shape.kind_of_layer[layers.start : layers.stop])
 
 
 def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: bool) -> int:

@@ -88,6 +88,17 @@ def bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
     return prompt_length**2 * (element + 1) if windowed else 0
 
 
+def scratch_tokens(room: int, window: int, tokens: int, mixed: int) -> int:
+    """Most tokens in the scratch of a pass of so many new `tokens` over layers whose windows have
+    rooms (`actors.attention.windows`): these, and the window before each part of a prompt that is
+    too long for its room; only micro-batches that mix the phases, of up to `mixed` requests, have
+    parts.
+    """
+    if tokens <= room - window:
+        return 0
+    return tokens + min(mixed, tokens // (room - window + 1)) * (window - 1)
+
+
 @cache
 def restored_bytes(shape: ModelShape, processor: Processor, dtype: str, rows: int) -> int:
     """Bytes of the largest weight that products of so many rows restore, at any bitwidth."""

@@ -15,7 +15,7 @@ from itertools import pairwise
 from planner.cluster.device import Device
 from planner.cluster.spec import equal_devices
 from planner.costs.communication import HostCopies, cache_tensors, handover_terms
-from planner.costs.memory import kv_token_bytes, layer_weight_bytes, model_weight_bytes
+from planner.costs.memory import kept_of_requests, layer_weight_bytes, model_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.latency_bound.timeline import GridTimes
@@ -26,7 +26,6 @@ from planner.search.fitting import first_sets
 from planner.search.in_flight import JobSearch
 from planner.workload import Job, MicroBatches, Workload
 from quant.common.errors import DoesNotFitError
-from quant.scheme import DTYPE_BYTES
 
 
 class PlacedLayers:
@@ -182,8 +181,8 @@ def kept_bytes(costs: CostModel, device: Device, kinds: Sequence[int]) -> tuple[
     of a request.
     """
     shapes, dtype = costs.shape_on(device).kind_shapes, costs.dtype(device)
-    token = sum(2 * kv_token_bytes(shapes[kind], costs.kv_bits, dtype) for kind in kinds)
-    state = sum(shapes[kind].state_bytes(DTYPE_BYTES[dtype]) for kind in kinds)
+    kept = [kept_of_requests(each, costs.workload, costs.kv_bits, dtype) for each in shapes]
+    token, state = (sum(kept[kind][place] for kind in kinds) for place in (0, 1))
     return device.degree * token, device.degree * state
 
 

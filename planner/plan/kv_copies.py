@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +16,13 @@ from planner.costs.communication import (
     handover_terms,
     park_tokens_from,
 )
+from planner.costs.memory import kept_of_requests
 from planner.lengths import FloatArray
 from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
+from quant.scheme import FULL_BITS
 
 HOST_SHARE = 0.5
 """Share of a node's memory that its stages may park in: loading and Ray's object store need the
@@ -181,11 +184,18 @@ def handover_link(
     return HandoverLink(*(plan.time_scale * each for each in (latency_s, token_s, request_s)))
 
 
-def kept_shares(shape: ModelShape, layers: range, held: range) -> tuple[float, float]:
+def kept_shares(
+    workload: Workload, shape: ModelShape, layers: range, held: range
+) -> tuple[float, float]:
     """The shares of `layers` in what all that are `held` keep of a token and of a request."""
 
-    def share(kept: Callable[[ModelShape], int]) -> float:
-        own, whole = (sum(kept(shape.layer(each)) for each in part) for part in (layers, held))
+    kinds = [kept_of_requests(each, workload, FULL_BITS, "float32") for each in shape.kind_shapes]
+
+    def share(place: int) -> float:
+        own, whole = (
+            sum(kinds[shape.kind_of_layer[layer]][place] for layer in part)
+            for part in (layers, held)
+        )
         return own / whole if whole else 0.0
 
-    return share(lambda each: each.kv_width), share(lambda each: each.state_bytes(1))
+    return share(0), share(1)

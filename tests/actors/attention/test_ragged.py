@@ -275,7 +275,7 @@ def test_a_micro_batch_is_taken_apart_by_kind() -> None:
 
     def parts(starts: list[int], counts: list[int]) -> list[tuple[str, list[int]]]:
         made = context(cache, list(range(len(starts))), starts, counts)
-        return [(part.kind, part.where.batch.slots.tolist()) for part in made.parts]
+        return [(part.kind, part.where.batch.slots.tolist()) for part in made.whole.parts]
 
     assert parts([3, 1], [1, 1]) == [("decode", [0, 1])]
     assert parts([0, 0], [4, 4]) == [("prompts", [0, 1])]

@@ -162,7 +162,15 @@ def check_passes(folder: Path, index: int, kv_bits: int, device: torch.device) -
     assert graphs is not None
     assert plain._graphs is None
     drawn = torch.Generator().manual_seed(2)
-    held = [each._cache.of_tokens(0, SLOTS * TOKENS) for each in (plain, recorded)]
+    caches = plain._cache, recorded._cache
+    held = [
+        [part for stored in cache._all() for part in (stored.numbers, stored.scales)]
+        for cache in caches
+    ]
+    held = [[part for part in parts if part is not None] for parts in held]
+    for cache in caches:
+        for rooms in cache._windows.values():
+            rooms.restored(1, EARLIER)
     for wanted, found in zip(*held, strict=True):
         before = torch.randint(-9, 9, wanted.shape, generator=drawn) / 16.0
         for stored in (wanted, found):

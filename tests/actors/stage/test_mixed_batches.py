@@ -49,9 +49,15 @@ def spoil_others(stages: Sequence[Stage], ranges: Sequence[TokenRange]) -> None:
     for each in ranges:
         others[each.begin : each.end] = False
     for stage in stages:
-        for stored in stage._cache._all():
+        for stored in stage._cache._in_ranges():
             held = stored.numbers if stored.scales is None else stored.scales
             held[:, others] = torch.nan
+        for rooms in stage._cache._windows.values():
+            lengths = torch.from_numpy(rooms._ends - rooms._firsts)
+            behind = (torch.arange(rooms.room) >= lengths[:, None]).flatten()
+            for tensor in rooms._tensors:
+                if tensor.is_floating_point():
+                    tensor[:, :, behind] = torch.nan
 
 
 class MessagePipeline(LocalPipeline):

@@ -219,8 +219,8 @@ def test_sensitivities_by_default_are_shares_of_all_weights() -> None:
 def test_layers_are_handed_over_by_what_they_keep() -> None:
     """Layers 1 to 3 have keys, 4 and 5 states: a third of the keys, half of the states."""
     shape = three_kinds(PATTERN)
-    assert kept_shares(shape, range(3, 5), range(1, 6)) == pytest.approx((1 / 3, 1 / 2))
-    assert kept_shares(shape, range(4, 6), range(4, 6)) == (0.0, 1.0)
+    assert kept_shares(WORKLOAD, shape, range(3, 5), range(1, 6)) == pytest.approx((1 / 3, 1 / 2))
+    assert kept_shares(WORKLOAD, shape, range(4, 6), range(4, 6)) == (0.0, 1.0)
 
 
 def test_ranks_have_a_part_of_every_kind_of_layer() -> None:
