@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from quant.common.units import GIB, KIB, MIB
@@ -169,10 +170,21 @@ def layer_span(layers: range) -> str:
 
 def part_span(layers: range, part: Part) -> str:
     """Name a span of layers, or a part of them: "experts of layers 8 to 11"."""
-    span = layer_span(layers)
+    return _part_named(layer_span(layers), part, len(layers))
+
+
+def part_runs(layers: Sequence[int], part: Part) -> str:
+    """Name layers in their order, or a part of them, as `part_span` where they are one span."""
+    span = range(layers[0], layers[-1] + 1)
+    if len(layers) == len(span):
+        return part_span(span, part)
+    return _part_named(layer_runs(layers), part, len(layers))
+
+
+def _part_named(layers: str, part: Part, count: int) -> str:
     if part == "rest":
-        return f"{span} without {'its' if len(layers) == 1 else 'their'} experts"
-    return f"experts of {span}" if part == "experts" else span
+        return f"{layers} without {'its' if count == 1 else 'their'} experts"
+    return f"experts of {layers}" if part == "experts" else layers
 
 
 def bits_named(bits: int, on_host: bool) -> str:
@@ -180,15 +192,34 @@ def bits_named(bits: int, on_host: bool) -> str:
     return f"{bits} bit{' on the host' if on_host else ''}"
 
 
+MOST_RUNS = 4  # of layers at equal distances that are all named
+
+
 def layer_runs(layers: Iterable[int]) -> str:
-    """Name layers by their runs: "layers 0–10, 17"."""
-    runs: list[list[int]] = []
+    """Name layers by their runs: "layers 0–10, 17"; many at equal distances as "layers 3, 7, 11, …
+    47".
+    """
+    runs: list[range] = []
     for layer in layers:
-        if runs and runs[-1][1] == layer - 1:
-            runs[-1][1] = layer
+        if runs and runs[-1].stop == layer:
+            runs[-1] = range(runs[-1].start, layer + 1)
         else:
-            runs.append([layer, layer])
-    return "layers " + ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
+            runs.append(range(layer, layer + 1))
+    named = list[str]()
+    while runs:
+        alike = _equally_far(runs)
+        head, runs = runs[:alike], runs[alike:]
+        names = [f"{run[0]}" if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in head]
+        named += names if alike <= MOST_RUNS else [*names[:3], f"… {names[-1]}"]
+    return "layers " + ", ".join(named)
+
+
+def _equally_far(runs: Sequence[range]) -> int:
+    """How many of the first runs are as long as the first, and as far apart as the first two."""
+    for place, (before, run) in enumerate(pairwise(runs), 1):
+        if len(run) != len(runs[0]) or run[0] - before[0] != runs[1][0] - runs[0][0]:
+            return place
+    return len(runs)
 
 
 def layer_numbers(layers: range) -> str:

@@ -159,7 +159,7 @@ def expected_perplexity(forecast: PerplexityForecast) -> str:
 def beside(plan: PlanSpec, baseline: Baseline) -> str:
     """A simpler plan against this one."""
     if baseline.latency_s is None or baseline.sensitivity is None:
-        return f"{baseline.name}: does not fit at any bitwidth"
+        return f"{baseline.name}: no one bitwidth fits"
     ratio = baseline.latency_s / plan.predicted.latency_s
     return (
         f"{baseline.name} ({baseline.bitwidth} bit): {duration(baseline.latency_s)} "

@@ -12,6 +12,7 @@ from llmpq.report.formatting import (
     layer_span,
     listed,
     number,
+    part_runs,
     part_span,
     plural,
     seconds,
@@ -99,18 +100,14 @@ def layer_sentence(reason: LayerReason, device: str, gap_s: float) -> str:
 def layer_sentences(
     reasons: Sequence[LayerReason], devices: Sequence[str], gap_s: float
 ) -> list[str]:
-    """One sentence for each run of layers with the same reasons, experts by themselves; `devices`
-    by stage.
-    """
-    runs: list[tuple[range, Part, str]] = []
+    """One sentence for all layers with the same reasons, experts apart; `devices` by stage."""
+    alike: dict[tuple[Part, str], list[int]] = {}
     for reason in sorted(reasons, key=lambda each: each.part == "experts"):
         text = _placed(reason, devices[reason.stage], gap_s)
-        same = runs and runs[-1][1:] == (reason.part, text)
-        if same and runs[-1][0].stop == reason.layers.start:
-            runs[-1] = range(runs[-1][0].start, reason.layers.stop), reason.part, text
-        else:
-            runs.append((reason.layers, reason.part, text))
-    return [f"{part_span(layers, part).capitalize()}: {text}" for layers, part, text in runs]
+        alike.setdefault((reason.part, text), []).extend(reason.layers)
+    return [
+        f"{part_runs(layers, part).capitalize()}: {text}" for (part, text), layers in alike.items()
+    ]
 
 
 def _placed(reason: LayerReason, device: str, gap_s: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,11 +29,14 @@ from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
 from planner.optimiser.sensitivity_tables import LossTables
 from planner.optimiser.stage_lister import StageLister, has_one_row
-from planner.optimiser.stage_options import StageOptions
+from planner.optimiser.stage_options import Box, StageOptions, least_above
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
 NARROW_GROWTH = (1.002, 1.005, 1.01, 1.02, 1.03, 1.045, 1.06, 1.1, 1.2, 1.6)
-"""Limits where kinds of layers multiply the options with each."""
+"""Limits where kinds of layers multiply the options with each; after few options the next is left
+out."""
+FEW_OPTIONS = 5_000  # found in a hundredth of a second
+REACH = 1.4  # times as far over the bound as the limit, at which what is sought is tried at once
 LEAST_GAP = 1e-9  # relative; above the rounding of sums
 TRIP_STEPS = 4
 
@@ -62,14 +65,15 @@ class _BoxMethod:
         self._tables, self._options, self._start_s = tables, options, start_s
         self._found: Assignment | None = None
         self._bound = relaxed.bound
+        self._listed = 0
 
     def result(self) -> Assignment:
         """Raise the limit until the best plan lies below it, or nothing of interest does."""
         options = self._options
-        for limit in self._limits():
+        for limit, nearer in self._limits():
             if limit <= self._bound:
                 continue
-            if not self._search(limit):
+            if not self._search(limit) and not (nearer < limit and self._search(nearer)):
                 limit_s = options.time_limit_s
                 if limit_s is not None:
                     limit_s = max(limit_s - (options.clock() - self._start_s), limit_s / 10)
@@ -81,11 +85,20 @@ class _BoxMethod:
             best = self._best
         return conclude(best, self._bound, options, self._start_s, rounding)
 
-    def _limits(self) -> Iterator[float]:
-        growths = GROWTH if has_one_row(self._problem) else NARROW_GROWTH
-        for growth in (*growths, math.inf):
-            raised = growth * self._relaxed.bound if math.isfinite(growth) else growth
-            yield min(self._target(), raised)
+    def _limits(self) -> Iterator[tuple[float, float]]:
+        """Yield each limit, and a nearer one should that be too far."""
+        even, lowest = has_one_row(self._problem), self._relaxed.bound
+        leaves_out = False
+        for growth in (*(GROWTH if even else NARROW_GROWTH), math.inf):
+            if leaves_out and math.isfinite(growth):
+                leaves_out = False
+                continue
+            raised = growth * lowest if math.isfinite(growth) else growth
+            target = self._target()
+            nearer = min(target, raised)
+            is_near = not even and target - lowest <= REACH * (raised - lowest)
+            yield target if is_near else nearer, nearer
+            leaves_out = not even and self._listed < FEW_OPTIONS
             if self._bound >= self._target() * (1 - ROUNDING):
                 return
 
@@ -112,6 +125,7 @@ class _BoxMethod:
         if lister.has_too_many:
             return False
         kinds = [lister.options(kind) for kind in range(relaxed.priced.kinds.count.size)]
+        self._listed = sum(options.run.size for options in kinds)
         stages = tuple(kinds[kind] for kind in relaxed.priced.kinds.of_stage)
         form = relaxed.priced.form
         box = Box(form.prefill_floor_s, form.decode_floor_s, stages)
@@ -132,15 +146,6 @@ class _BoxMethod:
     def _out_of_time(self) -> bool:
         limit_s = self._options.time_limit_s
         return limit_s is not None and self._options.clock() - self._start_s > limit_s
-
-
-@dataclass(frozen=True, eq=False)
-class Box:
-    """Limits in seconds on the slowest prefill and decode, and what each stage may hold [N]."""
-
-    prefill_least: float
-    decode_least: float
-    options: tuple[StageOptions, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,22 +335,22 @@ class BoxSearch:
         decode_most = _ratio(slack, (1 - found.trip) * form.decode_max) + box.decode_least
         if path.slowest_prefill_s < prefill_most and path.slowest_decode_s < decode_most:
             return None
-        return _below(box, prefill_most, decode_most)
+        return box.below(prefill_most, decode_most)
 
     def _halves(self, box: Box, found: BoxBound) -> tuple[Box, ...]:
         form, path, other = self._form, found.path, found.other
         prefill_gap = form.prefill_max * (path.slowest_prefill_s - box.prefill_least)
         decode_gap = form.decode_max * (path.slowest_decode_s - box.decode_least)
         if other is not None and self._trip_excess(box, path) > max(prefill_gap, decode_gap):
-            return _split_stage(box, path.decode_s, other.decode_s)
+            return box.split_stage(path.decode_s, other.decode_s)
         if prefill_gap >= decode_gap:
             middle = (box.prefill_least + path.slowest_prefill_s) / 2
-            least = _least_above(middle, (each.prefill_s for each in _distinct(box.options)))
-            below = _below(box, middle, math.inf)
+            least = least_above(middle, (each.prefill_s for each in box.distinct))
+            below = box.below(middle, math.inf)
             return (below,) if least is None else (below, replace(box, prefill_least=least))
         middle = (box.decode_least + path.slowest_decode_s) / 2
-        least = _least_above(middle, (each.decode_s for each in _distinct(box.options)))
-        below = _below(box, math.inf, middle)
+        least = least_above(middle, (each.decode_s for each in box.distinct))
+        below = box.below(math.inf, middle)
         return (below,) if least is None else (below, replace(box, decode_least=least))
 
 
@@ -365,35 +370,6 @@ def _after(tables: Sequence[FloatArray]) -> FloatArray:
     for stage in range(len(tables) - 1, -1, -1):
         (tables[stage] + after[stage + 1]).min(axis=1, out=after[stage])
     return after
-
-
-def _least_above(middle: float, seconds: Iterable[FloatArray]) -> float | None:
-    above = [values[values > middle] for values in seconds]
-    return min((float(values.min()) for values in above if values.size), default=None)
-
-
-def _below(box: Box, prefill_most: float, decode_most: float) -> Box:
-    kept = {
-        id(options): options.where(
-            (options.prefill_s <= prefill_most) & (options.decode_s <= decode_most)
-        )
-        for options in _distinct(box.options)
-    }
-    return replace(box, options=tuple(kept[id(options)] for options in box.options))
-
-
-def _split_stage(box: Box, decode_s: FloatArray, other_s: FloatArray) -> tuple[Box, ...]:
-    stage = int(np.abs(decode_s - other_s).argmax())
-    middle = float(decode_s[stage] + other_s[stage]) / 2
-    own, options = box.options[stage], box.options
-    return tuple(
-        replace(box, options=(*options[:stage], own.where(mask), *options[stage + 1 :]))
-        for mask in (own.decode_s <= middle, own.decode_s > middle)
-    )
-
-
-def _distinct(options: Sequence[StageOptions]) -> list[StageOptions]:
-    return list({id(each): each for each in options}.values())
 
 
 def _ratio(slack: float, weight: float) -> float:

@@ -68,11 +68,14 @@ def _most_bits_first(problem: AssignmentProblem) -> list[int]:
 
 
 def even_boundaries(problem: AssignmentProblem) -> tuple[int, ...]:
-    """Boundaries [N+1] as near to an even partition as joined layers allow."""
-    even = np.concatenate([[0], np.cumsum(even_sizes(problem.layers, problem.stages))])
-    open_ones = problem.open_boundaries
-    nearest = np.abs(open_ones - even[:, np.newaxis]).argmin(axis=1)
-    return tuple(open_ones[nearest].tolist())
+    """Boundaries [N+1] as near to an even partition as joined layers allow; both ends hold some,
+    unless all are joined.
+    """
+    even = np.cumsum(even_sizes(problem.layers, problem.stages))[:-1]
+    borders = problem.open_boundaries
+    inner = borders[1:-1] if borders.size > 2 else borders
+    nearest = np.abs(inner - even[:, np.newaxis]).argmin(axis=1)
+    return (0, *inner[nearest].tolist(), problem.layers)
 
 
 def even_sizes(layers: int, stages: int) -> IntArray:

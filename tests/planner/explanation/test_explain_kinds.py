@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
+from llmpq.report.formatting import layer_runs
 from llmpq.report.reasons import layer_sentences, reason_groups
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
@@ -169,6 +171,20 @@ def test_words_tell_parts_and_places() -> None:
     titles = [group.title for group in reason_groups(reasons, 1e-9)]
     assert any(title.startswith("experts of ") for title in titles)
     assert any("without experts" in title for title in titles)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([7], "layers 7"),
+        ([*range(11), 17], "layers 0–10, 17"),
+        (range(3, 48, 4), "layers 3, 7, 11, … 47"),
+        ([0, *(i for i in range(4, 24) if i % 4), 30], "layers 0, 5–7, 9–11, 13–15, … 21–23, 30"),
+        ([1, 5, 9, 13], "layers 1, 5, 9, 13"),
+    ],
+)
+def test_layers_at_equal_distances_are_named_shortly(layers: Sequence[int], words: str) -> None:
+    assert layer_runs(layers) == words
 
 
 def test_changed_plans_count_layers_once() -> None:

@@ -172,6 +172,8 @@ def test_an_even_partition_keeps_joined_layers_together() -> None:
     joined = replace(problem, joined=(3, 6, 7))
     first_layer = solve(joined, "uniform").first_layer
     assert first_layer == (0, 2, 5, 9)
+    until_the_end = replace(problem, joined=tuple(range(3, 9)))
+    assert solve(until_the_end, "uniform").first_layer == (0, 2, 2, 9)
 
 
 def test_losses_of_a_run_are_those_of_its_layers_matched_kind_by_kind() -> None:
