@@ -125,6 +125,15 @@ class ExpertWeights:
                 self._joined[name][index] = part
         self.weights.append(self._part(type(packed), index, dtype))
 
+    def put(self, index: int, weight: Tensor) -> None:
+        """Take `weight` `[out, in]` in place of an expert's plain one."""
+        held = self.weights[index]
+        if type(held) is PlainWeight:
+            held.weight.copy_(weight)
+        else:  # in blocks
+            dtype = torch.bfloat16
+            self.weights[index] = PlainWeight(copy_of(weight, dtype, torch.device("cpu")))
+
     def multiply(self, rows: Tensor, counts: Sequence[int], product: Product) -> Tensor:
         """Multiply `rows` `[asked, in]`, of which `counts` follow each other for each expert, to
         `[asked, out]`, one `product` an expert.
@@ -223,8 +232,9 @@ PackExpert = Callable[[Tensor, LayerForm, str, InputStatistics | None, Cut | Non
 
 class QuantizedExperts(nn.Module):
     """Takes the place of transformers' fused experts. `apply_gate` makes `[rows, width]` of gate
-    and up, `[rows, 2 * width]`. `seen`, where it is set, is given the inputs of `down` `[asked,
-    width]` and how many of them are each expert's. `padded_to`: rows that products have at least.
+    and up, `[rows, 2 * width]`. `seen`, where it is set, is given the name of a weight, its inputs
+    `[asked, in]` and how many of them are each expert's. `padded_to`: rows that products have at
+    least.
     """
 
     def __init__(
@@ -240,7 +250,7 @@ class QuantizedExperts(nn.Module):
         self.bits, self.compute_dtype = form.bits, form.dtype
         self.gate_up_proj_bias: nn.Parameter | None = None
         self.down_proj_bias: nn.Parameter | None = None
-        self.seen: Callable[[Tensor, Sequence[int]], None] | None = None
+        self.seen: Callable[[str, Tensor, Sequence[int]], None] | None = None
         self.padded_to = 0
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -297,12 +307,14 @@ class QuantizedExperts(nn.Module):
         experts, order = top_k_index.flatten().sort(stable=True)
         counts = self._counts(experts)
         rows = hidden.index_select(0, order // per_token)
+        if self.seen is not None:
+            self.seen("gate_up_proj", rows, counts)
         grown = self.gate_up.multiply(rows, counts, product)
         if self.gate_up_proj_bias is not None:
             grown += self.gate_up_proj_bias.to(rows)[experts]
         gated = self.apply_gate(grown)
         if self.seen is not None:
-            self.seen(gated, counts)
+            self.seen("down_proj", gated, counts)
         out = self.down.multiply(gated, counts, product)
         if self.down_proj_bias is not None:
             out += self.down_proj_bias.to(rows)[experts]

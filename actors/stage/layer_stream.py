@@ -53,6 +53,7 @@ from quant.devices import local_processor
 from quant.experts import QuantizedExperts
 from quant.linear import LayerForm, dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme, form_of, load_layer_as_planned
+from quant.loading.expert_tensors import ExpertTensors
 from quant.loading.layer_load import LayerLoad, plain_linears
 from quant.loading.loader import loading
 from quant.rounding.importance import LayerImportance
@@ -118,10 +119,15 @@ class LayerStream:
         load_ends(model, spec, self._checkpoint, compute.dtype, compute.device)
         return model
 
-    def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
-        """`[out, in]` of each linear of a decoder layer by its name within the layer."""
-        named = plain_linears(self._empty[0], self.quantized)
+    def linear_shapes(self, index: int) -> dict[str, tuple[int, int]]:
+        """`[out, in]` of each linear of decoder layer `index` by its name within the layer."""
+        named = plain_linears(self._empty[index], self.quantized)
         return {name: (linear.out_features, linear.in_features) for name, linear in named}
+
+    def stored_experts(self, index: int) -> Mapping[str, ExpertTensors]:
+        """The experts of decoder layer `index`, as they are stored, by name within the layer."""
+        form = LayerForm(FULL_BITS, self.compute.processor, self.compute.dtype, self.compute.device)
+        return dict(self._load(index, self._empty[index], form).experts(self._checkpoint))
 
     def embed(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Hidden states `[sequences, length, hidden_size]`, and what goes with them behind, that

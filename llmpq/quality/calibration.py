@@ -116,20 +116,25 @@ def with_calibrated(
             "rounding gptq keeps a calibrated checkpoint, which no_cache forbids; give a cache_dir "
             "that all nodes see, or quantize with llmpq quantize and pass its folder as --model"
         )
-    bits = tuple(bits for stage in plan.stages for bits in stage.bitwidths)
+    choices = [each for stage in plan.stages for each in stage.choices]
+    bits = tuple(each.bits for each in choices)
+    experts = tuple(each.expert_bits for each in choices)
+    apart = "" if experts == bits else f" {experts}"
     documents = () if prompts is None else prompts(folder)
     seen = hashlib.sha256(repr(documents).encode()).hexdigest() if documents else "random ids"
-    key = hashlib.sha256(f"{model_digest(folder, reference)} {bits} {seen}".encode()).hexdigest()
+    key = hashlib.sha256(
+        f"{model_digest(folder, reference)} {bits}{apart} {seen}".encode()
+    ).hexdigest()
     target = options.cache.path / FOLDER / key[:32]
     if not (target / CONFIG_FILE).is_file():
-        _quantize(folder, target, bits, documents, progress)
+        _quantize(folder, target, (bits, experts), documents, progress)
     return replace(options, model=str(target))
 
 
 def _quantize(
     folder: Path,
     target: Path,
-    bits: Sequence[int],
+    bits: tuple[Sequence[int], Sequence[int]],
     documents: Sequence[Document],
     progress: ReportProgress | None,
 ) -> None:
@@ -148,5 +153,6 @@ def _quantize(
         token_ids = torch.from_numpy(drawn_windows(windows, _SEQUENCES, _SEED))
     else:
         token_ids = random_token_ids(read_config(folder), _SEQUENCES, length)
-    wanted = Quantization(bits, token_ids, compute_of("auto", "auto"), GptqOptions())
+    compute = compute_of("auto", "auto")
+    wanted = Quantization(bits[0], token_ids, compute, GptqOptions(), bits[1])
     quantize_checkpoint(folder, target, wanted, progress=progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -20,12 +19,10 @@ from planner.model.expert_entries import says_experts
 from planner.model.families import FAMILIES, expert_model_types, wrapper_types
 from planner.model.family import Family
 from planner.model.shape import ModelShape
+from planner.model.stored_bits import as_configured, as_stored
 from quant.checkpoint.gguf.folder import gguf_index, model_name, settings_place
 from quant.checkpoint.gptq_config import (
     CONFIG_FILE,
-    GptqConfig,
-    StoredLinear,
-    bits_of_words,
     parse_gptq_config,
     quantization_entries,
     read_gptq_config,
@@ -46,84 +43,6 @@ from quant.checkpoint.stored_tensors import (
 from quant.common.errors import SpecError
 from quant.common.files import FileIdentity, read_json_object
 from quant.common.text import near_names
-from quant.scheme import FULL_BITS, LinearShape
-
-
-def as_configured(config: GptqConfig, shape: ModelShape) -> GptqConfig:
-    if not config.modules:
-        return config
-    given = [
-        any(f".{module}".endswith(f".{name}") for module in config.modules)
-        for name in _linear_names(shape)
-    ]
-    size = config.group_size
-    linears = [StoredLinear(config.bits if each else FULL_BITS, size) for each in given]
-    return _of_linears(config, shape, linears)
-
-
-def as_stored(config: GptqConfig, shape: ModelShape, folder: Path) -> GptqConfig:
-    """Return `config` with bits and groups of the weights in `folder`, as rules (`dynamic`) may
-    change them; `mixed` where layers differ.
-    """
-    tensors = stored_tensors(folder)
-    if not tensors:
-        return config
-    names = FAMILIES[shape.model_type].architecture
-    linears = list(zip(_linear_names(shape), shape.layer_linears, strict=True))
-    layers = list[list[StoredLinear]]()
-    for index in range(shape.layers):
-        layer = f"{names.layers_path}.{index}"
-        found = [
-            _stored(linear, *_parts(f"{layer}.{name}", names.base, tensors))
-            for name, linear in linears
-        ]
-        layers.append([each for each in found if each is not None])
-        if len(layers[-1]) < len(linears):  # not here yet, or damaged, as checking them will tell
-            return config
-    if len({tuple(linear.bits for linear in layer) for layer in layers}) > 1:
-        return replace(config, mixed=True)
-    finest = [min(place, key=lambda each: each.group_size) for place in zip(*layers, strict=True)]
-    return _of_linears(replace(config, mixed=False), shape, finest)
-
-
-def _linear_names(shape: ModelShape) -> tuple[str, ...]:
-    names = FAMILIES[shape.model_type].architecture
-    return (*names.attention, *names.mlp)
-
-
-def _parts(
-    module: str, base: str, tensors: Mapping[str, StoredTensor]
-) -> tuple[StoredTensor | None, StoredTensor | None]:
-    found = (stored_name(tensors, f"{module}.{part}", base) for part in ("qweight", "scales"))
-    words, scales = (None if name is None else tensors[name] for name in found)
-    return words, scales
-
-
-def _stored(
-    linear: LinearShape, words: StoredTensor | None, scales: StoredTensor | None
-) -> StoredLinear | None:
-    if words is None:
-        return StoredLinear(FULL_BITS, linear.in_features)
-    if not words.shape or scales is None or not scales.shape:
-        return None
-    bits = bits_of_words(words.shape[0], linear.in_features)
-    size = -(-linear.in_features // max(1, scales.shape[0]))
-    return None if bits is None else StoredLinear(bits, size)
-
-
-def _of_linears(
-    config: GptqConfig, shape: ModelShape, linears: Sequence[StoredLinear]
-) -> GptqConfig:
-    """Return `config` with what differs in `linears`; its bits are then those of most weights."""
-    weights = Counter[int]()
-    for stored, linear in zip(linears, shape.layer_linears, strict=True):
-        weights[stored.bits] += linear.parameters
-    usual = config.bits if config.bits in weights else weights.most_common(1)[0][0]
-    plain = replace(config, bits=usual, linears=())
-    made = replace(plain, linears=tuple(linears))
-    shapes = [replace(shape, stored=each).layer_linears for each in (plain, made)]
-    return plain if shapes[0] == shapes[1] else made
-
 
 _BLOCK_BYTES = 1 << 24
 
@@ -256,18 +175,7 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
         shape = shape.with_all(max_positions=reach(config, shape.max_positions))
     if quantization is None:
         return shape
-    stored = parse_gptq_config(quantization, config.place)
-    _check_alike(shape, config.place)
-    return shape.with_all(stored=as_configured(stored, shape))
-
-
-def _check_alike(shape: ModelShape, place: str) -> None:
-    """Refuse a GPTQ checkpoint of layers whose weights do not all have one list of names."""
-    if not shape.linears_are_alike:
-        raise SpecError(
-            f"{place}: its weights are quantized by GPTQ, which is not read of a {shape.model_type}"
-            " model, whose layers have experts or differ; give the original checkpoint in 16 bit"
-        )
+    return as_configured(parse_gptq_config(quantization, config.place), shape)
 
 
 def _read_shape(config: ConfigFile, family: Family) -> ModelShape:
@@ -322,9 +230,10 @@ def _folder_shape(folder: Path) -> ModelShape:
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
     stored = shape.stored or read_gptq_config(folder)
     if stored is not None:
-        _check_alike(shape, place)
-        stored = as_stored(stored, shape.with_all(stored=None), folder)
-    return shape.with_all(stored=stored, tied_embeddings=tied)
+        configured = shape if shape.stored else shape.with_all(stored=stored)
+        read = replace(stored, linears=())
+        shape = as_stored(read, shape.with_all(stored=None), folder) or configured
+    return shape.with_all(tied_embeddings=tied)
 
 
 def _folder_name(folder: Path) -> str:

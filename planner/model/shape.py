@@ -159,14 +159,6 @@ class ModelShape:
         return replace(self, kinds=kinds, **changes)
 
     @property
-    def linears_are_alike(self) -> bool:
-        """Whether layers have one list of linears and no experts, as GPTQ's checkpoints need it."""
-        kinds = self.kind_shapes
-        return len({kind.layer_linears for kind in kinds}) == 1 and not any(
-            kind.experts for kind in kinds
-        )
-
-    @property
     def query_width(self) -> int:
         return self.heads * self.head_dim
 
@@ -202,8 +194,10 @@ class ModelShape:
         """Weights of one expert, gate and up in one; none where the layer has no experts."""
         if self.experts is None:
             return ()
-        first, last = self.experts.linears(self.hidden_size)
-        return first, replace(last, cut_group=self.cut_groups[-1] if self.cut_groups else None)
+        first = len(self._attention_linears()) + len(self._mlp_linears())
+        plain = self.experts.linears(self.hidden_size)
+        grown, last = (self._as_stored(first + place, own) for place, own in enumerate(plain))
+        return grown, replace(last, cut_group=self.cut_groups[-1] if self.cut_groups else None)
 
     @property
     def full_linears(self) -> tuple[LinearShape, ...]:

@@ -116,6 +116,7 @@ class _Weights:
         linears = {f"{name}.weight" for name in (*names.attention, *names.mlp)}
         fused = [name for name in fused_experts(kind) if not name.endswith("_bias")]
         forms = [f"{layer}.{name}{end}" for name in fused for end in ("", "_blocks")]
+        is_packed = self._check_packed_experts(layer, kind)
         is_fused = any([self._find(each) for each in forms])
         for name, size in layer_tensors(kind).items():
             full = f"{layer}.{name}"
@@ -124,11 +125,23 @@ class _Weights:
                 continue
             if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
                 self.check(full, size)
-        if fused and not is_fused:
+        if fused and not is_fused and not is_packed:
             self._check_experts(layer, kind)
         if kind.reads_earlier_keys:  # published files have what makes keys and values all the same
             for name in KEY_TENSORS:
                 self._find(f"{layer}.{name}")
+
+    def _check_packed_experts(self, layer: str, kind: ModelShape) -> bool:
+        """Check experts that are stored as codes; False where they are not."""
+        if self.shape.stored is None or kind.experts is None:
+            return False
+        each = separate_experts(kind, self.names.experts_by_inputs)
+        sizes = {name: size for own in each for name, size in own.items()}
+        modules = {f"{layer}.{n.removesuffix('.weight')}": size for n, size in sizes.items()}
+        found = [self._check_packed(module, size) for module, size in modules.items()]
+        if found[0] and not all(found):
+            raise CheckpointError(self._missing(f"{[*modules][found.index(False)]}.qweight"))
+        return found[0]
 
     def _check_experts(self, layer: str, kind: ModelShape) -> None:
         """Check experts that are stored one by one."""
@@ -349,11 +362,15 @@ def fused_experts(kind: ModelShape) -> Shapes:
     return found
 
 
-def separate_experts(kind: ModelShape) -> list[Shapes]:
-    """Tensors of each expert, as older checkpoints have them."""
+def separate_experts(kind: ModelShape, fuses_gate: bool = False) -> list[Shapes]:
+    """Tensors of each expert, as older checkpoints have them; gate and up in one where their rows
+    alternate.
+    """
     assert kind.experts is not None
     inner, outer, name = kind.experts.width, kind.hidden_size, _names(kind).experts
     sizes = {"gate_proj": (inner, outer), "up_proj": (inner, outer), "down_proj": (outer, inner)}
+    if fuses_gate:
+        sizes = {"gate_up_proj": (2 * inner, outer), "down_proj": (outer, inner)}
     return [
         {f"{name}.{index}.{part}.weight": size for part, size in sizes.items()}
         for index in range(kind.experts.count)

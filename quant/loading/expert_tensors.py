@@ -7,11 +7,12 @@ transformers fuses them (Qwen3.5-MoE), that transposed, or its MXFP4 codes and s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from quant.backends.base import PackedWeight
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.experts import (
@@ -22,7 +23,9 @@ from quant.experts import (
     packed_expert,
 )
 from quant.hosted_experts import HostedExperts
-from quant.linear import HostForm, LayerForm
+from quant.linear import HostForm, LayerForm, linear_of_codes
+from quant.rounding.canonical import CanonicalWeight, part_of, rows_joined
+from quant.rounding.gptq_format import read_gptq, to_canonical
 from quant.rounding.importance import InputStatistics
 from quant.scheme import Cut, LinearShape
 
@@ -75,6 +78,48 @@ class ExpertTensors:
             return found.t() if is_transposed else found
 
         return read
+
+    def parts(self, fused: str) -> tuple[str, ...]:
+        """The projections by which codes of `fused` are stored of each expert: gate and up apart,
+        unless their rows alternate (gpt-oss).
+        """
+        is_transposed = bool(getattr(self.module, "is_transposed", False))
+        return (fused,) if is_transposed else _OF_EXPERT[fused]
+
+    def packed_parts(self, fused: str) -> tuple[str, ...]:
+        """Those of `parts` that are there, as codes; none where it has plain weights."""
+        parts = self.parts(fused)
+        return () if self._find(f"0.{parts[0]}.qweight") is None else parts
+
+    def stored_names(self) -> list[str]:
+        """Names under which the weights of all experts are stored."""
+        count, _, _ = expert_shapes(self.module)
+        each = (part for parts in _OF_EXPERT.values() for part in parts)
+        apart = (f"{index}.{part}.weight" for part in each for index in range(count))
+        whole = (f"{fused}{end}" for fused in FUSED for end in ("", _BLOCKS, _SCALES))
+        return [found for part in (*whole, *apart) if (found := self._find(part)) is not None]
+
+    def packed(self, fused: str, index: int, shape: LinearShape, form: LayerForm) -> PackedWeight:
+        """Pack the weight `fused` of an expert with the codes that it is stored with, whose bits
+        may be others than those of `form`.
+        """
+        parts, weights = self.packed_parts(fused), list[CanonicalWeight]()
+        rows, columns = self.whole(fused, shape)
+        for part in parts:
+            module = f"{self.name}.{index}.{part}"
+            size = rows // len(parts), columns
+            stored = to_canonical(read_gptq(self.checkpoint, module, size))
+            if stored.input_order is not None:
+                raise CheckpointError(
+                    "the groups of its columns lie apart (desc_act), as those of experts may not; "
+                    "quantize the model without desc_act"
+                )
+            weights.append(stored.canonical)
+        joined, cut = rows_joined(weights), self.cuts.get(fused)
+        joined = joined if cut is None else part_of(joined, cut)
+        if joined.bits != form.bits:
+            form = replace(form, bits=joined.bits, backend=None)
+        return linear_of_codes(joined, None, form).packed
 
     def _of_expert(self, fused: str, index: int, size: tuple[int, ...]) -> Tensor:
         """Read an expert that is stored by itself."""
@@ -151,12 +196,17 @@ def load_experts(
     count, *shapes = expert_shapes(module)
     held = [ExpertWeights(shape, count) for shape in shapes]
     for fused, weights in zip(FUSED, held, strict=True):
-        read = tensors.reader(fused, weights.shape)
+        is_packed = bool(tensors.packed_parts(fused))
+        read = None if is_packed else tensors.reader(fused, weights.shape)
         for index in range(count):
             name = f"{tensors.name}.{index}.{fused}"
             own = _inputs_of(inputs.get(fused), index, tensors.whole(fused, weights.shape)[1])
             try:
-                packed = pack(read(index), form, name, own, tensors.cuts.get(fused))
+                packed = (
+                    tensors.packed(fused, index, weights.shape, form)
+                    if read is None
+                    else pack(read(index), form, name, own, tensors.cuts.get(fused))
+                )
                 weights.add(packed, form.dtype)
             except CheckpointError as error:
                 raise CheckpointError(f"{name} in {tensors.checkpoint.place}: {error}") from error

@@ -19,7 +19,7 @@ from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import KEY_TENSORS, is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError, PlanMismatchError
-from quant.experts import QuantizedExperts
+from quant.experts import QuantizedExperts, expert_shapes
 from quant.linear import (
     LayerForm,
     PrepackedLinear,
@@ -36,7 +36,7 @@ from quant.loading.cached_layer import (
     put_submodule,
     read_layer,
 )
-from quant.loading.expert_tensors import load_experts
+from quant.loading.expert_tensors import GATE_UP, load_experts
 from quant.loading.layer_load import LayerLoad, expert_inputs, held_dtype
 from quant.rounding.canonical import part_of
 from quant.rounding.gptq_format import StoredWeight, read_gptq, to_canonical
@@ -124,8 +124,7 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     module, form = load.module, load.form
     if checkpoint.gptq is not None:
-        columns = {f"{load.name_prefix}.{n}": _whole(load, n, x)[1] for n, x in load.linears}
-        check_planned_bits(checkpoint, columns, form.bits)
+        _check_bits_of_layer(load, checkpoint)
     for name, linear in load.linears:
         filled = _stored_linear(load, name, linear, checkpoint)
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
@@ -209,6 +208,20 @@ def _columns(weight: StoredWeight, cut: Cut) -> StoredWeight:
             "device"
         )
     return StoredWeight(part_of(weight.canonical, cut), None)
+
+
+def _check_bits_of_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
+    """Check the linears and, where they have the same bits, the experts with them."""
+    columns = {f"{load.name_prefix}.{n}": _whole(load, n, x)[1] for n, x in load.linears}
+    for name, tensors in load.experts(checkpoint):
+        own, parts = load.form_of(name), tensors.packed_parts(GATE_UP) or ("gate_proj",)
+        first = {f"{tensors.name}.0.{parts[0]}": expert_shapes(tensors.module)[1].in_features}
+        if own.bits == load.form.bits:
+            columns |= first
+        else:
+            check_planned_bits(checkpoint, first, own.bits)
+    if columns:
+        check_planned_bits(checkpoint, columns, load.form.bits)
 
 
 def check_planned_bits(checkpoint: Checkpoint, columns: Mapping[str, int], bits: int) -> None:

@@ -11,7 +11,7 @@ with bfloat16 activations; it neither overflows nor underflows where a weight do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,6 +50,23 @@ class CanonicalWeight:
             return self
         zero = None if self.zero is None else self.zero.to(device)
         return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), zero=zero)
+
+
+def rows_joined(parts: Sequence[CanonicalWeight]) -> CanonicalWeight:
+    """Put weights of the same inputs below each other; CheckpointError where bits or groups are
+    unlike.
+    """
+    first = parts[0]
+    if any((each.bits, each.group) != (first.bits, first.group) for each in parts):
+        found = ", ".join(f"{each.bits} bits in groups of {each.group}" for each in parts)
+        raise CheckpointError(f"its parts are stored with {found}, and have to be alike")
+    zeros = [each.zero for each in parts if each.zero is not None]
+    return replace(
+        first,
+        codes=torch.cat([each.codes for each in parts]),
+        scale=torch.cat([each.scale for each in parts]),
+        zero=torch.cat(zeros) if zeros else None,
+    )
 
 
 def quantize(

@@ -17,34 +17,19 @@ row, which every 8-bit kernel takes: it is quantized once more, to the nearest o
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
-from safetensors.torch import save_file
 
 from quant.checkpoint.gptq_config import (
-    CONFIG_FILE,
-    CONFIG_KEY,
-    GPTQ_CONFIG_FILE,
     STORED_BITS,
-    WHOLE_ROW,
     WORD_BITS,
     bits_of_words,
 )
-from quant.checkpoint.model_folder import write_index
 from quant.checkpoint.reader import Checkpoint
-from quant.checkpoint.stored_tensors import INDEX_FILE, other_parts, text_name
-from quant.checkpoint.text_part import text_entries
-from quant.common.errors import CheckpointError, SpecError
+from quant.common.errors import CheckpointError
 from quant.rounding.canonical import CanonicalWeight, quantize, row_blocks
-from quant.scheme import FULL_BITS, GROUP_SIZES, GptqOptions, group_size
+from quant.scheme import group_size
 
 _WORD_MASK = (1 << WORD_BITS) - 1
 _FIRST_PART, _SECOND_PART = 21, 11
@@ -69,6 +54,20 @@ class GptqWeight:
         for block in row_blocks(rows, columns, out.device):
             out[block] = self.rows(block)
         return out
+
+    def split_rows(self, parts: int) -> list[GptqWeight]:
+        """As many weights of equal numbers of rows below each other."""
+        each = [part.chunk(parts) for part in (self.codes, self.scale, self.zero)]
+        return [
+            replace(
+                self,
+                codes=codes,
+                scale=scale,
+                zero=zero,
+                group_of_column=self.group_of_column.clone(),  # of files, no two may share memory
+            )
+            for codes, scale, zero in zip(*each, strict=True)
+        ]
 
     def rows(self, block: slice) -> torch.Tensor:
         columns = self.group_of_column.long()
@@ -276,125 +275,3 @@ def _group_of_column(checkpoint: Checkpoint, stem: str, columns: int, groups: in
             f"{groups} groups; the checkpoint is damaged"
         )
     return index.int()
-
-
-@dataclass(frozen=True)
-class GptqLayout:
-    """How decoder layers are written. `layers_name`: full name of their list; `linears`: `[out,
-    in]` by name within a layer; `head_names`: those that the LM head may be stored under. SpecError
-    where nothing is to be quantized, or the format cannot hold a linear.
-    """
-
-    layers_name: str
-    bitwidths: Sequence[int]
-    linears: Mapping[str, tuple[int, int]]
-    head_names: Sequence[str]
-
-    def __post_init__(self) -> None:
-        below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != FULL_BITS]
-        if not below:
-            raise SpecError("all layers have 16 bits: there is nothing to quantize; use the model")
-        for index, bits in below:
-            for name, (rows, columns) in self.linears.items():
-                if not fills_words(rows, columns, bits):
-                    raise SpecError(
-                        f"{self.layers_name}.{index}.{name} of {rows} x {columns} does not fill "
-                        f"whole words at {bits} bits, as the GPTQ format asks; plan with other "
-                        "--bits for this model (3 needs multiples of 32, 4 of 8, 8 of 4)"
-                    )
-
-    def configuration(self, options: GptqOptions) -> dict[str, Any]:
-        usual_bits = Counter(b for b in self.bitwidths if b != FULL_BITS).most_common(1)[0][0]
-        groups = {name: _format_group(shape[1]) for name, shape in self.linears.items()}
-        usual_group = Counter(groups.values()).most_common(1)[0][0]
-        rules: dict[str, dict[str, int]] = {}
-        for index, bits in enumerate(self.bitwidths):
-            layer = re.escape(f"{self.layers_name}.{index}.")
-            if bits == FULL_BITS:
-                rules[f"-:{layer}.*"] = {}
-                continue
-            other_bits = {} if bits == usual_bits else {"bits": bits}
-            for name, group in groups.items():
-                if group != usual_group:
-                    rules[f"+:{layer}{re.escape(name)}"] = {**other_bits, "group_size": group}
-            if other_bits:
-                rules[f"+:{layer}.*"] = other_bits
-        layout = "gptq" if options.symmetric else "gptq_v2"
-        return {
-            "quant_method": "gptq",
-            "bits": usual_bits,
-            "group_size": usual_group,
-            "sym": options.symmetric,
-            "desc_act": False,
-            "lm_head": False,
-            "checkpoint_format": layout,
-            "format": layout,
-            "pack_dtype": "int32",
-            "dynamic": rules,
-            "meta": {"quantizer": ["llmpq"], "damp_percent": options.damping},
-        }
-
-
-class GptqWriter:
-    """Writes into the folder `target` one file a layer and one for the rest, so that only one layer
-    is in memory; what is not quantized comes from `checkpoint`. Modules with other bits than most,
-    or with 16, are `dynamic` rules of the configuration: patterns of names, of which the first
-    match decides. OSError or SafetensorError where the folder cannot be written.
-    """
-
-    def __init__(
-        self, target: Path, checkpoint: Checkpoint, layout: GptqLayout, options: GptqOptions
-    ) -> None:
-        self.total_bytes = 0
-        self._target = target
-        self._checkpoint = checkpoint
-        self._layout = layout
-        self._options = options
-        self._file_of: dict[str, str] = {}
-
-    def write_layer(self, index: int, weights: Mapping[str, GptqWeight]) -> None:
-        prefix = f"{self._layout.layers_name}.{index}."
-        kept: dict[str, torch.Tensor] = {}
-        for stored in self._checkpoint.names_below(prefix.removesuffix(".")):
-            own = self._full_name(stored).removeprefix(prefix)
-            if own.removesuffix(".weight") not in weights or not own.endswith(".weight"):
-                kept[prefix + own] = self._checkpoint.read(stored)
-        for name, weight in weights.items():
-            for part, tensor in gptq_tensors(weight, int(self._options.symmetric)).items():
-                kept[f"{prefix}{name}.{part}"] = tensor
-        self._save(kept, index + 1)
-
-    def finish(self) -> None:
-        layers = f"{self._layout.layers_name}."
-        text = (stored for stored in self._checkpoint.names() if not other_parts((stored,)))
-        full = {self._full_name(stored): stored for stored in text}
-        rest = {name: stored for name, stored in full.items() if not name.startswith(layers)}
-        self._save({name: self._checkpoint.read(stored) for name, stored in rest.items()}, 0)
-        write_index(self._target / INDEX_FILE, self._file_of, self.total_bytes)
-        path, quantization = self._target / CONFIG_FILE, self._layout.configuration(self._options)
-        config = text_entries(json.loads(path.read_text(encoding="utf-8")), str(path))
-        _write_json(path, {**config, CONFIG_KEY: quantization})
-        _write_json(self._target / GPTQ_CONFIG_FILE, quantization)
-
-    def _full_name(self, stored: str) -> str:
-        name, base = text_name(stored), self._layout.layers_name.partition(".")[0]
-        is_full = name.startswith(tuple(f"{each}." for each in (base, *self._layout.head_names)))
-        return name if is_full else f"{base}.{name}"
-
-    def _save(self, tensors: dict[str, torch.Tensor], number: int) -> None:
-        last = len(self._layout.bitwidths)
-        file = f"model-{number + 1:05d}-of-{last + 1:05d}.safetensors"
-        save_file(tensors, self._target / file, metadata={"format": "pt"})
-        # safetensors makes files that only their owner can read; stages may run as other users.
-        shutil.copymode(self._target / CONFIG_FILE, self._target / file)
-        self._file_of |= dict.fromkeys(tensors, file)
-        self.total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _format_group(columns: int) -> int:
-    group = group_size(columns)
-    return group if group in GROUP_SIZES else WHOLE_ROW
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

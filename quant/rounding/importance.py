@@ -102,6 +102,11 @@ class ExpertStatistics:
     def __init__(self) -> None:
         self._of: list[RunningStatistics] = []
 
+    def see(self, weight: str, rows: Tensor, counts: Sequence[int]) -> None:
+        """Take the inputs of down projections, of those that experts tell."""
+        if weight == "down_proj":
+            self.add(rows, counts)
+
     def add(self, rows: Tensor, counts: Sequence[int]) -> None:
         self._of = self._of or [RunningStatistics() for _ in counts]
         for running, own in zip(self._of, rows.split(list(counts)), strict=True):
@@ -151,7 +156,7 @@ class LinearInputs:
         ]
         for name, own in experts.items():
             statistics = self._experts.setdefault(f"{name}.down_proj", ExpertStatistics())
-            own.seen = statistics.add
+            own.seen = statistics.see
         try:
             yield
         finally:

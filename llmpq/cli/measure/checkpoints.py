@@ -51,7 +51,7 @@ def _quantize(options: QuantizeCommand) -> int:
     check_compute(options.device, options.dtype)
     check_lengths(length)
     check_draw(options.sequences, options.seed)
-    folder, bitwidths = _model_and_bits(options)
+    folder, bitwidths, expert_bitwidths = _model_and_bits(options)
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
     documents = calibration_documents(options.calibration, options.input, folder, prompting)
@@ -59,7 +59,7 @@ def _quantize(options: QuantizeCommand) -> int:
     import torch  # slow to load: what is refused without it is refused by now
 
     from llmpq.quality.effort import Effort, operations_per_s
-    from llmpq.quality.quantize import Quantization, quantize_checkpoint
+    from llmpq.quality.quantize import LEAST_INPUTS, Quantization, quantize_checkpoint
     from llmpq.quality.subjects import compute_of
     from quant.checkpoint.reader import Checkpoint
 
@@ -74,22 +74,31 @@ def _quantize(options: QuantizeCommand) -> int:
         effort = Effort(model_shape(str(folder)), operations_per_s(compute))
         progress.say_expected(effort.gptq_s(sample.size, bitwidths))
         progress.report(0, len(bitwidths))
-        wanted = Quantization(bitwidths, torch.from_numpy(sample), compute, settings)
-        made_bytes = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
+        wanted = Quantization(
+            bitwidths, torch.from_numpy(sample), compute, settings, expert_bitwidths
+        )
+        made = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began
     again = command_line("llmpq", "plan", "--model", target)
     console().print(
-        f"wrote {plain(size(made_bytes))} to {target}: {len(bitwidths)} layers of "
+        f"wrote {plain(size(made.tensor_bytes))} to {target}: {len(bitwidths)} layers of "
         f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on "
         f"{sample.size} tokens in {seconds:.0f} s; plan it: {again} --cluster cluster.yaml",
         highlight=False,
         soft_wrap=True,
     )
+    if made.seldom_asked:
+        console().print(
+            f"{made.seldom_asked} weights of experts were asked by fewer than {LEAST_INPUTS} "
+            "tokens of the text and are fitted without it; calibrate on more",
+            highlight=False,
+            soft_wrap=True,
+        )
     return EXIT_DONE
 
 
-def _model_and_bits(options: QuantizeCommand) -> tuple[Path, tuple[int, ...]]:
-    """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
+def _model_and_bits(options: QuantizeCommand) -> tuple[Path, tuple[int, ...], tuple[int, ...]]:
+    """The model's folder and bitwidths of each layer and its experts, by the plan or `--bits`."""
     if (options.plan is None) == (options.bits is None):
         raise SpecError("say once which bits: --plan FILE, or --bits")
     model = options.model
@@ -99,7 +108,9 @@ def _model_and_bits(options: QuantizeCommand) -> tuple[Path, tuple[int, ...]]:
         with finding(reference):
             folder = resolve(reference)
         _refuse_quantized(shape_for_plan(plan, folder), folder)
-        return folder, tuple(bits for stage in plan.stages for bits in stage.bitwidths)
+        choices = [each for stage in plan.stages for each in stage.choices]
+        expert_bits = tuple(each.expert_bits for each in choices)
+        return folder, tuple(each.bits for each in choices), expert_bits
     if model is None:
         raise SpecError("name the model: --model FOLDER")
     with finding(model):
@@ -107,7 +118,8 @@ def _model_and_bits(options: QuantizeCommand) -> tuple[Path, tuple[int, ...]]:
     shape = checked_shape(folder)
     _refuse_quantized(shape, folder)
     given = tuple(checked_bitwidths(options.bits or (), shape.layers))
-    return folder, given * shape.layers if len(given) == 1 else given
+    given = given * shape.layers if len(given) == 1 else given
+    return folder, given, given
 
 
 def _refuse_quantized(shape: ModelShape, folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     BloomConfig,
@@ -31,12 +32,12 @@ from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inp
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.rounding import gptq_format as gptq_writer
+from quant.rounding import gptq_writer
 from quant.rounding.canonical import dequantize, quantize
 from quant.rounding.gptq import gptq
 from quant.rounding.gptq_format import read_gptq
 from quant.scheme import GptqOptions, Processor
-from tests.actors.configs import EVERY_CONFIG, LAYERS, VOCABULARY
+from tests.actors.configs import VOCABULARY
 from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 pytestmark = pytest.mark.usefixtures("short_measurement")
@@ -195,8 +196,6 @@ def test_calibrated_weights_move_outputs_less_than_rounded_ones(tmp_path: Path) 
 
 def test_what_is_not_quantized_is_copied_under_the_librarys_names(tmp_path: Path) -> None:
     """The OPT family's checkpoints lack the `model.` that its modules have."""
-    from safetensors.torch import load_file, save_file
-
     save_tiny(tmp_path / "model", CONFIGS["opt"])
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -401,12 +400,3 @@ def test_inputs_are_those_of_the_quantized_model(
         model(input_ids=tokens(), use_cache=False)
     exact = inputs[0].double()
     torch.testing.assert_close(grams[-1].double(), exact.t() @ exact, rtol=1e-3, atol=1e-4)
-
-
-def test_layers_with_experts_are_not_calibrated(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", EVERY_CONFIG["qwen3_moe"])
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    wanted = Quantization((4,) * LAYERS, ids, IN_FLOAT32, GptqOptions())
-    with pytest.raises(SpecError, match="qwen3_moe model differ or have experts"):
-        quantize_checkpoint(tmp_path / "model", tmp_path / "made", wanted)
-    assert not (tmp_path / "made").exists()

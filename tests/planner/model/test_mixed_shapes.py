@@ -162,7 +162,12 @@ def test_unknown_experts_are_refused_by_name() -> None:
             SpecError, match=r"of which llmpq runs .*gpt_oss, .*qwen3_moe.*dense one"
         ):
             shape_from_config("m", values)
-    values = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+
+def test_quantized_layers_of_every_kind_have_their_groups() -> None:
+    values = {"quant_method": "gptq", "bits": 4, "group_size": 8}
     for name in ("qwen3_moe", "qwen3_5_text"):
-        with pytest.raises(SpecError, match=rf"GPTQ.*of a {name} model"):
-            shape_from_config("m", MIXED[name] | {"quantization_config": values})
+        shape = shape_from_config("m", MIXED[name] | {"quantization_config": values})
+        for kind in shape.kind_shapes:
+            linears = (*kind.layer_linears, *kind.expert_linears)
+            assert {linear.stored_group for linear in linears} == {8}

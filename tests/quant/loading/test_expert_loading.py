@@ -211,8 +211,8 @@ def test_weights_are_rounded_by_what_each_expert_has_seen(tmp_path: Path) -> Non
     experts: Any = plain.mlp.experts
     seen: dict[int, list[Tensor]] = {}
 
-    def note(rows: Tensor, counts: list[int]) -> None:
-        for index, own in enumerate(rows.split(counts)):
+    def note(weight: str, rows: Tensor, counts: list[int]) -> None:
+        for index, own in enumerate(rows.split(counts) if weight == "down_proj" else ()):
             seen.setdefault(index, []).append(own)
 
     experts.seen = note
