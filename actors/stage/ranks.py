@@ -133,9 +133,9 @@ def divide(
     return found
 
 
-def sum_over_ranks(kind: ModelShape, layer: nn.Module) -> None:
+def sum_over_ranks(model: PreTrainedModel, kind: ModelShape, layer: nn.Module) -> None:
     """Put the sum over the ranks behind what each computes a summand of, in a loaded layer."""
-    for name in summed_modules(kind):
+    for name in summed_modules(kind, architecture_of(model.config)):
         part: Any = layer.get_submodule(name)
         bias = getattr(part, "bias", None)
         if bias is not None:

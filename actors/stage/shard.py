@@ -84,7 +84,7 @@ def load_shard(
         for index, load in zip(spec.layers, loads, strict=True):
             load_layer(load, checkpoint, cache)
             if shape is not None:
-                sum_over_ranks(shape.layer(index), load.module)
+                sum_over_ranks(model, shape.layer(index), load.module)
             prepack_linears(load.module, processor)
         load_ends(model, spec, checkpoint, dtype, device, vocabulary)
     if spec.has_head and not _shares_head(config, spec):

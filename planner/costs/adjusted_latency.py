@@ -11,6 +11,7 @@ from planner.cluster.device import AS_MODELLED, Device, MeasuredSum
 from planner.costs.communication import Collectives
 from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
 from planner.costs.roofline import RooflineLatency
+from planner.model.families import FAMILIES
 from planner.model.tensor_parallel import largest_rank_shape, layer_sums
 from planner.scheduling import Phase
 from quant.scheme import DTYPE_BYTES, FULL_BITS
@@ -50,6 +51,7 @@ class GroupLatency(DerivedLatency):
         whole, part = (each.layer_seconds(*workload) for each in self._estimates(device))
         tokens = micro_batch * length if phase == "prefill" else micro_batch
         sums, each = Collectives.of(device, self._sums), tokens * DTYPE_BYTES[dtype]
+        widths = layer_sums(self.shape, FAMILIES[self.shape.model_type].architecture)
         rest_s = single.rest_s * (part.rest_s / whole.rest_s)
         if self.shape.experts is not None:
             asked = one, bits, tokens, dtype
@@ -59,7 +61,7 @@ class GroupLatency(DerivedLatency):
             rest_s = (single.rest_s - experts_s) * others + experts_s * (held[1] / held[0])
         return LayerSeconds(
             single.attention_s * (part.attention_s / whole.attention_s),
-            rest_s + sum(sums.sum_s(each * width) for width in layer_sums(self.shape)),
+            rest_s + sum(sums.sum_s(each * width) for width in widths),
         )
 
     def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:

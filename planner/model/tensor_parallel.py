@@ -16,7 +16,6 @@ from itertools import pairwise
 from math import gcd
 from typing import Any
 
-from planner.model.families import FAMILIES
 from planner.model.family import Architecture
 from planner.model.layer_parts import DeltaMixer
 from planner.model.shape import ModelShape
@@ -138,12 +137,12 @@ def cut_groups(shape: ModelShape, shares: Sequence[RankShare]) -> tuple[int, ...
     return tuple(groups)
 
 
-def summed_modules(shape: ModelShape) -> tuple[str, ...]:
+def summed_modules(shape: ModelShape, architecture: Architecture) -> tuple[str, ...]:
     """Names of the modules in a layer of the kind of `shape` of which each rank computes a summand:
     the output of attention, and the MLP's last linear or, where there are experts, the module that
     has them and what all tokens ask.
     """
-    names = FAMILIES[shape.model_type].architecture.of_kind(shape.kind)
+    names = architecture.of_kind(shape.kind)
     output, last = names.attention[-1:], names.mlp[-1:]
     if shape.experts is None or names.experts is None:
         return output + last
@@ -154,10 +153,10 @@ def summed_modules(shape: ModelShape) -> tuple[str, ...]:
     return (*output, *apart, block)
 
 
-def layer_sums(shape: ModelShape) -> tuple[int, ...]:
+def layer_sums(shape: ModelShape, architecture: Architecture) -> tuple[int, ...]:
     """Numbers of a token in each sum over the ranks in a layer of the kind of `shape`."""
     squares = (1, 1) if shape.qk_norm_width else ()  # of queries and of keys
-    return (*squares, *(shape.hidden_size for _ in summed_modules(shape)))
+    return (*squares, *(shape.hidden_size for _ in summed_modules(shape, architecture)))
 
 
 def layer_cuts(

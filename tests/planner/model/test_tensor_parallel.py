@@ -266,8 +266,8 @@ def test_norms_over_all_heads_are_divided_with_them() -> None:
     cuts = [layer_cuts(normed, rank_share(normed, 2, rank), architecture) for rank in range(2)]
     spans = [(each["self_attn.q_norm"].begin, each["self_attn.q_norm"].end) for each in cuts]
     assert spans == [(0, 24), (24, 48)]
-    assert layer_sums(replace(normed, model_type="olmo2")) == (1, 1, 48, 48)
-    assert layer_sums(SMALL) == (48, 48)
+    assert layer_sums(normed, architecture) == (1, 1, 48, 48)
+    assert layer_sums(SMALL, architecture) == (48, 48)
 
 
 def test_rows_of_the_vocabulary() -> None:
