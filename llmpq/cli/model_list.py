@@ -135,16 +135,8 @@ def least_gpu_gib(shape: ModelShape, bits: int) -> int | None:
 
 
 def _request_bytes(shape: ModelShape) -> int:
-    """Bytes of all that a request keeps."""
-    from planner.costs.memory import kv_cache_bytes_per_layer
-    from planner.workload import Workload
-
-    request = Workload(1, _REQUEST_TOKENS - 1, 1)
-    kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
-    return sum(
-        count * kv_cache_bytes_per_layer(kind, request, FULL_BITS, "float16")
-        for kind, count in kinds
-    )
+    """Most bytes of what a request keeps: a plan keeps less behind windows."""
+    return _REQUEST_TOKENS * _kv_bytes(shape) + _state_bytes(shape)
 
 
 def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:

@@ -48,7 +48,9 @@ def test_layers_of_both_types_share_on_one_stage(tmp_path: Path) -> None:
         assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
         kept = sum(stage._cache.nbytes for stage in stages)
         tokens = len(prompts) * (max(LENGTHS) + NEW_TOKENS)
-        assert kept == tokens * 4 * 2 * 2 * (12 + 12 + 20), "three layers hold keys of two heads"
+        rooms = len(prompts) * 12  # of a window of 6
+        slots = rooms * (12 + 12) + tokens * 20
+        assert kept == slots * 4 * 2 * 2, "three layers hold keys of two heads"
 
 
 def test_cuts_between_owners_and_readers_are_refused(tmp_path: Path) -> None:
