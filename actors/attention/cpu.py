@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Scoring
-from actors.attention.kv_cache import SCALE_DTYPE, HeldArrays, Stored
+from actors.attention.stored import SCALE_DTYPE, HeldArrays, Stored
 from actors.messages import MicroBatch
 from quant.numba_loops import compiled_loop, has_numba, prefetching, torch_threads, widening
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Addresses, Scoring
-from actors.attention.kv_cache import Stored, counts_on_ranges, quantized
+from actors.attention.kv_cache import counts_on_ranges
+from actors.attention.stored import Stored, quantized
 from actors.messages import MicroBatch
 from quant.backends.cuda_driver import CudaError, Kernels, kernels_for
 from quant.backends.table import MOST_SPLITS, RANGE_OCTET, SPLIT_TOKENS
@@ -155,7 +156,8 @@ def self_test(
 
 def as_stored(numbers: Tensor, dtype: torch.dtype, coded: bool, device: torch.device) -> Stored:
     if coded:
-        return Stored(*(part.to(device) for part in quantized(numbers)))
+        codes, scales = quantized(numbers)
+        return Stored(codes.to(device), scales.to(device))
     return Stored(numbers.to(device, dtype))
 
 

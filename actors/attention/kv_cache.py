@@ -9,21 +9,19 @@ Where the holes between ranges are too small for a request, ranges are moved tog
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.attention.addresses import Addresses, as_array
+from actors.attention.addresses import Addresses
 from actors.attention.constant_state import ConstantStates
 from actors.attention.parked import ParkedTokens
 from actors.attention.rooms import Rooms, joined
+from actors.attention.stored import Stored
 from actors.attention.windows import WindowPass, make_rooms
 from actors.messages import MicroBatch, Move, Park, TokenRange
 from planner.model.tensor_parallel import RankShare
@@ -31,179 +29,13 @@ from quant.backends.table import reads_ranges
 from quant.devices import local_processor
 from quant.scheme import FULL_BITS
 
-_USUAL = 4.0
-"""Up to so many times their head's median, and down to its inverse, channels are divided by their
-square root alone: where the queries are not known this is the middle between one step for all and
-equal numbers of steps. SmolLM2 loses less by it, and more by the latter."""
-
-_LEAST_SIZE = 2.0**-8
-"""Smaller channels, of the median, were hardly seen; they count as of this size."""
-
-_LEAST_FACTOR = 2.0**-14
-"""The least normal number of float16, the narrowest type of a query."""
-
-
-def key_factors(largest: Tensor, rotary_width: int, turns_neighbours: bool = False) -> Tensor:
-    """What to divide each channel of the keys by, so that channels are alike before they become
-    8-bit codes: float32 `[kv_heads, head_dim]`, powers of two up to 1, so that no query becomes
-    larger.
-
-    The codes of a token's key in a head share one scale, so that a channel that is much larger than
-    the others, as biases on keys make them, leaves these few steps. A key divided by a factor per
-    channel scores as before where the query is multiplied by it. Powers of two are exact in
-    floating point: what changes is how far numbers are rounded, and no score where none is.
-
-    `largest` `[kv_heads, head_dim]`: the largest magnitude seen of each channel after the rotation.
-    Of the first `rotary_width` channels those at half that distance rotate into each other, or
-    those side by side (`turns_neighbours`), so that either becomes as large as both at some
-    position: they have one factor.
-    """
-    turned, still = largest.float().tensor_split([rotary_width], -1)
-    if turns_neighbours:
-        pairs = turned.unflatten(-1, (-1, 2)).amax(-1).repeat_interleave(2, -1)
-    else:
-        pairs = turned.unflatten(-1, (2, -1)).amax(-2).repeat(1, 2)
-    alike = torch.cat([pairs, still], -1)
-    median = alike.median(-1, keepdim=True).values
-    usual = torch.where(median > 0, median, alike.amax(-1, keepdim=True))
-    sizes = (alike / usual).nan_to_num(nan=1.0).clamp(min=_LEAST_SIZE)  # NaN: all are zero
-    factors = sizes / sizes.clamp(1 / _USUAL, _USUAL).sqrt()
-    powers = factors.log2().round().exp2()
-    return (powers / powers.amax(-1, keepdim=True)).clamp(min=_LEAST_FACTOR)
-
-
-SCALE_DTYPE = torch.bfloat16
-"""Type of the scales of int8 codes: the range of float32. Codes are made with the stored scale."""
-
-_LARGEST_CODE = 127  # also where the scale was rounded down by 2^-9: 127.25 is rounded to it
-_NO_SCALE = np.zeros((), np.uint16)
-_LEAST_SCALE = 2.0**-100  # its inverse is finite; smaller numbers are nothing beside any other
-
-
-HeldArrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
-"""Numbers and scales of one layer's keys or values as numpy arrays, 16-bit types as their bits.
-Where there are no scales, theirs is a view of a single zero, which is never read."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Keys or values of one layer: `numbers` `[kv_heads, tokens, head_dim]`.
-
-    At 8 bits they are int8 codes, to be multiplied by `scales` `[kv_heads, tokens]`. With `factors`
-    `[kv_heads, head_dim]` (`key_factors`) they are those of keys divided by these.
-    """
-
-    numbers: Tensor
-    scales: Tensor | None = None
-    factors: Tensor | None = None
-
-    @classmethod
-    def empty(
-        cls,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        factors: Tensor | None = None,
-    ) -> Stored:
-        """Zeros, with scales if `dtype` is int8. Memory is not just reserved: a masked position
-        that holds NaN would still poison the attention's weighted sum.
-        """
-        coded = dtype == torch.int8
-        scales = torch.zeros(shape[:-1], dtype=SCALE_DTYPE, device=device) if coded else None
-        return cls(torch.zeros(shape, dtype=dtype, device=device), scales, factors)
-
-    def like(self, tokens: int) -> Stored:
-        heads, _, head_dim = self.numbers.shape
-        shape = heads, tokens, head_dim
-        return self.empty(shape, self.numbers.dtype, self.numbers.device, self.factors)
-
-    def in_one(self, layers: int, tokens: int) -> Stored:
-        """Zeros for so many layers like this one, `[layers, kv_heads, tokens, head_dim]`."""
-        shape = layers, self.numbers.shape[0], tokens, self.numbers.shape[2]
-        return self.empty(shape, self.numbers.dtype, self.numbers.device)
-
-    def as_part(self, whole: Stored, place: int) -> Stored:
-        """One of the layers that lie in `whole`, with the factors of this one."""
-        scales = None if whole.scales is None else whole.scales[place]
-        return replace(self, numbers=whole.numbers[place], scales=scales)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-    @cached_property
-    def arrays(self) -> HeldArrays:
-        """The memory of the cache for compiled code on a CPU."""
-        numbers = as_array(self.numbers)
-        if self.scales is None:
-            return numbers, np.broadcast_to(_NO_SCALE, numbers.shape[:-1])
-        return numbers, as_array(self.scales)
-
-    def clear(self, room: TokenRange) -> None:
-        """Set token slots to zero; codes are finite, so that a scale of zero is enough."""
-        (self.numbers if self.scales is None else self.scales)[:, room.begin : room.end] = 0
-
-    def move(self, move: Move) -> None:
-        """Copy tokens to other token slots, as if all were read before the first is written."""
-        for held in (self.numbers, self.scales):
-            if held is not None:
-                tokens = held[:, move.begin : move.begin + move.tokens]
-                overlap = abs(move.to - move.begin) < move.tokens
-                held[:, move.to : move.to + move.tokens] = tokens.clone() if overlap else tokens
-
-    def of_tokens(self, begin: int, tokens: int) -> Iterator[Tensor]:
-        """Views of what is held of neighbouring tokens, `[kv_heads, tokens, ...]`."""
-        yield self.numbers[:, begin : begin + tokens]
-        if self.scales is not None:
-            yield self.scales[:, begin : begin + tokens]
-
-    def write(self, where: Addresses, new: Tensor) -> None:
-        """Store `new` `[sum(counts), kv_heads, head_dim]`, as codes where there are scales."""
-        if self.scales is None:
-            where.write(self.numbers, new)
-            return
-        codes, scales = quantized(new if self.factors is None else new.float() / self.factors)
-        where.write(self.numbers, codes)
-        where.write(self.scales, scales)
-
-    def asked(self, query: Tensor) -> Tensor:
-        """`query` `[tokens, heads, head_dim]` so that its products with what is stored are those
-        with the keys.
-        """
-        if self.factors is None:
-            return query
-        grouped: Tensor = query.unflatten(1, (len(self.factors), -1)) * self.factors[:, None]
-        return grouped.flatten(1, 2)
-
-    def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-        """The part that `pick` takes of a tensor `[kv_heads, tokens, ...]`.
-
-        Codes are restored in `dtype`, divided by the factors as they are stored; plain numbers are
-        a view if `pick` returns one.
-        """
-        numbers = pick(self.numbers)
-        if self.scales is None:
-            return numbers
-        return numbers * pick(self.scales).to(dtype)[..., None]
-
-
-def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """`numbers` `[..., head_dim]` as int8 codes and one scale `[...]` for each row of them.
-
-    No number is off by more than half its row's scale. The scale of a row with a number that is not
-    finite is not finite either, so that the whole row is restored as not finite.
-    """
-    wide = numbers.float()
-    largest = wide.abs().amax(-1)
-    scales = (largest / _LARGEST_CODE).clamp(min=_LEAST_SCALE).to(SCALE_DTYPE)
-    return (wide / scales.float()[..., None]).round_().to(torch.int8), scales
-
 
 @dataclass(frozen=True)
 class CacheShape:
     """Room for so many `tokens` of all requests together, in every layer. `others`: heads and width
     in layers that differ; None: a layer has no keys and values of its own. `owners`: for each layer
-    that reads those of another one, which.
+    that reads those of another one, which. `rotated`: where one vector of a token is both key and
+    value, how many numbers positions rotate at its end (0: keys and values are apart).
     """
 
     tokens: int
@@ -211,6 +43,12 @@ class CacheShape:
     head_dim: int
     others: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
     owners: Mapping[int, int] = field(default_factory=dict)
+    rotated: int = 0
+
+    def elements(self, layers: range) -> int:
+        """Numbers of a token in these layers."""
+        each = sum(heads * width for heads, width in self.heads(layers).values())
+        return each if self.rotated else 2 * each
 
     def heads(self, layers: range) -> dict[int, tuple[int, int]]:
         """Heads and width of those of the `layers` that have keys and values."""
@@ -280,11 +118,11 @@ class KVCache:
         def empty(layer: int, factors: Tensor | None = None) -> Stored:
             kv_heads, head_dim = heads[layer]
             sizes = (kv_heads, 0 if layer in form.rooms else shape.tokens, head_dim)
-            return Stored.empty(sizes, self.held_dtype, form.device, factors)
+            return Stored.empty(sizes, self.held_dtype, form.device, factors, shape.rotated)
 
         self.states, self._owners = states, shape.owners
         self._keys = {layer: empty(layer, own.get(layer)) for layer in heads}
-        self._values = {layer: empty(layer) for layer in heads}
+        self._values = {} if shape.rotated else {layer: empty(layer) for layer in heads}
         self._seen = {layer: form.windows[layer] for layer in heads if layer in form.windows}
         self._windows = make_rooms(self._keys, self._values, form)
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
@@ -417,9 +255,12 @@ class KVCache:
         return None if rooms is None else rooms.window
 
     def of_layer(self, layer: int) -> tuple[Stored, Stored]:
-        """The layer's whole keys and values, or those of the earlier layer that it reads."""
+        """The layer's whole keys and values, or those of the earlier layer that it reads; twice the
+        same where keys are values.
+        """
         owner = self._owners.get(layer, layer)
-        return self._keys[owner], self._values[owner]
+        keys = self._keys[owner]
+        return keys, self._values.get(owner, keys)
 
     def states_of(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's constant states: see `ConstantStates.of_layer`."""
@@ -442,7 +283,8 @@ class KVCache:
         keys, values = held or self.of_layer(layer)
         if layer not in self._owners:
             keys.write(where, key)
-            values.write(where, value)
+            if values is not keys:
+                values.write(where, value)
         return keys, values
 
     def _all(self) -> Iterator[Stored]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from actors.attention.addresses import Addresses, tell
 from actors.attention.constant_state import TokenRuns
-from actors.attention.kv_cache import KVCache, Stored
+from actors.attention.kv_cache import KVCache
+from actors.attention.stored import Stored
 from actors.attention.timer import AttentionTimer
 from actors.attention.windows import WindowPass
 from actors.messages import MicroBatch, TokenIds

@@ -8,6 +8,7 @@ prompts request by request.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +26,9 @@ from actors.attention.cpu import (
     prefers_blocks,
 )
 from actors.attention.cuda import range_attention
-from actors.attention.kv_cache import Stored
 from actors.attention.layouts import Part
 from actors.attention.layouts import RaggedContext as RaggedContext
+from actors.attention.stored import Stored
 from actors.messages import MicroBatch
 
 RAGGED_ATTENTION = "llmpq_ragged"
@@ -51,8 +52,12 @@ def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring)
     Returns `[tokens, heads, head_dim]`; rows of `new` beyond the tokens of the context are nobody's
     and get zeros.
     """
+    own, where = int(context.where.batch.counts.sum()), context.layout(layer).where
     with context.timer or nullcontext():
-        out = _stored_and_attended(context, layer, new, scoring)
+        held = context.held(layer)
+        keys, _ = context.cache.append(layer, where, new.key[:own], new.value[:own], held)
+        asked = replace(new, query=keys.asked(new.query[:own]))
+        out = attend_stored(context, layer, asked, scoring)
     return with_rows(out, len(new.query))
 
 
@@ -61,16 +66,6 @@ def with_rows(tensor: Tensor, rows: int) -> Tensor:
     if len(tensor) == rows:
         return tensor
     return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
-
-
-def _stored_and_attended(
-    context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring
-) -> Tensor:
-    own, layout = int(context.where.batch.counts.sum()), context.layout(layer)
-    keys, _ = context.cache.append(
-        layer, layout.where, new.key[:own], new.value[:own], context.held(layer)
-    )
-    return attend_stored(context, layer, replace(new, query=keys.asked(new.query[:own])), scoring)
 
 
 def attend_stored(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring) -> Tensor:
@@ -121,9 +116,10 @@ def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: S
         return _each_request(where.batch, new.query[part.tokens], keys, values, scoring)
     query = part.by_request(new.query)
     if keys.scales is None and where.in_place is None:  # as they come, rather than by a copy
-        key, value = part.by_request(new.key), part.by_request(new.value)
+        key = part.by_request(new.key)
+        value = key if new.value is new.key else part.by_request(new.value)
     else:
-        key, value = keys.read(where.read, query.dtype), values.read(where.read, query.dtype)
+        key, value = _read(keys, values, where.read, query.dtype)
     out = _attention(query, key, value, scoring, is_causal=True)
     return out.transpose(1, 2).flatten(0, 1)
 
@@ -155,8 +151,9 @@ def _attention(
     if groups > 1 and query.is_cuda:
         flash = attn_mask is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
         if not flash or query.dtype == torch.float32:
-            keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
-            groups = 1
+            repeated = keys.repeat_interleave(groups, dim=1)
+            values = repeated if values is keys else values.repeat_interleave(groups, dim=1)
+            keys, groups = repeated, 1
     return F.scaled_dot_product_attention(
         query,
         keys,
@@ -240,13 +237,21 @@ def _decode_together(
     mask = where.decode_mask(scoring, query.dtype)
     if mask is not None and mask.shape[1] > 1:  # ALiBi
         mask = mask.view(len(mask), kv_heads, -1, where.longest)
-    held = keys.read(where.read, query.dtype), values.read(where.read, query.dtype)
+    held = _read(keys, values, where.read, query.dtype)
     grouped = query.unflatten(1, (kv_heads, -1))
     if scoring.sinks is not None:
         sinks = scoring.sinks.view(kv_heads, -1)
         return _with_sinks(grouped, held, sinks, scoring, mask).flatten(1, 2)
     out = _attention(grouped, *held, scoring, mask)
     return out.flatten(1, 2)
+
+
+def _read(
+    keys: Stored, values: Stored, pick: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What `pick` takes of both, by one copy where keys are values."""
+    read = keys.read(pick, dtype)
+    return read, read if values is keys else values.read(pick, dtype)
 
 
 def _each_request(
@@ -270,8 +275,7 @@ def _each_request(
 
         attended = _attention(
             query[row : row + count].transpose(0, 1)[None],
-            keys.read(own, query.dtype),
-            values.read(own, query.dtype),
+            *_read(keys, values, own, query.dtype),
             scoring,
             attn_mask=mask,
             is_causal=causal,

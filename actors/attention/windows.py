@@ -20,7 +20,8 @@ from actors.messages import MicroBatch, TokenIds
 from quant.devices import on_device
 
 if TYPE_CHECKING:
-    from actors.attention.kv_cache import CacheForm, Stored
+    from actors.attention.kv_cache import CacheForm
+    from actors.attention.stored import Stored
 
 
 @dataclass(frozen=True)

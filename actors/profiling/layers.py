@@ -152,9 +152,8 @@ class TimedLayers:
         """Bytes of keys, values and states that `prepare` will allocate."""
         config, own = self._model.config, self._own[: self._copies(workload)]
         shape = cache_shape(config, own, workload.tokens, alone=True)
-        numbers = sum(heads * width for heads, width in shape.heads(own).values())
         element = torch.empty(0, dtype=self._form.dtype).element_size()
-        found = 2 * workload.tokens * numbers * element
+        found = workload.tokens * shape.elements(own) * element
         stateful = layers_with_states(config, own)
         if not stateful:
             return found

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from actors.attention.kv_cache import Stored
 from actors.attention.ragged import NewTokens
+from actors.attention.stored import Stored
 from quant.backends.cuda_driver import THREADS, CudaError, Kernels, kernels_for
 
 SOURCE = Path(__file__).with_name("cuda_layer.cu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from actors.attention.kv_cache import KVCache
@@ -93,9 +94,10 @@ class HeldKeysValues:
     def _places(self, layers: range, tensors: int) -> list[int]:
         """Where the tensors of `layers` stand among all of a cache: see `KVCache.of_tokens`."""
         holding = self._cache.holding_layers
-        each = tensors // (2 * len(holding) or 1)
+        each = 2 if self._cache.held_dtype == torch.int8 else 1  # codes come with scales
         keys = [each * place for place, layer in enumerate(holding) if layer in layers]
-        firsts = [*keys, *(key + tensors // 2 for key in keys)]
+        values = range(0, tensors, each * len(holding) or 1)  # none where keys are values
+        firsts = [begin + key for begin in values for key in keys]
         return [place for first in firsts for place in range(first, first + each)]
 
 

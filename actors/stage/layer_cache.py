@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import KVSharingDict
 
 from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
+from actors.attention.stored import key_factors
 from actors.stage.partial_model import architecture_of
 from planner.model.tensor_parallel import RankShare
 from quant.common.errors import SpecError
@@ -41,7 +42,7 @@ def make_cache(
     factors = {
         layer: key_factors(own.keys[heads], rotary_width(config, sources[layer]), turns_neighbours)
         for layer, own, heads in zip(layers, importance or (), held, strict=False)
-        if kv_shape(config, sources[layer]) is not None
+        if kv_shape(config, sources[layer]) is not None and not _rotated(config)
     }
     shape = cache_shape(config, layers, tokens, shares, form.alone)
     stateful, states = layers_with_states(config, layers), None
@@ -78,7 +79,13 @@ def cache_shape(
             f"layer {apart} reads the keys and values of layer {owners[apart]}, which is not among "
             f"layers {layers.start} to {layers.stop - 1}; plan again, which keeps both together"
         )
-    return CacheShape(tokens, *usual, others, owners)
+    return CacheShape(tokens, *usual, others, owners, _rotated(config))
+
+
+def _rotated(config: PretrainedConfig) -> int:
+    """Numbers that positions rotate behind a latent, in models that hold those; 0: in others."""
+    has_latents = getattr(config, "kv_lora_rank", None) is not None
+    return int(config.qk_rope_head_dim) if has_latents else 0
 
 
 def _owner(config: PretrainedConfig, layer: int) -> int | None:
@@ -140,8 +147,9 @@ class SharedKeys:
 
 
 def kv_shape(config: PretrainedConfig, layer: int) -> tuple[int, int] | None:
-    """Number of key and value heads of a layer of the model of `config`, and the width of each;
-    None where it has none of its own: a constant state, or what an earlier layer holds.
+    """Number of key and value heads of a layer of the model of `config`, and the width of each; one
+    of latents with their rotated numbers. None where it has none of its own: a constant state, or
+    what an earlier layer holds.
     """
     sharing = getattr(config, "kv_sharing_modes", None)
     if layers_with_states(config, range(layer, layer + 1)) or (
@@ -149,6 +157,8 @@ def kv_shape(config: PretrainedConfig, layer: int) -> tuple[int, int] | None:
     ):
         return None
     own = config.per_layer_config[layer] if config.is_heterogeneous else config
+    if _rotated(own):
+        return 1, own.kv_lora_rank + _rotated(own)
     heads = own.num_attention_heads
     head_dim = getattr(own, "head_dim", None) or own.hidden_size // heads
     return getattr(own, "num_key_value_heads", None) or heads, head_dim

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import KVSharingDict
 
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, Stored
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
+from actors.attention.stored import Stored
 from actors.messages import MicroBatch
 from actors.stage.layer_cache import SharedKeys, cache_shape, make_cache
 from actors.stage.model_config import read_config

@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from actors.attention.addresses import Scoring
 from actors.attention.delta_mixer import replace_fused_mixer, replace_mixer
+from actors.attention.latent import replace_latent
 from actors.attention.ragged import (
     RAGGED_ATTENTION,
     NewTokens,
@@ -236,6 +237,9 @@ def _bloom_attention(
 
 _REPLACEMENTS: Mapping[str, Callable[[nn.Module], None]] = {
     "BloomAttention": _replace_bloom_attention,
+    "DeepseekV2Attention": replace_latent,
+    "DeepseekV3Attention": replace_latent,
+    "Glm4MoeLiteAttention": replace_latent,
     "Qwen3NextGatedDeltaNet": replace_fused_mixer,
     "Qwen3_5GatedDeltaNet": replace_mixer,
     "Qwen3_5MoeGatedDeltaNet": replace_mixer,

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from actors.attention.addresses import Scoring
 from actors.attention.cpu import attend_in_place
-from actors.attention.kv_cache import Stored, quantized
+from actors.attention.stored import Stored, quantized
 from actors.messages import MicroBatch
 from benchmarks.lab import header, processor_name
 

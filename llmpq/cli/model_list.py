@@ -176,7 +176,7 @@ def _kind_json(kind: ModelShape, layers: int) -> dict[str, Any]:
         "layers": layers,
         "parameters": kind.layer_linear_parameters + kind.layer_other_parameters,
         "sliding_window": kind.sliding_window,
-        "kv_bytes_per_token": 2 * 2 * kind.kv_width,
+        "kv_bytes_per_token": 2 * kind.kv_elements,
         "state_bytes_per_request": kind.state_bytes(2),
         "experts": None if experts is None else experts.count,
         "experts_per_token": None if experts is None else experts.per_token,
@@ -186,7 +186,7 @@ def _kind_json(kind: ModelShape, layers: int) -> dict[str, Any]:
 def _kv_bytes(shape: ModelShape) -> int:
     """The bytes of a token's keys and values in all layers, in 16 bit."""
     kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
-    return sum(count * 2 * 2 * kind.kv_width for kind, count in kinds)
+    return sum(count * 2 * kind.kv_elements for kind, count in kinds)
 
 
 def _state_bytes(shape: ModelShape) -> int:

@@ -181,16 +181,19 @@ def kept_of_requests(
     """Bytes that a layer of one kind keeps of each token, and of a request whatever its length: its
     constant state, or the room of its window.
     """
-    token, state = 2 * kv_token_bytes(shape, kv_bits, dtype), shape.state_bytes(DTYPE_BYTES[dtype])
+    token, state = kv_token_bytes(shape, kv_bits, dtype), shape.state_bytes(DTYPE_BYTES[dtype])
     room = workload.room(shape.sliding_window)
     return (token, state) if room is None else (0, room * token + state)
 
 
 def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
-    """Bytes of a token's keys, or values, in a layer: elements of `dtype`, or codes and scales."""
+    """Bytes of a token's keys and values in a layer: elements of `dtype`, or codes and scales; what
+    positions rotate behind a latent has two codes (`actors.attention.stored`).
+    """
     if kv_bits == FULL_BITS:
-        return shape.kv_width * DTYPE_BYTES[dtype]
-    return shape.kv_width + shape.kv_width // shape.head_dim * KV_SCALE_BYTES
+        return shape.kv_elements * DTYPE_BYTES[dtype]
+    again = 0 if shape.latent is None else shape.latent.rotary_width
+    return shape.kv_elements + again + shape.kv_elements // shape.head_dim * KV_SCALE_BYTES
 
 
 def embedding_bytes(shape: ModelShape, dtype: str) -> int:

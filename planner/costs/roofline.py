@@ -194,20 +194,20 @@ class RooflineLatency(LatencyModel):
         """Seconds of reading keys and values, and of making codes; prompts restore codes, and so do
         decode steps of GPUs that copy what they attend to.
         """
-        shape, made_width = self.shape, self.shape.kv_width
+        shape, made_width = self.shape, self.shape.kv_elements
         if shape.reads_earlier_keys:
             shape = replace(shape, reads_earlier_keys=False)
-        plain = shape.kv_width * machine.element_bytes
+        plain = shape.kv_elements * machine.element_bytes
         held = kv_token_bytes(shape, self.kv_bits, machine.dtype)
         is_decode, is_cpu = kv_tokens != tokens, machine.accelerator.is_cpu
         copies = is_decode and not is_cpu and not machine.reads_ranges(shape.head_dim)
         if self.kv_bits == FULL_BITS:
-            return machine.move_s(2 * kv_tokens * plain * (_COPIED if copies else 1)), 0.0
+            return machine.move_s(kv_tokens * plain * (_COPIED if copies else 1)), 0.0
         each = float(2 * plain + held * (_COPIED if copies else 1))
         if is_decode and not copies:
-            each = _CPU_CODE_BYTES * shape.kv_width if is_cpu else held
-        made = 2 * tokens * made_width * _BYTES_PER_CODE_MADE
-        return machine.move_s(2 * kv_tokens * each), machine.move_s(machine.cached(made))
+            each = _CPU_CODE_BYTES * shape.kv_elements if is_cpu else held
+        made = tokens * made_width * _BYTES_PER_CODE_MADE
+        return machine.move_s(kv_tokens * each), machine.move_s(machine.cached(made))
 
     def _projection_s(self, machine: Machine, tokens: int) -> float:
         wide, narrow = self.shape.hidden_size, self.shape.word_embedding_size

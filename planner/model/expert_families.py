@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number
-from planner.model.expert_entries import expert_keys, experts_of, refuse_nulls
 from planner.model.family import (
     FULL,
     GATED,
     SLIDING,
     Family,
+    expert_keys,
+    experts_of,
     gated_shape,
     layer_types,
     mixed_shape,
+    refuse_nulls,
     window_of,
 )
 from planner.model.gated_families import GRANITE, granite_shape

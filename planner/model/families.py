@@ -25,7 +25,7 @@ from planner.model.family import (
 )
 from planner.model.gated_families import GATED_FAMILIES
 from planner.model.gemma_families import GEMMA_FAMILIES
-from planner.model.glm_moe_family import GLM4_MOE
+from planner.model.grouped_families import GROUPED_FAMILIES
 from planner.model.qwen_families import QWEN_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
 from quant.checkpoint.text_part import WRAPPERS
@@ -225,8 +225,8 @@ FAMILIES: Mapping[str, Family] = {
     **EXPERT_FAMILIES,
     **GATED_FAMILIES,
     **GEMMA_FAMILIES,
+    **GROUPED_FAMILIES,
     "bloom": _BLOOM,
-    "glm4_moe": GLM4_MOE,
     "gpt_neox": _GPT_NEOX,
     "llama": _LLAMA,
     "mistral": Family(_mistral, GATED, own_layers=True),

@@ -15,9 +15,8 @@ import numpy as np
 
 from planner.model.config_check import check_values, reach
 from planner.model.config_file import ConfigFile
-from planner.model.expert_entries import says_experts
 from planner.model.families import FAMILIES, expert_model_types, wrapper_types
-from planner.model.family import Family
+from planner.model.family import Family, says_experts
 from planner.model.shape import ModelShape
 from planner.model.stored_bits import as_configured, as_stored
 from quant.checkpoint.gguf.folder import gguf_index, model_name, settings_place
@@ -294,10 +293,15 @@ def _names_of(entry: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{name}{end}" for name in names if "/" not in name for end in sorted(tuned))
 
 
+_NULL = "null"
+"""What stands in `builtin_shapes.toml` for a null of JSON, which TOML has not."""
+
+
 @cache
 def _builtin_entries() -> tuple[dict[str, Any], ...]:
     text = files("planner.model").joinpath("builtin_shapes.toml").read_text(encoding="utf-8")
-    return tuple(tomllib.loads(text)["model"])
+    entries = tomllib.loads(text)["model"]
+    return tuple({k: None if v == _NULL else v for k, v in each.items()} for each in entries)
 
 
 @cache

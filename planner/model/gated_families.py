@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number
-from planner.model.expert_entries import refuse_nulls
 from planner.model.family import (
     FULL,
     GATED,
@@ -21,6 +20,7 @@ from planner.model.family import (
     kv_heads_or_all,
     layer_types,
     multiplier,
+    refuse_nulls,
     window_of,
     windowed_shape,
 )

@@ -1,4 +1,6 @@
-"""Parts of decoder layers that only some models have: experts, and mixers with a constant state."""
+"""Parts of decoder layers that only some models have: experts, latent attention, and mixers with a
+constant state.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +75,46 @@ class LayerChoice:
     @classmethod
     def whole(cls, bits: int) -> LayerChoice:
         return cls(bits, bits)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention of which a layer holds one vector of a token in place of keys and values
+    (DeepSeek-V2, section 2.1): a latent of `rank` numbers, of which keys and values of all heads
+    are products, and `rotary_width` numbers that positions rotate, alike for all heads. Keys of a
+    head have `plain_width` numbers beside those, its values `value_width`. `query_rank`: that of a
+    latent of the queries (0: none).
+    """
+
+    rank: int
+    rotary_width: int
+    plain_width: int
+    value_width: int
+    query_rank: int = 0
+
+    @property
+    def held_width(self) -> int:
+        return self.rank + self.rotary_width
+
+    def linears(self, hidden_size: int, heads: int) -> tuple[LinearShape, ...]:
+        """Its projections in the order of their names in transformers, the output last."""
+        width = heads * (self.plain_width + self.rotary_width)
+        queries: tuple[LinearShape, ...] = (LinearShape(hidden_size, width),)
+        if self.query_rank:
+            queries = LinearShape(hidden_size, self.query_rank), LinearShape(self.query_rank, width)
+        held = LinearShape(hidden_size, self.held_width)
+        return (*queries, held, LinearShape(heads * self.value_width, hidden_size))
+
+    def expansion(self, heads: int) -> LinearShape:
+        """What makes keys and values of a latent. Queries and results are multiplied by it instead,
+        head by head, so that it stays in the compute type.
+        """
+        return LinearShape(self.rank, heads * (self.plain_width + self.value_width))
+
+    @property
+    def other_parameters(self) -> int:
+        """The norms of both latents."""
+        return self.rank + self.query_rank
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from planner.model.config_file import ConfigFile
-from planner.model.expert_entries import expert_keys, experts_of, refuse_nulls
 from planner.model.family import (
     FULL,
     GATED,
@@ -15,10 +14,13 @@ from planner.model.family import (
     ConfigKeys,
     Family,
     RotaryKeys,
+    expert_keys,
+    experts_of,
     gated_shape,
     kv_heads_or_all,
     layer_types,
     mixed_shape,
+    refuse_nulls,
     window_of,
 )
 from planner.model.layer_parts import DeltaMixer

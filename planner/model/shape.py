@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from planner.model.layer_parts import DeltaMixer, Experts
+from planner.model.layer_parts import DeltaMixer, Experts, LatentAttention
 from quant.checkpoint.gptq_config import WHOLE_ROW, GptqConfig
 from quant.common.errors import SpecError
 from quant.scheme import LinearShape, group_size
@@ -32,7 +32,7 @@ _NOT_IN_FINGERPRINT = frozenset(
 _NOT_IN_OLDER_ONES = (
     *("kind", "kinds", "pattern", "joined", "experts", "delta", "layer_norms", "fused_mlp"),
     *("output_gate", "qk_norm_width", "values_are_keys", "reads_earlier_keys", "extra_linears"),
-    *("per_layer_width", "sinks"),
+    *("per_layer_width", "sinks", "latent"),
 )
 """Fields that enter the fingerprint only where they say something, so that plans from before them
 keep theirs."""
@@ -103,6 +103,7 @@ class ModelShape:
     extra_linears: tuple[LinearShape, ...] = ()
     per_layer_width: int = 0
     sinks: bool = False
+    latent: LatentAttention | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -164,9 +165,14 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one token's keys, and as many values, that a layer holds."""
+        """Elements of one token's keys, or values, that a layer holds."""
         holds_none = self.delta is not None or self.reads_earlier_keys
         return 0 if holds_none else self.kv_heads * self.head_dim
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of one token's keys and values together; a latent is both."""
+        return self.kv_width * (2 if self.latent is None else 1)
 
     def state_bytes(self, element_bytes: int) -> int:
         """Bytes of a request's state in a layer, whatever its length; numbers of the convolution in
@@ -201,8 +207,12 @@ class ModelShape:
 
     @property
     def full_linears(self) -> tuple[LinearShape, ...]:
-        """Weight matrices that stay in the compute type: those of routers and gates."""
+        """Weight matrices that stay in the compute type: those of routers and gates, and of what
+        makes keys and values of latents.
+        """
         found = self.extra_linears
+        if self.latent is not None:
+            found = (*found, self.latent.expansion(self.heads))
         if self.experts is not None:
             found = (*found, LinearShape(self.hidden_size, self.experts.count))
             found += (LinearShape(self.hidden_size, 1),) * self.experts.shared_gate
@@ -242,6 +252,7 @@ class ModelShape:
         head_norms = (1 if self.reads_earlier_keys else 2) * self.qk_norm
         norms = self.layer_norms * self.norm_parameters + head_norms * self.head_dim
         mixer = 0 if self.delta is None else self.delta.other_parameters
+        mixer += 0 if self.latent is None else self.latent.other_parameters
         mixer += self.heads * self.sinks
         full = sum(linear.parameters for linear in self.full_linears)
         return biases + norms + self.qk_norm_width + mixer + full
@@ -330,10 +341,12 @@ class ModelShape:
         """Projections of attention, or of what stands in its place, its output last."""
         if self.delta is not None:
             return self.delta.linears(self.hidden_size)
+        if self.latent is not None:
+            return self.latent.linears(self.hidden_size, self.heads)
         return (*self._qkv_linears(), LinearShape(self.query_width, self.hidden_size))
 
     def _qkv_linears(self) -> tuple[LinearShape, ...]:
-        if self.delta is not None:
+        if self.delta is not None or self.latent is not None:
             return ()
         if self.fused_qkv:
             return (LinearShape(self.hidden_size, self.query_width + 2 * self.kv_width),)

@@ -17,7 +17,7 @@ from math import gcd
 from typing import Any
 
 from planner.model.family import Architecture
-from planner.model.layer_parts import DeltaMixer
+from planner.model.layer_parts import DeltaMixer, LatentAttention
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
 from quant.scheme import COLUMNS, GROUP_SIZES, ROWS, Cut, LinearShape, stacked
@@ -128,8 +128,9 @@ def cut_groups(shape: ModelShape, shares: Sequence[RankShare]) -> tuple[int, ...
     linear of the MLP and of each expert, where there are such: those of the undivided linear, or
     finer where a cut between two ranks falls inside.
     """
-    head_dim = shape.head_dim if shape.delta is None else shape.delta.value_dim
-    groups = [_finest(shape.output_linear, (share.heads for share in shares), head_dim)]
+    output = shape.output_linear
+    own = shape.heads if shape.delta is None else shape.delta.value_heads
+    groups = [_finest(output, (share.heads for share in shares), output.in_features // own)]
     if any(share.mlp for share in shares):
         groups.append(_finest(shape.layer_linears[-1], (share.mlp for share in shares)))
     if shape.experts is not None:
@@ -183,7 +184,22 @@ def layer_cuts(
     return cuts | _expert_cuts(shape, share, names)
 
 
+def _latent_cuts(
+    latent: LatentAttention, heads: int, share: RankShare, names: Sequence[str]
+) -> dict[str, Cut]:
+    """Those of latent attention, whose latents all ranks have whole."""
+    *_, queries, _, output = names
+    made = f"{output.rpartition('.')[0]}.kv_b_proj"
+    return {
+        queries: _cut(ROWS, share.heads, heads, latent.plain_width + latent.rotary_width),
+        made: _cut(ROWS, share.heads, heads, latent.plain_width + latent.value_width),
+        output: _cut(COLUMNS, share.heads, heads, latent.value_width),
+    }
+
+
 def _attention_cuts(shape: ModelShape, share: RankShare, names: Architecture) -> dict[str, Cut]:
+    if shape.latent is not None:
+        return _latent_cuts(shape.latent, shape.heads, share, names.attention)
     *projections, output = names.attention
     heads = _cut(ROWS, share.heads, shape.heads, shape.head_dim)
     kv_heads = _cut(ROWS, share.kv_heads, shape.kv_heads, shape.head_dim)

@@ -309,11 +309,23 @@ def layer_tensors(kind: ModelShape) -> Shapes:
         found |= _norm("post_per_layer_input_norm", kind)
     if kind.sinks:
         found["self_attn.sinks"] = (kind.heads,)
+    found |= _latent_tensors(kind)
     return found | _mixer_tensors(kind) | _router_tensors(kind) | fused_experts(kind)
 
 
 def _names(kind: ModelShape) -> Architecture:
     return FAMILIES[kind.model_type].architecture.of_kind(kind.kind)
+
+
+def _latent_tensors(kind: ModelShape) -> Shapes:
+    if kind.latent is None:
+        return {}
+    expansion, rank = kind.latent.expansion(kind.heads), kind.latent.query_rank
+    return {
+        **({"self_attn.q_a_layernorm.weight": (rank,)} if rank else {}),
+        "self_attn.kv_a_layernorm.weight": (kind.latent.rank,),
+        "self_attn.kv_b_proj.weight": (expansion.out_features, expansion.in_features),
+    }
 
 
 def _mixer_tensors(kind: ModelShape) -> Shapes:

@@ -6,12 +6,15 @@ from typing import Any
 
 from transformers import (
     BloomConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPTNeoXConfig,
     GptOssConfig,
@@ -290,7 +293,53 @@ SHARED_CONFIGS: dict[str, PretrainedConfig] = {
 }
 """Of layers that read the keys and values of earlier ones."""
 
-EVERY_CONFIG = CONFIGS | MORE_CONFIGS
+_LATENT = _ROPE | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+
+LATENT_CONFIGS: dict[str, PretrainedConfig] = {
+    "deepseek_v2": DeepseekV2Config(
+        **_LATENT,
+        q_lora_rank=None,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        rope_parameters=_YARN,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **_LATENT,
+        q_lora_rank=24,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=2,
+        rope_parameters=_YARN,
+    ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **_LATENT,
+        q_lora_rank=24,
+        rope_interleave=False,
+        mlp_layer_types=["dense", "sparse", "dense", "sparse", "sparse"],
+    ),
+}
+"""Of layers that hold latents in place of keys and values."""
+
+EVERY_CONFIG = CONFIGS | MORE_CONFIGS | LATENT_CONFIGS
 
 STATE_CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_next": Qwen3NextConfig(**_DELTA, **_EXPERTS, mlp_only_layers=[0, 3]),

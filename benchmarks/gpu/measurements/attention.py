@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.attention.addresses import Addresses, Scoring
 from actors.attention.cuda import range_attention, reference
-from actors.attention.kv_cache import SCALE_DTYPE, Stored
+from actors.attention.stored import SCALE_DTYPE, Stored
 from actors.messages import MicroBatch, TokenIds
 from benchmarks.gpu.findings import Findings, Place
 from benchmarks.gpu.measurements.kernels import GB, replayed_seconds

@@ -22,7 +22,7 @@ from actors.attention.cpu import (
     prefers_blocks,
     warm_up,
 )
-from actors.attention.kv_cache import Stored, quantized
+from actors.attention.stored import Stored, quantized
 from actors.messages import MicroBatch
 from quant import numba_loops
 from tests.actors.batches import batch_in_ranges

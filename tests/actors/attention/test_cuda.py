@@ -21,7 +21,7 @@ from actors.attention.cuda import (
     reference,
     self_test,
 )
-from actors.attention.kv_cache import Stored
+from actors.attention.stored import Stored
 from actors.messages import MicroBatch
 from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
 from tests.actors.configs import LAYERS

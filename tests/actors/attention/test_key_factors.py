@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Scoring
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, key_factors, quantized
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
+from actors.attention.stored import asked_of_latents, key_factors, quantized, quantized_latents
 from actors.stage.importance import measure_stage
 from actors.stage.layer_cache import make_cache, rotary_width
 from actors.stage.partial_model import architecture_of
@@ -255,3 +256,22 @@ def test_codes_of_keys_are_those_of_keys_divided() -> None:
         assert torch.equal(keys.scales, scales.T)
         assert torch.equal(values.numbers, quantized(key)[0].transpose(0, 1))
         assert torch.equal(key, before)
+
+
+def test_latents_lose_no_more_by_rotated_numbers_that_are_many_times_as_large() -> None:
+    """Scores by codes, with both codes of what is rotated, against float64."""
+    rank, rotated = 32, 8
+    draw = torch.Generator().manual_seed(0)
+    key = torch.randn(1, 50, rank + rotated, generator=draw)
+    key[..., rank:] *= 90
+    query = torch.randn(50, 3, rank + rotated, generator=draw)
+    codes, scales = quantized_latents(key, rotated)
+    assert codes.shape == (1, 50, rank + 2 * rotated)
+    step = scales.double()[..., None]
+    largest = key[..., :rank].abs().amax(-1, keepdim=True).double()
+    assert bool((step <= 1.02 * torch.maximum(largest, key.abs().amax(-1, True) / 128) / 127).all())
+    asked = asked_of_latents(query, rotated).double()
+    found = asked @ (codes[0].double() * step[0]).t()
+    wanted = query.double() @ key[0].double().t()
+    bound = step[0, :, 0] / 2 * query.double().abs().sum(-1, keepdim=True)
+    assert bool(((found - wanted).abs() <= bound * (1 + 1e-9)).all())

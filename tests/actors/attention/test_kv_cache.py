@@ -13,14 +13,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from actors.attention.addresses import Scoring
-from actors.attention.kv_cache import (
-    CacheForm,
-    CacheShape,
-    KVCache,
-    Stored,
-    quantized,
-)
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
+from actors.attention.stored import Stored, quantized
 from actors.messages import MicroBatch, Move, TokenRange
 from actors.stage.layer_cache import make_cache
 from actors.stage.spec import stage_spec

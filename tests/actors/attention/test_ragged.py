@@ -13,14 +13,9 @@ from torch import Tensor
 
 from actors.attention import ragged
 from actors.attention.addresses import Addresses, Scoring
-from actors.attention.kv_cache import (
-    CacheForm,
-    CacheShape,
-    KVCache,
-    Stored,
-    quantized,
-)
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
+from actors.attention.stored import Stored, quantized
 from actors.messages import MicroBatch, TokenRange
 from tests.actors.batches import batch_in_ranges
 

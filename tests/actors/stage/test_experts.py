@@ -22,7 +22,7 @@ from quant.backends.table import fallback_rule
 from quant.loading.loader import module_nbytes
 from quant.rounding.ways import Rounding
 from quant.scheme import Processor
-from tests.actors.configs import EVERY_CONFIG, LAYERS
+from tests.actors.configs import EVERY_CONFIG, LATENT_CONFIGS, LAYERS
 from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
 
 LENGTHS = (5, 11, 1, 8)
@@ -115,12 +115,13 @@ def test_a_layer_that_predicts_further_ahead_is_not_run(tmp_path: Path) -> None:
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe", *LATENT_CONFIGS])
 def test_stages_with_experts_hold_the_bytes_of_their_plan(name: str, tmp_path: Path) -> None:
     """In every kind of layer, at every bitwidth."""
     config = EVERY_CONFIG[name].to_dict() | {"hidden_size": 64}
     save_tiny(tmp_path, type(EVERY_CONFIG[name]).from_dict(config))
-    shape, device = model_shape(tmp_path), SimpleNamespace(processor=Processor())
+    device = SimpleNamespace(processor=Processor(instruction_sets=frozenset()))
+    shape = model_shape(tmp_path)
     for bits in (16, 8, 4, 3):
         stage = stages_of(tmp_path, (0, LAYERS), 1, 8, bits, "bfloat16", device.processor)[0]
         for index in range(LAYERS):

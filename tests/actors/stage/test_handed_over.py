@@ -18,7 +18,7 @@ from actors.stage.handed_over import HeldKeysValues
 from actors.stage.stage import Stage
 from planner.scheduling import RequestSchedule
 from tests.actors.batches import batch_in_ranges
-from tests.actors.configs import CONFIGS, LAYERS, STATE_CONFIGS
+from tests.actors.configs import CONFIGS, LATENT_CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline, metered
 from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     @cache
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp(name)
-        model = save_tiny(folder, (CONFIGS | STATE_CONFIGS)[name])
+        model = save_tiny(folder, (CONFIGS | STATE_CONFIGS | LATENT_CONFIGS)[name])
         return folder, [reference(model, each, NEW_TOKENS, ignore_eos=True) for each in PROMPTS]
 
     return made
@@ -136,7 +136,7 @@ def generated(
         ("opt", (0, LAYERS), (0, 3, LAYERS)),
         ("llama", (0, 2, LAYERS), (0, LAYERS)),
         ("llama", (0, 2, LAYERS), (0, 1, 4, LAYERS)),
-        ("qwen3", (0, LAYERS), (0, 2, LAYERS)),
+        ("deepseek_v3", (0, 2, LAYERS), (0, 1, 4, LAYERS)),
         ("mistral", (0, 1, LAYERS), (0, LAYERS)),
         ("mistral-sliding", (0, 1, LAYERS), (0, 4, LAYERS)),
         ("bloom", (0, 2, LAYERS), (0, 3, LAYERS)),

@@ -148,7 +148,7 @@ def decode_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     "name",
     [
         *("llama", "opt", "bloom", "mistral-sliding", "qwen2-sliding", "qwen3_5"),
-        *("gemma4-shared", "gpt_oss"),
+        *("gemma4-shared", "gpt_oss", "deepseek_v3"),
         *(
             pytest.param(name, marks=pytest.mark.rare)
             for name in ("qwen3_next", "qwen3_moe", "qwen3_5_moe", "gemma2", "gemma3", *GATED)
@@ -168,7 +168,7 @@ def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "bloom", "mistral-sliding"),
+        *("llama", "bloom", "mistral-sliding", "deepseek_v3"),
         *(
             pytest.param(n, marks=pytest.mark.rare)
             for n in ("qwen3_next", "gemma3", "gemma4-shared", "gpt_oss", *GATED)

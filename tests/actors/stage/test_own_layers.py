@@ -17,8 +17,9 @@ from transformers.models.bloom.modeling_bloom import BloomGelu
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from actors.attention.kv_cache import CacheForm, Stored, key_factors, quantized
+from actors.attention.kv_cache import CacheForm
 from actors.attention.ragged import NewTokens
+from actors.attention.stored import Stored, key_factors, quantized
 from actors.stage import cuda_layer
 from actors.stage.cuda_layer import KERNELS, SOURCE, Norm, Turning
 from actors.stage.layer_cache import make_cache

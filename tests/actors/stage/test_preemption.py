@@ -38,7 +38,7 @@ from actors.stage.stage import Stage
 from actors.stage_figures import Supervision
 from quant.scheme import Processor
 from tests.actors.batches import batch_in_ranges
-from tests.actors.configs import CONFIGS, LAYERS, STATE_CONFIGS
+from tests.actors.configs import CONFIGS, LATENT_CONFIGS, LAYERS, STATE_CONFIGS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import generate, random_prompts, reference, save_tiny, specs_of, stages_of
@@ -80,7 +80,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     @cache
     def made(name: str) -> tuple[Path, list[list[int]]]:
         folder = tmp_path_factory.mktemp(name)
-        model = save_tiny(folder, (CONFIGS | STATE_CONFIGS)[name])
+        model = save_tiny(folder, (CONFIGS | STATE_CONFIGS | LATENT_CONFIGS)[name])
         tokens = [reference(model, each, NEW_TOKENS, ignore_eos=True) for each in PROMPTS]
         return folder, tokens
 
@@ -195,7 +195,7 @@ def test_tokens_are_those_of_generate(
 @pytest.mark.parametrize("way", [COMPUTED, PARKED])
 @pytest.mark.parametrize(
     "name",
-    ["bloom", "mistral-sliding", "opt", "qwen3_next", pytest.param("qwen3_5", marks=RARE)],
+    ["bloom", "mistral-sliding", "deepseek_v3", "qwen3_next", pytest.param("qwen3_5", marks=RARE)],
 )
 def test_families_of_other_positions_and_states(
     name: str, way: tuple[int, int], tiny: Tiny

@@ -39,6 +39,7 @@ from tests.actors.batches import batch_in_ranges
 from tests.actors.configs import (
     CONFIGS,
     EVERY_CONFIG,
+    LATENT_CONFIGS,
     LAYERS,
     MORE_CONFIGS,
     SHARED_CONFIGS,
@@ -49,7 +50,7 @@ from tests.actors.models import generate, random_prompts, reference, save_tiny, 
 from tests.actors.thread_ranks import divided, following, load_ranks, thread_groups
 
 ALL = EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS
-UNLIKE = "gpt_oss", "gemma4-shared", "qwen3_next"
+UNLIKE = "gpt_oss", "gemma4-shared", "qwen3_next", "deepseek_v3"
 """Models of layers with parts of their own, of which these have most."""
 
 LAYOUTS = (
@@ -154,7 +155,7 @@ def test_a_rank_holds_its_part_of_the_weights(tmp_path: Path) -> None:
         *UNLIKE,
         *(
             pytest.param(name, marks=pytest.mark.rare)
-            for name in (*MORE_CONFIGS, *STATE_CONFIGS)
+            for name in (*MORE_CONFIGS, *STATE_CONFIGS, *LATENT_CONFIGS)
             if name not in (*UNLIKE, "granitemoehybrid")  # whose entries fit one width alone
         ),
     ],

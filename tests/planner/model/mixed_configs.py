@@ -27,6 +27,11 @@ _MIXER = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_LATENT = {
+    **{"num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 24},
+    **{"kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 16},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2},
+}
 MIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", "intermediate_size": 96} | _SIZES | _EXPERTS,
     "qwen3_moe-dense": {
@@ -68,6 +73,18 @@ MIXED: dict[str, dict[str, Any]] = {
         **{"model_type": "granitemoehybrid", "num_local_experts": 0} | _SIZES,
         **{"shared_intermediate_size": 96, "layer_types": ["attention"] * 6},
         **{"mamba_n_heads": 8, "mamba_d_head": 16, "position_embedding_type": "rope"},
+    },
+    "deepseek_v2": {
+        **{"model_type": "deepseek_v2"} | _SIZES | _LATENT,
+        **{"q_lora_rank": None, "first_k_dense_replace": 1, "topk_method": "greedy"},
+    },
+    "deepseek_v3": {
+        **{"model_type": "deepseek_v3"} | _SIZES | _LATENT,
+        **{"q_lora_rank": 28, "first_k_dense_replace": 2, "n_group": 3, "topk_group": 2},
+    },
+    "glm4_moe_lite": {
+        **{"model_type": "glm4_moe_lite"} | _SIZES | _LATENT,
+        **{"q_lora_rank": 28, "mlp_layer_types": ["dense", "sparse"] * 3},
     },
     "gpt_oss": {
         "model_type": "gpt_oss",

@@ -36,6 +36,9 @@ KINDS = {
         name: ((6,), ("",))
         for name in ("mixtral", "olmoe", "granitemoe", "granitemoeshared", "granitemoehybrid")
     },
+    "deepseek_v2": ((1, 5), ("direct queries, dense", "direct queries")),
+    "deepseek_v3": ((2, 4), ("dense", "")),
+    "glm4_moe_lite": ((3, 3), ("dense", "")),
     "gpt_oss": ((3, 3), ("sliding_attention", "full_attention")),
 }
 
@@ -70,8 +73,11 @@ def check_linears(shape: ModelShape, index: int, modules: dict[str, Any]) -> Non
         for name, module in modules.items()
         if isinstance(module, torch.nn.Linear)
     }
-    gates = {names.shared_gate: (kind.hidden_size, 1)} if names.shared_gate else {}
-    assert found == gates | {
+    others = {names.shared_gate: (kind.hidden_size, 1)} if names.shared_gate else {}
+    if kind.latent is not None:
+        expansion = kind.latent.expansion(kind.heads)
+        others["self_attn.kv_b_proj"] = expansion.in_features, expansion.out_features
+    assert found == others | {
         name: (linear.in_features, linear.out_features) for name, linear in linears.items()
     }
     assert names.activation in modules or shape.model_type == "gpt_oss"
@@ -137,6 +143,16 @@ def test_equal_layers_make_a_plain_shape() -> None:
         ("granitemoehybrid", {"position_embedding_type": "nope"}, r"position_embedding_type is"),
         ("qwen3_5_moe_text", {"shared_expert_intermediate_size": 0}, r"shared_expert.* is 0"),
         ("qwen3_next", {"partial_rotary_factor": 2.0}, r"partial_rotary_factor is 2.0"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, r"topk_method is 'noaux_tc'.*greedy or gr"),
+        ("deepseek_v2", {"norm_topk_prob": True}, r"norm_topk_prob is True.*False for deepseek"),
+        ("deepseek_v2", {"q_lora_rank": 0}, r"q_lora_rank is 0"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, r"scoring_func is 'softmax'.*'sigmoid' for"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, r"num_key_value_heads is 2.*4 \(num_attention"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, r"qk_rope_head_dim is 7.*an even number"),
+        ("deepseek_v3", {"kv_lora_rank": None}, r"kv_lora_rank is missing"),
+        ("deepseek_v3", {"n_group": 4}, r"n_group is 4.*whole groups of two or more"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"] * 5}, r"mlp_layer_types is .*6 \(num_hid"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, r".*method fp8.*16-bit"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, entries: dict[str, Any], message: str) -> None:

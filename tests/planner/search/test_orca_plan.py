@@ -61,7 +61,7 @@ def test_the_same_memory_holds_more_requests(orca: PricedPlan, static: PricedPla
 def test_a_stage_has_the_bytes_of_its_token_slots(orca: PricedPlan) -> None:
     plan = orca.plan
     for stage in plan.stages:
-        token = 2 * kv_token_bytes(model_shape(MODEL), 16, stage.dtype)
+        token = kv_token_bytes(model_shape(MODEL), 16, stage.dtype)
         assert stage.memory.kv_cache == len(stage.layers) * token * plan.workload.kv_tokens
         assert stage.memory_bytes <= stage.memory_limit_bytes
     check_plan(plan, model_shape(MODEL))
