@@ -25,7 +25,6 @@ from planner.model.family import (
 )
 from planner.model.gated_families import GATED_FAMILIES
 from planner.model.gemma_families import GEMMA_FAMILIES
-from planner.model.grouped_families import GROUPED_FAMILIES
 from planner.model.qwen_families import QWEN_FAMILIES
 from planner.model.shape import MAX_LAYERS, ModelShape
 from quant.checkpoint.text_part import WRAPPERS
@@ -225,7 +224,6 @@ FAMILIES: Mapping[str, Family] = {
     **EXPERT_FAMILIES,
     **GATED_FAMILIES,
     **GEMMA_FAMILIES,
-    **GROUPED_FAMILIES,
     "bloom": _BLOOM,
     "gpt_neox": _GPT_NEOX,
     "llama": _LLAMA,

@@ -16,7 +16,7 @@ from planner.lengths import Lengths
 from planner.model.families import FAMILIES
 from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
-from planner.model.weight_check import end_tensors, layer_tensors
+from planner.model.tensor_shapes import end_tensors, layer_tensors
 from planner.plan.file import DIGEST
 from planner.plan.parts import PlansBeside
 from planner.workload import Job

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from planner.model.finding import shape_from_config
-from planner.model.weight_check import check_weights, layer_tensors, separate_experts
+from planner.model.tensor_shapes import layer_tensors, separate_experts
+from planner.model.weight_check import check_weights
 from quant.common.errors import CheckpointError
 from tests.planner.model.mixed_configs import MIXED, library_model
 

@@ -17,7 +17,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
-from planner.model.weight_check import end_tensors, layer_tensors
+from planner.model.tensor_shapes import end_tensors, layer_tensors
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.search.request import with_stored_bits

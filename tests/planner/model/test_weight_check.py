@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from planner.model.families import FAMILIES
 from planner.model.finding import shape_from_config
-from planner.model.weight_check import end_tensors, layer_tensors
+from planner.model.tensor_shapes import end_tensors, layer_tensors
 from tests.actors.configs import EVERY_CONFIG, STATE_CONFIGS
 from tests.paths import ROOT
 
