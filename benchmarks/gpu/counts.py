@@ -124,7 +124,7 @@ class Case:
     def kv_layer_bytes(self) -> int:
         """Of the keys and values that a layer attends to."""
         each = kv_token_bytes(self.shape, self.kv_bits, DTYPE)
-        return 2 * self.requests * (self.tokens + 1) * each
+        return self.requests * (self.tokens + 1) * each
 
     def moved_s(self, layer: Started, share: float | None = None) -> float:
         """Seconds of the bytes of all layers, at a `share` of the bandwidth."""

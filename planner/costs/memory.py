@@ -236,7 +236,7 @@ def _scratch_bytes(work: StageWork) -> int:
         room, window = work.workload.room(each.sliding_window), each.sliding_window
         if room is not None and window is not None:
             tokens = scratch_tokens(room, window, work.prefill_tokens, work.mixed)
-            own = 2 * tokens * kv_token_bytes(each, work.kv_bits, work.dtype)
+            own = tokens * kv_token_bytes(each, work.kv_bits, work.dtype)
             scratch = max(scratch, own * (2 if is_read else 1))
     return scratch
 

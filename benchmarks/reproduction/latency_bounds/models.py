@@ -320,7 +320,7 @@ class Pipeline:
         shape, dtype = costs.shape_on(device), costs.dtype(device)
         fixed = costs.fixed_memory(self.stages, stage, sizes).total
         weights = layers * layer_weight_bytes(shape, BITS, device, dtype)
-        slot = 2 * layers * kv_token_bytes(shape, BITS, dtype)
+        slot = layers * kv_token_bytes(shape, BITS, dtype)
         return (costs.limit_bytes(device) - fixed - weights) // slot
 
 

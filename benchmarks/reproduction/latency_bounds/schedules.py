@@ -198,7 +198,7 @@ class Divided:
         """
         costs = self.prefill.costs
         dtype = costs.dtype(self.prefill.stages[0])
-        token_bytes = 2 * costs.shape.layers * kv_token_bytes(costs.shape, BITS, dtype)
+        token_bytes = costs.shape.layers * kv_token_bytes(costs.shape, BITS, dtype)
         nodes = {device.node for device in self.prefill.stages}
         apart = not nodes >= {device.node for device in self.decode.stages}
         network_s = token_bytes / costs.cluster.internode_bytes_per_s / len(nodes)
@@ -361,7 +361,7 @@ def memory_share(setting: Setting) -> float:
     device = costs.cluster.devices[0]
     shape, dtype = costs.shape, costs.dtype(device)
     weights = shape.layers * layer_weight_bytes(shape, BITS, device, dtype)
-    token = 2 * shape.layers * kv_token_bytes(shape, BITS, dtype)
+    token = shape.layers * kv_token_bytes(shape, BITS, dtype)
     left = setting.model.count * costs.limit_bytes(device) - 2 * weights
     decode = reserved_tokens(lengths, waa_decode_requests(lengths.outputs, 1.0))
     prefill = TURNS_UNDER_WAY * lengths.prompts.mean
@@ -375,7 +375,7 @@ def _copies(pipeline: Pipeline) -> StageCopies:
     counted = zip(pipeline.stages, pairwise(pipeline.first_layer), strict=True)
     for device, (start, stop) in counted:
         layers, shape = stop - start, costs.shape_on(device)
-        token_bytes = 2 * layers * kv_token_bytes(shape, BITS, costs.dtype(device))
+        token_bytes = layers * kv_token_bytes(shape, BITS, costs.dtype(device))
         tensors = cache_tensors(BITS, layers)
         copies.append(HostCopies(token_bytes, tensors, device.host_link_bytes_per_s))
     return StageCopies.of(copies)

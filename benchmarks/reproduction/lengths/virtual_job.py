@@ -209,7 +209,7 @@ class Memory:
         """Bytes of a token's keys and values on each stage."""
         shape = model_shape(self.pipeline.setting.model)
         return [
-            2 * kv_token_bytes(shape, FULL_BITS, stage.dtype) * len(stage.layers)
+            kv_token_bytes(shape, FULL_BITS, stage.dtype) * len(stage.layers)
             for stage in self.pipeline.plan.stages
         ]
 

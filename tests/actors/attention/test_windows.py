@@ -12,11 +12,12 @@ import torch
 from actors.attention.addresses import Scoring
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
+from actors.attention.stored import Stored
 from actors.messages import MicroBatch, Park, TokenRange
-from planner.costs.memory import kv_cache_bytes_per_layer
+from planner.costs.memory import StageWork, _scratch_bytes, kv_cache_bytes_per_layer
 from planner.costs.temporaries import scratch_tokens
 from planner.model.finding import model_shape
-from planner.workload import Workload, window_room
+from planner.workload import MicroBatches, Workload, window_room
 from tests.actors.configs import EVERY_CONFIG, LAYERS
 from tests.actors.models import save_tiny, stages_of
 
@@ -101,6 +102,20 @@ def test_a_request_that_goes_on_elsewhere_is_an_error() -> None:
         cache.enter(MicroBatch(4 * ones, 0 * ones, ones, 0 * ones))
 
 
+def scratch_bytes(cache: KVCache, work: StageWork) -> int:
+    """What the layers of a cache take of a scratch for the whole prompts of a prefill."""
+    rows = np.arange(work.sizes.prefill)
+    counts = np.full_like(rows, work.workload.prompt_length)
+    passes = cache.enter(MicroBatch(rows, 0 * rows, counts, rows * work.workload.total_length))
+    held: dict[int, Stored] = {}
+    for layer in cache.holding_layers:
+        scratch = passes[window].scratch if (window := cache.window_of(layer)) else None
+        if scratch is not None:
+            own = scratch.of_layer(layer, cache.of_layer(layer), cache.is_shared(layer))
+            held |= {each.numbers.data_ptr(): each for each in own}
+    return sum(each.nbytes for each in held.values())
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4"])
 def test_planned_bytes_are_those_of_rooms(name: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, EVERY_CONFIG[name])
@@ -120,6 +135,10 @@ def test_planned_bytes_are_those_of_rooms(name: str, tmp_path: Path) -> None:
             for n in range(LAYERS)
         )
         assert (planned < whole) == (longest == 100)
+        work = StageWork(shape, workload, MicroBatches(2, 2), "float32", kv_bits=kv_bits)
+        taken = scratch_bytes(stages[0]._cache, work)
+        assert _scratch_bytes(work) == taken
+        assert (taken > 0) == (longest == 100)
 
 
 def test_rooms_are_made_where_they_are_smaller() -> None:
