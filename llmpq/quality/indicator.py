@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from actors.stage.layer_stream import LayerStream, StreamedLayer
+from actors.stage.layer_stream import LayerStream
+from llmpq.quality.expert_inputs import AskedExperts, asked_weights
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import TokenIds, Windows
@@ -56,7 +57,7 @@ def measure_indicators(
     for index in range(stream.layers):
         statistics = {name: indicator() for name, indicator in indicators.items()}
         try:
-            found, own = _layer_rows(stream.layer(index, hidden), statistics, bitwidths)
+            found, own = _layer_rows(stream, index, hidden, statistics, bitwidths)
         except CheckpointError as error:
             raise CheckpointError(f"layer {index}: {error}") from error
         importance.append(own)
@@ -68,21 +69,34 @@ def measure_indicators(
 
 
 def _layer_rows(
-    layer: StreamedLayer, statistics: Mapping[str, LayerStatistics], bitwidths: Sequence[int]
+    stream: LayerStream,
+    index: int,
+    hidden: Tensor,
+    statistics: Mapping[str, LayerStatistics],
+    bitwidths: Sequence[int],
 ) -> tuple[dict[str, list[float]], LayerImportance]:
     """Send the text through the layer and the weights through every indicator.
 
     The layer is gone when this returns, before the next one is loaded.
     """
+    layer = stream.layer(index, hidden)
     inputs, keys = LinearInputs(), LargestKeys()
+    experts = AskedExperts(layer, list(statistics.values()))
+    last = experts.observe_all_but_last()
     with (
         _observed(layer.linears, list(statistics.values())) as source_of,
         inputs.watching(layer.linears, layer.experts),
+        experts.shown(last),
     ):
         layer.advance(keys.see)
+    importance = LayerImportance(inputs.results(), keys.result())
     weights = {name: linear.weight.detach() for name, linear in layer.linears.items()}
-    found = {name: own.omega(weights, source_of, bitwidths) for name, own in statistics.items()}
-    return found, LayerImportance(inputs.results(), keys.result())
+    found = {}
+    for name, own in statistics.items():
+        asked = asked_weights(stream, layer, experts.asked, importance.inputs)
+        both = own.omega(weights, source_of, bitwidths), own.omega_of_experts(asked, bitwidths)
+        found[name] = [sum(each) for each in zip(*both, strict=True)]
+    return found, importance
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from quant.loading.expert_tensors import FUSED
 from quant.rounding.gptq import gptq
 from quant.rounding.gptq_format import GptqWeight
 from quant.rounding.gptq_writer import ANY_EXPERT, GptqLayout, GptqWriter
-from quant.rounding.indicators import Gram
+from quant.rounding.gram import Gram
 from quant.scheme import FULL_BITS, GptqOptions
 
 

@@ -86,6 +86,17 @@ class ExpertTensors:
         is_transposed = bool(getattr(self.module, "is_transposed", False))
         return (fused,) if is_transposed else _OF_EXPERT[fused]
 
+    def rows_of(self, fused: str) -> dict[str, slice]:
+        """The rows of the weight `fused` that each of its projections has, by its name."""
+        names = _OF_EXPERT[fused]
+        if len(names) == 1:
+            return {names[0]: slice(None)}
+        if not getattr(self.module, "is_concatenated", True):
+            return {name: slice(first, None, 2) for first, name in enumerate(names)}
+        _, both, _ = expert_shapes(self.module)
+        half = both.out_features // 2
+        return {names[0]: slice(half), names[1]: slice(half, None)}
+
     def packed_parts(self, fused: str) -> tuple[str, ...]:
         """Those of `parts` that are there, as codes; none where it has plain weights."""
         parts = self.parts(fused)
@@ -200,7 +211,7 @@ def load_experts(
         read = None if is_packed else tensors.reader(fused, weights.shape)
         for index in range(count):
             name = f"{tensors.name}.{index}.{fused}"
-            own = _inputs_of(inputs.get(fused), index, tensors.whole(fused, weights.shape)[1])
+            own = inputs_of_expert(inputs.get(fused), index, tensors.whole(fused, weights.shape)[1])
             try:
                 packed = (
                     tensors.packed(fused, index, weights.shape, form)
@@ -229,8 +240,12 @@ def experts_like(
     return experts
 
 
-def _inputs_of(inputs: InputStatistics | None, index: int, width: int) -> InputStatistics | None:
-    """Give those of one expert; None where it was not asked."""
+def inputs_of_expert(
+    inputs: InputStatistics | None, index: int, width: int
+) -> InputStatistics | None:
+    """Of the inputs of all experts `[experts * width]`, or of what they share `[width]`, give those
+    of one; None where it was not asked.
+    """
     if inputs is None or len(inputs.mean_square) == width:
         return inputs
     own = inputs.of_inputs(slice(index * width, (index + 1) * width))

@@ -21,21 +21,28 @@ that the quantizer really scales (`quant.rounding.canonical`) of weights times s
 The Hessian-based indicator to compare with is lambda_max(2 X X^T) * ||Q(W) - W||^2, summed over
 linears: the Hessian of ||W X - Q(W) X||^2 with respect to a row of W is 2 X X^T. The random one
 falls with rising bitwidth, otherwise noise.
+
+Experts e that a token asks with weights w_e add sum_e w_e (W_e - Q(W_e)) x_e to what the layer
+gives, whose square is at most sum_e c_e |(W_e - Q(W_e)) x_e|^2 with c_e = |w_e| sum_f |w_f|,
+whatever their errors have in common. So the inputs of each expert count c_e: copies of one MLP lose
+what it loses.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.linalg import blas, eigh_tridiagonal
 from torch import Tensor
 
 from quant.common.errors import CheckpointError
 from quant.rounding.canonical import dequantize, quantize, row_blocks
+from quant.rounding.gram import Gram
 from quant.rounding.importance import InputStatistics, RunningStatistics
 from quant.scheme import FULL_BITS, VarianceForm
 
@@ -46,7 +53,26 @@ so few lose some 1e-5 of their sum; a GPU waits for the host once for each block
 _CANCELLED = 1e-3
 """Share of the sum of squares below which a second pass computes the variance around the mean."""
 
+_NOT_FINITE = (
+    "inputs of a linear are not finite or beyond 1e16; the weights are damaged, or the compute "
+    "type overflows: use float32"
+)
+
 Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class AskedWeight:
+    """An expert's `weight` `[out, in]`, whose inputs were observed as `source` while `tokens`
+    passed its layer. `parts`: the rows of each projection, by its name, which all experts share.
+    `rounded_by`: the statistics by which stages round it, if any.
+    """
+
+    source: str
+    weight: Tensor
+    parts: Mapping[str, slice]
+    tokens: int
+    rounded_by: InputStatistics | None
 
 
 class RunningMoments:
@@ -55,7 +81,7 @@ class RunningMoments:
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0.0
         self.mean = 0.0
         self._squares = 0.0  # summed squared deviations from the mean
 
@@ -68,7 +94,19 @@ class RunningMoments:
         for block in values.reshape(-1).split(at_once):
             self._merge(block.numel(), *_mean_and_squares(block.float()))
 
-    def _merge(self, count: int, mean: float, squares: float) -> None:
+    def add_counted(self, rows: Tensor, counted: Tensor) -> None:
+        """Add the values of `rows` `[asked, in]`, each as often as `counted` `[asked]` says."""
+        values, weights = rows.double(), counted.double().unsqueeze(-1)
+        count = float(weights.sum()) * rows.shape[-1]
+        if not count:
+            return
+        mean = float((weights * values).sum()) / count
+        squares = float((weights * (values - mean).square()).sum())
+        if not np.isfinite(squares):
+            raise CheckpointError(_NOT_FINITE)
+        self._merge(count, mean, squares)
+
+    def _merge(self, count: float, mean: float, squares: float) -> None:
         total, apart = self.count + count, mean - self.mean
         self._squares += squares + apart * apart * self.count * count / total
         self.mean += apart * count / total
@@ -79,10 +117,7 @@ def _mean_and_squares(block: Tensor) -> tuple[float, float]:
     count, total, raw = block.numel(), float(block.sum()), float(torch.dot(block, block))
     mean = total / count
     if not np.isfinite(raw):
-        raise CheckpointError(
-            "inputs of a linear are not finite or beyond 1e16; the weights are damaged, or the "
-            "compute type overflows: use float32"
-        )
+        raise CheckpointError(_NOT_FINITE)
     squares = raw - total * mean
     if squares < _CANCELLED * raw:
         shifted = block - mean
@@ -122,8 +157,34 @@ def _squared_spans(weight: Tensor, group: int, scheme: str) -> float:
 class LayerStatistics(ABC):
     """Gathers while a text passes through a layer; `source` is the first of an input's."""
 
+    gathers_squares = False
+    """Whether a matrix `[in, in]` is kept of every source until `settle`."""
+
     @abstractmethod
     def observe(self, source: str, inputs: Tensor) -> None: ...
+
+    @abstractmethod
+    def observe_asked(self, source: str, rows: Tensor, counted: Tensor) -> None:
+        """Take inputs `[asked, in]` of one expert's weight, and how much each counts, `[asked]`."""
+
+    def settle(self) -> None:  # noqa: B027  (most keep little)
+        """Let go of what the sources seen until now no longer need; they are seen no more."""
+
+    def omega_of_experts(
+        self, experts: Iterable[AskedWeight], bitwidths: Sequence[int]
+    ) -> list[float]:
+        """Sum the indicator at each bitwidth over the weights of experts that were asked."""
+        total = np.zeros(len(bitwidths))
+        for own in experts:
+            for name, rows in own.parts.items():
+                part = own.weight[rows]
+                share = self._asked_share(own)
+                total += share * np.array(self._losses(name, part, own.source, bitwidths))
+        return list(total.tolist())
+
+    def _asked_share(self, own: AskedWeight) -> float:
+        """By what the losses of an expert count, beyond what its inputs tell."""
+        return 1.0
 
     def omega(
         self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
@@ -148,6 +209,12 @@ class VarianceStatistics(LayerStatistics):
     def observe(self, source: str, inputs: Tensor) -> None:
         self._inputs.setdefault(source, RunningMoments()).add(inputs)
 
+    def observe_asked(self, source: str, rows: Tensor, counted: Tensor) -> None:
+        self._inputs.setdefault(source, RunningMoments()).add_counted(rows, counted)
+
+    def _asked_share(self, own: AskedWeight) -> float:
+        return self._inputs[own.source].count / (own.weight.shape[1] * own.tokens)
+
     def _losses(
         self, name: str, weight: Tensor, source: str, bitwidths: Sequence[int]
     ) -> list[float]:
@@ -158,6 +225,8 @@ class VarianceStatistics(LayerStatistics):
 class HessianStatistics(LayerStatistics):
     """X X^T of every input, for the Hessian-based indicator; `[in, in]` float32 each."""
 
+    gathers_squares = True
+
     def __init__(self) -> None:
         self._grams: dict[str, Gram] = {}
         self._curvatures: dict[str, float] = {}
@@ -165,11 +234,18 @@ class HessianStatistics(LayerStatistics):
     def observe(self, source: str, inputs: Tensor) -> None:
         self._grams.setdefault(source, Gram(inputs.shape[-1], inputs.device)).add(inputs)
 
+    def observe_asked(self, source: str, rows: Tensor, counted: Tensor) -> None:
+        self.observe(source, rows.float() * counted.float().sqrt().unsqueeze(-1))
+
+    def settle(self) -> None:
+        for source, gram in self._grams.items():
+            self._curvatures[source] = 2 * gram.top_eigenvalue()
+        self._grams.clear()
+
     def _losses(
         self, name: str, weight: Tensor, source: str, bitwidths: Sequence[int]
     ) -> list[float]:
-        if source not in self._curvatures:
-            self._curvatures[source] = 2 * self._grams[source].top_eigenvalue()
+        self.settle()
         curvature = self._curvatures[source]
         return [
             0.0 if bits == FULL_BITS else squared_rounding_error(weight, bits) * curvature
@@ -188,74 +264,6 @@ def random_indicator(layers: int, bitwidths: Sequence[int], seed: int) -> Matrix
     falling[:, np.argsort(bitwidths)] = -np.sort(-draws, axis=1)
     falling[:, [bits == FULL_BITS for bits in bitwidths]] = 0.0
     return falling
-
-
-_TOLERANCE = 1e-3
-"""Tolerance of the residual: eigenvalues were within 1e-5 of the exact ones; 1e-2 leaves 4e-3."""
-
-_MOST_ITERATIONS = 200
-
-
-class Gram:
-    """The sum X X^T `[size, size]` in float32; on a CPU one triangle alone, by BLAS: a quarter of
-    the time of torch's product (measured on an AMD EPYC with AVX-512, one thread).
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._sum = torch.zeros(size, size, dtype=torch.float32, device=device)
-
-    def add(self, inputs: Tensor) -> None:
-        rows = inputs.reshape(-1, inputs.shape[-1]).float()
-        if rows.device.type != "cpu":
-            self._sum.addmm_(rows.T, rows)
-            return
-        # A row-major matrix is, to BLAS, its transpose column by column: the triangle that is
-        # upper there is the lower one here. Neither argument is copied.
-        kept = blas.ssyrk(1.0, rows.numpy().T, beta=1.0, c=self._sum.numpy().T, overwrite_c=True)
-        assert np.shares_memory(kept, self._sum.numpy()), "the routine worked on a copy"
-
-    def matrix(self) -> Tensor:
-        if self._sum.device.type != "cpu":
-            return self._sum
-        lower = torch.tril(self._sum, -1)
-        return torch.tril(self._sum).add_(lower.T)
-
-    def top_eigenvalue(self) -> float:
-        if not bool(torch.isfinite(self._sum.diagonal()).all()):
-            raise CheckpointError(
-                "inputs of a linear are not finite; the weights are damaged, or the compute type "
-                "overflows: use float32"
-            )
-        return top_eigenvalue(self.matrix())
-
-
-def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
-    """Power iteration that keeps all its vectors (Lanczos with full reorthogonalisation, Golub and
-    Van Loan, section 10.1), until the residual is within `tolerance` of the value; seeded.
-    """
-    size, generator = len(matrix), torch.Generator().manual_seed(0)
-    if not bool(matrix.diagonal().any()):
-        return 0.0
-    vector = torch.randn(size, generator=generator).to(matrix)
-    most = min(size, _MOST_ITERATIONS)
-    basis = torch.empty(most, size, dtype=matrix.dtype, device=matrix.device)
-    diagonal: list[float] = []
-    beside: list[float] = []
-    value = 0.0
-    for step in range(most):
-        basis[step] = vector / vector.norm()
-        vector = torch.mv(matrix, basis[step])
-        diagonal.append(float(vector @ basis[step]))
-        known = basis[: step + 1]
-        for _ in range(2):  # once would leave rounding errors that grow
-            vector -= torch.mv(known.T, torch.mv(known, vector))
-        last = len(diagonal) - 1
-        values, vectors = eigh_tridiagonal(diagonal, beside, select="i", select_range=(last, last))
-        value, beyond = float(values[0]), float(vector.norm())
-        if beyond * abs(float(vectors[-1, 0])) <= tolerance * value:
-            break
-        beside.append(beyond)
-    return max(0.0, value)
 
 
 def squared_rounding_error(weight: Tensor, bits: int) -> float:
@@ -294,6 +302,37 @@ class ErrorStatistics(LayerStatistics):
 
     def observe(self, source: str, inputs: Tensor) -> None:
         self._inputs.setdefault(source, RunningStatistics()).add(inputs)
+
+    def observe_asked(self, source: str, rows: Tensor, counted: Tensor) -> None:
+        self.observe(source, rows.float() * counted.float().sqrt().unsqueeze(-1))
+
+    def omega_of_experts(
+        self, experts: Iterable[AskedWeight], bitwidths: Sequence[int]
+    ) -> list[float]:
+        """Sum as of linears, each of which is one projection of all experts together."""
+        lost: dict[str, Matrix] = defaultdict(lambda: np.zeros(len(bitwidths)))
+        energy: dict[str, float] = defaultdict(float)
+        for own in experts:
+            running = self._inputs[own.source]
+            inputs = running.result()
+            stored = [
+                own.weight
+                if bits == FULL_BITS
+                else self._stored(own.source, own.weight, bits, own.rounded_by or inputs)
+                for bits in bitwidths
+            ]
+            for name, rows in own.parts.items():
+                part = own.weight[rows]
+                energy[name] += running.vectors * weighted_square(part, None, inputs)
+                lost[name] += running.vectors * np.array(
+                    [weighted_square(part, each[rows], inputs) for each in stored]
+                )
+        total = np.zeros(len(bitwidths))
+        for name in (name for name in lost if energy[name]):
+            total += lost[name] / energy[name]
+        if not np.isfinite(total).all():
+            raise CheckpointError("weights are NaN or infinite; the checkpoint is damaged")
+        return list(total.tolist())
 
     def _losses(
         self, name: str, weight: Tensor, source: str, bitwidths: Sequence[int]

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from quant.common.errors import CheckpointError, SpecError
 from quant.rounding.canonical import dequantize, quantize
+from quant.rounding.gram import Gram, top_eigenvalue
 from quant.rounding.indicators import (
-    Gram,
     HessianStatistics,
     RunningMoments,
     VarianceStatistics,
     random_indicator,
     squared_rounding_error,
-    top_eigenvalue,
     weight_noises,
 )
 from quant.rounding.ways import Rounding
