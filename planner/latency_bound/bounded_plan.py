@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +30,7 @@ from planner.plan.origin import origin_of
 from planner.plan.parts import LatencyForecast
 from planner.plan.spec import PlanSpec, Role, StagePlan
 from planner.profiles.perplexity_fit import perplexity_forecast
-from planner.profiles.sensitivity import planned_importance
+from planner.profiles.sensitivity import Omega, planned_importance
 from planner.scheduling import BOUNDED, PolicyOptions, RequestSchedule, ScheduleKind
 from planner.search.remedies import naming_remedies
 from planner.search.request import (
@@ -165,11 +166,21 @@ def bounded_options(options: PlanOptions) -> PlanOptions:
     return replace(options, policy=BOUNDED)
 
 
+def whole_costs(planned: PlanningRequest) -> tuple[CostModel, Omega]:
+    """The costs where a layer has one bitwidth and lies on its device, and the sensitivities; a
+    warning where plans without a bound could have experts on hosts.
+    """
+    costs, omega = costs_of(planned)
+    if costs.hosting:
+        text = "beside a bound on latency experts stay with the rest of their layers"
+        warnings.warn(f"{text}: host_memory_gib is not used for them", stacklevel=2)
+    return costs.whole, omega
+
+
 def _found(
     planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
 ) -> PlanSpec:
-    costs, omega = costs_of(planned)
-    costs = costs.whole
+    costs, omega = whole_costs(planned)
     began = clock()
     search = BoundedSearch(costs, request, clock)
     scheduled = search.within(request.limit_s)
@@ -215,7 +226,7 @@ def latency_front(
 def _front(
     planned: PlanningRequest, request: BoundRequest, clock: Callable[[], float]
 ) -> tuple[LatencyPoint, ...]:
-    costs = costs_of(planned)[0].whole
+    costs, _ = whole_costs(planned)
     search = BoundedSearch(costs, request, clock)
     fastest = search.within(math.inf)
     least = search.least

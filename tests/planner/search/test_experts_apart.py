@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from planner.costs.hosting import host_limit_bytes, host_threads
 from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
+from planner.latency_bound.bounded_plan import whole_costs
 from planner.model.finding import model_shape
 from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
@@ -29,7 +31,7 @@ from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.profiles.sensitivity import default_sensitivity
-from planner.search.request import cost_model
+from planner.search.request import PlanningRequest, cost_model
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import HOST_BACKENDS, rule_for
 from quant.common.errors import SpecError
@@ -265,3 +267,13 @@ def test_a_plan_of_35_billion_parameters_over_gpus_and_hosts_has_its_true_bytes(
     assert sum(len(stage.hosted_experts) for stage in plan.stages) > 10
     weights = sum(stage.memory.weights + stage.host_bytes for stage in plan.stages)
     assert weights > sum(stage.memory_limit_bytes for stage in plan.stages)
+
+
+def test_plans_beside_a_bound_say_that_experts_stay_on_devices() -> None:
+    options = PlanOptions(bits=BITS)
+    with pytest.warns(UserWarning, match="host_memory_gib is not used for them"):
+        costs, _ = whole_costs(PlanningRequest.of(CLUSTER, SHAPE, WORKLOAD, options))
+    assert not any(choice.on_host for choice in costs.placing.choices)
+    bare = replace(CLUSTER, devices=(V100,))
+    with warnings.catch_warnings(action="error"):
+        whole_costs(PlanningRequest.of(bare, SHAPE, WORKLOAD, options))
