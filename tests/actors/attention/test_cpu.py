@@ -114,7 +114,7 @@ def in_double(
 
 
 @pytest.mark.parametrize(("dtype", "kv_bits"), [*((d, 16) for d in ROUNDING), (torch.float32, 8)])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 20), (8, 1, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 20), (8, 1, 128)])
 @pytest.mark.parametrize("lengths", [[33] * 5, [1, 70, 2, 33, 17], [1]])
 @pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.rare), 8])
 @pytest.mark.parametrize("alibi", [False, True])

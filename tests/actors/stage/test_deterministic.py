@@ -121,9 +121,13 @@ CASES = {
     "states": ("states", {"dtype": "bfloat16"}),
     "pure torch": ("odd sizes", {"dtype": "float32", "bits": (8, 4, 3, 8, 4)}),
 }
+RARE = "bfloat16", "8 bit", "pure torch"
+"""Cases of which others show the parts."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.rare if each in RARE else ()) for each in CASES]
+)
 def test_tokens_and_logprobs_are_those_of_each_request_alone(
     case: str, folders: dict[str, Path]
 ) -> None:

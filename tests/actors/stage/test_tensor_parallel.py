@@ -56,13 +56,11 @@ UNLIKE = "gpt_oss", "gemma4-shared", "qwen3_next", "deepseek_v3"
 LAYOUTS = (
     (
         ((4, 1, 2), False),
-        {"llama", "qwen2", "bloom", "opt-post-norm", "phi3", "glm", "olmo2", "qwen3_5", *UNLIKE}
-        | {"granitemoeshared"},
+        {"llama", "bloom", "opt-post-norm", "phi3", "olmo2", *UNLIKE},
     ),
     (
         ((2, 4, 1), True),
-        {"llama", "gpt_neox", "gemma3", "olmo3", "qwen3_moe", "glm4_moe", "gemma4", "qwen3_5_moe"}
-        | {"gemma4-experts", "mistral-sliding", "mixtral", "qwen2_moe"},
+        {"gpt_neox", "glm", "qwen3_5_moe", "gemma4-experts", "qwen2_moe"},
     ),
     (((1, 2, 4), False), set[str]()),
     (((4, 4, 4), True), set[str]()),

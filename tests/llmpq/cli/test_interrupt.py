@@ -89,11 +89,12 @@ def test_an_interrupt_keeps_results_and_frees_everything(
     wait_until_gone(started)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("victim", "named"),
     [
         ("raylet", "raylet"),
-        pytest.param("gcs_server", "control service (GCS)", marks=pytest.mark.rare),
+        ("gcs_server", "control service (GCS)"),
     ],
 )
 def test_a_local_run_that_loses_its_ray_says_so_and_ends(

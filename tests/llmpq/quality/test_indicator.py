@@ -93,7 +93,13 @@ def by_hand(model: Any, token_ids: Any, lower: Sequence[int]) -> tuple[Any, Any]
     return variance, hessian
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("llama", "bloom", "opt") else pytest.mark.rare)
+        for name in CONFIGS
+    ],
+)
 def test_indicators_of_every_architecture(name: str, tmp_path: Path) -> None:
     """At all bitwidths of one architecture, and at one of every other."""
     lower = BITS[:-1] if name == "llama" else (4,)

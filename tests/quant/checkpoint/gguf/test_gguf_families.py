@@ -23,22 +23,23 @@ from tests.quant.checkpoint.gguf.written import Array, plain, write_gguf
 
 _TYPES = [f"{kind}_attention" for kind in ("linear", "full") * 3][:LAYERS]
 CHANGES: dict[str, dict[str, Any]] = {
-    "mixtral": {"sliding_window": None},
-    "olmo3": {},
-    "granitemoeshared": {},
-    "qwen2_moe": {"mlp_only_layers": []},
     "glm4_moe": {},
     "gpt_oss": {"hidden_size": 64},  # whole blocks
-    "gemma4-experts": {},
     "gemma4-shared": {},
-    "gemma4": {},
     "qwen3_next": {"mlp_only_layers": [], "layer_types": _TYPES},
-    "qwen3_5": {"layer_types": _TYPES},
     "qwen3_5_moe": {"layer_types": _TYPES},
 }
 """Entries of tiny configurations that llama.cpp has no words for."""
 
-RARE = {"olmoe": {"clip_qkv": None}, "granitemoe": {}}
+RARE: dict[str, dict[str, Any]] = {
+    **{
+        name: {} for name in ("gemma4", "gemma4-experts", "granitemoe", "granitemoeshared", "olmo3")
+    },
+    "mixtral": {"sliding_window": None},
+    "olmoe": {"clip_qkv": None},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "qwen3_5": {"layer_types": _TYPES},
+}
 
 
 def tiny(name: str, folder: Path) -> Any:
