@@ -400,6 +400,8 @@ def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: boo
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     per_token = 2 * shape.hidden_size + 2 * (shape.query_width + 2 * shape.kv_width)
     per_token += shape.query_width * (2 if shape.output_gate else 1)
+    if shape.latent is not None:  # latents that are attended to, and the values of these
+        per_token += shape.heads * (shape.latent.rank + shape.latent.value_width)
     keys = shape.query_width if repeats else attended_width(shape)
     norm = _NORM_BUFFERS * _FLOAT32_BYTES * shape.hidden_size
     attended = tokens * per_token * element + 2 * key_tokens * keys * element
