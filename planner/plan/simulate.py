@@ -44,7 +44,8 @@ def simulate_plan(plan: PlanSpec) -> Simulated:
     the run's `time_scale`. Each pass takes its modelled time, else see `APPROXIMATION`.
     """
     scale = time_scale(plan)
-    sizes = policy_sizes(plan.policy, plan.workload, plan.micro_batches)
+    has_states = any(stage.state_bytes for stage in plan.stages)
+    sizes = policy_sizes(plan.policy, plan.workload, plan.micro_batches, has_states)
 
     def seconds(each: Pass) -> PassSeconds:
         compute, transfer = zip(

@@ -222,7 +222,8 @@ class OrcaSchedule:
             parts.append((prompt.written, count))
             tokens += count
             prompt.written += count
-        for waiting in policy.admitted(cohort.requests, tokens, self._available):
+        free = policy.sizes.slots - self._running if policy.sizes.slots else None
+        for waiting in policy.admitted(cohort.requests, tokens, self._available, free):
             count = policy.part(waiting.text)
             self._take(waiting)
             cohort.prompts.append(PromptParts(waiting.request, count))

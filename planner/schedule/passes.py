@@ -90,7 +90,7 @@ def prefill_pass(
 @dataclass(frozen=True)
 class OrcaSizes:
     """Sizes as in `actors.schedule.scheduler.QueueSizes`, of a policy of `TOKEN_POLICIES`; 0
-    `prefill_chunk_tokens`: prompts are whole.
+    `prefill_chunk_tokens`: prompts are whole; 0 `slots`: one for each that may be under way.
     """
 
     max_batch_size: int
@@ -98,6 +98,7 @@ class OrcaSizes:
     max_batch_tokens: int = 0
     prefill_chunk_tokens: int = 0
     policy: PolicyName = "orca"
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,16 +129,20 @@ Sizes = MicroBatches | OrcaSizes | TurnSizes
 """Those of `static`, of the policies that mix the phases, and of `exegpt`."""
 
 
-def policy_sizes(policy: PolicyOptions, workload: Workload, sizes: MicroBatches) -> Sizes:
+def policy_sizes(
+    policy: PolicyOptions, workload: Workload, sizes: MicroBatches, has_states: bool = False
+) -> Sizes:
     """The sizes of `policy` for the KV cache of `workload`; with mixed phases a micro-batch has the
-    tokens of the largest prefill and one of each request. SpecError for `exegpt` without its
-    schedule.
+    tokens of the largest prefill and one of each request. Where layers keep states or windows'
+    rooms (`has_states`), no more requests are under way than there is memory for. SpecError for
+    `exegpt` without its schedule.
     """
     slots = workload.reservable_tokens
     if policy.name in TOKEN_POLICIES:
         most = policy.max_batch_size or sizes.decode
         tokens = sizes.prefill * workload.prompt_length + most
-        return OrcaSizes(most, slots, tokens, policy.prefill_chunk_tokens, policy.name)
+        bound = workload.global_batch if has_states else 0
+        return OrcaSizes(most, slots, tokens, policy.prefill_chunk_tokens, policy.name, bound)
     if policy.name == "static":
         return sizes
     return TurnSizes.of(policy.followed_schedule, slots)

@@ -117,7 +117,12 @@ def job_schedule(
 
 
 def sizes_of_policy(costs: CostModel, sizes: MicroBatches) -> Sizes:
-    return policy_sizes(costs.policy(sizes), costs.workload, sizes)
+    workload, shape = costs.workload, costs.shape
+    kinds = [shape.kind_shapes[kind] for kind in set(shape.kind_of_layer)]
+    has_states = any(
+        each.delta is not None or workload.room(each.sliding_window) is not None for each in kinds
+    )
+    return policy_sizes(costs.policy(sizes), workload, sizes, has_states)
 
 
 def simulate_passes(

@@ -50,15 +50,17 @@ class Case:
         self.n_slots = max(reserved) + int(rng.integers(0, 80))
         self.chunk = int(rng.choice([0, 0, 1, 2, 3, 7]))
         self.tokens = int(rng.choice([0, rng.integers(1, 40)]))
+        self.slots = int(rng.choice([0, rng.integers(1, self.stages * self.most + 1)]))
 
     @property
     def sizes(self) -> OrcaSizes:
-        return OrcaSizes(self.most, self.n_slots, self.tokens, self.chunk)
+        return OrcaSizes(self.most, self.n_slots, self.tokens, self.chunk, slots=self.slots)
 
     def scheduler(self) -> OrcaScheduler:
         # room for holes, so that ranges, too, are those of a run
         sizes = sizes_of(self.stages, self.most, self.n_slots + 9, self.chunk, self.tokens)
-        return OrcaScheduler(replace(sizes, n_slots=self.n_slots), self.stages)
+        slots = self.slots or sizes.slots
+        return OrcaScheduler(replace(sizes, n_slots=self.n_slots, slots=slots), self.stages)
 
 
 class TimedPipeline(TokenPipeline):
@@ -123,7 +125,7 @@ def test_every_batch_is_that_of_the_scheduler(seed: int) -> None:
         assert (each.requests, each.all_tokens) == (len(batch.slots), batch.counts.sum())
         assert each.phase == ("prefill" if parts else "decode")
     assert schedule.prefilled == len(case.prompts) == len(schedule.ended_after)
-    assert max(schedule.in_flight) <= case.stages * case.most
+    assert max(schedule.in_flight) <= (case.slots or case.stages * case.most)
 
 
 def seconds(stages: int, batches: Sequence[MicroBatch]) -> Callable[[Pass], PassSeconds]:

@@ -37,15 +37,17 @@ class Case:
         self.n_slots = max(reserved) + int(rng.integers(0, 80))
         self.chunk = int(rng.choice([0, 0, 1, 2, 3, 7]))
         self.tokens = int(rng.choice([0, rng.integers(1, 40)]))
+        self.slots = int(rng.choice([0, rng.integers(1, self.stages * self.most + 1)]))
 
     @property
     def sizes(self) -> OrcaSizes:
-        return OrcaSizes(self.most, self.n_slots, self.tokens, self.chunk, "s3")
+        return OrcaSizes(self.most, self.n_slots, self.tokens, self.chunk, "s3", self.slots)
 
     def scheduler(self) -> S3Scheduler:
         # room for holes, so that ranges, too, are those of a run
         sizes = sizes_of(self.stages, self.most, self.n_slots + 9, self.chunk, self.tokens)
-        return S3Scheduler(replace(sizes, n_slots=self.n_slots, policy="s3"), self.stages)
+        sizes = replace(sizes, n_slots=self.n_slots, policy="s3", slots=self.slots or sizes.slots)
+        return S3Scheduler(sizes, self.stages)
 
 
 def driven(case: Case) -> tuple[TokenPipeline, S3Scheduler]:
@@ -87,7 +89,7 @@ def test_every_batch_is_that_of_the_scheduler(seed: int) -> None:
         assert (each.requests, each.all_tokens) == (len(batch.slots), batch.counts.sum())
         assert each.phase == ("prefill" if parts else "decode")
     assert schedule.prefilled == len(case.prompts) == len(schedule.ended_after)
-    assert max(schedule.in_flight) <= case.stages * case.most
+    assert max(schedule.in_flight) <= (case.slots or case.stages * case.most)
     found = scheduler.supervision
     assert (schedule.grown, schedule.preempted) == (found.grown, found.recomputed)
     assert schedule.recomputed_tokens == found.recomputed_tokens

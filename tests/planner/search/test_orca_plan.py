@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from actors.schedule.orca import orca_sizes
 from llmpq.run.options import RunOptions
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import kv_token_bytes
@@ -19,11 +20,14 @@ from planner.plan.check import check_plan
 from planner.plan.simulate import simulate_plan
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
+from planner.schedule.passes import OrcaSizes
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, PolicyOptions
 from planner.search.find import PricedPlan
+from planner.simulation.simulation import sizes_of_policy
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import content_of
+from tests.planner.kinds import DELTA, FULL, three_kinds
 from tests.planner.plan_alone import find_plan
 
 LENGTHS = Lengths((200,) * 31 + (1500,), (40,) * 31 + (400,))
@@ -102,6 +106,24 @@ def test_emulated_devices_keep_to_the_times_of_the_forecast() -> None:
     by_file = simulate_plan(found.plan)
     assert len(by_file.passes) == len(forecast.passes)
     assert by_file.latency_s == pytest.approx(forecast.latency_s, rel=0.03)
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_states_bound_the_requests_under_way_as_in_a_run(has_states: bool) -> None:
+    """Five requests have memory for their states, where two stages could have eight under way."""
+    shape = three_kinds((DELTA if has_states else FULL, FULL, FULL, FULL))
+    options = PlanOptions(policy="orca", theta=1.0, bits=(8,), in_flight=5, max_batch_size=4)
+    cluster = ClusterSpec.from_counts(["T4"], [2])
+    found = find_plan(cluster, shape, "mixed", Job(60, LENGTHS), options)
+    slots = orca_sizes(found.plan, found.plan.policy).slots
+    assert slots == (5 if has_states else 4 * len(found.plan.stages))
+    sizes = sizes_of_policy(found.costs, found.plan.micro_batches)
+    by_file = simulate_plan(found.plan)
+    assert isinstance(sizes, OrcaSizes)
+    assert sizes.slots == (slots if has_states else 0)
+    assert planned_assignment(found.plan, found.costs).simulate().latency_s == pytest.approx(
+        by_file.latency_s, rel=0.05
+    )
 
 
 def test_what_a_user_fixes_is_kept() -> None:
