@@ -327,6 +327,11 @@ class QuantizedExperts(nn.Module):
         ends: list[int] = torch.searchsorted(experts, numbers, right=True).tolist()
         return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
+    def rows_without_waiting(self, per_token: int) -> int:
+        """Most tokens, of `per_token` experts each, of which the host is not told which."""
+        most = ASKED_PER_EXPERT * self.gate_up.count // per_token
+        return 0 if self._asked_products(most * per_token) is None else most
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weights, without biases."""

@@ -43,6 +43,9 @@ class HostedExperts(QuantizedExperts):
             out = out.pin_memory()
         return out.to(hidden.device, non_blocking=True)
 
+    def rows_without_waiting(self, per_token: int) -> int:
+        return 0
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, streams_from={self.streams_from}"
 

@@ -205,6 +205,15 @@ class TokenRuns:
         joined = np.add.reduceat(counts, edges)
         return cls(np.stack([slots[edges], starts[edges], rows[edges], joined]), device)
 
+    @classmethod
+    def of_step(cls, slots: Tensor) -> TokenRuns:
+        """Requests in `slots` `[rows]` on the device, which go on by one token each; those in slot
+        -1 are nobody's. What the host is told of them may change: only `equal` is asked of these.
+        """
+        made = cls(np.zeros((4, 0), dtype=np.int64), slots.device)
+        made.__dict__["equal"] = (EqualRuns(slice(None), slots, 1, False),)
+        return made
+
     @cached_property
     def equal(self) -> tuple[EqualRuns, ...]:
         """Requests with as many new tokens, and with or without earlier ones, together."""

@@ -40,6 +40,7 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
 
 // 1-D grid over the rows, and of each the blocks of channels. `held` `[slots, CONV_WIDTH - 1,
 // channels]` are the last inputs of each slot, which move on by one; `taps` `[channels, CONV_WIDTH]`.
+// A row in slot -1 is nobody's, here and below: it changes nothing, and its results are zeros.
 extern "C" __global__ void __launch_bounds__(WARPS * LANES) convolve(
     const unsigned short* __restrict__ mixed, const unsigned short* __restrict__ taps,
     const long long* __restrict__ slots, unsigned short* held, float* __restrict__ out,
@@ -48,7 +49,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) convolve(
     const unsigned int channel = blockIdx.x % parts * THREADS + threadIdx.x;
     if (channel >= channels) return;
     const size_t row = blockIdx.x / parts;
-    unsigned short* own = held + static_cast<size_t>(__ldg(slots + row)) * (CONV_WIDTH - 1) * channels;
+    const long long slot = __ldg(slots + row);
+    if (slot < 0) return;
+    unsigned short* own = held + static_cast<size_t>(slot) * (CONV_WIDTH - 1) * channels;
     unsigned short inputs[CONV_WIDTH];
 #pragma unroll
     for (int i = 0; i < CONV_WIDTH - 1; ++i) inputs[i] = own[i * static_cast<size_t>(channels) + channel];
@@ -103,7 +106,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) delta_step(
     const unsigned int key_head = head / (heads.values / heads.keys);
     const size_t width = static_cast<size_t>(2 * heads.keys * KEY_DIM + heads.values * VALUE_DIM);
     const float* own = convolved + row * width;
-    const size_t of_slot = static_cast<size_t>(__ldg(slots + row)) * heads.values + head;
+    const size_t at = static_cast<size_t>(row) * heads.values + head;
+    const long long slot = __ldg(slots + row);
+    if (slot < 0) {  // all threads of the block
+        if (thread < VALUE_DIM) out[at * VALUE_DIM + thread] = 0;
+        return;
+    }
+    const size_t of_slot = static_cast<size_t>(slot) * heads.values + head;
     float4* state = reinterpret_cast<float4*>(states) + of_slot * KEY_DIM * QUADS + lane;
     const bool has_columns = lane < QUADS;
 
@@ -144,7 +153,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * LANES) delta_step(
     }
     __syncthreads();
 
-    const size_t at = static_cast<size_t>(row) * heads.values + head;
     const float decay = expf(
         __ldg(rates + head) * softplus(load_activation(decays + at) + __ldg(biases + head)));
     float result = 0.0f;

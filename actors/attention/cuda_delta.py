@@ -38,7 +38,8 @@ class DeltaKernels:
         self, new: Projected, weights: DeltaWeights, held: tuple[Tensor, Tensor], slots: Tensor
     ) -> Tensor:
         """Go on with the states and the inputs of a layer, in `slots` `[rows]` of `held`, by one
-        token each; returns what the norm makes of the results, `[rows, value_width]`.
+        token each; returns what the norm makes of the results, `[rows, value_width]`. A row in
+        slot -1 is nobody's.
         """
         state, inputs = held
         sizes, rows = weights.sizes, len(slots)

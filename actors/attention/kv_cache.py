@@ -111,7 +111,7 @@ class KVCache:
         found = shape.heads(layers)
         heads = {n: each for n, each in found.items() if states is None or n not in states}
         self.layers = layers
-        self.held_dtype, self._device = form.held_dtype, form.device
+        self.held_dtype, self.device = form.held_dtype, form.device
         kept = {} if form.kv_bits == FULL_BITS else factors
         own = {layer: each.to(form.device, form.dtype) for layer, each in kept.items()}
 
@@ -231,7 +231,11 @@ class KVCache:
             self._own_ends[move.to] = move.to + move.tokens
 
     def addresses(self, batch: MicroBatch) -> Addresses:
-        return Addresses.of(batch, self._device, self._own_ends, self._reads_ranges)
+        return Addresses.of(batch, self.device, self._own_ends, self._reads_ranges)
+
+    def owner(self, layer: int) -> int:
+        """The layer whose keys and values it reads, which may be its own."""
+        return self._owners.get(layer, layer)
 
     def enter(self, batch: MicroBatch) -> dict[int, WindowPass]:
         """Make room in windows for the new tokens of `batch`; where they lie, by `window_of`."""
@@ -239,11 +243,7 @@ class KVCache:
 
     def window_addresses(self, batch: MicroBatch) -> Addresses:
         """Addresses of `batch` where nothing is known of what lies behind its tokens."""
-        return Addresses.of(batch, self._device, None, self._reads_ranges)
-
-    def owner(self, layer: int) -> int:
-        """The layer whose keys and values it reads, which may be its own."""
-        return self._owners.get(layer, layer)
+        return Addresses.of(batch, self.device, None, self._reads_ranges)
 
     def is_shared(self, layer: int) -> bool:
         """Whether later layers read its keys and values."""
@@ -258,7 +258,7 @@ class KVCache:
         """The layer's whole keys and values, or those of the earlier layer that it reads; twice the
         same where keys are values.
         """
-        owner = self._owners.get(layer, layer)
+        owner = self.owner(layer)
         keys = self._keys[owner]
         return keys, self._values.get(owner, keys)
 

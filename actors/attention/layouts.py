@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -57,13 +57,16 @@ class Layout:
 class RaggedContext:
     """The cache, and the layout of a micro-batch in layers that keep all tokens, and by window in
     those that have rooms, that a pass through the stage's layers needs. A `timer` times each
-    layer's attention.
+    layer's attention. `store` writes new tokens' keys and values (`actors.attention.ragged`) to
+    token slots of a layer's own, to none for -1, and makes queries what `Stored.asked` does; None:
+    operations of PyTorch do, which know no rows that are nobody's.
     """
 
     cache: KVCache
     whole: Layout
     windows: Mapping[int, Layout] = field(default_factory=dict)
     timer: AttentionTimer | None = None
+    store: Callable[[Any, Tensor, tuple[Stored, Stored]], None] | None = None
 
     @classmethod
     def of(cls, cache: KVCache, batch: MicroBatch, own_kernels: bool = False) -> RaggedContext:

@@ -55,6 +55,9 @@ def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring)
     own, where = int(context.where.batch.counts.sum()), context.layout(layer).where
     with context.timer or nullcontext():
         held = context.held(layer)
+        if context.store is not None and context.cache.owner(layer) == layer:
+            context.store(new, where.token_slots, held)
+            return attend_stored(context, layer, new, scoring)
         keys, _ = context.cache.append(layer, where, new.key[:own], new.value[:own], held)
         asked = replace(new, query=keys.asked(new.query[:own]))
         out = attend_stored(context, layer, asked, scoring)

@@ -9,12 +9,12 @@ logits would be most of what a graph holds, and their kernels are few.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,22 +22,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention.addresses import MOST_ROWS, Addresses, TokenNumbers, tell
+from actors.attention.constant_state import TokenRuns
 from actors.attention.cuda import RangeAttention, range_attention
+from actors.attention.delta_rule import delta_kernels
 from actors.attention.kv_cache import KVCache
 from actors.attention.layouts import Layout, Part, RaggedContext
+from actors.attention.ragged import NewTokens
+from actors.attention.stored import Stored
 from actors.attention.windows import WindowPass
 from actors.messages import MicroBatch, TokenIds
+from actors.stage.cuda_layer import layer_kernels
 from actors.stage.own_layers import own_layers, run_own_layers
+from actors.stage.partial_model import run_modules
 from planner.costs.memory import MOST_GRAPHS, padded_rows
-from quant.devices import ALIGNMENT
-
-Compute = Callable[[], Tensor]
-Record = Callable[[Compute], Compute]
-"""Gives a function that does again what the function it is given does, without its Python code: on
-the same memory, with the numbers that it had when it was recorded."""
-
-_WARM_UPS = 2
-"""Passes before a recording, in which libraries take what they keep and kernels are chosen."""
+from quant.backends.cuda_driver import Compute, Record, cuda_recorder
+from quant.devices import ALIGNMENT, on_device
+from quant.experts import QuantizedExperts
 
 _IDLE_STEPS = 200
 """Steps after which a graph that was not replayed gives way: recording takes as long as some ten
@@ -45,6 +45,10 @@ steps, so that sizes that take turns must not drive each other out."""
 
 _TOLERANCE = 1e-3
 """Of the largest number: a replay starts the same kernels as the pass that it is compared with."""
+
+_COMPARED = 4
+"""Requests of a step with states in whose results a replay is compared with the pass: both change
+the states, of which a request may have 100 MB, so that these are kept aside meanwhile."""
 
 _NOWHERE = -1
 """Token slot of a row that is nobody's."""
@@ -73,10 +77,15 @@ class Step(Protocol):
     def compute(self) -> Tensor:
         """Hidden states of all rows."""
 
+    def saved(self, batch: MicroBatch) -> tuple[MicroBatch, Callable[[], None]]:
+        """Copy what computing a step twice would spoil; returns the first requests of `batch`, in
+        which a replay is compared, and what brings back the copies.
+        """
+
 
 class DecodeGraphs:
     """Computes decode steps by replaying what `record` makes of steps that `make` makes, and by
-    `eager` where there is none. At most `MOST_GRAPHS` are kept.
+    `eager` where there is none, as for more than `most_rows`. At most `MOST_GRAPHS` are kept.
 
     Where a step cannot be recorded, or a replay does not do the same, none is used from then on; a
     RuntimeWarning says why.
@@ -88,7 +97,9 @@ class DecodeGraphs:
         size_of: Callable[[MicroBatch], GraphSize],
         make: Callable[[GraphSize, Tensor], Step],
         record: Record,
+        most_rows: float = math.inf,
     ) -> None:
+        self._most_rows = most_rows
         self._eager, self._size_of, self._make, self._record = eager, size_of, make, record
         self._kept: OrderedDict[GraphSize, _Recorded] = OrderedDict()  # the longest unused first
         self._steps = 0
@@ -102,6 +113,8 @@ class DecodeGraphs:
             return self._eager(batch, inputs)
         self._steps += 1
         size = self._size_of(batch)
+        if size.rows > self._most_rows:
+            return self._eager(batch, inputs)
         found = self._kept.get(size)
         if found is None:
             return self._first(size, batch, inputs)
@@ -116,20 +129,29 @@ class DecodeGraphs:
             if self._steps - oldest.last_used < _IDLE_STEPS:
                 return self._eager(batch, inputs)
             self._kept.popitem(last=False)
+        restore: Callable[[], None] = lambda: None  # noqa: E731
         try:
             # Recorded while all rows are nobody's, which writes nothing, and in which any number
             # that is not found in memory is wrong for the step that it is tested with.
             step = self._make(size, inputs)
             recorded = _Recorded(step, self._record(step.compute), self._steps)
-            found = recorded.compute(batch, inputs)
+            few, restore = step.saved(batch)
+            own = inputs[: len(few.slots)]
+            found = recorded.compute(few, own)
             # This and the replay write the same keys and values into the same token slots.
-            wanted = step.compute()[: len(inputs)]
+            restore()
+            wanted = step.compute()[: len(own)]
         except RuntimeError as error:
+            restore()
             self._give_up(str(error).partition("\n")[0])
             return self._eager(batch, inputs)
         if _agree(found, wanted):
             self._kept[size] = recorded
-            return wanted
+            if len(own) == len(inputs):
+                return wanted
+            restore()
+            return recorded.compute(batch, inputs)
+        restore()
         self._give_up("a replay has other results than the pass that was recorded")
         return self._eager(batch, inputs)
 
@@ -161,50 +183,6 @@ def _agree(found: Tensor, wanted: Tensor) -> bool:
     largest = float(wanted.nan_to_num(0.0, 0.0, 0.0).abs().max())
     close = torch.isclose(found, wanted, rtol=0.0, atol=_TOLERANCE * largest, equal_nan=True)
     return bool(close.all())
-
-
-@functools.cache
-def cuda_recorder(device: torch.device) -> Record:
-    """Records the CUDA graphs of a process, which share one pool of memory: none runs beside
-    another, or reads what another has left.
-
-    Without `torch.cuda.graph`, which first waits for the whole device, and so for what other stages
-    have not taken yet.
-    """
-    pool: Any = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream(device)
-
-    def record(compute: Compute) -> Compute:
-        for _ in range(_WARM_UPS):
-            compute()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            # threads that send and receive may use the GPU meanwhile
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                result = compute()
-                graph.capture_end()
-            except BaseException:
-                _end_broken(graph, device, pool)
-                raise
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
-
-    return record
-
-
-def _end_broken(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
-    """End a recording that has failed, also for torch's allocator, which otherwise may not notice,
-    and then gives no cached memory back.
-    """
-    with suppress(RuntimeError):
-        graph.capture_end()
-    with suppress(AttributeError, RuntimeError):  # of another torch, or it has noticed
-        torch._C._cuda_endAllocateToPool(device.index or 0, pool)
 
 
 @dataclass(frozen=True)
@@ -251,29 +229,46 @@ class PaddedAddresses(Addresses):
 
 
 class LayersStep:
-    """A step through the `OwnLayer`s of a stage, with what else of the decoder it has."""
+    """A step through the layers of a stage, with what else of the decoder it has; kernels are told
+    of it for each of `groups` of queries that share a head of keys.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, cache: KVCache, size: GraphSize, like: Tensor
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        groups: Sequence[int],
+        size: GraphSize,
+        like: Tensor,
     ) -> None:
-        self._model, self._layers, self._size = model, own_layers(model), size
-        self._group = self._layers[0].group(cache)
+        self._model, self._layers, self._states = model, own_layers(model), cache.states
+        self._size = size
         self._inputs = like.new_zeros(size.rows, *like.shape[1:])
         self._cache = cache
+        self._slots = like.new_full((size.rows,), _NOWHERE, dtype=torch.int64)
         whole, windows = self._addresses(_NOBODY, like.device)
-        self._context = RaggedContext(
-            cache, _layout(whole), {window: _layout(*own) for window, own in windows.items()}
-        )
+        store = None if self._layers else functools.partial(_store, model.config.hidden_size)
+        layouts = {window: _layout(*own) for window, own in windows.items()}
+        self._context = RaggedContext(cache, _layout(whole), layouts, store=store)
+        self._context.__dict__["runs"] = TokenRuns.of_step(self._slots)
         every = (whole, *(where for where, _ in windows.values()))
-        told = sum(where.told_bytes(self._group) for where in every)
-        self._told = like.new_empty(told, dtype=torch.uint8)
-        self._context.tell(self._group, self._told)  # its tensors are views of that from now on
+        self._told = [
+            (group, like.new_empty(sum(w.told_bytes(group) for w in every), dtype=torch.uint8))
+            for group in groups
+        ]
+        for group, told in self._told:
+            self._context.tell(group, told)  # its tensors are views of that from now on
 
     def fill(self, batch: MicroBatch, inputs: Tensor) -> None:
         whole, windows = self._addresses(batch, inputs.device)
         every = (whole, *(where for where, _ in windows.values()))
-        tell(self._group, [(where, [where]) for where in every], into=self._told)
+        for group, told in self._told:
+            tell(group, [(where, [where]) for where in every], into=told)
         self._inputs[: len(inputs)].copy_(inputs)
+        if self._states is not None:
+            slots = np.full(self._size.rows, _NOWHERE)
+            slots[: len(batch.slots)] = batch.slots
+            self._slots.copy_(on_device(inputs.device, slots)[0])
 
     def _addresses(
         self, batch: MicroBatch, device: torch.device
@@ -289,7 +284,53 @@ class LayersStep:
         }
 
     def compute(self) -> Tensor:
-        return run_own_layers(self._model, self._layers, self._context, self._inputs)
+        if self._layers:
+            return run_own_layers(self._model, self._layers, self._context, self._inputs)
+        return run_modules(self._model, self._context, self._inputs)
+
+    def saved(self, batch: MicroBatch) -> tuple[MicroBatch, Callable[[], None]]:
+        """States go on from what they are; they are copied to the host, where they take no memory
+        that was planned.
+        """
+        parts: list[Tensor] = []
+        if self._states is not None:
+            own = batch.slots, batch.starts, batch.counts, batch.begins
+            slots, starts, counts, begins = (each[:_COMPARED] for each in own)
+            batch = MicroBatch(slots, starts, counts, begins)
+            for slot in batch.slots.tolist():
+                parts += [layer for held in self._states.of_slot(slot) for layer in held]
+        kept = [part.to("cpu", copy=True) for part in parts]
+
+        def restore() -> None:
+            for part, before in zip(parts, kept, strict=True):
+                part.copy_(before)
+
+        return batch, restore
+
+
+def _store(width: int, new: NewTokens, token_slots: Tensor, held: tuple[Stored, Stored]) -> None:
+    """Write keys and values as `OwnLayer`s of `width` do, turned as they are already."""
+    kernels = layer_kernels(*_form_of(width, new.query.dtype, held[0]))
+    assert kernels is not None, "steps are recorded where there are some"
+    kernels.turn_and_store(new, None, (), token_slots, held)
+
+
+def _form_of(
+    width: int, dtype: torch.dtype, keys: Stored
+) -> tuple[int, int, torch.dtype, bool, torch.device]:
+    numbers = keys.numbers
+    return width, numbers.shape[-1], dtype, keys.scales is not None, numbers.device
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How layers read keys: by which kernels, with how many heads of keys, each for `group`
+    queries.
+    """
+
+    attention: RangeAttention
+    kv_heads: int
+    group: int
 
 
 def _layout(where: Addresses, window: WindowPass | None = None) -> Layout:
@@ -304,32 +345,55 @@ def decode_graphs(
     eager: Callable[[MicroBatch, Tensor], Tensor],
 ) -> DecodeGraphs | None:
     """What records the decode steps of a stage that computes in `dtype`, of requests of up to
-    `most_tokens` tokens; None where layers or attention are not kernels of ours.
+    `most_tokens` tokens; None where attention or states are not kernels of ours, for latents, and
+    where experts ask the host.
     """
-    layers = own_layers(model)
-    if not layers or len(layers) != len(cache.layers):
+    if not cache.layers:
         return None
-    keys = cache.of_layer(layers[0].index)[0]
-    kv_heads, _, head_dim = keys.numbers.shape
-    device = keys.numbers.device
-    attention = range_attention(head_dim, dtype, keys.scales is not None, device)
-    if attention is None:
+    device, config = cache.device, model.config
+    found: dict[tuple[int, int], Shared] = {}
+    for layer in cache.holding_layers:
+        keys, values = cache.of_layer(layer)
+        if values is keys:  # latents: what writes their codes is operations of PyTorch
+            return None
+        form = _form_of(config.hidden_size, dtype, keys)
+        attention = range_attention(*form[1:])
+        if attention is None or (not own_layers(model) and layer_kernels(*form) is None):
+            return None
+        kv_heads = len(keys.numbers)
+        group = config.num_attention_heads // kv_heads
+        found[form[1], kv_heads] = Shared(attention, kv_heads, group)
+    if cache.states is not None and delta_kernels(cache.states.mixer, dtype, device) is None:
         return None
-    sizes = functools.partial(step_size, attention, kv_heads, layers[0].group(cache), most_tokens)
+    experts = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
+    names = ("num_experts_per_tok", "top_k_experts")  # the latter is Gemma's
+    per_token = next((int(each) for name in names if (each := getattr(config, name, 0))), 1)
+    most_rows = min((each.rows_without_waiting(per_token) for each in experts), default=math.inf)
+    if not most_rows:
+        return None
+    shared = list(found.values())
+    groups = sorted({each.group for each in shared}) or [1]
     return DecodeGraphs(
-        eager, sizes, functools.partial(LayersStep, model, cache), cuda_recorder(device)
+        eager,
+        functools.partial(step_size, shared, most_tokens),
+        functools.partial(LayersStep, model, cache, groups),
+        cuda_recorder(device),
+        most_rows,
     )
 
 
-def step_size(
-    attention: RangeAttention, kv_heads: int, group: int, most_tokens: int, batch: MicroBatch
-) -> GraphSize:
+def step_size(shared: Sequence[Shared], most_tokens: int, batch: MicroBatch) -> GraphSize:
     """The size that a step is padded to: powers of two for the longest request, of which those
-    whose ranges are split alike are one.
+    whose ranges are split alike, in all layers, are one.
     """
     rows, longest = padded_rows(len(batch.slots)), 1 << (int(batch.lengths.max()) - 1).bit_length()
-    blocks = rows * -(-group // MOST_ROWS) * kv_heads
-    splits = attention.splits(blocks, longest)
-    while longest < most_tokens and attention.splits(blocks, 2 * longest) == splits:
+
+    def splits(longest: int) -> list[int]:
+        return [
+            each.attention.splits(rows * -(-each.group // MOST_ROWS) * each.kv_heads, longest)
+            for each in shared
+        ]
+
+    while longest < most_tokens and splits(longest) == splits(2 * longest):
         longest *= 2
     return GraphSize(rows, longest)

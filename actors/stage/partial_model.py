@@ -28,6 +28,7 @@ from actors.attention.ragged import (
     RaggedContext,
     attend,
     register,
+    with_rows,
 )
 from planner.model.families import FAMILIES, supported_model_types
 from planner.model.family import Architecture
@@ -131,6 +132,26 @@ def decoded(decoder: nn.Module, inputs: Tensor, is_last: bool, **arguments: Any)
     arguments["per_layer_inputs"] = added.unflatten(-1, (config.num_hidden_layers, -1))[None]
     out: Tensor = decoder(**arguments).last_hidden_state[0]
     return out if is_last else torch.cat([out, added], -1)
+
+
+def run_modules(
+    model: PreTrainedModel, context: RaggedContext, inputs: Tensor, **others: object
+) -> Tensor:
+    """As `actors.stage.stage.run_decoder`, by transformers' forward."""
+    arguments: dict[str, object] = {"use_cache": False, **others}
+    if architecture_of(model.config).context_as_cache:
+        arguments["past_key_values"] = ContextAsCache(context)
+    else:
+        arguments["ragged"] = context
+        arguments["position_ids"] = with_rows(context.where.positions, len(inputs))[None]
+    decoder: Any = model.get_decoder()
+    if numbers_of_layers(model.config):
+        whole = inputs if inputs.is_floating_point() else embedded(decoder, inputs)
+        final = getattr(decoder, architecture_of(model.config).final[0])
+        return decoded(decoder, whole, not isinstance(final, PassThrough), **arguments)
+    arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
+    hidden: Tensor = decoder(**arguments).last_hidden_state[0]
+    return hidden
 
 
 def keep_stage(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,15 +26,7 @@ from actors.stage.handed_over import HeldKeysValues
 from actors.stage.layer_cache import make_cache, most_kv_heads
 from actors.stage.model_config import end_tokens, read_config
 from actors.stage.own_layers import own_layers, put_own_layers, run_own_layers
-from actors.stage.partial_model import (
-    ContextAsCache,
-    PassThrough,
-    architecture_of,
-    decoded,
-    embedded,
-    logits_of,
-    numbers_of_layers,
-)
+from actors.stage.partial_model import logits_of, numbers_of_layers, run_modules
 from actors.stage.ranks import Order, join, send
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, shares_of, weight_bytes
@@ -366,17 +357,4 @@ def run_decoder(
     if own:
         context.tell(own[0].group(context.cache))
         return run_own_layers(model, own, context, inputs)
-    arguments: dict[str, object] = {"use_cache": False, **others}
-    if architecture_of(model.config).context_as_cache:
-        arguments["past_key_values"] = ContextAsCache(context)
-    else:
-        arguments["ragged"] = context
-        arguments["position_ids"] = with_rows(context.where.positions, len(inputs))[None]
-    decoder: Any = model.get_decoder()
-    if numbers_of_layers(model.config):
-        whole = inputs if inputs.is_floating_point() else embedded(decoder, inputs)
-        final = getattr(decoder, architecture_of(model.config).final[0])
-        return decoded(decoder, whole, not isinstance(final, PassThrough), **arguments)
-    arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
-    hidden: Tensor = decoder(**arguments).last_hidden_state[0]
-    return hidden
+    return run_modules(model, context, inputs, **others)

@@ -22,7 +22,6 @@ from planner.costs.temporaries import (
     restored_bytes,
     scratch_tokens,
 )
-from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import MOST_SPLITS, SPLIT_TOKENS, has_kernels, reads_ranges, rule_for
@@ -329,9 +328,9 @@ def padded_rows(requests: int) -> int:
 
 
 def graph_bytes(work: StageWork, device: Device) -> int:
-    """Bytes of the decode steps that `actors.stage.decode_graphs` records on GPUs whose layers are
-    kernels of ours: inputs and results of each, and the temporaries of the largest, which all
-    share.
+    """Bytes of the decode steps that `actors.stage.decode_graphs` records on GPUs whose attention
+    and states are kernels of ours: inputs and results of each, and the temporaries of the largest,
+    which all share.
 
     The kernels in a graph are the driver's, in `Device.runtime_bytes`: about 10 kB each (NVIDIA's
     CCCL, pull request 3768, which bounds its graphs by that), 1.2 MB a layer in all graphs.
@@ -339,25 +338,31 @@ def graph_bytes(work: StageWork, device: Device) -> int:
     if device.degree > 1 or not all(_is_recorded(each, device) for each in work.of_kinds):
         return 0
     rows = padded_rows(work.decode_requests)
-    ends = 2 * rows * work.shape.hidden_size * DTYPE_BYTES[work.dtype]
+    ends = 2 * rows * work.shape.message_width * DTYPE_BYTES[work.dtype]
     return MOST_GRAPHS * ends + max(_recorded_bytes(each, device, rows) for each in work.of_kinds)
 
 
 def _is_recorded(work: StageWork, device: Device) -> bool:
-    """Whether steps of layers of one kind are recorded: which experts are asked changes, and mixers
-    are modules of PyTorch.
+    """Whether steps of layers of one kind may be recorded: those of latents never are, of experts
+    those of some bitwidths are.
     """
-    shape = work.shape
-    if shape.experts is not None or shape.delta is not None or not has_own_layers(shape.model_type):
+    shape, processor = work.shape, device.processor
+    if shape.latent is not None or (shape.experts is not None and not work.quantized):
         return False
-    return reads_ranges(device.processor, work.dtype, shape.head_dim)
+    if shape.delta is not None:
+        return has_kernels(processor, work.dtype) and shape.delta.has_step_kernel
+    return reads_ranges(processor, work.dtype, shape.head_dim)
 
 
 def _recorded_bytes(work: StageWork, device: Device, rows: int) -> int:
+    shape = work.shape
     mlp = _mlp_bytes(replace(work, quantized=False), rows)
     if work.quantized:
-        restored = restored_bytes(work.shape, device.processor, work.dtype, rows)
-        mlp += max(restored, rows * int8_bytes(work.shape))
+        restored = restored_bytes(shape, device.processor, work.dtype, rows)
+        mlp += max(restored, rows * int8_bytes(shape))
+    if shape.delta is not None:
+        element = DTYPE_BYTES[work.dtype]
+        return max(mlp, mixer_bytes(shape.delta, shape.hidden_size, (rows, rows), element, True))
     return max(_attention_bytes(work, rows, 0, False), mlp) + _split_bytes(work)
 
 

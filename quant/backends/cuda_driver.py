@@ -1,16 +1,19 @@
-"""CUDA's driver and runtime compiler, by ctypes: compiling and launching kernels."""
+"""CUDA's driver and runtime compiler, by ctypes: compiling and launching kernels; recording them by
+torch."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 NUMBERS = Path(__file__).with_name("cuda_numbers.cuh")
 """Stands before every source."""
@@ -230,3 +233,56 @@ def _check_nvrtc(nvrtc: ctypes.CDLL, code: int) -> None:
     if code != 0:
         nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
         raise CudaError(f"NVRTC: {nvrtc.nvrtcGetErrorString(code).decode()}")
+
+
+Compute = Callable[[], Tensor]
+Record = Callable[[Compute], Compute]
+"""Gives a function that does again what the function it is given does, without its Python code: on
+the same memory, with the numbers that it had when it was recorded."""
+
+_WARM_UPS = 2
+"""Passes before a recording, in which libraries take what they keep and kernels are chosen."""
+
+
+@functools.cache
+def cuda_recorder(device: torch.device) -> Record:
+    """Records the CUDA graphs of a process, which share one pool of memory: none runs beside
+    another, or reads what another has left.
+
+    Without `torch.cuda.graph`, which first waits for the whole device, and so for what other stages
+    have not taken yet.
+    """
+    pool: Any = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
+
+    def record(compute: Compute) -> Compute:
+        for _ in range(_WARM_UPS):
+            compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # threads that send and receive may use the GPU meanwhile
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                result = compute()
+                graph.capture_end()
+            except BaseException:
+                _end_broken(graph, device, pool)
+                raise
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return record
+
+
+def _end_broken(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a recording that has failed, also for torch's allocator, which otherwise may not notice,
+    and then gives no cached memory back.
+    """
+    with suppress(RuntimeError):
+        graph.capture_end()
+    with suppress(AttributeError, RuntimeError):  # of another torch, or it has noticed
+        torch._C._cuda_endAllocateToPool(device.index or 0, pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,17 +24,20 @@ from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch
 from actors.profiling.layers import TimedLayers
 from actors.stage import decode_graphs
-from actors.stage.decode_graphs import Compute, DecodeGraphs, GraphSize, step_size
+from actors.stage.decode_graphs import DecodeGraphs, GraphSize, Shared, step_size
 from actors.stage.stage import Stage
 from planner.costs.memory import MOST_GRAPHS
 from planner.profiles.design import LayerWorkload
-from quant.backends.cuda_driver import Kernels
+from quant.backends.cuda_driver import Compute, Kernels, cuda_recorder
 from quant.devices import local_processor
+from quant.experts import ExpertWeights
 from quant.linear import LayerForm
-from tests.actors.configs import LAYERS
+from tests.actors.attention.test_cuda_delta import kernels_of as delta_kernels
+from tests.actors.configs import EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CONFIGS
 from tests.actors.models import save_tiny, specs_of
 from tests.actors.own_kernels import (
     WITH_OWN_LAYERS,
+    layer_kernels,
     range_attention,
     use_own_kernels,
     with_wide_heads,
@@ -99,7 +103,22 @@ def use_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     split = partial(range_attention, blocks=1000)
     monkeypatch.setattr("actors.attention.ragged.range_attention", split)
     monkeypatch.setattr("actors.stage.decode_graphs.range_attention", split)
+    monkeypatch.setattr("actors.stage.decode_graphs.layer_kernels", layer_kernels)
+    for user in ("attention.delta_rule", "stage.decode_graphs"):
+        monkeypatch.setattr(f"actors.{user}.delta_kernels", delta_kernels)
+    monkeypatch.setattr("actors.attention.delta_rule.can_run", lambda _: False)
+    monkeypatch.setattr(ExpertWeights, "asked_products", lambda *_: True)
+    monkeypatch.setattr(ExpertWeights, "multiply_asked", multiplied)
     monkeypatch.setattr("actors.stage.decode_graphs.cuda_recorder", lambda _: record)
+
+
+def multiplied(
+    held: ExpertWeights, _: object, x: Tensor, asked: Tensor, bias: Tensor | None
+) -> Tensor:
+    """What the kernel for experts as they are asked computes, of plain weights."""
+    weights = torch.stack([each.weight for each in held.weights])  # type: ignore[attr-defined]
+    out = (weights[asked] @ x[:, None, :, None]).squeeze(-1)
+    return (out if bias is None else out + bias[asked]).flatten(0, 1)
 
 
 SLOTS, TOKENS = 6, 600
@@ -152,7 +171,7 @@ def with_positions(name: str) -> PretrainedConfig:
 
 def check_passes(folder: Path, index: int, kv_bits: int, device: torch.device) -> None:
     """Hold hidden states and what lies in the cache against those without graphs."""
-    given = {"dtype": "float16", "kv_bits": kv_bits, "head_on_first": True}
+    given: Any = {"dtype": "float16", "kv_bits": kv_bits, "head_on_first": True}
     spec = specs_of((0, 2, LAYERS), SLOTS, TOKENS, **given)[index]
     plain, recorded = (
         Stage(replace(spec, cuda_graphs=graphs), folder, device, local_processor(device))
@@ -171,6 +190,11 @@ def check_passes(folder: Path, index: int, kv_bits: int, device: torch.device) -
     for cache in caches:
         for rooms in cache._windows.values():
             rooms.restored(1, EARLIER)
+        if cache.states is not None:
+            cache.states.restored(1, EARLIER)
+    for parts, cache in zip(held, caches, strict=True):
+        states = cache.states
+        parts += [] if states is None else [states.recurrent, states.inputs]
     for wanted, found in zip(*held, strict=True):
         before = torch.randint(-9, 9, wanted.shape, generator=drawn) / 16.0
         for stored in (wanted, found):
@@ -190,6 +214,32 @@ def check_passes(folder: Path, index: int, kv_bits: int, device: torch.device) -
     assert sizes == [(2, 256), (4, 256), (4, 1024)]
     for wanted, found in zip(*held, strict=True):
         assert (found.float() - wanted.float()).abs().max() <= 0.02 * wanted.abs().max()
+
+
+MODULES = ("qwen3_5_moe", "gpt_oss", "gemma4-shared", "glm4_moe", "qwen3_next", "olmo3")
+IN_EACH = product(MODULES, (0, 1), (16, 8))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "index", "kv_bits"),
+    [
+        pytest.param(*case, marks=() if case == ("glm4_moe", 1, 8) else pytest.mark.rare)
+        for case in IN_EACH
+    ],
+)
+def test_steps_of_modules_are_replayed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, index: int, kv_bits: int
+) -> None:
+    """With states of requests, and experts as they are asked; from nothing on."""
+    use_recorder(monkeypatch)
+    config: Any = copy.deepcopy((EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS)[name])
+    config.max_position_embeddings = TOKENS
+    if name == "gemma4-shared":
+        given = {k: v for k, v in config.to_dict().items() if k != "per_layer_config"}
+        config = type(config)(**given | {"head_dim": 16, "global_head_dim": 24})
+    save_tiny(tmp_path, config)
+    check_passes(tmp_path, index, kv_bits, CPU)
 
 
 @needs_compiler
@@ -223,6 +273,9 @@ class Toy:
 
     def compute(self) -> Tensor:
         return self.inputs * (self.number if self.careless else self.lengths)
+
+    def saved(self, batch: MicroBatch) -> tuple[MicroBatch, Callable[[], None]]:
+        return batch, lambda: None
 
 
 class Counted:
@@ -310,7 +363,7 @@ def test_sizes_by_rows_and_by_splits_of_the_longest_range() -> None:
 
     def size(requests: int, length: int, kv_heads: int = 8) -> GraphSize:
         batch = batch_of(*((slot, length - 1, 1) for slot in range(requests)))
-        return step_size(own, kv_heads, 4, 4000, batch)
+        return step_size([Shared(own, kv_heads, 4)], 4000, batch)
 
     assert size(40, 3) == size(33, 3999) == GraphSize(48, 4096)
     assert size(1, 3) == size(1, 256) == GraphSize(1, 256)
@@ -362,7 +415,7 @@ def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch, fails: bool) -> 
             raise ValueError("the real reason")
         return torch.ones(1)
 
-    made = decode_graphs.cuda_recorder.__wrapped__(torch.device("cuda", 1))
+    made = cuda_recorder.__wrapped__(torch.device("cuda", 1))
     begun = ["usual", "usual", ("begin", "pool", "thread_local"), "side"]
     if fails:
         with pytest.raises(ValueError, match="the real reason"):
