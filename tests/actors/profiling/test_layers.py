@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import time
@@ -42,7 +43,8 @@ DECODE = LayerWorkload("decode", 3, 20)
 
 
 def timed(config: PretrainedConfig, bits: int = 16) -> TimedLayers:
-    return TimedLayers(config, LayerForm(bits, local_processor(CPU), torch.bfloat16, CPU))
+    form = LayerForm(bits, local_processor(CPU), torch.bfloat16, CPU)
+    return TimedLayers(copy.deepcopy(config), form)  # which changes it
 
 
 FAMILIES = ("llama", "qwen2-sliding", "qwen3", "mistral-sliding", "gpt_neox", "opt", "bloom")
@@ -81,7 +83,7 @@ def test_attention_of_every_layer_is_timed_where_it_runs(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gemma4-shared", "gpt_oss"])
 def test_each_kind_of_layers_is_timed_by_itself(name: str) -> None:
     """Its own layers alone run, in the bytes that the planner counts, with their experts apart."""
-    config = (EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS)[name]
+    config = copy.deepcopy((EVERY_CONFIG | STATE_CONFIGS | SHARED_CONFIGS)[name])
     shape = shape_from_config(name, json.loads(config.to_json_string(use_diff=False)))
     device: Any = Here()
     form, called = LayerForm(4, local_processor(CPU), torch.bfloat16, CPU), list[int]()

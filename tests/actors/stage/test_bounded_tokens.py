@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from actors.messages import Request, Sampling
 from actors.schedule.driver import PipelineDriver
@@ -22,10 +23,11 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
 from planner.schedule.passes import TurnSizes
 from planner.scheduling import RequestSchedule
+from quant.scheme import Processor
 from tests.actors.configs import CONFIGS, LAYERS
 from tests.actors.driving import drive
 from tests.actors.local_pipeline import LocalPipeline
-from tests.actors.models import random_prompts, reference, save_tiny, stages_of
+from tests.actors.models import random_prompts, reference, save_tiny, specs_of, stages_of
 from tests.actors.schedule.exegpt_cases import queue_sizes_of
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3, 6, 9, 4, 7) * 2
@@ -99,7 +101,8 @@ def test_tokens_are_those_of_generate(name: str, bounds: tuple[int, ...], tiny: 
 @pytest.mark.parametrize("family", ["bloom", "mistral-sliding", "opt"])
 def test_families_of_other_positions_and_masks(family: str, tiny: Tiny) -> None:
     folder, expected = tiny(family)
-    stages = stages_of(folder, SPLITS[1], SLOTS, LONGEST)
+    specs = specs_of(SPLITS[1], len(PROMPTS), LONGEST, kv_tokens=SLOTS * LONGEST)
+    stages = [Stage(each, folder, torch.device("cpu"), Processor()) for each in specs]
     assert run(stages, SCHEDULES["two groups"]) == expected
 
 
