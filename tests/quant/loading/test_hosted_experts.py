@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quant.backends.base import PackedWeight
+from quant.backends.int4pack import layout_is_known
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.table import HOST_BACKENDS, KERNEL_RULES
 from quant.checkpoint.reader import Checkpoint
@@ -44,6 +45,9 @@ def test_what_a_weight_is_restored_to_is_what_it_stands_for(name: str) -> None:
     weight, x = torch.randn(128, 256), torch.empty(1, 256)
     packed = backend.from_weight(weight, torch.bfloat16, CPU)
     restored = packed.restored_for(x)
+    if name in ("int3pack", "int4pack") and not layout_is_known():  # on CPUs without AVX-512
+        assert restored is None
+        return
     assert restored is not None
     assert torch.allclose(restored, backend.represent(weight), rtol=1e-5, atol=1e-6)
     assert packed.restored_for(x.half()).dtype == torch.float16  # type: ignore[union-attr]
