@@ -36,6 +36,7 @@ class _Stage:
     emulated = False
     prefill_s, prefill_comm_s = 0.5, 0.25
     decode_s, decode_comm_s = 0.125, 0.0625
+    state_bytes = 0
 
 
 class _Plan:
