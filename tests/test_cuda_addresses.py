@@ -17,7 +17,7 @@ EMULATED = (
     "quant/backends/test_cuda_kernels.py",
     "quant/backends/test_cuda_w8a8.py",
     "actors/attention/test_cuda.py",
-    "actors/attention/test_cuda_delta.py",
+    "actors/attention/delta/test_cuda_delta.py",
     "actors/stage/test_own_layers.py",
 )
 """Files whose tests run kernels by the emulator."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Addresses
-from actors.attention.constant_state import ConstantStates
+from actors.attention.delta.states import ConstantStates
 from actors.attention.parked import ParkedTokens
 from actors.attention.rooms import Rooms, joined
 from actors.attention.stored import Stored

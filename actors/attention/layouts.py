@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Addresses, tell
-from actors.attention.constant_state import TokenRuns
+from actors.attention.delta.states import TokenRuns
 from actors.attention.kv_cache import KVCache
 from actors.attention.stored import Stored
 from actors.attention.timer import AttentionTimer

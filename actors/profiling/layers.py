@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention.constant_state import delta_mixer, layers_with_states
+from actors.attention.delta.states import delta_mixer, layers_with_states
 from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.timer import AttentionTimer
 from actors.messages import MicroBatch, TokenIds

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from actors.attention.addresses import MOST_ROWS, Addresses, TokenNumbers, tell
-from actors.attention.constant_state import TokenRuns
 from actors.attention.cuda import RangeAttention, range_attention
-from actors.attention.delta_rule import delta_kernels
+from actors.attention.delta.rule import delta_kernels
+from actors.attention.delta.states import TokenRuns
 from actors.attention.kv_cache import KVCache
 from actors.attention.layouts import Layout, Part, RaggedContext
 from actors.attention.ragged import NewTokens

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import KVSharingDict
 
-from actors.attention.constant_state import ConstantStates, delta_mixer, layers_with_states
+from actors.attention.delta.states import ConstantStates, delta_mixer, layers_with_states
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.stored import key_factors
 from actors.stage.partial_model import architecture_of

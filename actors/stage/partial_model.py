@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from actors.attention.addresses import Scoring
-from actors.attention.delta_mixer import replace_fused_mixer, replace_mixer
+from actors.attention.delta.mixer import replace_fused_mixer, replace_mixer
 from actors.attention.latent import replace_latent
 from actors.attention.ragged import (
     RAGGED_ATTENTION,

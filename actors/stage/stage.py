@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from actors.attention.cpu import can_attend, warm_up
 from actors.attention.cuda import range_attention
-from actors.attention.delta_rule import warm_up_mixer
+from actors.attention.delta.rule import warm_up_mixer
 from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import RaggedContext, with_rows
 from actors.attention.timer import AttentionTimer

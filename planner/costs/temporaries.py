@@ -24,7 +24,7 @@ _INDEX_BYTES = 8
 # and keys, those decayed, keys by beta, the same decayed, and those that read the state; values,
 # those by beta, new ones, results; three matrices over a chunk.
 _KEY_COPIES, _VALUE_COPIES, _CHUNK_MATRICES = 6, 4, 3
-# Of the inputs of the convolution (`actors.attention.delta_rule`): they and earlier ones, the sums,
+# Of the inputs of the convolution (`actors.attention.delta.rule`): they and earlier ones, the sums,
 # a product, the result; while chunks are gone through the activated result, and the part of it of a
 # group of requests of one length.
 _CONV_COPIES, _CONVOLVED_COPIES = 4, 2

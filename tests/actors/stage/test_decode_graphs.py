@@ -32,7 +32,7 @@ from quant.backends.cuda_driver import Compute, Kernels, cuda_recorder
 from quant.devices import local_processor
 from quant.experts import ExpertWeights
 from quant.linear import LayerForm
-from tests.actors.attention.test_cuda_delta import kernels_of as delta_kernels
+from tests.actors.attention.delta.test_cuda_delta import kernels_of as delta_kernels
 from tests.actors.configs import EVERY_CONFIG, LAYERS, SHARED_CONFIGS, STATE_CONFIGS
 from tests.actors.models import save_tiny, specs_of
 from tests.actors.own_kernels import (
@@ -104,9 +104,9 @@ def use_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.attention.ragged.range_attention", split)
     monkeypatch.setattr("actors.stage.decode_graphs.range_attention", split)
     monkeypatch.setattr("actors.stage.decode_graphs.layer_kernels", layer_kernels)
-    for user in ("attention.delta_rule", "stage.decode_graphs"):
+    for user in ("attention.delta.rule", "stage.decode_graphs"):
         monkeypatch.setattr(f"actors.{user}.delta_kernels", delta_kernels)
-    monkeypatch.setattr("actors.attention.delta_rule.can_run", lambda _: False)
+    monkeypatch.setattr("actors.attention.delta.rule.can_run", lambda _: False)
     monkeypatch.setattr(ExpertWeights, "asked_products", lambda *_: True)
     monkeypatch.setattr(ExpertWeights, "multiply_asked", multiplied)
     monkeypatch.setattr("actors.stage.decode_graphs.cuda_recorder", lambda _: record)

@@ -74,7 +74,7 @@ def started_by_mixer(config: PretrainedConfig, before: int, new: int) -> int:
 @pytest.mark.rare
 def test_a_mixer_starts_as_many_kernels_as_plans_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that are float32 already need no casts, of which a GPU's mixers start some."""
-    monkeypatch.setattr("actors.attention.delta_rule.can_run", lambda _: False)
+    monkeypatch.setattr("actors.attention.delta.rule.can_run", lambda _: False)
     config = STATE_CONFIGS["qwen3_5"]
     shape = shape_from_config("tiny", json.loads(config.to_json_string())).layer(2)
     assert shape.delta is not None

@@ -140,7 +140,7 @@ def decode_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Decode attention by numba's loop, or as on a GPU."""
     if request.param != "compiled":
         monkeypatch.setattr("actors.attention.ragged.can_attend", lambda stored: False)
-        monkeypatch.setattr("actors.attention.delta_rule.can_run", lambda device: False)
+        monkeypatch.setattr("actors.attention.delta.rule.can_run", lambda device: False)
 
 
 @pytest.mark.usefixtures("decode_kernel")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention.constant_state import DeltaInputs, TokenRuns
+from actors.attention.delta.states import DeltaInputs, TokenRuns
 from planner.model.layer_parts import DeltaMixer
 from quant.numba_loops import compiled_loop, has_numba, torch_threads
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.attention.constant_state import DeltaWeights, Projected
-from actors.attention.delta_rule import mix
+from actors.attention.delta.rule import mix
+from actors.attention.delta.states import DeltaWeights, Projected
 from actors.attention.ragged import RaggedContext
 from planner.model.layer_parts import DeltaMixer
 

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from actors.attention.constant_state import (
+from actors.attention.delta.cpu import can_run, run_in_place, warm_up
+from actors.attention.delta.cuda import DeltaKernels, compiled_kernels
+from actors.attention.delta.states import (
     ConstantStates,
     DeltaInputs,
     DeltaWeights,
@@ -24,8 +26,6 @@ from actors.attention.constant_state import (
     Projected,
     TokenRuns,
 )
-from actors.attention.cuda_delta import DeltaKernels, compiled_kernels
-from actors.attention.delta_cpu import can_run, run_in_place, warm_up
 from actors.attention.ragged import RaggedContext
 from planner.model.layer_parts import DeltaMixer
 from quant.backends.cuda_driver import CudaError

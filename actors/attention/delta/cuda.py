@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.attention.constant_state import DeltaWeights, Projected
+from actors.attention.delta.states import DeltaWeights, Projected
 from planner.model.layer_parts import DeltaMixer
 from quant.backends.cuda_driver import THREADS, Kernels, kernels_for
 
-SOURCE = Path(__file__).with_name("cuda_delta.cu")
+SOURCE = Path(__file__).with_name("delta.cu")
 KERNELS = ("convolve", "delta_step")
 
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from actors.attention import delta_rule
-from actors.attention.constant_state import ConstantStates, DeltaWeights, Projected, TokenRuns
+from actors.attention.delta import rule as delta_rule
+from actors.attention.delta.states import ConstantStates, DeltaWeights, Projected, TokenRuns
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import Admission, MicroBatch, Park, Sampling, TokenRange

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.attention import delta_rule
-from actors.attention.constant_state import ConstantStates, DeltaWeights, Projected
-from actors.attention.cuda_delta import KERNELS, SOURCE, DeltaKernels, compiled_kernels
+from actors.attention.delta import rule as delta_rule
+from actors.attention.delta.cuda import KERNELS, SOURCE, DeltaKernels, compiled_kernels
+from actors.attention.delta.states import ConstantStates, DeltaWeights, Projected
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from planner.model.layer_parts import DeltaMixer
 from quant.backends.cuda_driver import CudaError, compile_cuda, text_of
-from tests.actors.attention.test_constant_state import (
+from tests.actors.attention.delta.test_delta_states import (
     CPU,
     LAYER,
     LENGTHS,

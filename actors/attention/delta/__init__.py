@@ -1,0 +1,1 @@
+"""The gated delta rule: constant states by slot, and the mixers over them."""
