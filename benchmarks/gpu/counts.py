@@ -41,8 +41,8 @@ from benchmarks.lab import header, show, table_row
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.machine import REPLAYED_S, roofline_efficiency
-from planner.costs.memory import kv_token_bytes
 from planner.costs.roofline import RooflineLatency
+from planner.costs.stored_bytes import kv_token_bytes
 from planner.model.finding import model_config, model_shape
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions

@@ -39,14 +39,14 @@ from benchmarks.lab import header, processor_name
 from llmpq.remote.session import ray_session
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import (
+from planner.costs.roofline import RooflineLatency
+from planner.costs.stored_bytes import (
     embedding_bytes,
     head_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
     norm_bytes,
 )
-from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
 from planner.profiles.design import DesignSpace, LayerWorkload, design

@@ -18,7 +18,8 @@ from actors.profiling.loading import LoadTask
 from actors.profiling.on_cluster import time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device, Place
-from planner.cluster.spec import ClusterSpec, equal_devices, group_of
+from planner.cluster.groups import equal_devices, group_of
+from planner.cluster.spec import ClusterSpec
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import DEGREES
 from planner.profiles.design import ProfileOptions

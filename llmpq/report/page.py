@@ -31,8 +31,8 @@ from llmpq.report.reasons import (
 )
 from llmpq.report.rendering import Making, making, render, write_page
 from planner.cluster.device import Device
-from planner.cluster.spec import grouped_cluster
-from planner.costs.memory import kv_cache_bytes_per_layer, model_weight_bytes
+from planner.cluster.groups import grouped_cluster
+from planner.costs.stored_bytes import kv_cache_bytes_per_layer, model_weight_bytes
 from planner.explanation.explain import Explanation
 from planner.latency_bound.bounded_plan import KindFronts
 from planner.options import kv_bits_of

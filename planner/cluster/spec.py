@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
@@ -354,41 +354,6 @@ _traits = attrgetter(
 
 def _plain(number: float) -> float | int:
     return int(number) if number == int(number) else number
-
-
-def group_of(devices: Sequence[Device]) -> Device:
-    """Make one device of `devices`; SpecError unless they are equal and of one node."""
-    first, *others = devices
-    if not others:
-        return first
-    if any(each.ranks or equality_key(each) != equality_key(first) for each in devices):
-        names = ", ".join(device.name for device in devices)
-        raise SpecError(f"{names} are not equal devices of one node and cannot be one group")
-    return replace(first, ranks=tuple(devices))
-
-
-def equality_key(device: Device) -> Hashable:
-    return device.node, device.cost_kind
-
-
-def ungrouped(devices: Sequence[Device]) -> tuple[Device, ...]:
-    return tuple(member for device in devices for member in device.members)
-
-
-def grouped_cluster(cluster: ClusterSpec, grouping: Sequence[tuple[str, ...]]) -> ClusterSpec:
-    """Return the cluster with one device a group and no others; SpecError for unknown names."""
-    known = {device.name: device for device in ungrouped(cluster.devices)}
-    if unknown := [name for group in grouping for name in group if name not in known]:
-        raise SpecError(f"cluster {cluster.name} has no device {unknown[0]}")
-    groups = tuple(group_of([known[name] for name in group]) for group in grouping)
-    return replace(cluster, devices=groups)
-
-
-def equal_devices(cluster: ClusterSpec) -> list[tuple[Device, ...]]:
-    found: dict[Hashable, list[Device]] = {}
-    for device in ungrouped(cluster.devices):
-        found.setdefault(equality_key(device), []).append(device)
-    return [tuple(devices) for devices in found.values()]
 
 
 def kinds_of_devices(cluster: ClusterSpec) -> tuple[Device, ...]:

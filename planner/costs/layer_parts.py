@@ -7,12 +7,8 @@ from dataclasses import replace
 
 from planner.cluster.device import Device
 from planner.costs.hosting import experts_bytes, hosted_bytes, streaming_bytes
-from planner.costs.memory import (
-    StageMemory,
-    StageWork,
-    kv_cache_bytes_per_layer,
-    layer_weight_bytes,
-)
+from planner.costs.memory import StageMemory, StageWork
+from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 

@@ -19,7 +19,7 @@ from planner.costs.machine import (
     ROUTER_LAUNCHES,
     Machine,
 )
-from planner.costs.memory import kv_token_bytes
+from planner.costs.stored_bytes import kv_token_bytes
 from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.cluster.spec import grouped_cluster
+from planner.cluster.groups import grouped_cluster
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.costs.placing import UnitChoice

@@ -13,7 +13,8 @@ from itertools import chain
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.cluster.spec import ClusterSpec, ungrouped
+from planner.cluster.groups import ungrouped
+from planner.cluster.spec import ClusterSpec
 from planner.fleet.makeups import MakeUp, Pools, example_devices
 from planner.fleet.pricing import Priced
 from planner.plan.builder import build_plan

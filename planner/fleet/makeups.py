@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from planner.cluster.device import Device
-from planner.cluster.spec import ClusterSpec, equal_devices, group_of
+from planner.cluster.groups import equal_devices, group_of
+from planner.cluster.spec import ClusterSpec
 
 FALLING = 0.97
 """Share of the most tokens per second and device below which no larger make-up is tried."""

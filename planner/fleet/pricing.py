@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.cluster.device import Device
-from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
+from planner.costs.stored_bytes import layer_weight_bytes
 from planner.fleet.makeups import MakeUp, Pools, example_devices
 from planner.model.tensor_parallel import DEGREES
 from planner.plan.builder import Solution, forecast_solution, solution_quality

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from planner.costs.memory import model_weight_bytes
 from planner.costs.model import CostModel
+from planner.costs.stored_bytes import model_weight_bytes
 from planner.latency_bound.alternation import Alternation, KindPlanner, PlacedPoint, ScheduleSpace
 from planner.latency_bound.branch_and_bound import (
     ControlPoint,

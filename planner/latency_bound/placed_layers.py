@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import pairwise
 
 from planner.cluster.device import Device
-from planner.cluster.spec import equal_devices
+from planner.cluster.groups import equal_devices
 from planner.costs.communication import HostCopies, cache_tensors, handover_terms
-from planner.costs.memory import kept_of_requests, layer_weight_bytes, model_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
+from planner.costs.stored_bytes import kept_of_requests, layer_weight_bytes, model_weight_bytes
 from planner.latency_bound.timeline import GridTimes
 from planner.latency_bound.waa_sides import Handover, StageCopies
 from planner.plan.builder import Solution, solution_quality

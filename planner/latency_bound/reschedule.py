@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.cluster.spec import ClusterSpec, grouped_cluster
+from planner.cluster.groups import grouped_cluster
+from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_plan import latency_forecast
 from planner.latency_bound.bounded_search import (

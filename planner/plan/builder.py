@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
-from planner.cluster.spec import ungrouped
+from planner.cluster.groups import ungrouped
 from planner.costs.hosting import host_threads
 from planner.costs.layer_parts import host_bytes, memory_with_layers
 from planner.costs.memory import StageEnds, fixed_stage_memory, state_bytes

@@ -16,7 +16,7 @@ from planner.costs.communication import (
     handover_terms,
     park_tokens_from,
 )
-from planner.costs.memory import kept_of_requests
+from planner.costs.stored_bytes import kept_of_requests
 from planner.lengths import FloatArray
 from planner.model.shape import ModelShape
 from planner.plan.spec import PlanSpec, StagePlan

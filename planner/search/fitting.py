@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.cluster.device import Device
-from planner.cluster.spec import equal_devices, group_of, ungrouped
+from planner.cluster.groups import equal_devices, group_of, ungrouped
 from planner.costs.model import CostModel
 from planner.model.tensor_parallel import possible_degrees, refusal
 from planner.optimiser.feasibility import explain_infeasible, is_feasible, layer_capacity

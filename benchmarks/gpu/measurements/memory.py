@@ -30,14 +30,8 @@ from benchmarks.gpu.measurements.models import (
     release,
 )
 from planner.cluster.device import Device
-from planner.costs.memory import (
-    StageEnds,
-    StageMemory,
-    StageWork,
-    fixed_stage_memory,
-    kv_cache_bytes_per_layer,
-    layer_weight_bytes,
-)
+from planner.costs.memory import StageEnds, StageMemory, StageWork, fixed_stage_memory
+from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.model.finding import model_shape
 from planner.workload import MicroBatches, Workload
 from quant.common.units import MIB

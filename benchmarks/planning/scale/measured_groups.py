@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.cluster.device import Device
-from planner.cluster.spec import ClusterSpec, group_of
+from planner.cluster.groups import group_of
+from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.communication import Collectives
 from planner.costs.machine import LAUNCH_S

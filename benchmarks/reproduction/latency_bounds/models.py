@@ -17,10 +17,11 @@ from scipy.optimize import least_squares
 from scipy.stats import skewnorm
 
 from planner.cluster.device import Device
-from planner.cluster.spec import ClusterSpec, group_of
-from planner.costs.memory import kv_token_bytes, layer_weight_bytes
+from planner.cluster.groups import group_of
+from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
+from planner.costs.stored_bytes import kv_token_bytes, layer_weight_bytes
 from planner.latency_bound.timeline import GridTimes
 from planner.lengths import LengthDistribution, RequestLengths
 from planner.model.finding import shape_from_config

@@ -23,7 +23,7 @@ from benchmarks.reproduction.latency_bounds.setting import (
     waa_decode_requests,
 )
 from planner.costs.communication import HostCopies, cache_tensors
-from planner.costs.memory import kv_token_bytes, layer_weight_bytes
+from planner.costs.stored_bytes import kv_token_bytes, layer_weight_bytes
 from planner.latency_bound.branch_and_bound import ControlPoint
 from planner.latency_bound.rra_timeline import rra_timeline
 from planner.latency_bound.schedules import (

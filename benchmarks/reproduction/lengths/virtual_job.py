@@ -20,7 +20,7 @@ from benchmarks.reproduction.lengths.on_demand import OnDemandScheduler
 from benchmarks.reproduction.lengths.rows import IntArray, Rows
 from benchmarks.reproduction.orca.pipelines import ModelledPipeline
 from benchmarks.reproduction.orca.virtual_time import VirtualClock, VirtualPipeline
-from planner.costs.memory import kv_token_bytes
+from planner.costs.stored_bytes import kv_token_bytes
 from planner.model.finding import model_shape
 from planner.plan.modelled_times import ModelledTimes
 from planner.workload import HOLES

@@ -14,7 +14,8 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.attention.stored import Stored
 from actors.messages import MicroBatch, Park, TokenRange
-from planner.costs.memory import StageWork, _scratch_bytes, kv_cache_bytes_per_layer
+from planner.costs.memory import StageWork, _scratch_bytes
+from planner.costs.stored_bytes import kv_cache_bytes_per_layer
 from planner.costs.temporaries import scratch_tokens
 from planner.model.finding import model_shape
 from planner.workload import MicroBatches, Workload, window_room

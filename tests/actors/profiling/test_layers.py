@@ -18,7 +18,7 @@ from actors.profiling.loading import LoadTask, time_loading
 from actors.profiling.task import ProfileTask, ReferenceWork, _Passes, measure
 from actors.stage.model_config import config_of_values
 from llmpq.profile.layers import timed_kinds
-from planner.costs.memory import layer_weight_bytes
+from planner.costs.stored_bytes import layer_weight_bytes
 from planner.model.finding import shape_from_config
 from planner.model.layer_parts import Experts
 from planner.profiles.design import LayerWorkload

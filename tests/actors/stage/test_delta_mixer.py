@@ -11,7 +11,7 @@ from torch import nn
 
 from actors.stage.stage import Stage
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import layer_weight_bytes
+from planner.costs.stored_bytes import layer_weight_bytes
 from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.devices import local_processor

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from actors.stage.partial_model import architecture_of
-from planner.costs.memory import layer_weight_bytes
+from planner.costs.stored_bytes import layer_weight_bytes
 from planner.model.finding import model_shape
 from planner.model.weight_check import check_weights
 from quant.backends.kernel_classes import BACKENDS

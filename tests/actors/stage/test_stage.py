@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from actors.stage.stage import Stage
-from planner.costs.memory import (
+from planner.costs.stored_bytes import (
     embedding_bytes,
     head_bytes,
     kv_cache_bytes_per_layer,

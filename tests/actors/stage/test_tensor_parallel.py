@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from actors.messages import MicroBatch
 from actors.stage.ranks import follow
 from actors.stage.stage import Stage
-from planner.costs.memory import (
+from planner.costs.stored_bytes import (
     embedding_bytes,
     head_bytes,
     kv_cache_bytes_per_layer,

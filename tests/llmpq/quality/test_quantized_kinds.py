@@ -17,7 +17,7 @@ from actors.stage.layer_stream import LayerStream, stream_layers
 from llmpq import Cluster, Workload
 from llmpq.model_check import checked_shape
 from llmpq.quality.quantize import quantize_checkpoint
-from planner.costs.memory import embedding_bytes, head_bytes, layer_weight_bytes, norm_bytes
+from planner.costs.stored_bytes import embedding_bytes, head_bytes, layer_weight_bytes, norm_bytes
 from planner.model.finding import model_shape
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from planner.cluster.device import Device, MeasuredSum
-from planner.cluster.spec import ClusterSpec, group_of, grouped_cluster
+from planner.cluster.groups import group_of, grouped_cluster
+from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.communication import Collectives
 from planner.costs.roofline import RooflineLatency

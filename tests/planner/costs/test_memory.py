@@ -27,18 +27,20 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
     StageEnds,
     StageWork,
-    embedding_bytes,
     fixed_stage_memory,
     graph_bytes,
-    head_bytes,
-    kv_cache_bytes_per_layer,
-    layer_weight_bytes,
     margin_bytes,
-    norm_bytes,
     padded_rows,
     runtime_bytes,
     stage_memory,
     temporary_bytes,
+)
+from planner.costs.stored_bytes import (
+    embedding_bytes,
+    head_bytes,
+    kv_cache_bytes_per_layer,
+    layer_weight_bytes,
+    norm_bytes,
 )
 from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape

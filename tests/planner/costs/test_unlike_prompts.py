@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from planner.cluster.device import Device, Slowdown
-from planner.cluster.spec import ClusterSpec, group_of
+from planner.cluster.groups import group_of
+from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
 from planner.costs.latency_model import LatencyModel, PartsOf, RememberedLatency, unlike_prompts_s
 from planner.costs.machine import roofline_efficiency

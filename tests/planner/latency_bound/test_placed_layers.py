@@ -10,8 +10,8 @@ import pytest
 
 from planner.costs.communication import COPY_LAUNCH_S
 from planner.costs.latency_model import unlike_prompts_s
-from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
+from planner.costs.stored_bytes import layer_weight_bytes
 from planner.fleet.pricing import device_tokens_per_s
 from planner.latency_bound.bounded_search import without_groups
 from planner.latency_bound.placed_layers import (

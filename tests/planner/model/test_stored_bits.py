@@ -14,7 +14,7 @@ from llmpq.model_check import checked_shape
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import layer_weight_bytes
+from planner.costs.stored_bytes import layer_weight_bytes
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_shapes import end_tensors, layer_tensors

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner.cluster.spec import ClusterSpec, group_of
+from planner.cluster.groups import group_of
+from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import GroupLatency
 from planner.costs.latency_model import LayerSeconds, unlike_prompts_s
 from planner.costs.roofline import RooflineLatency

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.cluster.spec import ClusterSpec, group_of
+from planner.cluster.groups import group_of
+from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.profiles.links import (

@@ -17,9 +17,9 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.hosting import host_limit_bytes, host_threads
-from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
+from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.latency_bound.bounded_plan import whole_costs
 from planner.model.finding import model_shape
 from planner.model.layer_parts import LayerChoice

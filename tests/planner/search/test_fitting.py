@@ -12,8 +12,8 @@ import pytest
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import layer_weight_bytes
 from planner.costs.model import CostModel
+from planner.costs.stored_bytes import layer_weight_bytes
 from planner.model.finding import model_shape
 from planner.optimiser.solve import even_sizes
 from planner.options import PlanOptions

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cluster.spec import ClusterSpec, grouped_cluster, ungrouped
+from planner.cluster.groups import grouped_cluster, ungrouped
+from planner.cluster.spec import ClusterSpec
 from planner.explanation.explain import explain
 from planner.model.finding import model_shape
 from planner.options import PlanOptions

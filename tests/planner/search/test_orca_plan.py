@@ -11,7 +11,7 @@ import pytest
 from actors.schedule.orca import orca_sizes
 from llmpq.run.options import RunOptions
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import kv_token_bytes
+from planner.costs.stored_bytes import kv_token_bytes
 from planner.explanation.planned_assignment import planned_assignment, rebuilt_costs
 from planner.lengths import Lengths
 from planner.model.finding import model_shape

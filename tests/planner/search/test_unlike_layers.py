@@ -10,10 +10,10 @@ import pytest
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import PassTable
 from planner.costs.roofline import RooflineLatency
+from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape, refusal

@@ -1,0 +1,107 @@
+"""Bytes that stay: packed layers, embedding and head, keys and values, states of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from planner.cluster.device import Device
+from planner.costs.temporaries import KV_SCALE_BYTES
+from planner.model.shape import ModelShape
+from planner.workload import Workload
+from quant.backends.table import rule_for
+from quant.common.errors import SpecError
+from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, LinearShape, Processor
+
+_ORDERED_BITS = (3, 4)
+"""Bitwidths whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
+
+_FLOAT32_BYTES = 4
+
+
+def layer_weight_bytes(
+    shape: ModelShape, bits: int, device: Device, dtype: str, backend: str | None = None
+) -> int:
+    """Bytes of a decoder layer as kernels pack it, with all experts, of the preferred `backend`
+    unless one is named (errors as there). `shape` has layers of one kind.
+    """
+    _check_one_kind(shape)
+    packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
+    order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
+    exact = 0 if shape.delta is None else shape.delta.exact_parameters
+    exact += 0 if shape.experts is None else shape.experts.exact_parameters
+    wider = exact * (_FLOAT32_BYTES - DTYPE_BYTES[dtype])
+    return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype] + wider
+
+
+def model_weight_bytes(shape: ModelShape, bits: int, device: Device, dtype: str) -> int:
+    """Bytes of all decoder layers at these bits."""
+    layers = zip(shape.kind_shapes, shape.kind_counts, strict=True)
+    return sum(count * layer_weight_bytes(kind, bits, device, dtype) for kind, count in layers)
+
+
+@cache
+def _packed_bytes(
+    shape: ModelShape, bits: int, processor: Processor, dtype: str, backend: str | None
+) -> int:
+    def packed(linears: Sequence[LinearShape]) -> int:
+        return sum(
+            rule_for(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
+            if linear.stored_bits is None
+            else rule_for(processor, linear.stored_bits, linear, dtype).nbytes(linear, dtype)
+            for linear in linears
+        )
+
+    experts = 0 if shape.experts is None else shape.experts.count
+    return packed(shape.layer_linears) + experts * packed(shape.expert_linears)
+
+
+def _check_one_kind(shape: ModelShape) -> None:
+    assert not shape.kinds, f"a layer of {shape.name} is of one of its kinds; ask for each"
+
+
+def kv_cache_bytes_per_layer(
+    shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
+) -> int:
+    """Bytes that a layer of one kind keeps of all requests in flight; 16 bits stand for `dtype`."""
+    _check_one_kind(shape)
+    if kv_bits not in KV_BITWIDTHS:
+        raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
+    token, request = kept_of_requests(shape, workload, kv_bits, dtype)
+    return workload.kv_tokens * token + workload.global_batch * request
+
+
+def kept_of_requests(
+    shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
+) -> tuple[int, int]:
+    """Bytes that a layer of one kind keeps of each token, and of a request whatever its length: its
+    constant state, or the room of its window.
+    """
+    token, state = kv_token_bytes(shape, kv_bits, dtype), shape.state_bytes(DTYPE_BYTES[dtype])
+    room = workload.room(shape.sliding_window)
+    return (token, state) if room is None else (0, room * token + state)
+
+
+def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
+    """Bytes of a token's keys and values in a layer: elements of `dtype`, or codes and scales; what
+    positions rotate behind a latent has two codes (`actors.attention.stored`).
+    """
+    if kv_bits == FULL_BITS:
+        return shape.kv_elements * DTYPE_BYTES[dtype]
+    again = 0 if shape.latent is None else shape.latent.rotary_width
+    return shape.kv_elements + again + shape.kv_elements // shape.head_dim * KV_SCALE_BYTES
+
+
+def embedding_bytes(shape: ModelShape, dtype: str) -> int:
+    return shape.embedding_parameters * DTYPE_BYTES[dtype]
+
+
+def norm_bytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes of final norm and projection, which the last stage holds."""
+    return (shape.final_parameters - shape.head_parameters) * DTYPE_BYTES[dtype]
+
+
+def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
+    """Bytes of the LM head; 0 where it is tied to an embedding on the same stage."""
+    shared = shape.tied_embeddings and on_first
+    return 0 if shared else shape.head_parameters * DTYPE_BYTES[dtype]
