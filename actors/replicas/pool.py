@@ -137,7 +137,6 @@ class ReplicaPool(LiveGroup):
             )
 
     def _release(self) -> None:
-        """End all replicas; one that loads is ended with its stages."""
         with self._board.changed:
             self._board.is_closing = True
             self._board.changed.notify_all()

@@ -126,7 +126,6 @@ class Replica:
         return self._thread is None or not self._thread.is_alive()
 
     def release(self) -> None:
-        """Free the stages, whatever the thread does with them."""
         if self.group is not None:
             with suppress(RayError):  # with Ray they are gone too
                 self.group.__exit__(None, None, None)

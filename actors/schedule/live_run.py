@@ -277,7 +277,6 @@ class Leader:
 
     @property
     def supervision(self) -> Supervision:
-        """What was done about requests that outgrew their reservation, in all runs."""
         own = NO_SUPERVISION if self._run is None else self._scheduler.supervision
         return own.after(self._earlier)
 

@@ -61,7 +61,6 @@ class QueueSizes:
 
     @property
     def followed_schedule(self) -> RequestSchedule:
-        """The schedule; SpecError where there is none."""
         if self.schedule is None:
             raise SpecError(f"there is no schedule, and the policy {self.policy} follows one")
         return self.schedule
@@ -158,12 +157,10 @@ class Scheduler(ABC):
 
     @property
     def waiting(self) -> int:
-        """Number of requests without a KV slot."""
         return len(self._waiting)
 
     @property
     def in_slots(self) -> int:
-        """Number of requests that have a KV slot."""
         return len(self.requests)
 
     @abstractmethod

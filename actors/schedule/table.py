@@ -49,7 +49,6 @@ POLICIES: Mapping[PolicyName, Policy] = {
 
 
 def make_scheduler(sizes: QueueSizes, stages: int) -> Scheduler:
-    """A scheduler with an empty queue, for a pipeline of `stages`."""
     return POLICIES[sizes.policy].scheduler(sizes, stages)
 
 

@@ -31,8 +31,6 @@ RayMessage = npt.NDArray[np.uint8]
 
 
 class ComputingStage(Protocol):
-    """A stage in its process."""
-
     def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
         """Run `actors.stage.stage.Stage.step`; it returns when that is computed."""
 

@@ -77,7 +77,6 @@ def write_json(path: Path, values: object) -> None:
 
 
 def command_line(*words: str | Path) -> str:
-    """The words as a command that a shell takes."""
     return shlex.join(str(word) for word in words)
 
 
@@ -163,7 +162,6 @@ _OF_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENO
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Add `--verbose`, which holds until the command has ended."""
     parser.add_argument(
         "--verbose",
         action=_Verbose,
@@ -174,8 +172,6 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 class _Verbose(argparse.Action):
-    """Sets the level of our logger, by which all rooms know."""
-
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object
     ) -> None:
@@ -184,7 +180,6 @@ class _Verbose(argparse.Action):
 
 
 def show_all() -> None:
-    """Have all that is said shown from now on."""
     logging.getLogger(LOGGER).setLevel(logging.DEBUG)
 
 
@@ -256,7 +251,6 @@ _WIDEST = 80
 
 
 def print_json(shown: list[dict[str, Any]] | dict[str, Any]) -> None:
-    """Print values as indented JSON, without breaking lines."""
     console().print(json.dumps(shown, indent=1), soft_wrap=True, highlight=False)
 
 
@@ -278,7 +272,6 @@ def plain_table(heads: Iterable[str], left: Iterable[str], gap: int) -> Table:
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and values, without those that are empty."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
@@ -291,7 +284,6 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def with_notes(table: RenderableType, *notes: str) -> RenderableType:
-    """The table and paragraphs below it."""
     from rich.console import Group
     from rich.text import Text
 

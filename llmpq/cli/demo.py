@@ -81,7 +81,6 @@ def _demo(options: DemoCommand) -> int:
 
 
 def _copy_files(folder: Path) -> None:
-    """Copy the cluster and the questions to where commands name them."""
     source = files("llmpq").joinpath("demo")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,14 +93,12 @@ def _copy_files(folder: Path) -> None:
 
 
 def _show_command(name: str, arguments: Sequence[str]) -> None:
-    """Print the command that comes next, as a user would type it."""
     shown = Text(f"\n$ llmpq {name} {shlex.join(arguments)}\n", style="bold")
     console().print(shown, soft_wrap=True)
     sys.stdout.flush()
 
 
 def _show_answers(questions: Path, answers: Path) -> None:
-    """Print each question with its answer, in the order of the questions."""
     found = {str(row["custom_id"]): row for row in _rows(answers)}
     for row in _rows(questions):
         result = found.get(str(row["custom_id"]), {})

@@ -156,7 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
-    """The help of `llmpq` itself, within 80 columns."""
     import llmpq
 
     lines = ["usage: llmpq COMMAND [options]", "", llmpq.__doc__ or "", ""]
@@ -235,7 +234,6 @@ def completion_script(shell: str) -> str:
 
 
 def whole_parser() -> Parser:
-    """The parser of `llmpq` with those of all its subcommands."""
     root = Parser("llmpq")
     made = cast(type[Parser], _made)
     commands = root.add_subparsers(metavar="COMMAND", parser_class=made)
@@ -250,7 +248,6 @@ def _made(make: Callable[[], Parser], **_: object) -> Parser:
 
 
 def _parsers(root: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """`root` and the parsers of all commands below it."""
     yield root
     for action in root._actions:
         if isinstance(action, argparse._SubParsersAction):

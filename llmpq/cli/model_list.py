@@ -111,8 +111,6 @@ def weight_bytes(shape: ModelShape, bits: int) -> int:
 
 
 def _packed_bytes(kind: ModelShape, bits: int) -> int:
-    """Bytes of a layer's weights that have its bitwidth."""
-
     def packed(linears: Iterable[LinearShape]) -> int:
         return sum(
             rule_for(_USUAL_GPU, bits, each, _DTYPE).nbytes(each, _DTYPE) for each in linears
@@ -184,13 +182,11 @@ def _kind_json(kind: ModelShape, layers: int) -> dict[str, Any]:
 
 
 def _kv_bytes(shape: ModelShape) -> int:
-    """The bytes of a token's keys and values in all layers, in 16 bit."""
     kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
     return sum(count * 2 * kind.kv_elements for kind, count in kinds)
 
 
 def _state_bytes(shape: ModelShape) -> int:
-    """The bytes of a request's constant states in all layers."""
     kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
     return sum(count * kind.state_bytes(2) for kind, count in kinds)
 

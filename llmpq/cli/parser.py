@@ -149,7 +149,6 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {name}; {nearest}"
 
     def _names(self) -> Iterator[str]:
-        """Every option that the help shows, those of subcommands too."""
         for action in self._actions:
             yield from action.option_strings
         for action in self._subcommands():
@@ -204,7 +203,6 @@ def whole_number(text: str) -> int:
 
 
 def auto_or_number(text: str) -> int | str:
-    """A number where `text` is one; the options check the rest."""
     return int(text) if text.isdigit() else text
 
 
@@ -266,7 +264,6 @@ def _columns() -> int:
 
 
 def _wrapped(text: str) -> str:
-    """`text` in lines that fit the terminal."""
     return textwrap.fill(" ".join(text.split()), _columns())
 
 

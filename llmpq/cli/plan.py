@@ -140,7 +140,6 @@ def _plan_bounded(call: PlanCall) -> int:
 def _show(
     options: PlanCommand, text: Callable[[], str], table: Callable[[], RenderableType]
 ) -> None:
-    """Print what was found as JSON or as a table."""
     if options.json:
         sys.stdout.write(text())
     else:

@@ -178,7 +178,6 @@ def _run_job(
 
 
 def _tell_files(options: RunCommand, chosen: RunOptions) -> None:
-    """Say what a run has written, and where to look at it."""
     shown = command_line("llmpq", "jobs", "show", options.output)
     tell_written(options.output, f"its figures: {shown}", stderr=True)
     if chosen.trace_path is not None:
@@ -191,7 +190,6 @@ def _show_plan(options: RunCommand, plan: Plan | Fleet) -> None:
 
 
 def _end_done(tally: Tally) -> int:
-    """Say that nothing is left to do, and return the exit code."""
     say(f"all {tally.rows} rows are done")
     if tally.resumed_errors:
         say(f"{tally.resumed_errors} rows have errors; --retry_errors runs them again")

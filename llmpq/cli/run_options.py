@@ -212,7 +212,6 @@ def serve_parser(prog: str | None = SERVE) -> Parser:
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
-    """The options of the run; raises `SpecError` for values out of range."""
     given = taken(RunOptions, options) | taken(Sampling, options)
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])

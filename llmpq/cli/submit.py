@@ -62,7 +62,6 @@ def split_options(arguments: Sequence[str], prog: str) -> tuple[SubmitOptions, l
 
 
 def known_job(options: SubmitOptions, prog: str) -> int:
-    """Stop or follow an existing job, and return the exit code."""
     jobs = RayJobs(options.submit or "")
     if options.follow_job:
         return _follow(jobs, options.follow_job, prog)
@@ -136,7 +135,6 @@ def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
 
 
 def exit_code(end: JobEnd) -> int:
-    """The exit code that `llmpq run` itself would have returned."""
     if end.status == "SUCCEEDED":
         return EXIT_DONE
     if end.status == "STOPPED":

@@ -92,7 +92,6 @@ class TaskProgress:
         self.tick()
 
     def say(self, line: str) -> None:
-        """Print a line beside the bar."""
         self._screen.print(line, soft_wrap=True, highlight=False)
 
     def say_expected(self, seconds: float) -> None:
@@ -116,7 +115,6 @@ class TaskProgress:
         return self._bar
 
     def _said(self) -> str:
-        """The parts that are done, the seconds so far, and those to go."""
         passed_s = self._times.passed_s
         if not self._total:
             if self._limit_s is None or passed_s > self._limit_s:  # what comes after the search

@@ -120,7 +120,6 @@ def require_pyarrow(what: str = "Parquet files") -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The reason, in words, of one of `READ_ERRORS`."""
     return getattr(error, "strerror", None) or str(error)
 
 

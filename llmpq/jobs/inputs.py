@@ -109,7 +109,6 @@ class JobInput:
         return False
 
     def place_name(self, place: int) -> str:
-        """File and line, or row, that `PlacedRow.place` stands for."""
         index, number = divmod(place, _PLACES_PER_FILE)
         return f"{self.names[index]}:{number}"
 

@@ -83,7 +83,6 @@ class ResultStream:
         return ""
 
     def committed_message(self) -> str:
-        """Words for a stream, whose reader has the results."""
         return "what was finished has been handed on"
 
     def _unwritable(self, error: OSError) -> InputError:

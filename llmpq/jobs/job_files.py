@@ -30,8 +30,6 @@ def file_digest(path: Path) -> str:
 
 
 class Disk:
-    """Calls of the operating system."""
-
     write = staticmethod(os.write)
     fsync = staticmethod(os.fsync)
     close = staticmethod(os.close)

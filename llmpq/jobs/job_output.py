@@ -326,7 +326,6 @@ class JobOutput:
 
     @property
     def newest_shard(self) -> tuple[int, int] | None:
-        """Generation and number."""
         newest = max(shards_in(self.folder), default=None)
         return None if newest is None else (newest.generation, newest.number)
 
@@ -335,7 +334,6 @@ class JobOutput:
         return self._writer.committed if self._writer is not None else 0
 
     def resume_hint(self) -> str:
-        """A message's words for where to go on; empty where nothing is kept."""
         begun = self._writer is not None and self._writer.begun
         if not begun and self._manifest is None:
             return ""

@@ -89,16 +89,12 @@ class SessionStart:
 
 @dataclass(frozen=True)
 class PlanChange:
-    """Another plan, which is run from now on."""
-
     at: At
     plan: PlanNote
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The moment from which the stages generate."""
-
     at: At
 
 
@@ -351,7 +347,6 @@ class Cadence:
     due_s: float = 0.0
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a point is due; the next one is then due later."""
         if now_s < self.due_s:
             return False
         age_s = now_s - self.began_s

@@ -151,8 +151,6 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ColumnKind:
-    """The kind of a scalar, in lists of so many `levels`."""
-
     scalar: Scalar
     levels: int = 0
 

@@ -100,7 +100,6 @@ class ResultIdentity:
 
 
 def line_of(result: Result, fingerprint: str) -> bytes:
-    """A result as a line of our own fields."""
     row = {name: getattr(result, name) for name in RESULT_FIELDS}
     row |= {FINGERPRINT: fingerprint} | dict(result.columns)
     return _ENCODE(row).encode() + b"\n"

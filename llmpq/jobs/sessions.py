@@ -32,8 +32,6 @@ _OF_START = ("host", "llmpq", "command", "plan_file")
 
 @dataclass(frozen=True)
 class StageFigures:
-    """A stage as planned, and what it did, where that is known."""
-
     planned: journal.PlannedStage
     work: journal.StageRecord | None
 
@@ -260,8 +258,6 @@ class RatePoint(NamedTuple):
 
 
 class RowPoint(NamedTuple):
-    """Rows that are done at a second of the job."""
-
     at_s: float
     rows: int
 

@@ -125,8 +125,6 @@ def _add_samples(seen: hashlib.blake2b, path: Path) -> None:
 
 @dataclass(frozen=True)
 class InputRecord:
-    """The input of a job that is done: its rows, and how many of them ended in an error."""
-
     rows: int
     errors: int
     files: tuple[FileRecord, ...]

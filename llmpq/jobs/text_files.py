@@ -81,8 +81,6 @@ def _elements(text: _Text) -> Iterator[object]:
 
 
 class _Text:
-    """The text of a file, of which the part around the present place is in memory."""
-
     def __init__(self, path: Path, stream: TextIO) -> None:
         self._path, self._stream = path, stream
         self._part = stream.read(READ_CHARACTERS)
@@ -234,8 +232,6 @@ def _result(names: list[str], cells: list[str]) -> object:
 
 
 class _Echo:
-    """A file that hands back what is written."""
-
     def write(self, text: str) -> str:
         return text
 
@@ -271,7 +267,6 @@ class _Lines(Iterator[str]):
 
 
 def _records(path: Path, compression: Compression) -> Iterator[tuple[int, list[str], bool]]:
-    """Rows that are not blank: the line each begins in, its cells, and whether they are UTF-8."""
     if csv.field_size_limit() < file_format.MAX_LINE_BYTES:  # 128 KiB, of the whole process
         csv.field_size_limit(file_format.MAX_LINE_BYTES)
     lines = _Lines(path, compression)

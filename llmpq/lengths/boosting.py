@@ -100,7 +100,6 @@ def _of_text(text: str) -> list[float]:
 
 
 def _of_ids(ids: tuple[int, ...]) -> list[float]:
-    """Number of ids, which ones there are, and the last ones."""
     tokens = len(ids)
     ids = _ends(ids, MOST_IDS)
     cells = _counts(map(_hashed_id, ids), _ID_CELLS)

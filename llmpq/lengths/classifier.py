@@ -74,7 +74,6 @@ class Classifier:
         return self.own_tokenizer is not None
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
-        """Ids of each prompt, as far as they are read."""
         if self.own_tokenizer is not None:
             texts = [each.text for each in prompts]
             most = min(MOST_TOKENS, _positions(self.model))
@@ -95,7 +94,6 @@ class Classifier:
         return found
 
     def improved(self, examples: Sequence[Example], rest: Rest) -> Self:
-        """A copy that has made some steps of AdamW on `examples`."""
         other = replace(
             self,
             model=copy.deepcopy(self.model),
@@ -121,7 +119,6 @@ class Classifier:
         return cls(buckets, _pretrained(folder, len(buckets)), own, tokenizer, trained_rows)
 
     def _logits(self, encoded: Sequence[Encoded]) -> torch.Tensor:
-        """The logits, `[prompts, buckets]`."""
         lengths = np.array([max(1, len(each)) for each in encoded])  # a prompt may have no token
         longest = int(lengths.max())
         ids = np.full((len(encoded), longest), _pad_id(self), dtype=np.int64)

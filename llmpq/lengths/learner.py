@@ -187,7 +187,6 @@ class LearningPredictor:
         return self._learner.model
 
     def answer(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The answer to a task; None for one that has none."""
         if "predict" in task:
             began_s = time.thread_time()
             expected = self._predict(task["predict"])

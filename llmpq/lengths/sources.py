@@ -96,7 +96,6 @@ class PredictorProcess:
             self._thread.submit(self._send, {"finished": list(rows)})
 
     def figures(self) -> PredictionFigures | None:
-        """What it has done so far; None where it has been given up."""
         answer = self._thread.submit(self._asked, {"figures": True}, self._batch_s).result()
         return None if answer is None else PredictionFigures(**answer["figures"])
 

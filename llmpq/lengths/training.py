@@ -41,8 +41,6 @@ _PROMPTS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a user chooses of a training. Raises SpecError for a value out of range."""
-
     kind: Kind = option(KINDS, "trees, or a transformer", KINDS[0])
     base: str | None = option(
         "MODEL",
@@ -133,7 +131,6 @@ def judge(model: BucketModel, rows: Sequence[LearntRow], majority: int | None = 
 
 
 def _parted(rows: Sequence[LearntRow], seed: int) -> tuple[list[LearntRow], list[LearntRow]]:
-    """The rows to learn from, and those held out."""
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     held = max(1, round(HELD_OUT * len(rows)))
     seen, unseen = sorted(order[held:]), sorted(order[:held])

@@ -122,7 +122,6 @@ class Profile:
         return min(seconds, options.budget_s)
 
     def points(self, device: Device) -> int:
-        """Number of points of the design on `device` that the file lacks."""
         dtype = device.compute_dtype(self._options.dtype)
         todo = (self._todo(kind, device, dtype) for kind in self.kinds)
         return sum(len(workloads) for own in todo for workloads in own.values())

@@ -33,15 +33,12 @@ def is_verbose() -> bool:
 
 
 class Words:
-    """What was written so far."""
-
     def __init__(self, file: BinaryIO | None) -> None:
         self._file = file
         self._text = ""
 
     @property
     def text(self) -> str:
-        """The last of them."""
         if self._file is not None and not self._file.closed:
             number = self._file.fileno()
             begin = max(0, os.fstat(number).st_size - 4 * MOST_CHARACTERS)

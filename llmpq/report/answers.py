@@ -128,7 +128,6 @@ def _qualities(plan: PlanSpec) -> str:
 
 
 def _by_plan(plan: PlanSpec) -> dict[PlanChoice, list[str]]:
-    """The qualities that each plan is of."""
     plans: dict[PlanChoice, list[str]] = {}
     for each in plan.beside.qualities:
         plans.setdefault(each.plan, []).append(each.quality)
@@ -136,7 +135,6 @@ def _by_plan(plan: PlanSpec) -> dict[PlanChoice, list[str]]:
 
 
 def _full_precision(plan: PlanSpec) -> str:
-    """The cost in speed of the most bits allowed, for all layers."""
     if plan.beside.quality is None:
         return ""
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
@@ -153,7 +151,6 @@ def _full_precision(plan: PlanSpec) -> str:
 
 
 def most_bits(plan: PlanSpec) -> int:
-    """The most bits that a layer may have."""
     if plan.beside.full_precision is not None:
         return round(plan.beside.full_precision.mean_bits)
     used = max(bits for stage in plan.stages for bits in stage.bitwidths)
@@ -185,7 +182,6 @@ def _gaining_devices(plan: PlanSpec) -> list[tuple[MoreDevices, str]]:
 
 
 def _cost(plan: PlanSpec, job: JobForecast) -> str:
-    """What the job costs with its long rows, by the prices of the nodes."""
     if job.price_per_hour is None:
         return "cost: not known, as the nodes of the cluster file have no price_per_hour"
     longer = plan.long_rows.job if plan.long_rows is not None else None
@@ -232,7 +228,6 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
 
 
 def _predictor(assumed: AssumedPredictor) -> str:
-    """What was assumed of predictions."""
     if assumed.source == ORACLE:
         return f"oracle: always the right one of {len(assumed.buckets)} lengths"
     return (
@@ -282,7 +277,6 @@ class Course:
 
 
 def menu(plan: PlanSpec) -> list[Course]:
-    """This plan and the others that are known; only this one where none is."""
     tokens = plan.predicted.tokens_per_s * plan.predicted.latency_s
     return [
         Course(name, choice, tokens / choice.tokens_per_s, how, is_present=index == 0)
@@ -291,7 +285,6 @@ def menu(plan: PlanSpec) -> list[Course]:
 
 
 def _choices(plan: PlanSpec) -> Iterator[tuple[str, PlanChoice, str]]:
-    """Yield names, figures and the way to each plan."""
     present, beside = plan_choice(plan), plan.beside
     taken = next((each.plan for each in beside.qualities if each.quality == beside.quality), None)
     groups = _by_plan(plan)

@@ -27,7 +27,6 @@ KIND_LOOKS: dict[ScheduleKind, tuple[str, str]] = {
 
 
 def write_latency_front(path: str | Path, fronts: KindFronts) -> None:
-    """Write throughput over bounds as `.svg` or `.json`."""
     save_front(path, lambda: bounds_svg(fronts, alone=True), fronts.to_json)
 
 
@@ -98,7 +97,6 @@ def _line_ends(ends: Mapping[ScheduleKind, float]) -> dict[ScheduleKind, float]:
 
 
 def _bound_title(point: LatencyPoint) -> str:
-    """The figures of the point in words."""
     return (
         f"{kind_name(point.schedule.kind)} within {seconds(point.bound_s)}: "
         f"{requests_per_second(point.requests_per_s)}, {seconds(point.latency_s)}"

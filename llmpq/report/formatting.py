@@ -87,7 +87,6 @@ def _in_two_units(value: float) -> str:
 
 
 def moment(at: float) -> str:
-    """A time of this machine's clock."""
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -128,7 +127,6 @@ def gap(share: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """How many times as fast, as long or as many."""
     return f"{ratio:.2f} times"
 
 

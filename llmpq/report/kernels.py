@@ -49,7 +49,6 @@ class KernelReason:
 
 
 def kernel_reasons(plan: PlanSpec, costs: CostModel) -> list[KernelReason]:
-    """A reason for each kind of device where fewer bits than those of its layers are slower."""
     planned = planned_assignment(plan, costs)
     found: dict[str, KernelReason] = {}
     for stage in plan.stages:
@@ -87,13 +86,11 @@ def _typical_unit(planned: PlannedAssignment, stage: int) -> int | None:
 
 
 def _alike(planned: PlannedAssignment, stage: StagePlan, unit: int) -> list[int]:
-    """The units of a stage of the kind of one."""
     units = range(*planned.first_layer[stage.index : stage.index + 2])
     return [each for each in units if planned.cell(each, 0) == planned.cell(unit, 0)]
 
 
 def _subject(planned: PlannedAssignment, unit: int) -> str:
-    """What of the model the seconds are of."""
     if planned.problem.is_even:
         return "A layer"
     apart = " without its experts" if planned.part(unit) == "rest" else ""

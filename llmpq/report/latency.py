@@ -59,7 +59,6 @@ def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
 
 
 def bound(bound_s: float | None) -> str:
-    """A bound as it was asked for."""
     return "any time" if bound_s is None else f"{bound_s:.6g}{SPACE}s"
 
 
@@ -85,7 +84,6 @@ def waiting(forecast: LatencyForecast) -> str:
 
 
 def lengths(asked: LatencyForecast | BoundRequest) -> str:
-    """The lengths on which every figure rests."""
     prompts, outputs = asked.lengths.prompts, asked.lengths.outputs
     at = outputs.quantile(asked.quantile)
     order = ""

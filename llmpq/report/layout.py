@@ -76,7 +76,6 @@ class Notes:
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Break lines between words."""
         for line in self.lines:
             yield from _wrapped(Text(plain(line), style=self.style), console, options.max_width)
 

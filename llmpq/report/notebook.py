@@ -117,13 +117,11 @@ def _stage_cells(plan: PlanSpec, stage: StagePlan) -> tuple[str, ...]:
 
 
 def bits_text(stage: StagePlan) -> str:
-    """Runs of layers that have the same bits, in their order."""
     runs = [(bits, len(list(alike))) for bits, alike in groupby(stage.bitwidths)]
     return ", ".join(f"{count} × {bits}" for bits, count in runs)
 
 
 def cluster_html(cluster: ClusterSpec) -> str:
-    """The devices of a cluster, with their memory and links."""
     network = f"{rate(cluster.internode_bytes_per_s)} between nodes"
     played = "; its devices are played on the CPU" if cluster.emulate is not None else ""
     lines = [f"{network}{played}", *cluster.notes]
@@ -150,7 +148,6 @@ def result_html(fields: Mapping[str, Any]) -> str:
 
 
 def summary_html(figures: Mapping[str, str], busy: Mapping[str, str]) -> str:
-    """The `figures` of a run by name, and how `busy` each device was."""
     shares = ", ".join(f"{name} {share}" for name, share in busy.items())
     lines = [f"busy: {shares}"] if busy else []
     return _table("run", tuple(figures), [tuple(figures.values())], 0, lines)

@@ -59,7 +59,6 @@ class JobCurve:
 
 
 def curve_of(plan: PlanSpec) -> JobCurve | None:
-    """The curve of the plan's job; None where no other number in flight is known."""
     present = plan_choice(plan)
     others = [each for each in plan.beside.curve if each.in_flight != present.in_flight]
     if plan.job is None or not others:
@@ -118,7 +117,6 @@ SENSITIVITY_TITLE = "summed sensitivity (no unit; less is better)"
 
 
 def _choice_title(curve: JobCurve, plan: PlanChoice) -> str:
-    """The figures of the plan in words."""
     names = curve.named.get(plan)
     return (
         f"{f'{listed(list(names))}: ' if names else ''}{count(plan.in_flight)} in flight, "
@@ -162,7 +160,6 @@ class PlanPoint:
 
     @property
     def title(self) -> str:
-        """The figures of the plan in words."""
         bits = "" if self.bits is None else f", {self.bits:.1f} bits a layer"
         return (
             f"theta {number(self.theta)}: {duration(self.latency_s)}, "
@@ -333,7 +330,6 @@ def schedule_pictures(
 
 
 def cycle_pictures(plan: PlanSpec) -> list[Picture]:
-    """A few cycles of the schedule of a plan under a bound on latency."""
     simulated, names = simulated_cycles(plan)
     labels = [shortened(label, GANTT_LABEL) for label in names]
     options = GanttOptions(width=GANTT_WIDTH)

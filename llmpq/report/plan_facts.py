@@ -59,7 +59,6 @@ class PlanFacts:
 
 
 def facts_of(plan: PlanSpec) -> PlanFacts:
-    """The facts of a plan, which fits, as it was made."""
     quality = quality_word(plan)
     return PlanFacts(
         title=f"{plan.model.name} on {plan.cluster}",
@@ -122,7 +121,6 @@ def predicted(plan: PlanSpec) -> str:
 
 
 def searched(plan: PlanSpec) -> str:
-    """How the plan was found, and how far from the best it can be."""
     s = plan.solver
     if plan.latency is not None:
         schedules = plural(plan.latency.evaluations, "schedule")
@@ -157,7 +155,6 @@ def expected_perplexity(forecast: PerplexityForecast) -> str:
 
 
 def beside(plan: PlanSpec, baseline: Baseline) -> str:
-    """A simpler plan against this one."""
     if baseline.latency_s is None or baseline.sensitivity is None:
         return f"{baseline.name}: no one bitwidth fits"
     ratio = baseline.latency_s / plan.predicted.latency_s
@@ -203,7 +200,6 @@ class QualityWord(NamedTuple):
 
 
 def quality_word(plan: PlanSpec) -> QualityWord:
-    """The expected rise of perplexity where points were measured, else a word for the bits."""
     if plan.perplexity is not None:
         rise = f"perplexity {plan.perplexity.increase:+.3g}"
         return QualityWord(rise, f"perplexity: {expected_perplexity(plan.perplexity)}")
@@ -295,7 +291,6 @@ def _bounded_tiles(
 
 
 def _times(plan: PlanSpec) -> str:
-    """What the seconds rest on: stages that were measured and stages that were not."""
     measured = [each for each in _stages(plan) if not _is_estimated(each.provenance)]
     if not measured:
         return "Seconds: estimated from datasheets for every stage, simulated; nothing is measured."

@@ -140,7 +140,6 @@ def _time_head(is_job: bool) -> str:
 
 
 def comparison_table(plan: PlanSpec) -> RenderableType:
-    """The plan beside the paper's baselines for the same cluster."""
     heads = ("scheme", "bits", _time_head(plan.job is not None), "tokens/s", "sensitivity")
     p = plan.predicted
     used = sorted({bits for stage in plan.stages for bits in stage.bitwidths})

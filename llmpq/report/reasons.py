@@ -29,7 +29,6 @@ RESOURCES = {"memory": "memory", "prefill": "prefill time", "decode": "decode ti
 
 
 def binding(limits: StageLimits) -> str:
-    """Names of the resources that a stage has used up."""
     used = [RESOURCES[each] for each in limits.binds]
     return listed(used) if used else "nothing"
 
@@ -55,7 +54,6 @@ def lever(plan: PlanSpec, explanation: Explanation, least_s: float) -> str:
 
 
 def question(asked: Question, stages: Sequence[StagePlan]) -> str:
-    """The changed condition in words."""
     match asked.kind:
         case "memory" if asked.stage is not None:
             device = stages[asked.stage].device
@@ -68,7 +66,6 @@ def question(asked: Question, stages: Sequence[StagePlan]) -> str:
 
 
 def outcome(answer: WhatIfAnswer, least_s: float) -> str:
-    """Gains and losses of the new plan, and how it differs."""
     parts = [
         _faster(answer.latency_change_s, least_s),
         _quality(answer.quality_change_s, least_s),
@@ -78,7 +75,6 @@ def outcome(answer: WhatIfAnswer, least_s: float) -> str:
 
 
 def difference(answer: WhatIfAnswer) -> str:
-    """The distance of the new plan from the present one, in layers."""
     parts = []
     if answer.layers_moved:
         parts.append(f"{plural(answer.layers_moved, 'layer')} on another stage")
@@ -111,7 +107,6 @@ def layer_sentences(
 
 
 def _placed(reason: LayerReason, device: str, gap_s: float) -> str:
-    """Stage and bits with the reasons for them."""
     others = sorted(reason.alternatives, key=lambda each: -each.bits)
     parts = [
         f"{bits_named(each.bits, each.on_host)} {verdict(each, reason, gap_s)}." for each in others
@@ -355,7 +350,6 @@ def _is_told(answer: WhatIfAnswer, plan: PlanSpec, tip_s: float) -> bool:
 
 
 def _left_out(answers: Sequence[WhatIfAnswer]) -> str:
-    """What was asked without gain, in a few words."""
     stages = [str(each.question.stage) for each in answers if each.question.kind == "memory"]
     thetas = [number(each.theta) for each in answers if each.question.kind == "theta"]
     links = [each for each in answers if each.question.kind == "links"]

@@ -101,7 +101,6 @@ class Making:
 
     @property
     def date(self) -> str:
-        """Date and time as people read them, in UTC."""
         return f"{self.written:%Y-%m-%d %H:%M} UTC"
 
 
@@ -117,7 +116,6 @@ def making(
 
 
 def _command_of(plan: PlanSpec, options: PlanOptions) -> list[str]:
-    """The command that makes the plan again of the files that it came from."""
     parts = ["llmpq", "plan", "--model", plan.model.source, "--cluster", CLUSTER_FILE]
     parts += [*_workload(plan), *_given(options)]
     return [*parts, "-o", "plan.json"]
@@ -140,7 +138,6 @@ def _pairs(*options: tuple[str, object]) -> list[str]:
 
 
 def _given(options: PlanOptions) -> Iterator[str]:
-    """Yield the options that are not the defaults."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if value == field.default or field.name in _OWN_FORM:

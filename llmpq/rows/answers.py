@@ -46,7 +46,6 @@ class TextPiece:
 
 
 def joined(parts: Sequence[TextPiece]) -> TextPiece:
-    """The whole answer, whose last part says why it ends."""
     return replace(
         parts[-1],
         text="".join(piece.text for piece in parts),
@@ -65,8 +64,6 @@ def usage_content(prompt_tokens: int, new_tokens: int) -> Json:
 
 @dataclass(frozen=True)
 class Head:
-    """What every answer and every chunk of one request begins with."""
-
     id: str
     created_s: int
     model: str

@@ -73,7 +73,6 @@ class JobSampling:
 
     @property
     def note(self) -> str | None:
-        """One line that tells what was taken from where, and how to do without."""
         if not self.taken:
             return None
         values = ", ".join(f"{name} {_shown(value)}" for name, value in self.taken.items())
@@ -85,7 +84,6 @@ class JobSampling:
 
     @property
     def warning(self) -> str | None:
-        """One line that names what is not followed."""
         if not self.left_out:
             return None
         named = ", ".join(f"{name} {value}" for name, value in self.left_out.items())

@@ -98,7 +98,6 @@ class RunProgress:
         self._log()
 
     def change_plan(self, plan: PlanSpec) -> None:
-        """Compare stages with another plan, which is run from now on."""
         self._plan = plan
         self._named.clear()
 
@@ -197,7 +196,6 @@ class LogTimes:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 1:02:03, or as 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

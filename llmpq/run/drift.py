@@ -152,7 +152,6 @@ class DriftWatch:
         )
 
     def _planned_means(self) -> tuple[float, float] | None:
-        """Mean tokens of a prompt and of an output."""
         if self._plan.latency is not None:
             lengths = self._plan.latency.lengths
             return lengths.prompts.mean, lengths.outputs.mean
@@ -207,7 +206,6 @@ class RateWindow:
         self._lock = threading.Lock()
 
     def add(self, at_s: float, tokens: int, ended: int, in_flight: int) -> None:
-        """Note the tokens and the rows that `ended` until `at_s`, and the requests in flight."""
         with self._lock:
             if self._settled_at is None:
                 self._settled_at = ended + self._slots
@@ -282,7 +280,6 @@ class LengthRecord:
         self._pairs: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
 
     def begin(self, request: Request) -> None:
-        """Note a row that is handed to the stages."""
         self._prompts.append(len(request.prompt_ids))
 
     def end(self, request: Request, tokens: int) -> None:

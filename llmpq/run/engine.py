@@ -72,7 +72,6 @@ class CheckedModel:
         return self._shape.vocab_size
 
     def length_source(self) -> LengthSource:
-        """What expects lengths; it begins to load."""
         options = self.options
         return open_source(options.predictor, self.folder, self.vocab_size, options.save_predictor)
 
@@ -134,7 +133,6 @@ class CheckedModel:
         return group_of(plan, self._checkpoint, group_options)
 
     def tell(self, kind: EventKind, lost_s: float, text: str) -> None:
-        """Tell the listener of an event that is no stage's."""
         self._heard(RecoveryEvent(kind, None, lost_s, text))
 
     def _heard(self, event: RecoveryEvent) -> None:
@@ -224,7 +222,6 @@ class RunResources(CheckedModel):
 
     @property
     def model_folder(self) -> str | None:
-        """The folder of the planned model, where it is here: a stand-in is another one."""
         return None if self._first_plan.stand_in is not None else str(self.folder)
 
     def end_predicting(self) -> None:

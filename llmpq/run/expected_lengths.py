@@ -130,7 +130,6 @@ class ExpectedLengths:
                 yield item
 
     def _look(self) -> None:
-        """Say once that the source has been given up."""
         failure = self.source.failure
         if failure is not None and not self._has_said:
             self._has_said = True

@@ -214,12 +214,10 @@ class RunOptions(PromptingOptions):
 
     @property
     def cache(self) -> CacheSettings:
-        """Where each node keeps packed layers; raises `SpecError` for an unknown home folder."""
         return cache_settings(self.cache_dir, self.cache_limit_gib, self.no_cache)
 
     @property
     def recovery(self) -> Recovery:
-        """The limits within which the run goes on after faults."""
         return Recovery(
             retries=self.retries,
             hang_s=self.hang_s,
@@ -263,7 +261,6 @@ class RunOptions(PromptingOptions):
 
     @property
     def trace_path(self) -> Path | None:
-        """The trace file, if one is to be written."""
         return None if self.trace is None else Path(self.trace)
 
 

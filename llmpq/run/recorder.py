@@ -80,7 +80,6 @@ class RunRecorder:
             self._errors.add(_cut(result.custom_id, _ID), _cut(result.error))
 
     def see(self, state: RunState) -> None:
-        """Note the state from time to time."""
         now = self._clock()
         if self._state is None:
             self._note(journal.Loaded(max(0.0, now - state.elapsed_s)))

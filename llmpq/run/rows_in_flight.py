@@ -167,8 +167,6 @@ MEMORY_BYTES = 64 << 20
 
 
 class WaitingRequest(NamedTuple):
-    """A request, and the own columns of its row."""
-
     request: Request
     columns: Mapping[str, Any]
 

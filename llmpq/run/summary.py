@@ -35,7 +35,6 @@ class RunSummary:
     latency: LatencyFigures | None = None
 
     def __str__(self) -> str:
-        """The figures in one line."""
         return (
             f"{self.prompts} rows, {self.errors} with errors: {self.generated_tokens} tokens in "
             f"{self.seconds:.1f} s ({self.tokens_per_s:.1f} tokens/s) after {self.load_s:.1f} s of "
@@ -67,7 +66,6 @@ class RunSummary:
 
     @property
     def _busy(self) -> dict[str, str]:
-        """The share of the time in which each device computed."""
         seconds = self.seconds if self.stages_s is None else self.stages_s
         if self.plan is None or not seconds:
             return {}

@@ -219,8 +219,6 @@ class DriftControl:
 
 
 class _Search:
-    """Planning in a thread of its own, which does not keep the process alive."""
-
     def __init__(self, plan: Callable[[], PlanSpec], measured: Measured = NOTHING) -> None:
         self.measured = measured
         self.found: PlanSpec | None = None

@@ -92,8 +92,6 @@ LEAST_LOGPROB = -9999.0
 
 
 class _Choice:
-    """Makes pieces of the tokens of one generation."""
-
     def __init__(self, engine: Engine, request: Request, index: int) -> None:
         self._engine = engine
         self._index = index

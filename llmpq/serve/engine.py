@@ -76,8 +76,6 @@ class GenerationError(Exception):
 
 
 class Engine(Protocol):
-    """Generates tokens for many requests at once. All is called in one event loop."""
-
     @property
     def model_name(self) -> str:
         """Name of the model as users know it."""

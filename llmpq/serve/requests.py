@@ -61,7 +61,6 @@ class Asked:
 
 
 def generations_of(body: CompletionBody | ChatBody) -> int:
-    """Answers that `body` asks for."""
     return body.answers * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
 
 

@@ -92,8 +92,6 @@ async def _gone(receive: Receive) -> None:
 
 
 class Service:
-    """What the addresses share: engine, options, gate, clock and metrics."""
-
     def __init__(
         self,
         engine: Engine,

@@ -64,7 +64,6 @@ class ReasoningStream:
         return start.removeprefix(opening)
 
     def finish(self) -> tuple[str, str]:
-        """What was held back."""
         held, self._held = self._held, ""
         return (held, "") if self._is_reasoning else ("", held)
 

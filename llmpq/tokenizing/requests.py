@@ -101,7 +101,6 @@ class RequestMaker:
             raise RowError(str(beyond))
 
     def _submitted(self, row: Row) -> int:
-        """Number of the task that tokenizes `row`."""
         if self.tokenizer is None:
             raise RowError(
                 "the model folder has no tokenizer; give the prompt as a list of token ids"

@@ -232,7 +232,6 @@ class _InputRows:
     observed: Lengths | None
 
     def job(self, most: int, rule: LongRowRule) -> InputJob:
-        """The job of rows that are left and have at most `most` tokens."""
         rows, outputs, done = self.rows, self._outputs(), int(self.rows.done.sum())
         fits = fitting(self.source, rows, most)
         cut = self._cut(fits, outputs, rule)

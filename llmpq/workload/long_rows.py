@@ -118,7 +118,6 @@ class NamedRows:
 
 
 def named_rows(source: JobInput, rows: MeasuredRows, chosen: BoolArray) -> NamedRows:
-    """The `chosen` ones [rows] of the `rows` of `source`."""
     found = rows.where(chosen)
     first = dict(zip(found.places.tolist(), range(SHOWN_ROWS), strict=False))
     ids = (

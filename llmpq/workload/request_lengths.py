@@ -68,12 +68,10 @@ def normal_lengths(name: str, given: Sequence[float]) -> LengthDistribution:
 
 
 def same_lengths(tokens: int) -> LengthDistribution:
-    """The distribution of lengths that are all alike."""
     return LengthDistribution((tokens,), (1.0,))
 
 
 def bound_request(requests: Requests, options: PlanOptions) -> BoundRequest:
-    """What is asked of a schedule for these requests."""
     bound_s = options.request_bound_s
     return BoundRequest(
         requests.lengths,

@@ -30,7 +30,6 @@ def can_host(device: Device) -> bool:
 
 
 def host_limit_bytes(device: Device) -> int:
-    """The device's share of its host's memory."""
     held = device.host_memory_bytes if can_host(device) else None
     return 0 if held is None else held // device.host_devices
 

@@ -162,7 +162,6 @@ def _layers_peak(work: StageWork, processor: Processor | None) -> int:
 
 
 def _layer_peak(work: StageWork, processor: Processor | None) -> int:
-    """The most bytes that a layer of one kind takes at once."""
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     mlp = _mlp_bytes(work, work.most_tokens)
     if shape.delta is not None:

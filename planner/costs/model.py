@@ -187,7 +187,6 @@ class CostModel:
         )
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
-        """The problem of whole layers."""
         if self.experts_apart:
             return self.whole.problem(devices, sizes)
         rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))

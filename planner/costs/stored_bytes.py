@@ -35,7 +35,6 @@ def layer_weight_bytes(
 
 
 def model_weight_bytes(shape: ModelShape, bits: int, device: Device, dtype: str) -> int:
-    """Bytes of all decoder layers at these bits."""
     layers = zip(shape.kind_shapes, shape.kind_counts, strict=True)
     return sum(count * layer_weight_bytes(kind, bits, device, dtype) for kind, count in layers)
 

@@ -69,7 +69,6 @@ class Architecture:
     predictor: str | None = None
 
     def of_kind(self, kind: str) -> Architecture:
-        """The names of a layer of this kind."""
         return replace(self, **self.kinds[kind]) if kind in self.kinds else self
 
     @property
@@ -275,7 +274,6 @@ def says_experts(config: ConfigFile, is_known: bool) -> bool:
 def experts_of(
     config: ConfigFile, width_key: str, count_keys: tuple[str, ...] = _EXPERT_COUNT, **own: Any
 ) -> Experts:
-    """Read how many experts there are, how many a token asks, and their width."""
     refuse_nulls(config, *count_keys)
     count, per_token = config.size(*count_keys), config.size(_EXPERTS_ASKED)
     if per_token > count:

@@ -111,7 +111,6 @@ def _gemma4_unified(config: ConfigFile) -> ModelShape:
 
 
 def _gemma4_layer(config: ConfigFile) -> ModelShape:
-    """Read what all layers have in common."""
     if (ways := config.values.get(_BOTH_WAYS)) not in (None, "vision"):  # tokens of images
         raise config.refusal(_BOTH_WAYS, ways, "vision or null for a model that generates text")
     _check_caps(config)
@@ -228,7 +227,6 @@ def _check_scores(config: ConfigFile) -> None:
 
 
 def _check_caps(config: ConfigFile) -> None:
-    """Check what scores and logits are capped by."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         value = config.values.get(key)
         if value is not None and not (type(value) is float and is_number(value, 0, _LARGEST_CAP)):

@@ -113,7 +113,6 @@ class LatentAttention:
 
     @property
     def other_parameters(self) -> int:
-        """The norms of both latents."""
         return self.rank + self.query_rank
 
 

@@ -326,7 +326,6 @@ def _heads(shape: ModelShape, degree: int) -> list[tuple[range, range]]:
 
 
 def _columns(shape: ModelShape, columns: int, degree: int, unit: int | None) -> list[range]:
-    """Divide `columns` in whole units."""
     if unit is None:
         raise SpecError(
             f"model {shape.name}: {columns} columns of the MLP cannot be divided among {degree} "

@@ -144,7 +144,6 @@ class _Weights:
         return found[0]
 
     def _check_experts(self, layer: str, kind: ModelShape) -> None:
-        """Check experts that are stored one by one."""
         experts = separate_experts(kind)
         for tensors in experts:
             for name, size in tensors.items():

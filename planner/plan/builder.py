@@ -219,7 +219,6 @@ def _stages(
 
 
 def _times(costs: CostModel, solution: Solution, devices: tuple[Device, ...]) -> AssignmentCosts:
-    """Times of the stages of a solution that hold layers."""
     found = solution.assignment
     if not costs.experts_apart:
         first_layer, bitwidth = costs.placing.expanded(found)

@@ -111,7 +111,6 @@ class StagePlan:
 
     @property
     def choices(self) -> tuple[LayerChoice, ...]:
-        """What is chosen for each layer."""
         hosted = set(self.hosted_experts)
         experts = self.expert_bitwidths or self.bitwidths
         each = zip(self.layers, self.bitwidths, experts, strict=True)

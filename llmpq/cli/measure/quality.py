@@ -132,7 +132,6 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
 
 
 def _effort(folder: Path, options: IndicatorOptions) -> Effort:
-    """How fast the device at hand works on the model."""
     from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.subjects import compute_of
     from planner.model.finding import model_shape
@@ -170,7 +169,6 @@ def _indicator_options(options: IndicatorCommand, given: argparse.Namespace) -> 
 
 
 def _sensitivities_shown(content: OmegaContent) -> Fitting:
-    """The sensitivities by layer and bitwidth, with their sums."""
     told = content.provenance
     form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
     text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""

@@ -102,7 +102,6 @@ class _Records:
 
     @property
     def has_file(self) -> bool:
-        """Whether a finished file holds results of the job."""
         replaced = self.manifest is not None and self.manifest.replaces
         return not self.place.in_folder and not replaced and self.place.output.is_file()
 

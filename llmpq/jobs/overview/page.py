@@ -75,7 +75,6 @@ def write_job_page(path: str | Path, job: JobOverview, refresh_s: float | None =
 
 
 def rate_chart(job: JobOverview) -> Markup | None:
-    """Tokens per second; None where too little is known."""
     rates = [point.tokens_per_s for session in job.series for point in session.rates]
     if not rates:
         return None
@@ -96,7 +95,6 @@ def rate_chart(job: JobOverview) -> Markup | None:
 
 
 def rows_chart(job: JobOverview) -> Markup | None:
-    """Finished rows; None where too little is known."""
     done = [point.rows for session in job.series for point in session.rows]
     if not done or max(done) == 0 or job.seconds <= 0:
         return None

@@ -115,7 +115,6 @@ def jobs_in(folder: str | Path, depth: int) -> Iterator[JobPlace]:
 
 
 def _is_output(files: Sequence[str]) -> bool:
-    """Whether a folder with these files is an output: others have a `job.json` too."""
     has_shards = any(name.startswith("part-") for name in files)
     return JOURNAL in files or (MANIFEST in files and (has_shards or LOCK in files))
 

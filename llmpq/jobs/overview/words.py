@@ -59,7 +59,6 @@ def why_stopped(job: JobOverview) -> str:
 
 
 def facts(job: JobOverview) -> Iterator[tuple[str, str]]:
-    """What is known of the job as a whole, a line each."""
     yield ("model", job.model or NOT_KNOWN)
     if job.sessions:
         session = job.sessions[-1]

@@ -181,7 +181,6 @@ class Index(Generic[RecordT]):
         return found
 
     def __iter__(self) -> Iterator[RecordT]:
-        """Records, the oldest first."""
         return iter(tuple(self._records.values()))
 
     def __len__(self) -> int:
