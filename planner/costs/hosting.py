@@ -5,10 +5,12 @@ Devices of a node share its memory and its cores evenly, as FlexGen's estimate d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
+from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from quant.backends.table import HOST_BACKENDS, rule_for
 from quant.scheme import DTYPE_BYTES, Processor
@@ -83,3 +85,13 @@ def streaming_bytes(shape: ModelShape, dtype: str) -> int:
     )
     element = DTYPE_BYTES[dtype]
     return largest * (max(element, _FLOAT32_BYTES) + _CODE_BYTES + _FLOAT32_BYTES + element)
+
+
+def host_bytes(shape: ModelShape, layers: range, choices: Sequence[LayerChoice], dtype: str) -> int:
+    """Bytes of the experts of a stage in its host's memory."""
+    chosen = zip(layers, choices, strict=True)
+    return sum(
+        hosted_bytes(shape.layer(layer), choice.expert_bits, dtype)
+        for layer, choice in chosen
+        if choice.on_host
+    )

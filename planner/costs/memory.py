@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from planner.cluster.device import Device
+from planner.costs.hosting import experts_bytes, streaming_bytes
 from planner.costs.stored_bytes import (
     embedding_bytes,
     head_bytes,
     kept_of_requests,
+    kv_cache_bytes_per_layer,
     kv_token_bytes,
     layer_weight_bytes,
     norm_bytes,
@@ -29,6 +31,7 @@ from planner.costs.temporaries import (
     restored_bytes,
     scratch_tokens,
 )
+from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import MOST_SPLITS, SPLIT_TOKENS, has_kernels, reads_ranges
@@ -285,21 +288,45 @@ def margin_bytes(device: Device, share: float) -> int:
     return 0 if device.accelerator.is_cpu else round(share * device.memory_bytes)
 
 
-def stage_memory(
-    shape: ModelShape,
-    bitwidths: Sequence[int],
-    kv_bytes_per_layer: int,
+def _chosen_bytes(shape: ModelShape, choice: LayerChoice, device: Device, dtype: str) -> int:
+    """Bytes on the device of the weights of a layer of one kind."""
+    whole = layer_weight_bytes(shape, choice.bits, device, dtype)
+    if shape.experts is None or choice == LayerChoice.whole(choice.bits):
+        return whole
+    rest = whole - experts_bytes(shape, choice.bits, device.processor, dtype)
+    if choice.on_host:
+        return rest
+    return rest + experts_bytes(shape, choice.expert_bits, device.processor, dtype)
+
+
+def with_streaming(memory: StageMemory, shape: ModelShape, dtype: str) -> StageMemory:
+    """The memory of a stage to which experts may come from its host."""
+    return replace(memory, temporary=memory.temporary + streaming_bytes(shape, dtype))
+
+
+def memory_with_layers(
+    work: StageWork,
     device: Device,
-    dtype: str,
+    layers: range,
+    choices: Sequence[LayerChoice],
     fixed: StageMemory,
 ) -> StageMemory:
-    """Fill up `fixed` with layers of one kind, of these `bitwidths`, and their KV cache."""
-    weights = {bits: layer_weight_bytes(shape, bits, device, dtype) for bits in set(bitwidths)}
-    return replace(
+    """Fill up `fixed` with these layers of the model and their KV cache."""
+    shapes, kinds = work.shape.kind_shapes, work.shape.kind_of_layer[layers.start : layers.stop]
+    held = [
+        (_chosen_bytes(shapes[kind], choice, device, work.dtype), kind)
+        for kind, choice in zip(kinds, choices, strict=True)
+    ]
+    kept = [
+        kv_cache_bytes_per_layer(own, work.workload, work.kv_bits, work.dtype) for own in shapes
+    ]
+    found = replace(
         fixed,
-        weights=fixed.weights + sum(weights[bits] for bits in bitwidths),
-        kv_cache=fixed.kv_cache + len(bitwidths) * kv_bytes_per_layer,
+        weights=fixed.weights + sum(own for own, _ in held),
+        kv_cache=fixed.kv_cache + sum(kept[kind] for _, kind in held),
     )
+    hosted = any(choice.on_host for choice in choices)
+    return with_streaming(found, work.shape, work.dtype) if hosted else found
 
 
 def state_bytes(work: StageWork, layers: range) -> int:

@@ -13,9 +13,15 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
 from planner.costs.hosting import can_host, host_limit_bytes
 from planner.costs.latency_model import LatencyModel, MicroBatchTimes
-from planner.costs.layer_parts import with_streaming
 from planner.costs.layer_units import grouped, told_apart
-from planner.costs.memory import StageEnds, StageMemory, StageWork, fixed_stage_memory, margin_bytes
+from planner.costs.memory import (
+    StageEnds,
+    StageMemory,
+    StageWork,
+    fixed_stage_memory,
+    margin_bytes,
+    with_streaming,
+)
 from planner.costs.placing import Placing
 from planner.costs.stage_rows import StageRows
 from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes

@@ -11,13 +11,17 @@ from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number
 from planner.model.family import (
+    ASKING,
+    DENSE,
     FULL,
     GATED,
+    ONE_MLP,
     SLIDING,
     Family,
     expert_keys,
     experts_of,
     gated_shape,
+    kv_heads_or_all,
     layer_types,
     mixed_shape,
     plain_shape,
@@ -36,16 +40,13 @@ _COUNT = "num_local_experts"
 
 
 def _gpt_oss(config: ConfigFile) -> ModelShape:
-    bias = config.flag("attention_bias", True)
     refuse_nulls(config, "num_key_value_heads")
-    kv_heads = config.size("num_key_value_heads", default=config.size("num_attention_heads"))
     full = gated_shape(
         config,
         _HEAD_DIM,
+        default_bias=True,
         kind=FULL,
-        kv_heads=kv_heads,
-        qkv_bias=bias,
-        output_bias=bias,
+        kv_heads=kv_heads_or_all(config, may_lack=True),
         sinks=True,
         experts=experts_of(config, "intermediate_size", has_biases=True),
     )
@@ -63,19 +64,17 @@ def _mixtral(config: ConfigFile) -> ModelShape:
 
 
 def _olmoe(config: ConfigFile) -> ModelShape:
-    bias, heads = config.flag("attention_bias", False), config.size("num_attention_heads")
     clip = config.values.get("clip_qkv")
     if clip is not None and not (type(clip) is float and is_number(clip, 0, _LARGEST_CLIP)):
         raise config.refusal("clip_qkv", clip, "a number above 0 with a decimal point, or null")
     shape = gated_shape(
         config,
-        kv_heads=config.size("num_key_value_heads", default=heads),
-        qkv_bias=bias,
-        output_bias=bias,
+        default_bias=False,
+        kv_heads=kv_heads_or_all(config, may_lack=True),
         experts=experts_of(config, "intermediate_size"),
     )
     if shape.query_width != shape.hidden_size:
-        usual = shape.hidden_size // heads
+        usual = shape.hidden_size // shape.heads
         raise config.refusal("head_dim", shape.head_dim, f"{usual}, hidden_size over heads")
     return replace(shape, qk_norm_width=shape.query_width + shape.kv_width)
 
@@ -90,12 +89,6 @@ def _granitemoeshared(config: ConfigFile) -> ModelShape:
     return granite_shape(config, experts=experts, fused_mlp=True)
 
 
-_EXPERTS: dict[str, Any] = {
-    "mlp": (),
-    "experts": "mlp.experts",
-    "router": "mlp.gate",
-    "activation": "mlp.experts.act_fn",
-}
 _GRANITE = replace(
     GRANITE,
     mlp=(),
@@ -104,14 +97,14 @@ _GRANITE = replace(
     activation="block_sparse_moe.experts.act_fn",
 )
 
-_DENSE, _DIRECT = "dense", "direct queries"
-"""Said of kinds whose layers have one MLP, and of those whose queries have no latent."""
+_DIRECT = "direct queries"
+"""Said of kinds whose queries have no latent."""
 
 _ROTARY_SHARE = 0.5
 """The default of transformers."""
 
 _ROUTED = "n_routed_experts"
-_FIRST_DENSE, _BY_LAYER = "first_k_dense_replace", "mlp_layer_types"
+_FIRSTDENSE, _BY_LAYER = "first_k_dense_replace", "mlp_layer_types"
 _SPARSE = "sparse"
 
 
@@ -147,14 +140,14 @@ def _with_experts(
     )
     _check_groups(config, experts.count, experts.per_token, groups)
     sparse = replace(plain, experts=experts, intermediate_size=width)
-    one = replace(plain, kind=", ".join(filter(None, (plain.kind, _DENSE))))
+    one = replace(plain, kind=", ".join(filter(None, (plain.kind, DENSE))))
     return mixed_shape([one if each else sparse for each in dense])
 
 
 def _first_dense(config: ConfigFile, layers: int, usual: int) -> list[bool]:
     """Whether each layer has one MLP, where the first ones do."""
-    refuse_nulls(config, _FIRST_DENSE)
-    first = config.integer(_FIRST_DENSE, default=usual)
+    refuse_nulls(config, _FIRSTDENSE)
+    first = config.integer(_FIRSTDENSE, default=usual)
     return [layer < first for layer in range(layers)]
 
 
@@ -199,13 +192,13 @@ def _glm4_moe_lite(config: ConfigFile) -> ModelShape:
     plain = _latent_shape(config)
     given = config.values.get(_BY_LAYER)
     if given is None:
-        _check_only(config, _FIRST_DENSE, 1)
-        given = [_DENSE] + [_SPARSE] * (plain.layers - 1)
-    known = isinstance(given, list) and all(each in (_DENSE, _SPARSE) for each in given)
+        _check_only(config, _FIRSTDENSE, 1)
+        given = [DENSE] + [_SPARSE] * (plain.layers - 1)
+    known = isinstance(given, list) and all(each in (DENSE, _SPARSE) for each in given)
     if not known or len(given) != plain.layers:
-        needed = f"{plain.layers} (num_hidden_layers) of {_DENSE} and {_SPARSE}, or left out"
+        needed = f"{plain.layers} (num_hidden_layers) of {DENSE} and {_SPARSE}, or left out"
         raise config.refusal(_BY_LAYER, given, needed)
-    return _with_experts(config, plain, [each == _DENSE for each in given], groups=(1, 1))
+    return _with_experts(config, plain, [each == DENSE for each in given], groups=(1, 1))
 
 
 _GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
@@ -257,20 +250,12 @@ def _latent_shape(config: ConfigFile) -> ModelShape:
     )
 
 
-_ONE_MLP: Mapping[str, Any] = {
-    "mlp": GATED.mlp,
-    "activation": GATED.activation,
-    "experts": None,
-    "router": None,
-}
 _GROUPED = replace(
     GATED,
+    **ASKING,
     mlp=tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")),
-    experts="mlp.experts",
-    router="mlp.gate",
     predictor="eh_proj",
-    activation="mlp.experts.act_fn",
-    kinds={_DENSE: _ONE_MLP},
+    kinds={DENSE: ONE_MLP},
 )
 
 
@@ -283,9 +268,9 @@ _LATENT = replace(
     _GROUPED,
     attention=_attention("q_a_proj", "q_b_proj"),
     kinds={
-        _DENSE: _ONE_MLP,
+        DENSE: ONE_MLP,
         _DIRECT: _DIRECT_QUERIES,
-        f"{_DIRECT}, {_DENSE}": {**_DIRECT_QUERIES, **_ONE_MLP},
+        f"{_DIRECT}, {DENSE}": {**_DIRECT_QUERIES, **ONE_MLP},
     },
 )
 
@@ -339,11 +324,11 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
         attention_bias="attention_bias",
     ),
     "mixtral": Family(
-        _mixtral, replace(GATED, **_EXPERTS), expert_keys(decimals=("router_jitter_noise",))
+        _mixtral, replace(GATED, mlp=(), **ASKING), expert_keys(decimals=("router_jitter_noise",))
     ),
     "olmoe": Family(
         _olmoe,
-        replace(GATED, **_EXPERTS),
+        replace(GATED, mlp=(), **ASKING),
         expert_keys("norm_topk_prob"),
         attention_bias="attention_bias",
     ),

@@ -20,6 +20,7 @@ from planner.model.family import (
     kv_heads_or_all,
     layer_types,
     plain_shape,
+    window_if_used,
     window_of,
     windowed_shape,
 )
@@ -40,16 +41,9 @@ _QWEN3_HEAD_DIM, _QWEN_FULL_LAYERS = 128, 28
 
 
 def _llama(config: ConfigFile) -> ModelShape:
-    heads = config.size("num_attention_heads")
-    config.per_head(config.size("hidden_size"), heads)
-    bias = config.flag("attention_bias", False)
-    return gated_shape(
-        config,
-        kv_heads=config.size("num_key_value_heads", default=heads),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
-    )
+    config.per_head(config.size("hidden_size"), config.size("num_attention_heads"))
+    kv_heads, mlp_bias = kv_heads_or_all(config, may_lack=True), config.flag("mlp_bias", False)
+    return gated_shape(config, default_bias=False, kv_heads=kv_heads, mlp_bias=mlp_bias)
 
 
 def _mistral(config: ConfigFile) -> ModelShape:
@@ -61,30 +55,21 @@ def _qwen2(config: ConfigFile) -> ModelShape:
 
 
 def _qwen3(config: ConfigFile) -> ModelShape:
-    bias = config.flag("attention_bias", False)
     return _with_qwen_windows(
-        config,
-        _QWEN3_HEAD_DIM,
-        kv_heads=kv_heads_or_all(config),
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
+        config, _QWEN3_HEAD_DIM, False, kv_heads=kv_heads_or_all(config), qk_norm=True
     )
 
 
-def _with_qwen_windows(
-    config: ConfigFile, default_head_dim: int | None = None, **own: Any
-) -> ModelShape:
-    """The shape, of two kinds of layers where the last ones attend to a window."""
-    config.integer("sliding_window", default=0)
+def _with_qwen_windows(config: ConfigFile, *defaults: Any, **own: Any) -> ModelShape:
+    """The shape, as of `gated_shape`, of two kinds of layers where the last attend to a window."""
     if config.values.get("max_window_layers", 0) is None:
         raise config.refusal("max_window_layers", None, "a whole number")
     first_sliding = config.integer("max_window_layers", default=_QWEN_FULL_LAYERS)
-    window = window_of(config) if config.flag("use_sliding_window", False) else None
+    window = window_if_used(config)
     types = layer_types(
         config, (FULL, SLIDING), lambda layer: FULL if layer < first_sliding else SLIDING
     )
-    return windowed_shape(gated_shape(config, default_head_dim, **own), types, window)
+    return windowed_shape(gated_shape(config, *defaults, **own), types, window)
 
 
 def _bloom(config: ConfigFile) -> ModelShape:

@@ -157,6 +157,25 @@ GATED = Architecture(
     norms=("input_layernorm", "post_attention_layernorm"),
 )
 
+ASKING: Mapping[str, Any] = {
+    "experts": "mlp.experts",
+    "router": "mlp.gate",
+    "activation": "mlp.experts.act_fn",
+}
+"""How most families call what layers with experts have."""
+
+ONE_MLP: Mapping[str, Any] = {
+    "mlp": GATED.mlp,
+    "activation": GATED.activation,
+    "experts": None,
+    "router": None,
+}
+"""What layers of kind `DENSE` have, in models whose others have experts."""
+
+DENSE = "dense"
+STATIC_ROTARY = ("default", "linear", "yarn", "llama3")
+STATIC_BY_TYPE = RotaryKeys(types=STATIC_ROTARY, by_type=True)
+
 
 def plain_shape(config: ConfigFile, **own: Any) -> ModelShape:
     hidden = own["hidden_size"] = own.get("hidden_size") or config.size("hidden_size")
@@ -176,9 +195,18 @@ def plain_shape(config: ConfigFile, **own: Any) -> ModelShape:
     return ModelShape(name=config.name, model_type=str(config.values["model_type"]), **read, **own)
 
 
-def gated_shape(config: ConfigFile, default_head_dim: int | None = None, **own: Any) -> ModelShape:
-    """Read a LLaMA-like shape; `default_head_dim` None: hidden size over heads."""
+def gated_shape(
+    config: ConfigFile,
+    default_head_dim: int | None = None,
+    default_bias: bool | None = None,
+    **own: Any,
+) -> ModelShape:
+    """Read a LLaMA-like shape. `default_head_dim` None: hidden size over heads. `default_bias`: of
+    all projections of attention, where `attention_bias` is left out; None: as `own` says.
+    """
     hidden = config.size("hidden_size")
+    if default_bias is not None:
+        own["qkv_bias"] = own["output_bias"] = config.flag("attention_bias", default_bias)
     own["heads"] = config.size("num_attention_heads")
     is_given = config.values.get("head_dim") is not None
     if default_head_dim is not None and "head_dim" in config.values and not is_given:
@@ -197,14 +225,22 @@ def multiplier(config: ConfigFile, key: str) -> float:
     return float(value)
 
 
-def kv_heads_or_all(config: ConfigFile) -> int | None:
-    """All heads where their number is null, as in older files; None where the entry says it."""
-    is_null = config.values.get("num_key_value_heads", 0) is None
+def kv_heads_or_all(config: ConfigFile, may_lack: bool = False) -> int | None:
+    """All heads where their number is null, as in older files, or may be and is left out; None
+    where the entry says it.
+    """
+    is_null = config.values.get("num_key_value_heads", None if may_lack else 0) is None
     return config.size("num_attention_heads") if is_null else None
 
 
 def window_of(config: ConfigFile) -> int | None:
     return None if config.values.get("sliding_window") is None else config.size("sliding_window")
+
+
+def window_if_used(config: ConfigFile) -> int | None:
+    """The window of a family whose files may have one that is switched off."""
+    config.integer("sliding_window", default=0)
+    return window_of(config) if config.flag("use_sliding_window", False) else None
 
 
 def layer_types(

@@ -12,6 +12,7 @@ from planner.model.family import (
     GATED,
     LONG_TYPES,
     SLIDING,
+    STATIC_BY_TYPE,
     ConfigKeys,
     Family,
     RotaryKeys,
@@ -21,6 +22,7 @@ from planner.model.family import (
     layer_types,
     multiplier,
     refuse_nulls,
+    window_if_used,
     window_of,
     windowed_shape,
 )
@@ -56,15 +58,11 @@ _NOPE_INTERVAL = 4
 
 
 def _smollm3(config: ConfigFile) -> ModelShape:
-    bias = config.flag("attention_bias", False)
-    rotates = _rotating_layers(config)
-    config.integer("sliding_window", default=0)
-    window = window_of(config) if config.flag("use_sliding_window", False) else None
+    rotates, window = _rotating_layers(config), window_if_used(config)
     shape = gated_shape(
         config,
+        default_bias=False,
         kv_heads=kv_heads_or_all(config),
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )
@@ -76,8 +74,7 @@ def _rotating_layers(config: ConfigFile) -> list[int]:
     """For each layer 1, or 0 where it has no rotary positions."""
     layers = config.size("num_hidden_layers", most=MAX_LAYERS)
     key, interval = "no_rope_layers", "no_rope_layer_interval"
-    if config.values.get(interval, 0) is None:
-        raise config.refusal(interval, None, "a whole number, or left out")
+    refuse_nulls(config, interval)
     every = config.size(interval, default=_NOPE_INTERVAL)
     listed = config.values.get(key)
     if listed is None:
@@ -91,17 +88,10 @@ def _rotating_layers(config: ConfigFile) -> list[int]:
 
 def granite_shape(config: ConfigFile, **own: Any) -> ModelShape:
     """The shape of a model with Granite's multipliers; `own`: what a family of these has."""
-    bias = config.flag("attention_bias", False)
     for key in (*_GRANITE_MULTIPLIERS, "logits_scaling"):
         multiplier(config, key)
-    heads = config.size("num_attention_heads")
-    return gated_shape(
-        config,
-        kv_heads=config.size("num_key_value_heads", default=heads),
-        qkv_bias=bias,
-        output_bias=bias,
-        **own,
-    )
+    kv_heads = kv_heads_or_all(config, may_lack=True)
+    return gated_shape(config, default_bias=False, kv_heads=kv_heads, **own)
 
 
 def _granite(config: ConfigFile) -> ModelShape:
@@ -139,15 +129,13 @@ def _check_mamba(config: ConfigFile) -> None:
 
 
 def _phi3(config: ConfigFile) -> ModelShape:
-    heads = config.size("num_attention_heads")
-    config.per_head(config.size("hidden_size"), heads)
+    config.per_head(config.size("hidden_size"), config.size("num_attention_heads"))
     trained = "original_max_position_embeddings"
-    if config.values.get(trained, 1) is None:
-        raise config.refusal(trained, None, "a whole number, or left out")
+    refuse_nulls(config, trained)
     config.size(trained, default=1)
     return gated_shape(
         config,
-        kv_heads=config.size("num_key_value_heads", default=heads),
+        kv_heads=kv_heads_or_all(config, may_lack=True),
         fused_qkv=True,
         fused_mlp=True,
         sliding_window=window_of(config),
@@ -164,13 +152,8 @@ def _glm4(config: ConfigFile) -> ModelShape:
 
 
 def _olmo2(config: ConfigFile) -> ModelShape:
-    bias, heads = config.flag("attention_bias", False), config.size("num_attention_heads")
-    shape = gated_shape(
-        config,
-        kv_heads=config.size("num_key_value_heads", default=heads),
-        qkv_bias=bias,
-        output_bias=bias,
-    )
+    kv_heads = kv_heads_or_all(config, may_lack=True)
+    shape = gated_shape(config, default_bias=False, kv_heads=kv_heads)
     return replace(shape, qk_norm_width=shape.query_width + shape.kv_width)
 
 
@@ -258,7 +241,7 @@ GATED_FAMILIES: Mapping[str, Family] = {
     "olmo3": Family(
         _olmo3,
         _POST_NORMS,
-        ConfigKeys(rotary=RotaryKeys(types=("default", "linear", "yarn", "llama3"), by_type=True)),
+        ConfigKeys(rotary=STATIC_BY_TYPE),
         attention_bias="attention_bias",
     ),
     "phi3": Family(

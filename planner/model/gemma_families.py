@@ -12,6 +12,8 @@ from planner.model.family import (
     FULL,
     GATED,
     SLIDING,
+    STATIC_BY_TYPE,
+    STATIC_ROTARY,
     ConfigKeys,
     Family,
     RotaryKeys,
@@ -114,7 +116,6 @@ def _gemma4_layer(config: ConfigFile) -> ModelShape:
     if (ways := config.values.get(_BOTH_WAYS)) not in (None, "vision"):  # tokens of images
         raise config.refusal(_BOTH_WAYS, ways, "vision or null for a model that generates text")
     _check_caps(config)
-    bias = config.flag("attention_bias", False)
     width = config.integer("hidden_size_per_layer_input")
     if not 0 <= width <= MAX_SIZE:
         raise config.refusal("hidden_size_per_layer_input", width, f"0 to {MAX_SIZE}")
@@ -127,8 +128,7 @@ def _gemma4_layer(config: ConfigFile) -> ModelShape:
     return gated_shape(
         config,
         _SIZES["head_dim"],
-        qkv_bias=bias,
-        output_bias=bias,
+        default_bias=False,
         qk_norm=True,
         kind=_ASKS if experts else "",
         experts=experts,
@@ -202,12 +202,10 @@ def _windowed(config: ConfigFile, period: int, qk_norm: bool = False) -> ModelSh
     """Read a shape whose every `period`-th layer attends to all tokens, where no list says it."""
     _check_scores(config)
     config.per_head(config.size("hidden_size"), config.size("num_attention_heads"))
-    bias = config.flag("attention_bias", False)
     shape = gated_shape(
         config,
         _SIZES["head_dim"],
-        qkv_bias=bias,
-        output_bias=bias,
+        default_bias=False,
         qk_norm=qk_norm,
         layer_norms=4,
         tied_embeddings=config.flag("tie_word_embeddings", True),
@@ -260,11 +258,7 @@ _KEYS = ConfigKeys(activation="hidden_activation")
 
 _KEYS_4 = replace(
     _KEYS,
-    rotary=RotaryKeys(
-        default_share=1.0,
-        types=("default", "linear", "yarn", "llama3", "proportional"),
-        by_type=True,
-    ),
+    rotary=RotaryKeys(default_share=1.0, types=(*STATIC_ROTARY, "proportional"), by_type=True),
 )
 
 GEMMA_FAMILIES: Mapping[str, Family] = {
@@ -312,9 +306,7 @@ GEMMA_FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family(
         _gemma3,
         _FOUR_NORMS,
-        replace(
-            _KEYS, rotary=RotaryKeys(types=("default", "linear", "yarn", "llama3"), by_type=True)
-        ),
+        replace(_KEYS, rotary=STATIC_BY_TYPE),
         attention_bias="attention_bias",
     ),
 }

@@ -8,9 +8,12 @@ from typing import Any
 
 from planner.model.config_file import ConfigFile
 from planner.model.family import (
+    ASKING,
+    DENSE,
     FULL,
     GATED,
     LINEAR,
+    ONE_MLP,
     ConfigKeys,
     Family,
     RotaryKeys,
@@ -21,13 +24,10 @@ from planner.model.family import (
     layer_types,
     mixed_shape,
     refuse_nulls,
-    window_of,
+    window_if_used,
 )
 from planner.model.layer_parts import DeltaMixer
 from planner.model.shape import MAX_LAYERS, ModelShape
-
-_DENSE = "dense"
-"""Said of kinds whose layers have one MLP, in models whose others have experts."""
 
 _HEAD_DIM, _FULL_INTERVAL, _ROTARY_SHARE = 256, 4, 0.25
 """The defaults of transformers."""
@@ -50,30 +50,24 @@ def _qwen2_moe(config: ConfigFile) -> ModelShape:
     plain = gated_shape(
         config, kv_heads=kv_heads_or_all(config), qkv_bias=config.flag("qkv_bias", True)
     )
-    sparse, dense = _with_shared_expert(config, plain), replace(plain, kind=_DENSE)
+    sparse, dense = _with_shared_expert(config, plain), replace(plain, kind=DENSE)
     return mixed_shape([sparse if each else dense for each in _asks_experts(config)])
 
 
 def _qwen3_moe(config: ConfigFile) -> ModelShape:
-    bias, is_sliding = (config.flag(key, False) for key in ("attention_bias", "use_sliding_window"))
-    config.integer("sliding_window", default=0)
     plain = gated_shape(
-        config,
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
-        sliding_window=window_of(config) if is_sliding else None,
+        config, default_bias=False, qk_norm=True, sliding_window=window_if_used(config)
     )
     experts = experts_of(config, "moe_intermediate_size")
     sparse = replace(plain, experts=experts, intermediate_size=experts.width)
-    dense = replace(plain, kind=_DENSE)
+    dense = replace(plain, kind=DENSE)
     return mixed_shape([sparse if each else dense for each in _asks_experts(config)])
 
 
 def _qwen3_next(config: ConfigFile) -> ModelShape:
     dense = _by_type(config, fused=True)
     sparse = {kind: _with_shared_expert(config, shape) for kind, shape in dense.items()}
-    dense = {kind: replace(shape, kind=f"{kind}, {_DENSE}") for kind, shape in dense.items()}
+    dense = {kind: replace(shape, kind=f"{kind}, {DENSE}") for kind, shape in dense.items()}
     layers = zip(_types(config), _asks_experts(config), strict=True)
     return mixed_shape([(sparse if asks else dense)[kind] for kind, asks in layers])
 
@@ -161,20 +155,12 @@ def _asks_experts(config: ConfigFile) -> list[bool]:
     return [layer not in (dense or ()) and (layer + 1) % step == 0 for layer in range(layers)]
 
 
-_NO_EXPERTS: dict[str, Any] = {
-    "mlp": GATED.mlp,
-    "activation": GATED.activation,
-    "experts": None,
-    "router": None,
-}
 _SHARED: dict[str, Any] = {
+    **ASKING,
     "mlp": tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
-    "experts": "mlp.experts",
-    "router": "mlp.gate",
     "shared_gate": "mlp.shared_expert_gate",
-    "activation": "mlp.experts.act_fn",
 }
-_NO_SHARED = _NO_EXPERTS | {"shared_gate": None}
+_NO_SHARED = {**ONE_MLP, "shared_gate": None}
 _SEPARATE = {
     "attention": tuple(
         f"linear_attn.{name}"
@@ -187,21 +173,14 @@ _FUSED = {
 
 _QWEN2_MOE = Family(
     _qwen2_moe,
-    replace(GATED, **_SHARED, kinds={_DENSE: _NO_SHARED}),
+    replace(GATED, **_SHARED, kinds={DENSE: _NO_SHARED}),
     replace(expert_keys("norm_topk_prob"), layer_types=(FULL,)),
     attention_bias="qkv_bias",
 )
 
 _QWEN3_MOE = Family(
     _qwen3_moe,
-    replace(
-        GATED,
-        mlp=(),
-        experts="mlp.experts",
-        router="mlp.gate",
-        activation="mlp.experts.act_fn",
-        kinds={_DENSE: _NO_EXPERTS},
-    ),
+    replace(GATED, mlp=(), **ASKING, kinds={DENSE: ONE_MLP}),
     expert_keys("norm_topk_prob"),
     attention_bias="attention_bias",
 )
@@ -213,8 +192,8 @@ _QWEN3_NEXT = Family(
         **_SHARED,
         kinds={
             LINEAR: _FUSED,
-            f"{FULL}, {_DENSE}": _NO_SHARED,
-            f"{LINEAR}, {_DENSE}": _FUSED | _NO_SHARED,
+            f"{FULL}, {DENSE}": _NO_SHARED,
+            f"{LINEAR}, {DENSE}": _FUSED | _NO_SHARED,
         },
     ),
     replace(expert_keys("norm_topk_prob", share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.groups import ungrouped
-from planner.costs.hosting import host_threads
-from planner.costs.layer_parts import host_bytes, memory_with_layers
-from planner.costs.memory import StageEnds, fixed_stage_memory, state_bytes
+from planner.costs.hosting import host_bytes, host_threads
+from planner.costs.memory import StageEnds, fixed_stage_memory, memory_with_layers, state_bytes
 from planner.costs.model import CostModel
 from planner.costs.pass_times import OccupiedStages, PassTable, occupied_stages
 from planner.model.layer_parts import LayerChoice

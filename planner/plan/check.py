@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from planner.cluster.device import Device
-from planner.costs.hosting import host_limit_bytes
-from planner.costs.layer_parts import host_bytes, memory_with_layers
+from planner.costs.hosting import host_bytes, host_limit_bytes
 from planner.costs.memory import (
     StageEnds,
     StageMemory,
     StageWork,
     fixed_stage_memory,
+    memory_with_layers,
     state_bytes,
 )
 from planner.model.shape import ModelShape

@@ -18,8 +18,13 @@ from planner.cluster.device import Device, Slowdown
 from planner.cluster.spec import ClusterSpec
 from planner.costs.adjusted_latency import EightBitCacheLatency, GroupLatency, SlowedLatency
 from planner.costs.latency_model import RememberedLatency
-from planner.costs.layer_parts import memory_with_layers
-from planner.costs.memory import StageEnds, StageWork, fixed_stage_memory, temporary_bytes
+from planner.costs.memory import (
+    StageEnds,
+    StageWork,
+    fixed_stage_memory,
+    memory_with_layers,
+    temporary_bytes,
+)
 from planner.costs.roofline import RooflineLatency
 from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes
 from planner.costs.temporaries import expert_row_bytes, mixer_bytes

@@ -30,9 +30,9 @@ from planner.costs.memory import (
     fixed_stage_memory,
     graph_bytes,
     margin_bytes,
+    memory_with_layers,
     padded_rows,
     runtime_bytes,
-    stage_memory,
     temporary_bytes,
 )
 from planner.costs.stored_bytes import (
@@ -43,6 +43,7 @@ from planner.costs.stored_bytes import (
     norm_bytes,
 )
 from planner.model.finding import model_shape, shape_from_config
+from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
 from planner.workload import MicroBatches, Workload
 from quant.common.errors import SpecError
@@ -289,7 +290,7 @@ def test_stage_adds_up() -> None:
     assert fixed.total == fixed.fixed
     assert (fixed.weights, fixed.kv_cache, fixed.final) == (0, 0, 0)
     kv = kv_cache_bytes_per_layer(OPT_30B, WORKLOAD, 16, "float16")
-    stage = stage_memory(OPT_30B, [3, 8, 8], kv, t4, "float16", fixed)
+    stage = memory_with_layers(work, t4, range(3), [*map(LayerChoice.whole, (3, 8, 8))], fixed)
     layers = [layer_weight_bytes(OPT_30B, bits, t4, "float16") for bits in (3, 8, 8)]
     assert stage.total == fixed.total + sum(layers) + 3 * kv
 
@@ -349,10 +350,10 @@ def test_larger_micro_batches_and_logits_need_more() -> None:
 def test_paper_cluster_1_needs_quantization_and_8_bits_fit() -> None:
     """OPT-13B on one V100-32GB: 16 bit runs out of memory there, int8 fits (LLM-PQ table 4)."""
     shape, v100 = model_shape("opt-13b"), device("V100-32G")
-    kv = kv_cache_bytes_per_layer(shape, WORKLOAD, 16, "float16")
     work = StageWork(shape, WORKLOAD, MicroBatches(1, 32), "float16")
     fixed = fixed_stage_memory(work, v100, StageEnds.of(0, 1))
     need = {
-        bits: stage_memory(shape, [bits] * 40, kv, v100, "float16", fixed).total for bits in (8, 16)
+        bits: memory_with_layers(work, v100, range(40), [LayerChoice.whole(bits)] * 40, fixed).total
+        for bits in (8, 16)
     }
     assert need[8] < v100.memory_bytes < need[16]
