@@ -132,13 +132,14 @@ class LiveGroup(ABC):
     can_follow = True
     """Whether another plan may be put in force for the same stages while they generate."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: PlanSpec) -> None:
+        self._plan = plan
         self._whole: WholeAnswers | None = None
 
     @property
-    @abstractmethod
     def plan(self) -> PlanSpec:
         """The plan of the stages, one with those of all pipelines."""
+        return self._plan
 
     @property
     def ready_plans(self) -> Sequence[PlanSpec]:

@@ -90,8 +90,7 @@ class StageGroup(LiveGroup):
         options: GroupOptions = GroupOptions(),
         reserve: Reserve | None = None,
     ) -> None:
-        super().__init__()
-        self._plan = plan
+        super().__init__(plan)
         self._reserve = reserve or self._reserve_own
         self._checkpoint = checkpoint
         self._options = options
@@ -118,10 +117,6 @@ class StageGroup(LiveGroup):
             options.recovery.hang_s,
         )
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
-
-    @property
-    def plan(self) -> PlanSpec:
-        return self._plan
 
     def follow(self, plan: PlanSpec) -> None:
         """Go on by `plan`, of which nothing but the schedule differs: nothing is loaded again, and

@@ -265,7 +265,7 @@ class PlanOptions:
         self._check_together()
 
     def _check_together(self) -> None:
-        if self.importance is not None and not self.uses_importance:
+        if self.importance is not None and self.rounding != WEIGHTED and self.kv_bits == FULL_BITS:
             raise SpecError(
                 f"importance has no effect with rounding {self.rounding}; leave it out, or choose "
                 f"rounding {WEIGHTED}"
@@ -279,10 +279,6 @@ class PlanOptions:
                 f"policy {PREDICTING}"
             )
         _ = self.scheduling
-
-    @property
-    def uses_importance(self) -> bool:
-        return self.rounding == WEIGHTED or self.kv_bits != FULL_BITS
 
     @property
     def scheduling(self) -> PolicyOptions:

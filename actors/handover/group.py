@@ -52,12 +52,12 @@ class DividedGroup(LiveGroup):
         checkpoint: str,
         options: GroupOptions = GroupOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        super().__init__()
+        super().__init__(plan)
         schedule = plan.policy.schedule
         if plan.prefill_plan is None or schedule is None:
             raise SpecError("the plan has no stages that prefill for others; it is run as it is")
         prefill, _ = self._parts = parts_of(plan)
-        self._plan, self._checkpoint = plan, checkpoint
+        self._checkpoint = checkpoint
         self._options = replace(options, importance=options.importance or ImportanceStore())
         self._teller = Teller(options.on_event)
         self._reservation: Reservation | None = None

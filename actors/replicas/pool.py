@@ -44,8 +44,7 @@ class ReplicaPool(LiveGroup):
         on_event: OnEvent = ignore_event,
         restarts: Restarts = Restarts(),  # noqa: B008  (frozen)
     ) -> None:
-        super().__init__()
-        self._plan = plan
+        super().__init__(plan)
         teller = Teller(on_event)
         self._board = PoolBoard(teller.tell, restarts)
         self.replicas: tuple[Replica, ...] = ()
@@ -56,10 +55,6 @@ class ReplicaPool(LiveGroup):
             self.replicas += (Replica(index, each, make_own, self._board),)
             first += len(each.stages)
         self.observer = JoinedObserver(self._observers, [len(each.stages) for each in plans])
-
-    @property
-    def plan(self) -> PlanSpec:
-        return self._plan
 
     @property
     def ready_plans(self) -> Sequence[PlanSpec]:

@@ -20,9 +20,8 @@ from llmpq.cli.parser import Parser, made
 from planner.cluster.accelerators import registry
 from planner.cluster.device import CUDA_CONTEXT_BYTES
 from planner.option_rules import argument, flag
-from quant.backends.table import rule_for
 from quant.common.units import GIB, KIB, MIB
-from quant.scheme import BITWIDTHS, FULL_BITS, LinearShape, Processor
+from quant.scheme import BITWIDTHS, FULL_BITS, Processor
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -103,26 +102,18 @@ def _show_models(options: ModelsCommand) -> int:
 
 def weight_bytes(shape: ModelShape, bits: int) -> int:
     """Bytes of a model's weights, layers at `bits` on a usual GPU; a tied head counts once."""
-    layers = zip(shape.kind_shapes, shape.kind_counts, strict=True)
-    packed = sum(count * _packed_bytes(kind, bits) for kind, count in layers)
-    counts = zip(shape.kind_shapes, shape.kind_counts, strict=True)
-    linears = sum(count * kind.layer_linear_parameters for kind, count in counts)
+    from planner.costs.stored_bytes import packed_bytes
+
+    packed = shape.over_layers(lambda kind: packed_bytes(kind, bits, _USUAL_GPU, _DTYPE))
+    linears = shape.over_layers(lambda kind: kind.layer_linear_parameters)
     return packed + 2 * (shape.total_parameters - linears)
 
 
-def _packed_bytes(kind: ModelShape, bits: int) -> int:
-    def packed(linears: Iterable[LinearShape]) -> int:
-        return sum(
-            rule_for(_USUAL_GPU, bits, each, _DTYPE).nbytes(each, _DTYPE) for each in linears
-        )
-
-    experts = 0 if kind.experts is None else kind.experts.count
-    return packed(kind.layer_linears) + experts * packed(kind.expert_linears)
-
-
 def least_gpu_gib(shape: ModelShape, bits: int) -> int | None:
-    """GiB of the smallest GPUs that all hold the model at `bits` and one request; None: no one."""
-    needed = weight_bytes(shape, bits) + _request_bytes(shape)
+    """GiB of the smallest GPUs that all hold the model at `bits` and one request, of which a plan
+    keeps less behind windows; None: no one.
+    """
+    needed = weight_bytes(shape, bits) + _REQUEST_TOKENS * _kv_bytes(shape) + _state_bytes(shape)
     usable = dict[int, int]()
     for each in registry():
         if not each.is_cpu:
@@ -130,11 +121,6 @@ def least_gpu_gib(shape: ModelShape, bits: int) -> int | None:
             held = each.usable_memory_bytes - CUDA_CONTEXT_BYTES
             usable[size] = min(held, usable.get(size, held))
     return min((size for size, held in usable.items() if held >= needed), default=None)
-
-
-def _request_bytes(shape: ModelShape) -> int:
-    """Most bytes of what a request keeps: a plan keeps less behind windows."""
-    return _REQUEST_TOKENS * _kv_bytes(shape) + _state_bytes(shape)
 
 
 def _model_json(shape: ModelShape, name: str) -> dict[str, Any]:
@@ -182,13 +168,11 @@ def _kind_json(kind: ModelShape, layers: int) -> dict[str, Any]:
 
 
 def _kv_bytes(shape: ModelShape) -> int:
-    kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
-    return sum(count * 2 * kind.kv_elements for kind, count in kinds)
+    return shape.over_layers(lambda kind: 2 * kind.kv_elements)
 
 
 def _state_bytes(shape: ModelShape) -> int:
-    kinds = zip(shape.kind_shapes, shape.kind_counts, strict=True)
-    return sum(count * kind.state_bytes(2) for kind, count in kinds)
+    return shape.over_layers(lambda kind: kind.state_bytes(2))
 
 
 def _model_table(shapes: Iterable[ModelShape]) -> RenderableType:

@@ -354,15 +354,6 @@ class Cadence:
         return True
 
 
-def point_cadence(began_s: float) -> Cadence:
-    """One a second in the first minutes, one a minute from seven hours on: 0.6 MB in a week."""
-    return Cadence(0.9, 60.0, 1 / 400, began_s)
-
-
-def work_cadence(began_s: float) -> Cadence:
-    return Cadence(5.0, 7200.0, 1 / 10, began_s)
-
-
 def thin_out(path: Path) -> None:
     """Leave out every second point of a large journal, what was overtaken and what is no entry.
 

@@ -198,13 +198,9 @@ def _needs(request: PlanningRequest) -> list[tuple[int, int, int]]:
     """
     shape, device = request.shape, request.cluster.devices[0]
     dtype = device.compute_dtype(request.options.dtype)
-    kv_bits, kinds = (
-        kv_bits_of(request.options),
-        zip(shape.kind_shapes, shape.kind_counts, strict=True),
-    )
-    cache = sum(
-        count * kv_cache_bytes_per_layer(kind, request.workload, kv_bits, dtype)
-        for kind, count in kinds
+    kv_bits = kv_bits_of(request.options)
+    cache = shape.over_layers(
+        lambda kind: kv_cache_bytes_per_layer(kind, request.workload, kv_bits, dtype)
     )
     return [
         (bits, model_weight_bytes(shape, bits, device, dtype), cache)

@@ -95,10 +95,6 @@ class LayerUnits:
         first = self.layer_of_unit[unit]
         return range(first, first + self.group)
 
-    def unit_at(self, layer: int) -> int:
-        """The unit that begins with a layer, or the number of units."""
-        return self.layer_of_unit.index(layer)
-
     def summed(self, by_kind: FloatArray) -> FloatArray:
         """What layers of each kind [N, C, ...] come to in a unit of each kind [N, U, ...]."""
         return np.asarray(np.einsum("uc,nc...->nu...", self.counts, by_kind))

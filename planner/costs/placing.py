@@ -115,7 +115,7 @@ class Placing:
                 )
                 chosen = UnitChoice(choices[first].expert_bits, choices[first].on_host)
             of_unit.append(self.unit_choices.index(chosen))
-        return tuple(units.unit_at(each) for each in first_layer), tuple(of_unit)
+        return tuple(map(units.layer_of_unit.index, first_layer)), tuple(of_unit)
 
     def quality(self, assignment: Assignment) -> float:
         """The summed omega of an assignment of `units`."""

@@ -26,7 +26,7 @@ def layer_weight_bytes(
     unless one is named (errors as there). `shape` has layers of one kind.
     """
     _check_one_kind(shape)
-    packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
+    packed = packed_bytes(shape, bits, device.processor, dtype, backend)
     order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
     exact = 0 if shape.delta is None else shape.delta.exact_parameters
     exact += 0 if shape.experts is None else shape.experts.exact_parameters
@@ -35,14 +35,15 @@ def layer_weight_bytes(
 
 
 def model_weight_bytes(shape: ModelShape, bits: int, device: Device, dtype: str) -> int:
-    layers = zip(shape.kind_shapes, shape.kind_counts, strict=True)
-    return sum(count * layer_weight_bytes(kind, bits, device, dtype) for kind, count in layers)
+    return shape.over_layers(lambda kind: layer_weight_bytes(kind, bits, device, dtype))
 
 
 @cache
-def _packed_bytes(
-    shape: ModelShape, bits: int, processor: Processor, dtype: str, backend: str | None
+def packed_bytes(
+    shape: ModelShape, bits: int, processor: Processor, dtype: str, backend: str | None = None
 ) -> int:
+    """Bytes of the weights that have the bits of their layer, with those of all experts."""
+
     def packed(linears: Sequence[LinearShape]) -> int:
         return sum(
             rule_for(processor, bits, linear, dtype, backend).nbytes(linear, dtype)

@@ -46,10 +46,6 @@ def _llama(config: ConfigFile) -> ModelShape:
     return gated_shape(config, default_bias=False, kv_heads=kv_heads, mlp_bias=mlp_bias)
 
 
-def _mistral(config: ConfigFile) -> ModelShape:
-    return gated_shape(config, sliding_window=window_of(config))
-
-
 def _qwen2(config: ConfigFile) -> ModelShape:
     return _with_qwen_windows(config, kv_heads=kv_heads_or_all(config), qkv_bias=True)
 
@@ -212,7 +208,9 @@ FAMILIES: Mapping[str, Family] = {
     "bloom": _BLOOM,
     "gpt_neox": _GPT_NEOX,
     "llama": _LLAMA,
-    "mistral": Family(_mistral, GATED, own_layers=True),
+    "mistral": Family(
+        lambda config: gated_shape(config, sliding_window=window_of(config)), GATED, own_layers=True
+    ),
     "opt": _OPT,
     "qwen2": Family(_qwen2, GATED, own_layers=True),
     "qwen3": Family(_qwen3, GATED, attention_bias="attention_bias", own_layers=True),

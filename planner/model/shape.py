@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -154,6 +155,11 @@ class ModelShape:
         """The shape of a model with only such layers as number `index`."""
         return self.kind_shapes[self.kind_of_layer[index]]
 
+    def over_layers(self, of_kind: Callable[[ModelShape], int]) -> int:
+        """The sum over all layers of what `of_kind` gives for the kind of each."""
+        counted = zip(self.kind_shapes, self.kind_counts, strict=True)
+        return sum(count * of_kind(kind) for kind, count in counted)
+
     def with_all(self, **changes: Any) -> ModelShape:
         """Return this shape with what its kinds have in common changed."""
         kinds = tuple(replace(kind, **changes) for kind in self.kinds)
@@ -300,8 +306,7 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """All but those of experts that a token does not ask."""
-        counted = zip(self.kind_shapes, self.kind_counts, strict=True)
-        return self.total_parameters - sum(count * kind.idle_parameters for kind, count in counted)
+        return self.total_parameters - self.over_layers(lambda kind: kind.idle_parameters)
 
     @property
     def idle_parameters(self) -> int:

@@ -137,6 +137,7 @@ def overview_of(place: JobPlace, now: float | None = None, look: bool = True) ->
     counts = _counts_and_errors(records, look)
     generated_s = sum(session.generated_s for session in sessions)
     tokens = sum(session.tokens for session in sessions)
+    latest = sessions[-1].points[-1:] if sessions and sessions[-1].runs else []
     return JobOverview(
         output=place.output,
         at=now,
@@ -149,7 +150,7 @@ def overview_of(place: JobPlace, now: float | None = None, look: bool = True) ->
         error_rows_read=counts.rows_read,
         tokens=tokens if sessions else None,
         tokens_per_s=tokens / generated_s if generated_s and tokens else None,
-        now_tokens_per_s=_now_rate(records),
+        now_tokens_per_s=latest[0].tokens_per_s if latest else None,
         planned_tokens_per_s=_planned_rate(sessions),
         planned_s=_planned_seconds(sessions, counts.rows),
         left_s=_left_s(records, counts, generated_s, now),
@@ -234,11 +235,6 @@ def _model(records: _Records) -> str | None:
     if records.manifest is not None:
         return records.manifest.model_name
     return records.last.start.plan.model if records.last is not None else None
-
-
-def _now_rate(records: _Records) -> float | None:
-    last = records.last
-    return last.points[-1].tokens_per_s if last and last.runs and last.points else None
 
 
 def _planned_rate(sessions: Sequence[JobSession]) -> float | None:
