@@ -167,16 +167,12 @@ class LiveGroup(ABC):
         """Free actors and placement groups."""
 
     def follow(self, plan: PlanSpec) -> None:
-        """Go on by `plan`, of which nothing but the schedule differs; SpecError where these stages
-        cannot.
-        """
+        """Go on by `plan`, another schedule for these stages; SpecError where they cannot."""
         raise SpecError("several pipelines keep the schedule they were started with; start again")
 
     @abstractmethod
     def live(self) -> Live:
-        """Return a run to which requests are submitted at any time, and whose tokens come as they
-        are sampled.
-        """
+        """Return a run that takes requests at any time and tells tokens as they are sampled."""
 
     @abstractmethod
     def whole_answers(self, waits: bool = True) -> Live:

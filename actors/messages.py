@@ -127,10 +127,7 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class Move:
-    """`tokens` tokens whose keys and values go from token slot `begin` on to `to` on.
-
-    The two may overlap.
-    """
+    """Keys and values of `tokens` tokens that go from slot `begin` to `to`; the two may overlap."""
 
     begin: int
     to: int

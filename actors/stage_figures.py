@@ -33,9 +33,7 @@ def upper_s(bucket: int) -> float:
 
 @dataclass(frozen=True)
 class LatencyCounts:
-    """How many requests took how long: `buckets` are pairs of a bucket's number, ascending, and a
-    count above 0.
-    """
+    """How many requests took how long: pairs of a bucket, ascending, and a count above 0."""
 
     buckets: tuple[tuple[int, int], ...] = ()
 

@@ -130,9 +130,7 @@ class StageGroup(LiveGroup):
         self.follow_schedule(plan.policy.followed_schedule)
 
     def follow_schedule(self, schedule: RequestSchedule) -> None:
-        """Go on by another schedule, which may be that of a plan with other stages beside these, as
-        in `follow`.
-        """
+        """Go on by another schedule, also of a plan with other stages beside these."""
         self._pipeline.follow(schedule)
 
     def _start(self) -> None:

@@ -149,9 +149,7 @@ class DividedGroup(LiveGroup):
             group.__exit__(None, None, None)
 
     def live(self) -> DividedLive:
-        """Return a run as `StageGroup.live`; it has to be read to its end before anything else is
-        generated.
-        """
+        """Return a run as `StageGroup.live`, to be read to its end before anything else."""
         return self._begin_run(told_every=1)
 
     def whole_answers(self, waits: bool = True) -> DividedLive:

@@ -30,9 +30,7 @@ of a prefill's time at 8 bit and an eighth at 16 (170M model, 4096 tokens, two c
 
 
 def stage_environment(threads: int) -> dict[str, str]:
-    """Return the variables that must be set when a process of `threads` threads starts, for Ray's
-    `env_vars`.
-    """
+    """Return the variables that a process of `threads` threads starts with (Ray's `env_vars`)."""
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,

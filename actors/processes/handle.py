@@ -45,9 +45,7 @@ class StageHandle:
         self._importance: ObjectRef[Sequence[LayerImportance]] | None = None
 
     def start(self) -> None:
-        """Put new processes in the place of those it had; Ray starts them once there are devices
-        for them.
-        """
+        """Put new processes in the old ones' place, which start once there are devices."""
         self.kill()
         self._actors = self._start_actors()
 

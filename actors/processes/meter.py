@@ -175,9 +175,7 @@ class StageMeter:
         return self._state.work[kind]
 
     def tokens(self) -> dict[Phase, int]:
-        """Return the tokens of prompts and of decode steps that are done, in whatever kind of
-        micro-batch.
-        """
+        """Return the tokens of prompts and of decode steps, in whatever micro-batch."""
         state = self._state
         every = sum(work.tokens for work in state.work.values())
         return {"prefill": every - state.decode_tokens, "decode": state.decode_tokens}
@@ -317,9 +315,7 @@ class MetricsPublisher:
     def _count(
         self, counter: Counter, name: str, value: str, total: float, tag: str | None = "phase"
     ) -> None:
-        """Add to `counter`, by the `value` of its `tag`, what `total` has grown by since the last
-        call.
-        """
+        """Add to `counter`, by the `value` of its `tag`, what `total` has grown by."""
         more = total - self._told.get((name, value), 0.0)
         if more > 0:
             counter.inc(more, {} if tag is None else {tag: value})

@@ -41,9 +41,7 @@ of the machine (0: there is none)."""
 
 
 class KeysValuesKeeper:
-    """Hands over and takes over what lies in its host memory, between `open_handover` and
-    `close_handover`.
-    """
+    """Hands over and takes over host memory between `open_handover` and `close_handover`."""
 
     def __init__(self) -> None:
         self._handing = Lock()  # around what must not be done half when its run ends
@@ -139,9 +137,7 @@ class ShardLoader:
         return found
 
     def load(self, importance: Sequence[LayerImportance] | None) -> Stage:
-        """Read, quantize and keep the shard, or take it from this node's cache; raises what `Stage`
-        raises.
-        """
+        """Quantize and keep the shard, or take it from the cache; raises as `Stage`."""
         device = self._health.device = local_device(self._spec)
         folder, processor = resolve(self._checkpoint), local_processor(device)
         with self._counting_layers("weights"):

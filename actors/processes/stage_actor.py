@@ -129,9 +129,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
 
     @ray.method(concurrency_group=CONTROL)
     def layers_loaded(self) -> LayersLoaded:
-        """Return how far it is with what it loads, of several ranks the last one; answered
-        meanwhile.
-        """
+        """Return how far loading is, of several ranks the last one; answered meanwhile."""
         return self._followers.layers_loaded(self._loader.progress)
 
     def _make_codec(self, limits: Limits | None = None) -> Codec:
@@ -216,10 +214,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
-        """Make the pipeline that `live` drives: over `following` by Ray, or over links.
-
-        For the first stage only.
-        """
+        """Make the first stage's pipeline: over `following` by Ray, or over links."""
         pipeline: Pipeline
         if following is None:
             pipeline = GlooPipeline(self, self._linked(), self._codec)
@@ -266,9 +261,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         self._inbox_of(run).close()
 
     def _inbox_of(self, run: int) -> Inbox:
-        """The inbox of the live run of this number; one that nobody reads where a later run has
-        begun.
-        """
+        """The inbox of this live run; one that nobody reads where a later one has begun."""
         with self._inbox_lock:
             if self._inbox is None or self._inbox.run < run:
                 if self._inbox is not None:

@@ -154,9 +154,7 @@ class LiveGeneration:
             return True
 
     def _feed(self, again: Sequence[Request] = ()) -> None:
-        """Hand the run what comes `again`, and what was submitted; where no more can come, it ends
-        with that.
-        """
+        """Hand the run what comes `again` and what was submitted; the last of it ends it."""
         if not self._takes_more:
             return
         first, requests = self._pipeline.stages[0], [*again]
@@ -290,9 +288,7 @@ def _requests_in(stopped: StoppedRun, run: int) -> dict[int, str] | None:
 def _diagnose(
     pipeline: StagePipeline, stopped: StoppedRun, error: Exception, in_flight: dict[int, str] | None
 ) -> Fault:
-    """Return the fault that `error` told of; where memory was short, the micro-batches of
-    `pipeline` are halved.
-    """
+    """Return the fault of `error`; where memory was short, micro-batches are halved."""
     everyone = None if in_flight is None else frozenset(in_flight.values())
     for stage, loss in stopped.lost.items():
         return Fault(loss.kind, stage, f"{pipeline.stages[stage].name} {loss.text}", everyone)

@@ -90,8 +90,6 @@ class Teller:
             self._on_event(event)
 
     def tell_of(self, name: str, first: int, event: RecoveryEvent) -> None:
-        """Tell of an event of the group of this `name`, whose stages are those from number `first`
-        on.
-        """
+        """Tell of an event of the group `name`, whose stages are those from `first` on."""
         stage = None if event.stage is None else first + event.stage
         self.tell(replace(event, stage=stage, text=f"{name}: {event.text}"))

@@ -81,9 +81,7 @@ class OrcaScheduler(Scheduler):
         return self._slots.tokens()
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
-        """Select requests: the ready ones that came first, and newcomers; None where none can be
-        selected now.
-        """
+        """Select the ready requests that came first, and newcomers; None for now."""
         return self._selected(())
 
     def _selected(self, moves: tuple[Move, ...]) -> tuple[MicroBatch, TokenIds] | None:

@@ -139,9 +139,7 @@ class S3Scheduler(OrcaScheduler):
 
 
 def s3_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
-    """The sizes for the KV cache of `plan`; what is preempted comes back by the way that is cheaper
-    by its times.
-    """
+    """The sizes for the KV cache of `plan`; preempted requests come back the cheaper way."""
     cheaper = parking(plan)
     return replace(
         orca_sizes(plan, options, "s3"),

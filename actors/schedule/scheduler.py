@@ -85,9 +85,7 @@ class QueueSizes:
 
 
 def most_in_slots(plan: PlanSpec, slots: int) -> int:
-    """`slots`, but of a model with constant states no more than the requests for whose states the
-    plan has memory.
-    """
+    """`slots`; with constant states no more than the plan has memory for."""
     has_states = any(stage.state_bytes for stage in plan.stages)
     return min(slots, plan.workload.global_batch) if has_states else slots
 

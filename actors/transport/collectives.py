@@ -41,9 +41,7 @@ class RankGroup:
     degree = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, the same on each, in the tensor's type; `tensor` may be
-        overwritten.
-        """
+        """The sum of all ranks' tensors, the same on each; `tensor` may be overwritten."""
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:

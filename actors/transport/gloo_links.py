@@ -207,9 +207,7 @@ class Links:
         return self._senders[-1]
 
     def gpu_link(self, other: int) -> GpuLink | None:
-        """The link from this stage's GPU to that of `other`; None where hidden states go in
-        messages.
-        """
+        """The link from this GPU to that of `other`; None where messages have it all."""
         return None
 
     def stop(self) -> None:

@@ -37,9 +37,7 @@ Held = tuple[int, tuple[Tensor, ...]]
 
 
 def encode_kv(part: KvPart, requests: Mapping[int, Held]) -> Tensor:
-    """A message `[bytes]` of uint8 with the `part` of each request's keys, values and states, by
-    key.
-    """
+    """A message `[bytes]`, uint8: the `part` of each request's keys, values, states."""
     ends = part.layers.start, part.layers.stop, part.heads.start, part.heads.stop
     pieces: list[Any] = [_PREFIX.pack(*ends, len(requests))]
     for key, (tokens, tensors) in requests.items():
@@ -52,10 +50,7 @@ def encode_kv(part: KvPart, requests: Mapping[int, Held]) -> Tensor:
 
 
 def decode_kv(message: Tensor) -> tuple[KvPart, dict[int, Held]]:
-    """The content of an encoded `message`, in tensors of its own.
-
-    Raises `StageLostError` for what no stage sends.
-    """
+    """The content of a `message`, in tensors of its own; StageLostError for what none sends."""
     data = message.numpy()
     if len(data) < _PREFIX.size:
         refuse(f"has {len(data)} bytes")

@@ -156,9 +156,7 @@ class GpuLink(Communicator):
             raise self._lost(error) from error
 
     def receive(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """What the other one sends, for what is launched next; `check` tells afterwards whether it
-        has come.
-        """
+        """What the other one sends, for what is launched next; `check` tells if it came."""
         hidden = torch.empty(rows, columns, dtype=dtype, device=self._device)
         self._move(hidden, 1 - self._rank)
         self._streams.current_stream().wait_stream(self._stream)

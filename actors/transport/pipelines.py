@@ -154,9 +154,7 @@ def from_ray(message: RayMessage) -> Tensor:
 
 
 class BoardKeeper:
-    """The part of an actor that keeps the board of the latest rendezvous, for those who know its
-    secret.
-    """
+    """The part of an actor that keeps the latest rendezvous' board, behind its secret."""
 
     _kept: tuple[Rendezvous, LocalBoard] | None = None
 

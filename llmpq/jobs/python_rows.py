@@ -29,9 +29,7 @@ ROWS_PER_BLOCK = 4096
 
 @runtime_checkable
 class Table(Protocol):
-    """A table: what gives its columns by Arrow's interface, as those of pandas, polars, Arrow and
-    DuckDB do.
-    """
+    """What gives columns by Arrow's interface, as pandas, polars, Arrow and DuckDB do."""
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         """The columns, batch by batch."""

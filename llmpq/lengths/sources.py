@@ -288,9 +288,7 @@ def open_source(
 def check_source(
     named: str | Path | None, model: Path, vocab_size: int, save_to: str | Path | None = None
 ) -> Direct | Path:
-    """The source, or the folder of a predictor, none of which is started; raises as
-    `open_source`.
-    """
+    """The source, or a predictor's folder, not started; raises as `open_source`."""
     if named is None or str(named) == LONGEST:
         return Direct(Known())
     if not learns(named):

@@ -38,10 +38,7 @@ BESIDE_S = 0.5
 
 
 def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
-    """One device of each kind.
-
-    Raises `SpecError` where they are emulated, as their times would be the host's.
-    """
+    """One device of each kind; SpecError where they are emulated, with the host's times."""
     kinds: dict[tuple[str, int | None], Device] = {}
     for device in cluster.devices:
         if device.emulated:

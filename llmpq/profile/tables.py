@@ -53,9 +53,7 @@ def parts_table(rows: Sequence[ProfileRow]) -> Table:
 
 
 def _outermost(rows: Sequence[ProfileRow]) -> Iterator[ProfileRow]:
-    """Yield, of each bitwidth and phase, one request and most requests with fewest and most tokens
-    each.
-    """
+    """Yield, by bitwidth and phase, one and most requests with fewest and most tokens."""
     for bits in sorted({row.bits for row in rows}):
         for phase in PHASES:
             own = [row for row in rows if (row.bits, row.phase) == (bits, phase)]
@@ -87,9 +85,7 @@ def loading_table(rows: Iterable[LoadRow]) -> Table:
 
 
 def loading_note(plan: PlanSpec, profile: str | Path) -> str | None:
-    """A note on how long the plan's stages load, by what was measured with the profile, where it
-    was.
-    """
+    """A note on how long the plan's stages load, where that was measured with the profile."""
     path = loading_path(profile)
     if not path.exists():
         return None

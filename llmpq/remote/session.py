@@ -197,10 +197,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _check_joinable(target: str) -> None:
-    """Fail at once where nothing listens or another token is wanted.
-
-    `ray.init` would keep trying for minutes.
-    """
+    """Fail at once where nothing listens or another token is wanted: Ray tries for minutes."""
     if "@" in target:
         raise SpecError(
             "--address and RAY_ADDRESS take no user and password, which Ray does not know either "
@@ -224,10 +221,7 @@ def _check_joinable(target: str) -> None:
 
 
 def _started_last() -> str:
-    """HOST:PORT of the Ray that was started last on this machine, which `auto` stands for.
-
-    Empty where none was.
-    """
+    """HOST:PORT of the Ray that was started last here, which is `auto`; empty for none."""
     try:
         from ray._private.utils import read_ray_address
     except ImportError:  # a Ray that has it elsewhere

@@ -194,9 +194,7 @@ MOST_RUNS = 4  # of layers at equal distances that are all named
 
 
 def layer_runs(layers: Iterable[int]) -> str:
-    """Name layers by their runs: "layers 0–10, 17"; many at equal distances as "layers 3, 7, 11, …
-    47".
-    """
+    """Name layers by runs: "layers 0–10, 17"; at equal distances "layers 3, 7, 11, … 47"."""
     runs: list[range] = []
     for layer in layers:
         if runs and runs[-1].stop == layer:

@@ -76,9 +76,7 @@ def _of_stage(planned: PlannedAssignment, stage: StagePlan) -> KernelReason | No
 
 
 def _typical_unit(planned: PlannedAssignment, stage: int) -> int | None:
-    """The first unit of the kind that most of a stage are of, experts apart, whose kernels are
-    others.
-    """
+    """The first unit of the most usual kind of a stage, experts, with other kernels, apart."""
     units = range(*planned.first_layer[stage : stage + 2])
     kinds = {unit: planned.cell(unit, 0) for unit in units if planned.part(unit) != "experts"}
     counts = Counter(kinds.values())

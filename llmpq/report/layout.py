@@ -46,9 +46,7 @@ def table_of(
 
 @dataclass(frozen=True)
 class Fitting:
-    """A title, and below it the first of several tables that fits the width, else the last; there
-    may be none.
-    """
+    """A title above the first of several tables that fits the width, else the last, if any."""
 
     title: str
     tables: Sequence[Callable[[], Table]]

@@ -176,9 +176,7 @@ def front_table(
 
 
 def latency_front_table(fronts: KindFronts) -> RenderableType:
-    """Requests per second of each kind of schedule within each bound, the tightest first, and why
-    each is best.
-    """
+    """Requests per second of each kind of schedule within each bound, and why one is best."""
     names = [kind_name(kind) for kind in fronts.kinds]
     rows = []
     for row in fronts.rows:

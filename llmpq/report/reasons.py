@@ -266,9 +266,7 @@ def reason_groups(reasons: Sequence[LayerReason], gap_s: float) -> list[ReasonGr
 
 
 def _groups(found: Sequence[LayerReason]) -> list[list[LayerReason]]:
-    """Layers of the same stage, bitwidth and other choices, in order of stages, experts last, most
-    bits first.
-    """
+    """Layers of one stage, bitwidth and choices, by stage, experts last, most bits first."""
     groups: dict[tuple[object, ...], list[LayerReason]] = {}
     for reason in found:
         others = tuple((each.bits, each.on_host) for each in reason.alternatives)

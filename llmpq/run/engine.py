@@ -90,9 +90,7 @@ class CheckedModel:
         self._importance = importance_store(self._first_plan, file, cache, model, self._shape)
 
     def group(self, plan: PlanSpec, copies: int = 1) -> LiveGroup:
-        """The stages of `plan`, so many times, or where it stands for a fleet those of all
-        pipelines.
-        """
+        """The stages of `plan`, so many times, or those of all pipelines of a fleet."""
         is_fleet = bool(self._replicas) and plan is self._first_plan
         if not is_fleet and copies == 1:
             return self._stages_of(plan, self._heard)

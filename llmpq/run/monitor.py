@@ -68,9 +68,7 @@ def monitor(
     show: Sequence[Callable[[RunState], None]] = (),
     interval_s: float = INTERVAL_S,
 ) -> Watch[RunState]:
-    """Count in `meter` what `poll` returns, None where the stages do not answer, and show its
-    state.
-    """
+    """Count in `meter` what `poll` returns (None: no answer), and show its state."""
 
     def ask() -> RunState:
         stages = poll()

@@ -98,9 +98,7 @@ class Run:
         return (*self._shared.notes, *filter(None, found))
 
     def close(self) -> None:
-        """End the processes that tokenize and predict, where the results have not been asked for to
-        the end.
-        """
+        """End tokenizing and predicting, where results were not asked for to the end."""
         self._shared.end_run()
 
     def results(self, rows: Iterable[Row | BadRow], size: Tally | None = None) -> Generator[Result]:

@@ -131,9 +131,7 @@ def settled_tokens_per_s(plan: PlanSpec) -> float | None:
 
 
 def planned_latency(plan: PlanSpec) -> PlannedLatency | None:
-    """The latency that `plan` forecasts when it is run, and its bound; None where it has none, or
-    is not followed.
-    """
+    """The latency that `plan` forecasts for its run, and its bound; None where it has none."""
     if plan.latency is None or planned_tokens_per_s(plan) is None:
         return None
     scale, bound_s = time_scale(plan), plan.latency.bound_s

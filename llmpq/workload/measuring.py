@@ -150,9 +150,7 @@ class InputMeasure:
         return np.zeros(rows, dtype=bool) if done.all() else done
 
     def _with_tokens(self, read: MeasuredRows, chosen: BoolArray) -> IntArray:
-        """Tokens of each prompt [rows]: 0 where it has none, estimated by bytes at texts that are
-        not chosen.
-        """
+        """Tokens of each prompt [rows]: 0 for none, estimated by bytes if not chosen."""
         tokens = read.prompts.copy()
         if not chosen.any():
             return tokens

@@ -190,9 +190,7 @@ class ClusterSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
-        """Write a cluster file that reads back equal; SpecError where devices of one type differ on
-        a node.
-        """
+        """Write a cluster file that reads back equal; SpecError for unlike devices on a node."""
         own = {each.name: entry_of(each).stated() for each in self.own_accelerators}
         values: dict[str, Any] = {
             "name": self.name,

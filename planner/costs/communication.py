@@ -36,9 +36,7 @@ _LINK_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Collectives:
-    """Seconds of operations among a group's ranks, by latency and rate of a message, and what one
-    takes beside.
-    """
+    """Seconds of operations among a group's ranks, by a message's latency and rate."""
 
     degree: int
     step_s: float
@@ -165,9 +163,7 @@ COPY_LAUNCH_S = 10e-6
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies of a stage's keys, values and constant states to host memory and back, in `tensors` of
-    the cache.
-    """
+    """Copies of keys, values and states to host memory and back, in `tensors` of the cache."""
 
     kv_bytes_per_token: float
     tensors: int

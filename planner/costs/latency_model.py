@@ -278,9 +278,7 @@ def _classes(lengths: Lengths) -> tuple[tuple[int, float], ...]:
 
 
 def _at(size: float, seconds: Callable[[int], float]) -> float:
-    """As `between` for sizes from 1, but for the last digit, by which a search tells plans that are
-    as good.
-    """
+    """As `between` from 1 on, but for the last digit, by which searches tell equal plans."""
     low = max(1, floor(size))
     share = size - low
     if share <= 0:

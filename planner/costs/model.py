@@ -208,9 +208,7 @@ class CostModel:
     def problem_of_parts(
         self, kinds: Sequence[Device], sizes: MicroBatches, stages: int
     ) -> AssignmentProblem:
-        """The problem of `units` on each of `kinds` as first stage, then on each in between, then
-        as last.
-        """
+        """The problem of `units` on each of `kinds` as first stage, in between, and last."""
         places = [(device, j) for j in (0, 1, stages - 1) for device in kinds]
         rows = self._rows_of(sizes, stages)
         found = self._problem(rows, places, np.zeros((2, len(places))))

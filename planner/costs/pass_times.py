@@ -63,9 +63,7 @@ def occupied_stages(devices: Sequence[Device], first_layer: Sequence[int]) -> Oc
 
 
 class PassTable:
-    """Seconds of passes, each found once; `bitwidth` [L] has indices into the costs'
-    `placing.choices`.
-    """
+    """Seconds of passes, found once; `bitwidth` [L] indexes the costs' `placing.choices`."""
 
     def __init__(self, costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]) -> None:
         bounds, chosen = stages.first_layer, [costs.placing.choices[each] for each in bitwidth]

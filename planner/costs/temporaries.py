@@ -123,7 +123,5 @@ def int8_bytes(shape: ModelShape) -> int:
 
 
 def attended_width(shape: ModelShape) -> int:
-    """Elements of a token's keys, or values, that attention reads: the layer's own, or those of an
-    earlier one.
-    """
+    """Elements of a token's keys, or values, that attention reads, also an earlier layer's."""
     return shape.kv_heads * shape.head_dim

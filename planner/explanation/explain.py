@@ -92,9 +92,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Two groups of one stage and kind that exchange bits; `quality_s` is theta times the change of
-    sensitivity.
-    """
+    """Two groups of one stage that exchange bits; `quality_s`: theta times the change of omega."""
 
     layers: range
     part: Part

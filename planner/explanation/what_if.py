@@ -169,9 +169,7 @@ def _changed(
 def _search(
     present: PlannedAssignment, options: WhatIfOptions, deadline: float
 ) -> tuple[PlannedAssignment, bool]:
-    """Search all micro-batch sizes for a better plan than `present`; and say whether all were
-    solved.
-    """
+    """Search all micro-batch sizes for a better plan; say whether all were solved."""
     best, proven, costs = present, True, present.costs
     devices = present.devices
     sized = [SizedProblem.of(costs, devices, each) for each in fitting_sizes(costs, devices)]

@@ -35,9 +35,7 @@ Cut = tuple[int, ...]
 
 @dataclass(frozen=True)
 class FleetDivision:
-    """How many pipelines of each column [C], the cuts of pools of each kind and size, the most
-    value.
-    """
+    """How many pipelines of each column [C], the cuts of pools by kind and size, the value."""
 
     counts: tuple[int, ...]
     cuts: Mapping[tuple[int, int], tuple[Cut, ...]]
@@ -65,9 +63,7 @@ def divide(
     least_tokens_per_s: float = 0.0,
     time_limit_s: float = 5.0,
 ) -> FleetDivision:
-    """Count the `columns` of most value in `pools` (kind and size, how many); InfeasibleError if
-    none.
-    """
+    """Count the `columns` of most value in `pools` (how many of each); InfeasibleError if none."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
 
     sizes = sorted({(block.kind, block.size) for c in columns for block in c.make_up})

@@ -48,9 +48,7 @@ class DevicePool:
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """All devices by node and kind, with an example of each kind; pools have whole groups of
-    `degree`.
-    """
+    """All devices by node and kind, an example of each; whole groups of `degree` in pools."""
 
     kinds: tuple[Device, ...]
     pools: tuple[DevicePool, ...]

@@ -49,9 +49,7 @@ HIGH_WORTH = 4.0
 
 @dataclass(frozen=True, eq=False)
 class FleetRequest:
-    """Pipelines of `shape` (found at `source`) that share `job`; `number` None: as many as are
-    best.
-    """
+    """Pipelines of `shape` that share `job`; `number` None: as many as are best."""
 
     cluster: ClusterSpec
     shape: ModelShape

@@ -29,9 +29,7 @@ class Experts:
     router_scales: bool = False
 
     def asked(self, tokens: float) -> float:
-        """How many of them a pass of so many tokens asks, where all are as likely: E (1 - (1 -
-        k/E)^tokens).
-        """
+        """How many a pass of so many tokens asks, all as likely: E (1 - (1 - k/E)^tokens)."""
         return self.count * (1 - float((1 - self.per_token / self.count) ** tokens))
 
     def linears(self, hidden_size: int) -> tuple[LinearShape, LinearShape]:

@@ -103,9 +103,7 @@ def fused_experts(kind: ModelShape) -> Shapes:
 
 
 def separate_experts(kind: ModelShape, fuses_gate: bool = False) -> list[Shapes]:
-    """Tensors of each expert, as older checkpoints have them; gate and up in one where their rows
-    alternate.
-    """
+    """Tensors of each expert, as older checkpoints have them; `fuses_gate`: gate and up in one."""
     assert kind.experts is not None
     inner, outer, name = kind.experts.width, kind.hidden_size, _names(kind).experts
     sizes = {"gate_proj": (inner, outer), "up_proj": (inner, outer), "down_proj": (outer, inner)}

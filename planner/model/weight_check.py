@@ -156,9 +156,7 @@ class _Weights:
                 self.check(f"{layer}.{name}", size)
 
     def _check_mxfp4(self, name: str, size: tuple[int, ...]) -> bool:
-        """Check codes and scales of experts in place of the weights of `name`; False where there
-        are none.
-        """
+        """Check codes and scales in place of experts' weights; False where there are none."""
         found = {part: self._find(f"{name}_{part}") for part in ("blocks", "scales")}
         if len(size) < 3 or not any(found.values()):
             return False

@@ -136,9 +136,7 @@ def _rooms(plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float) 
 
 @dataclass(frozen=True)
 class HandoverLink:
-    """Seconds of a message, and of every token and request in it, from the host of one stage to
-    another's.
-    """
+    """Seconds of a message, and of each token and request in it, from host to host."""
 
     latency_s: float
     token_s: float

@@ -104,9 +104,7 @@ def _alike_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> Job
 
 
 def _bursts_of_prefills(prefills: float, at_once: int, stages: int) -> float:
-    """Bursts that count for prefills alone: of fewer `at_once` than stages, a round lasts `stages`
-    times a stage.
-    """
+    """Bursts of prefills alone: `at_once` below `stages`, a round lasts `stages` stages."""
     if at_once >= stages:
         return 1.0
     idle_share = (stages - at_once) / (stages - 1)

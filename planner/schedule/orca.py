@@ -28,18 +28,14 @@ class Waiting(NamedTuple):
 
 
 class WaitingQueue(Protocol):
-    """The requests that wait for a reservation, in the order of a policy; `take` and `give_up` take
-    one out.
-    """
+    """Requests that wait for a reservation, in a policy's order, until taken or given up."""
 
     def __len__(self) -> int: ...
 
     def add(self, waiting: Waiting) -> None: ...
 
     def next(self, available: int) -> Waiting | None:
-        """The next request for so many token slots; None where none fits, nor would after another
-        was taken.
-        """
+        """The next request for so many token slots; None where none fits or can fit."""
 
     def take(self, waiting: Waiting) -> None: ...
 
@@ -94,9 +90,7 @@ class OrcaPolicy:
         return len(self.queue) + ready < self.sizes.max_batch_size
 
     def selected(self, tokens: IntArray) -> int:
-        """How many ready requests are selected; `tokens` [ready] are those of the first, the first
-        two, ...
-        """
+        """How many ready requests are selected; `tokens` [ready]: of the first, first two, ..."""
         most = self.sizes.max_batch_tokens
         return max(1, int(tokens.searchsorted(most, "right"))) if most else len(tokens)
 

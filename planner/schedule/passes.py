@@ -103,9 +103,7 @@ class OrcaSizes:
 
 @dataclass(frozen=True)
 class TurnSizes:
-    """Sizes of `exegpt` as in `actors.schedule.scheduler.QueueSizes`, the micro-batches' in
-    requests.
-    """
+    """Sizes of `exegpt` as in `QueueSizes` of the runtime, micro-batches in requests."""
 
     schedule: RequestSchedule
     slots: int

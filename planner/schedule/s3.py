@@ -129,9 +129,7 @@ class S3Policy(OrcaPolicy):
 
 
 class Outgrown(NamedTuple):
-    """A ready request whose next token has no room in its `size` slots; `doubled` are up to its
-    most tokens.
-    """
+    """A ready request whose next token has no room in `size` slots; `doubled` is capped."""
 
     number: int
     size: int
@@ -169,9 +167,7 @@ class _Decoding(NamedTuple):
 
 
 class S3Schedule(OrcaSchedule):
-    """The order of passes of `rows`, whose pool is filled before each pass; preempted requests are
-    computed again.
-    """
+    """The order of passes of `rows`, with a full pool; preempted requests are computed again."""
 
     def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
         super().__init__(rows, sizes, stages)

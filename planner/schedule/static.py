@@ -157,9 +157,7 @@ class StaticPolicy:
 
 @dataclass(slots=True)
 class _GroupCount:
-    """A group's steps so far, the tokens before its next step, and by ending step (slot, context
-    after it).
-    """
+    """Steps so far, tokens before the next one, and by ending step (slot, context after)."""
 
     step: int = 0
     context_tokens: int = 0

@@ -52,9 +52,7 @@ class Turns:
 
     @classmethod
     def of(cls, schedule: RequestSchedule, most_requests: int | None = None) -> Turns:
-        """Turns of as many groups as the schedule has decode micro-batches, or as keep to
-        `most_requests` in each.
-        """
+        """Turns of as many groups as decode micro-batches, or as keep to `most_requests` each."""
         groups = schedule.decode_micro_batches
         found = cls._of_groups(schedule, groups)
         while most_requests is not None and found.most > max(1, most_requests):
@@ -178,9 +176,7 @@ class RraPolicy:
         return (empty > 0 or takes_turn) and waiting < self._turns.most * max(1, empty)
 
     def next(self, queue: TurnQueue) -> tuple[TurnGroup, list[int]] | None:
-        """A group, and those of its newcomers that are prefilled next, or nobody where it steps;
-        None for now.
-        """
+        """A group, and those of its newcomers that are prefilled next; None for now."""
         self._wake(queue.waiting)
         while self._due:
             group = self._due[0]
@@ -278,9 +274,7 @@ def newcomers(
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """Limits of a micro-batch of prompts: one of up to `even_tokens` is as even as others of
-    `usual_tokens`.
-    """
+    """Limits of a micro-batch of prompts: up to `even_tokens` is as even as others."""
 
     most: int
     usual_tokens: float
@@ -315,7 +309,5 @@ class PrefillSizes:
 
 
 def joining(size: int, requests: int, groups: int, most_in_group: int) -> int:
-    """How many join a group of `size`, so that all `requests` are in even groups, as far as these
-    may be so large.
-    """
+    """How many join a group of `size`, so that all `requests` are in even groups, or full ones."""
     return max(0, min(-(-requests // groups), most_in_group) - size)

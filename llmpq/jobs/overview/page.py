@@ -118,9 +118,7 @@ def _chart(job: JobOverview, said: str, parts: Sequence[Markup]) -> Markup:
 
 
 def _planned_rows(job: JobOverview) -> Iterator[list[tuple[float, float]]]:
-    """Yield seconds and rows as each session's plan predicts them from where it began, as far as
-    the picture goes.
-    """
+    """Yield seconds and rows as each session's plan predicts them, within the picture."""
     for session, figures in zip(job.series, job.sessions, strict=True):
         plan = figures.parts[0].plan
         if not (plan.seconds and plan.prompts and job.rows and figures.loaded_s is not None):
