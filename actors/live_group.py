@@ -18,9 +18,7 @@ from quant.common.errors import SpecError
 
 
 class Live(Protocol):
-    """A run to which requests are submitted at any time. One thread reads `events`; any thread may
-    call the other methods meanwhile.
-    """
+    """A run to which requests may be submitted at any time; one thread reads its `events`."""
 
     @property
     def under_way(self) -> int:
@@ -58,9 +56,7 @@ class Live(Protocol):
         """Take no more requests; `events` ends when all have ended."""
 
     def interrupt(self) -> None:
-        """Have `events`, which another thread waits in, raise `RunInterruptedError` within about a
-        second; but what it repairs is repaired first.
-        """
+        """Have `events` raise `RunInterruptedError` within a second, or when repairs are done."""
 
     def events(self) -> Generator[tuple[Progress, ...]]:
         """Yield new tokens as they come, and the ends of requests; nothing where more requests are
@@ -71,9 +67,7 @@ class Live(Protocol):
         """
 
     def halt(self) -> tuple[Progress, ...]:
-        """Stop for good, while nobody waits for events; return what had come and was not read.
-        `unfinished` has the rest, with its tokens.
-        """
+        """Stop for good, while nobody waits for events; return those that nobody has read."""
 
 
 class JoinedObserver:
@@ -229,10 +223,7 @@ class WholeAnswers:
         self._tokens: dict[str, list[int]] = {}
 
     def results(self) -> Iterator[tuple[Finished, ...]]:
-        """Yield what finished, each request once, and nothing where the source pauses.
-
-        Raises what `live` and the source raise.
-        """
+        """Yield what finished, each request once, and nothing where the source pauses."""
         with closing(self.live.events()) as events:
             while True:
                 while self._take_in():

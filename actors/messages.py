@@ -25,9 +25,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural logarithm of a token's probability; `top`: ids and log-probabilities of the most
-    probable tokens, best first.
-    """
+    """Logarithm of a token's probability; `top`: the most probable ids with theirs, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -136,9 +134,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Park:
-    """`tokens` tokens of a request whose keys and values go from token slot `begin` on to host
-    memory, to lie there under `key`; or the way back.
-    """
+    """`tokens` tokens of a request from slot `begin` on, to host memory under `key`, or back."""
 
     key: int
     begin: int
@@ -147,9 +143,7 @@ class Park:
 
 @dataclass(frozen=True)
 class KvPart:
-    """The part of a model's keys and values that `heads` of `layers` have: half-open ranges of
-    key/value heads and of decoder layers.
-    """
+    """Keys and values of `heads` of `layers`: half-open ranges of key/value heads and layers."""
 
     layers: range
     heads: range
@@ -275,10 +269,7 @@ class MicroBatch:
         return positions
 
     def passes(self, tokens_at_once: int) -> list[MicroBatch]:
-        """Parts of at most `tokens_at_once` new tokens, but at least one request each.
-
-        They have the requests in order, no admissions and no moves.
-        """
+        """Parts of at most `tokens_at_once` new tokens, in order, without admissions and moves."""
         parts: list[MicroBatch] = []
         first = tokens = 0
         for row, count in enumerate(self.counts.tolist()):
@@ -329,10 +320,7 @@ NOTHING_SAMPLED = Sampled(np.zeros(0, dtype=np.int64), ())
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that has ended, with its new tokens (EOS included).
-
-    `error` says what went wrong, unless logits were not finite.
-    """
+    """An ended request, with its new tokens (EOS included); `error` says what went wrong."""
 
     custom_id: str
     token_ids: tuple[int, ...]

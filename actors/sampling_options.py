@@ -145,9 +145,7 @@ class Sampling:
 
 
 def stop_begin(text: str, stops: Iterable[str], early: str = "") -> int | None:
-    """Where in `text` the first of the `stops` begins that does not end within `early`, the text of
-    the first tokens.
-    """
+    """Where in `text` the first of the `stops` begins that ends after its first `early` tokens."""
     after = len(early.rstrip(INCOMPLETE))
     found = (text.find(each, max(0, after + 1 - len(each))) for each in stops)
     return min((begin for begin in found if begin >= 0), default=None)

@@ -55,9 +55,7 @@ class LatencyCounts:
         return LatencyCounts(tuple(sorted(left.items())))
 
     def quantile_s(self, share: float) -> float | None:
-        """The seconds that this share of all requests takes at most, up to the width of a bucket
-        more; None where there is none.
-        """
+        """Seconds that this share of requests takes at most, to a bucket's width; None for none."""
         wanted, reached = share * self.requests, 0
         for bucket, count in self.buckets:
             reached += count
@@ -153,9 +151,7 @@ class QueueDepth:
 
 @dataclass(frozen=True)
 class LayersLoaded:
-    """How many of its `layers` a stage has `done`: read for their importance, or loaded with
-    their weights. None before it has begun either.
-    """
+    """How many of its `layers` a stage has read or loaded (`done`); None before it has begun."""
 
     what: Literal["importance", "weights"] | None = None
     done: int = 0

@@ -40,10 +40,7 @@ def checked_shape(model: str | Path) -> ModelShape:
 
 
 def left_out_note(model: str | Path) -> str | None:
-    """A line on the parts of `model` beside its text model, which are left out; None: it has none.
-
-    For a model that `checked_shape` took.
-    """
+    """A line on the parts of a checked `model` that are left out; None: it is a text model."""
     values, folder = model_config(model), local_model(model, "give a name or a folder", SpecError)
     parts = other_parts(stored_tensors(folder)) if folder is not None and folder.is_dir() else ()
     if not parts and wrapper_of(values) is None:

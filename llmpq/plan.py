@@ -141,9 +141,7 @@ class Runs:
 
 
 class Plan(Runs):
-    """What runs where, with how many bits and in which micro-batches; made by `Cluster.plan` or
-    `load`. `spec` has everything that is in its file.
-    """
+    """What runs where, with how many bits; made by `Cluster.plan` or `load`. `spec` is its file."""
 
     def __init__(
         self, spec: PlanSpec, costs: CostModel | None = None, source: str = "the plan"
@@ -228,9 +226,7 @@ class Plan(Runs):
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:
-        """The limits of each stage; none are told of a plan under a bound on the latency of
-        requests. Raises what `costs` raises.
-        """
+        """The limits of each stage, none under a bound on latency. Raises what `costs` raises."""
         if self.spec.latency is not None:
             return ()
         return stage_limits(planned_assignment(self.spec, self.costs))

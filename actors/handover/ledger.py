@@ -180,9 +180,7 @@ class DividedLedger:
         )
 
     def begin(self) -> tuple[list[Request], list[Request]]:
-        """The requests of the next turn, on the stages that prefill and on those that decode; there
-        are none where none begins now.
-        """
+        """The next turn's requests, on stages that prefill and stages that decode."""
         waiting = [self._held[name].request for name in islice(self._waiting, self._pace.ahead)]
         turn = self._pace.turn(waiting, self.load()) if waiting else 0
         chosen = [self._held[self._waiting.popleft()] for _ in range(turn)]

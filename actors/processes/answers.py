@@ -45,10 +45,7 @@ def get_answers(references: Sequence[ObjectRef[T]]) -> list[T]:
 
 
 def get_streamed(stream: ObjectRefGenerator) -> Iterator[ObjectRef[Any]]:
-    """Yield a reference for each item of a streaming task, as they come.
-
-    Raises `HeadLostError` where the Ray that the task runs on is gone.
-    """
+    """Yield references to a streaming task's items; `HeadLostError` where its Ray is gone."""
     while True:
         while not ray.wait([stream], timeout=LOOK_S, fetch_local=False)[0]:
             check_head()
@@ -101,9 +98,7 @@ class StageAnswers:
             raise StageLostError(f"a stage's results were lost with its node: {error}") from error
 
     def _cause_of(self, error: RayTaskError) -> BaseException:
-        """Return what the user should see of an error inside an actor: their own mistake bare, ours
-        with its trace.
-        """
+        """What the user should see of an actor's error: their mistake bare, ours with its trace."""
         cause: BaseException | None = error.cause
         while isinstance(cause, RayTaskError):
             cause = cause.cause

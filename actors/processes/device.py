@@ -150,9 +150,7 @@ def own_gpus() -> dict[str, list[str]]:
 
 
 def see_own() -> None:
-    """Have CUDA see the GPU of this process alone, where its local Ray tells which one it has by a
-    resource of its type; before CUDA is used.
-    """
+    """Before CUDA is used, have it see only the GPU that the local Ray gives this process."""
     for name, uuids in own_gpus().items():
         from ray._private.worker import global_worker
 

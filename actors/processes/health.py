@@ -82,9 +82,7 @@ class RunReport:
 
 
 class Health:
-    """A stage's record of its micro-batches, kept by the thread that computes; other threads may
-    read it at any time.
-    """
+    """A stage's record of its micro-batches, kept by the thread that computes, read by any."""
 
     def __init__(self) -> None:
         self.device: torch.device | None = None

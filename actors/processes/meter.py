@@ -58,9 +58,7 @@ class TelemetryOptions:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Times of a stage's first micro-batches in their order, `rows` `[M]` of type `SPAN`, by the
-    stage's own clock; `dropped` more came after them.
-    """
+    """Times of a stage's first micro-batches, `rows` `[M]` of type `SPAN`; `dropped` came after."""
 
     stage: int
     rows: npt.NDArray[np.void]

@@ -84,9 +84,7 @@ class Observer:
         return ClockOffset(shown_s - (before_s + after_s) / 2, (after_s - before_s) / 2)
 
     def _note(self, stage: int, found: ClockOffset) -> None:
-        """Keep the surer one of two estimates; the later one where they contradict each other, as
-        after a restart on another node.
-        """
+        """Keep the surer of two estimates; the later one where they contradict each other."""
         known = self._clocks.get(stage)
         if known is not None:
             agree = abs(known.offset_s - found.offset_s) <= known.error_s + found.error_s

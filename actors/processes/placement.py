@@ -41,9 +41,7 @@ Placed = StagePlan | DeviceRequest
 
 @dataclass(frozen=True)
 class Placement:
-    """Resources that a stage's actor asks of Ray, and its number of torch threads: of each, where
-    the stage is divided among several `ranks`.
-    """
+    """Resources and torch threads of a stage's actor, or of each of its `ranks`."""
 
     resources: Mapping[str, float]
     num_gpus: float
@@ -53,9 +51,7 @@ class Placement:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources of all ranks as a bundle of a placement group, which is on one node; empty
-        for a plain actor.
-        """
+        """All ranks' resources as the bundle of a placement group; empty for a plain actor."""
         amounts = {"GPU": self.num_gpus, "CPU": self.num_cpus, **self.resources}
         return {name: self.ranks * amount for name, amount in amounts.items() if amount}
 
@@ -84,10 +80,7 @@ def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Place
 
 
 def check_cpus(stages: Sequence[Placed], offered: float, where: str) -> None:
-    """Raise `DeviceError` where stages compute with more than the CPUs `offered`; `where` has them.
-
-    Emulated devices ask for none.
-    """
+    """Raise `DeviceError` where stages compute with more CPUs than are `offered` at `where`."""
     own = [stage.threads * stage.degree for stage in stages if _num_cpus(stage)]
     if sum(own) > offered + 1e-9:
         raise DeviceError(

@@ -112,10 +112,7 @@ class KeysValuesKeeper:
 
 
 class ShardLoader:
-    """Loads the shard of `spec` to this process's device, of which `health` is told.
-
-    `progress` may be read by any thread.
-    """
+    """Loads the shard of `spec` to this process's device; any thread may read `progress`."""
 
     def __init__(
         self, spec: StageSpec, checkpoint: str, cache: CacheSettings, health: Health
@@ -262,10 +259,7 @@ class Followers:
             actor.follow.remote()
 
     def leave(self, stage: Stage | None) -> BatchFailure | None:
-        """End the group of `stage`; what another rank failed at, if one did.
-
-        Raises `StageLostError` where one has died or does not come to rest.
-        """
+        """End the group of `stage`; return what another rank failed at. Raises `StageLostError`."""
         if not self._actors:
             return None
         if stage is not None:
@@ -279,18 +273,14 @@ class Followers:
         return next((each.failure for each in reports if each.failure is not None), None)
 
     def layers_loaded(self, own: LayersLoaded) -> LayersLoaded:
-        """How far the rank is that has loaded least, or rank 0 by its `own` figures with what it
-        alone does; for the thread of `signs`.
-        """
+        """Progress of the rank that has loaded least, or rank 0 by its `own`; for `signs`."""
         self.signs()
         if own.what != "weights":
             return own
         return replace(own, done=min([own.done, *(each.done for each in self._layers)]))
 
     def signs(self) -> RankSigns:
-        """What is known of their lives by now, without waiting for them: takes answers and asks
-        again; for one thread.
-        """
+        """What is known of their lives by now; takes answers and asks again; for one thread."""
         died, silent, longest_s = self._ranks.died, None, 0.0
         now_s = time.monotonic()
         for number, actor in enumerate(self._actors):

@@ -20,9 +20,7 @@ _NEEDED = {"raylet": "raylet", "gcs_server": "control service (GCS)"}
 
 
 def ended_process() -> str | None:
-    """Name the process of this process's own Ray head that has ended, and how; None while all live,
-    and where Ray was started elsewhere.
-    """
+    """Which process of this process's own Ray head has ended, and how; None while all live."""
     for kind, process in _started():
         if kind in _NEEDED and process.poll() is not None:
             code = process.returncode

@@ -169,9 +169,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
     def connect(
         self, rendezvous: Rendezvous, first: ActorHandle[StageActor], sizes: QueueSizes
     ) -> None:
-        """Link this stage to all others, which connect at the same time, over the board that the
-        `first` stage keeps.
-        """
+        """Link this stage to all others at once, over the board that the `first` stage keeps."""
         mine = self._spec.is_first  # a call to itself would wait for this one
         board = self.board(rendezvous.secret) if mine else RemoteBoard(first, rendezvous)
         spec, stage = self._spec, self._loaded()
@@ -203,9 +201,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         return RunReport(self._health.take_failure() or failed, tokens)
 
     def begin(self, epoch: int) -> str:
-        """Enter `epoch`, in which all stages are linked again, as are the ranks of this one;
-        returns the address of the node.
-        """
+        """Enter `epoch`, in which stages and ranks link again; return the node's address."""
         stage = self._loaded()
         if stage.spec.degree > 1:
             self._followers.meet(stage, epoch)
@@ -271,10 +267,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
 
     @ray.method(concurrency_group=CONTROL)
     def stats(self) -> StageStats:
-        """Work done and bytes held so far; answered while the stage computes.
-
-        An emulated device is busy for its modelled time.
-        """
+        """Work done (modelled time of an emulated device) and bytes held so far, at any time."""
         return self._figures()
 
     def _figures(self) -> StageStats:
@@ -314,9 +307,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:
-        """Tell the stage after this one that no more comes, so that it can `leave_run`, and end a
-        live run, which may be waiting for requests.
-        """
+        """Tell the next stage that no more comes, so that it can `leave_run`; end a live run."""
         if self._inbox is not None:
             self._inbox.abandon()
         links = self._links

@@ -236,9 +236,7 @@ class LiveGeneration:
         return tuple(new)
 
     def _more_tokens(self, stopped: StoppedRun) -> tuple[Progress, ...]:
-        """Note and return tokens of requests in slots that were not told of, where only whole
-        answers are: what is replayed goes on from them.
-        """
+        """Note and return new tokens of requests in slots: what is replayed goes on from them."""
         more: list[Progress] = []
         latest = stopped.tokens or self._check.tokens
         with self._lock:

@@ -60,9 +60,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class RecoveryEvent:
-    """A fault or what was done about it, at `time_s` of `time.time` (now), which cost `lost_s`
-    seconds; `stage` None: no stage in particular.
-    """
+    """A fault or repair at `time_s` (`time.time`), which cost `lost_s`; `stage` may be None."""
 
     kind: EventKind
     stage: int | None

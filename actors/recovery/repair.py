@@ -181,9 +181,7 @@ class RunStopper:
         return self.stopped
 
     def _answers(self, asked: dict[int, ObjectRef[T]]) -> Iterator[tuple[int, T]]:
-        """Yield the answers that come. Stages that do not answer are killed: first the others, for
-        which the first stage may be waiting.
-        """
+        """Yield the answers that come. Stages that do not answer are killed, the first one last."""
         answers = self._pipeline.answers
         limit_s = max(LEAVE_S, self._hang_s)
         look = partial(self.kill_silent, asked)

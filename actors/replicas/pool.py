@@ -102,9 +102,7 @@ class ReplicaPool(LiveGroup):
         ) from last.error
 
     def live(self) -> SharedRun:
-        """Return a run whose tokens come as they are sampled. Replicas that were given up before
-        get another chance.
-        """
+        """Return a run whose tokens come as they are sampled; lost replicas get another chance."""
         return self._begin_run(whole=False)
 
     def whole_answers(self, waits: bool = True) -> SharedRun:

@@ -103,9 +103,7 @@ class SharedRun:
 
     @property
     def wanted(self) -> int:
-        """How many requests should be submitted together now: for the slots of those replicas that
-        have few waiting.
-        """
+        """How many requests to submit together now: for free slots where few wait."""
         with self._changed:
             found = -len(self._waiting)
             rooms = zip(self._lives, self._held, self._slots, self._few, strict=True)
@@ -165,9 +163,7 @@ class SharedRun:
         return len(ended)
 
     def leave(self, replica: int) -> int:
-        """Have a replica's requests go to the others, with the tokens they have, where it is lost
-        or interrupted; returns how many they are.
-        """
+        """Have a lost replica's requests go on at the others; returns how many they are."""
         with self._changed:
             live, self._lives[replica] = self._lives[replica], None
             held, self._held[replica] = self._held[replica], {}

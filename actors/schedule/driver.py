@@ -46,9 +46,7 @@ class LatencyRecord:
         return LatencyCounts(tuple(zip(found.tolist(), counts[found].tolist(), strict=True)))
 
     def expect(self, requests: Sequence[Request]) -> None:
-        """Note what is known of requests that will come: how old they are, and that other stages
-        are to go on with them.
-        """
+        """Note the age of requests that will come, and whether other stages go on with them."""
         now_s = self._clock()
         for each in requests:
             if each.age_s is not None:
@@ -85,9 +83,7 @@ class LatencyRecord:
         self._goes_on.pop(custom_id, None)
 
     def take_age_s(self, custom_id: str) -> float | None:
-        """Return, once, how old a request was when these stages were done with it; None for one
-        with which no others go on.
-        """
+        """Return, once, a request's age when it left for other stages; None if it did not."""
         return self._ages_s.pop(custom_id, None)
 
     def new_seconds(self) -> list[float]:
@@ -171,9 +167,7 @@ class PipelineDriver:
         return batch
 
     def take_back(self) -> tuple[MicroBatch, Sampled, tuple[Finished, ...]]:
-        """Wait for the first micro-batch under way; returns it with its tokens and the requests
-        that ended with them.
-        """
+        """Wait for the first micro-batch; returns it, its tokens and the requests that ended."""
         batch, handle = self._under_way.popleft()
         sampled = self._pipeline.result(handle)
         with self._lock:

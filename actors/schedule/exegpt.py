@@ -126,9 +126,7 @@ class RraScheduler(Scheduler):
 
 
 def _checked(sizes: QueueSizes) -> RequestSchedule:
-    """The schedule of `sizes`; SpecError where there is none, or one that stages here cannot run,
-    and for sizes below 1.
-    """
+    """The schedule of `sizes`; SpecError where there is none, or none that runs here."""
     schedule = sizes.schedule
     if schedule is None or schedule.divides:
         kind = "none" if schedule is None else schedule.kind

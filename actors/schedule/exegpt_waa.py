@@ -263,9 +263,7 @@ class DecodeScheduler(Scheduler):
         return None
 
     def _join(self, group: _Group) -> tuple[list[int], tuple[Move, ...]]:
-        """Let requests join whose keys and values are there; returns their slots, and the moves
-        that make room for them.
-        """
+        """Let requests join whose keys and values are there; returns their slots, and moves."""
         most = self._joining(group) if group.is_open else 0
         slots, moves = self._take(self._arrived, most, group)
         for slot in slots:  # after all reservations: what is restored later does not move
@@ -304,9 +302,7 @@ class DecodeScheduler(Scheduler):
     def _take(
         self, queue: deque[Request], most: int, group: _Group | None = None
     ) -> tuple[list[int], tuple[Move, ...]]:
-        """Give slots to the first of `queue`, in `group` or the one that is smallest then (None);
-        returns the slots, and the moves that make room.
-        """
+        """Give slots to the first of `queue` in `group` (None: the smallest); slots and moves."""
         slots: list[int] = []
         moves: tuple[Move, ...] = ()
         while queue and len(slots) < most and self._fits(queue[0]):

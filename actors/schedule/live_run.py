@@ -83,9 +83,7 @@ class Inbox:
 
 
 class UntoldTokens:
-    """Puts the tokens of `told_every` micro-batches together, for each request that neither begins
-    nor ends with one of them.
-    """
+    """Collects tokens of `told_every` micro-batches, unless a request begins or ends there."""
 
     def __init__(self, told_every: int) -> None:
         self._told_every = told_every

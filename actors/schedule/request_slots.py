@@ -39,10 +39,7 @@ class RequestSlots:
         self._tokens = np.zeros((slots, 1), dtype=np.int64)
 
     def expect(self, requests: Sequence[Request]) -> None:
-        """Make ready for requests that will come into slots.
-
-        Raises SpecError for one with more tokens than all may reserve together.
-        """
+        """Make ready for requests. Raises SpecError for one that can never have its token slots."""
         for request in requests:
             if most_tokens(request) > self.n_slots:
                 raise SpecError(
@@ -80,9 +77,7 @@ class RequestSlots:
         return ready[self.arrivals[ready].argsort()]
 
     def take(self, request: Request, arrival: int, size: int) -> tuple[int, tuple[Move, ...]]:
-        """Give a request a slot with a range of `size` token slots; returns the slot, and the moves
-        that make room for it.
-        """
+        """Give a request a slot with `size` token slots; returns slot and moves for room."""
         slot = self._free.popleft()
         text = np.array(request.prompt_ids + request.generated, dtype=np.int64)
         self.requests[slot] = request

@@ -85,9 +85,7 @@ class S3Scheduler(OrcaScheduler):
         return batch, token_ids
 
     def _supervise(self) -> tuple[Move, ...]:
-        """Double the reservations of ready requests without room for their next tokens; returns the
-        moves that growing takes.
-        """
+        """Double reservations that are too small for the next token; returns the moves it takes."""
         held, ranges = self._slots, self._slots.ranges
         ready = held.ready_slots()
         is_short = held.written[ready] + held.counts(ready) > ranges.sizes[ready]

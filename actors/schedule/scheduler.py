@@ -51,9 +51,7 @@ class QueueSizes:
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:
-        """The sizes that `plan` asks for, with the policy `static`; of a plan for `orca` as many
-        slots as its KV cache has room for.
-        """
+        """Sizes that `plan` asks for (policy `static`), or the slots of its cache (`orca`)."""
         sizes, workload = plan.micro_batches, plan.workload
         slots = workload.equal_slots
         prefill, decode = min(sizes.prefill, slots), min(sizes.decode, slots)
@@ -91,9 +89,7 @@ def most_in_slots(plan: PlanSpec, slots: int) -> int:
 
 
 def check_reservable(sizes: QueueSizes, least: Mapping[str, int]) -> None:
-    """Raise SpecError for sizes below the `least` by name, and where requests could not reserve
-    `n_slots` token slots.
-    """
+    """Raise SpecError for sizes below `least`, or `n_slots` token slots that are too few."""
     for name, wanted in least.items():
         value = getattr(sizes, name)
         if value < wanted:
@@ -124,9 +120,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Put `requests` at the end of the queue. SpecError for one with more tokens than all may
-        reserve together.
-        """
+        """Queue `requests`. SpecError for one with more tokens than all may reserve together."""
 
     @property
     @abstractmethod
@@ -163,11 +157,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens; none of requests that
-        were cancelled.
-        """
+        """Return custom_id and new tokens by slot, without requests that were cancelled."""
 
     def follow(self, schedule: RequestSchedule) -> None:  # noqa: B027  (most have none)
-        """Go by this schedule from now on, with the memory and the slots that there are; a policy
-        that has none goes on as it did.
-        """
+        """Go by this schedule from now on, within the present memory, if the policy has one."""

@@ -21,9 +21,7 @@ from planner.scheduling import PolicyName, PolicyOptions
 
 
 class Policy(NamedTuple):
-    """A policy: `scheduler` makes one for a queue of these sizes and a number of stages; `sizes`
-    are those that it wants for a plan and its options.
-    """
+    """A policy: its `scheduler` of a queue, and the `sizes` that it wants for a plan."""
 
     scheduler: Callable[[QueueSizes, int], Scheduler]
     sizes: Callable[[PlanSpec, PolicyOptions], QueueSizes]

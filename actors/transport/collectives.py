@@ -54,9 +54,7 @@ class RankGroup:
         return data
 
     def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """On rank 0 the tensors `[rows, widths[rank]]` of all ranks side by side, `[rows,
-        sum(widths)]`; None on the others.
-        """
+        """Rank 0 gets all ranks' `[rows, widths[rank]]` as `[rows, sum(widths)]`, others None."""
         return tensor
 
     def check(self) -> None:

@@ -221,9 +221,7 @@ class Links:
         timeout_s: float | None = None,
         bytes_of: Callable[[Tensor], int] = message_bytes,
     ) -> Receiver:
-        """A receiver of messages that may take `timeout_s` each; `bytes_of` gives the length of one
-        by its first frame.
-        """
+        """A receiver; each message may take `timeout_s`, `bytes_of` has its length by frame 0."""
         return Receiver(self._group, source, timeout_s, bytes_of)
 
 
@@ -284,10 +282,7 @@ class Receiver:
             raise lost(self._source, error) from error
 
     def receive(self) -> Tensor:
-        """The next message `[bytes]`; valid until the next call.
-
-        Raises `StageLostError` when none comes, and what `bytes_of` raises.
-        """
+        """The next message `[bytes]`, valid until the next call; or raise `StageLostError`."""
         if self._in_use is not None:
             self._post(self._in_use)
             self._in_use = None

@@ -80,9 +80,7 @@ class Communicator:
         return work
 
     def complete(self, call: Callable[[Any], Any], limit_s: float) -> None:
-        """Begin `call` and wait until it is done. Raises `DeviceError` where it takes longer than
-        `limit_s`, and RuntimeError as NCCL does.
-        """
+        """Run `call` to its end; DeviceError after `limit_s`, RuntimeError as NCCL raises it."""
         work = call(self._joined())
         ends_s = time.monotonic() + limit_s
         while not work.is_completed():
@@ -92,9 +90,7 @@ class Communicator:
         work.wait()
 
     def check(self) -> None:
-        """Raise `StageLostError` where what was computed may lack what another process had to send:
-        calls that are aborted end without it.
-        """
+        """Raise `StageLostError` where a call was aborted, which ends without the others' part."""
         self._joined()
 
     def abort(self) -> None:

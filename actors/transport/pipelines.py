@@ -76,10 +76,7 @@ class RayPipeline:
 
 
 class GlooPipeline:
-    """Stages that exchange messages over `links`: all but the first one `serve`.
-
-    Answers come in the order of submission.
-    """
+    """Stages that exchange messages over `links`; answers come in the order of submission."""
 
     def __init__(self, first: ComputingStage, links: Links, codec: Codec) -> None:
         self._first, self._codec = first, codec

@@ -195,9 +195,7 @@ def is_for_users(category: type[Warning], filename: str) -> bool:
 
 
 def details(error: BaseException) -> str:
-    """What follows the one line of an `error` that users can mend: Ray's own words, or how to see
-    them; the traceback too if all is to be shown.
-    """
+    """What follows an `error`'s one line: Ray's words, how to see them, or all with traceback."""
     if is_verbose():
         return f"\n{_trace(error).rstrip()}"
     return " (--verbose shows Ray's own words)" if getattr(error, "__notes__", None) else ""

@@ -21,9 +21,7 @@ from quant.common.text import printable
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand, by the entry points in `llmpq.cli` of its function and of its parser, which is
-    loaded without what the command itself needs.
-    """
+    """A subcommand, by the entry points in `llmpq.cli` of its function and of its light parser."""
 
     entry: str
     parser_entry: str

@@ -110,9 +110,7 @@ def weight_bytes(shape: ModelShape, bits: int) -> int:
 
 
 def least_gpu_gib(shape: ModelShape, bits: int) -> int | None:
-    """GiB of the smallest GPUs that all hold the model at `bits` and one request, of which a plan
-    keeps less behind windows; None: no one.
-    """
+    """GiB of the smallest GPUs that all hold the model at `bits` and one request; None: no one."""
     needed = weight_bytes(shape, bits) + _REQUEST_TOKENS * _kv_bytes(shape) + _state_bytes(shape)
     usable = dict[int, int]()
     for each in registry():

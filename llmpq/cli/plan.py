@@ -218,9 +218,7 @@ def _finish(
     points: Sequence[FrontPoint] | KindFronts,
     tables: Sequence[RenderableType],
 ) -> int:
-    """Print the plan, how long loading takes, where measured, and the `tables`; write what was
-    asked for and say what to do with it.
-    """
+    """Print the plan and `tables`, write what was asked for and say what to do with it."""
     options = call.options
     if options.json:
         sys.stdout.write(plan.spec.to_json())

@@ -59,10 +59,7 @@ def asked_cluster(options: PlanCommand) -> Cluster:
 
 
 def asked_workload(options: PlanCommand, model: str) -> Workload | Job | InputJob | InputBatch:
-    """One batch, as in the paper, where --global_bz or nothing is given; else a job.
-
-    Notes on rows that are not planned for are printed.
-    """
+    """One batch, as in the paper, or a job; notes on rows that are not planned for are printed."""
     named = {name: getattr(options, name) for name in DEFAULT_WORKLOAD}
     given = {name: value for name, value in named.items() if value is not None}
     if options.prompts is not None:

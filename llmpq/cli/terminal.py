@@ -135,8 +135,6 @@ class TaskProgress:
 
 @contextmanager
 def finding(model: object) -> Iterator[None]:
-    """Tell a log that a model is still being found, which may have to be downloaded; a terminal has
-    the bars of the hub's own library.
-    """
+    """Tell a log that a model is being found; a terminal has the hub library's own bars."""
     with nullcontext() if console(stderr=True).is_terminal else TaskProgress(f"finding {model}"):
         yield

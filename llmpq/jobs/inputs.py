@@ -64,10 +64,7 @@ class JobInput:
 
     @classmethod
     def find(cls, named: Sequence[str | Path]) -> JobInput:
-        """The files behind paths, folders and globs.
-
-        Raises `InputError` where there are none, or one cannot be read twice.
-        """
+        """The files behind paths, folders and globs. InputError without any, or for a pipe."""
         found = dict.fromkeys(path for name in named for path in _files_of(str(name)))
         files = tuple(found)
         for path in files:
@@ -83,10 +80,7 @@ class JobInput:
         return cls(files, tuple(name.decode("utf-8", "backslashreplace") for name in names))
 
     def rows(self) -> Iterator[PlacedRow]:
-        """Every row in turn; those without an id get one that is made from their content.
-
-        Raises `InputError` where a file cannot be read.
-        """
+        """Every row in turn, ids made from content where they lack. Raises `InputError`."""
         occurrences = Occurrences()
         for index, path in enumerate(self.files):
             for number, content in _contents(path):
@@ -96,10 +90,7 @@ class JobInput:
                 yield PlacedRow(row, index * _PLACES_PER_FILE + number)
 
     def begins_with_batch_line(self) -> bool:
-        """Whether the first of all rows that is an object is a line of OpenAI's batches.
-
-        Raises `InputError` where a file cannot be read.
-        """
+        """Whether the first row that is an object is a line of OpenAI's batches."""
         for path in self.files:
             for _, content in _contents(path):
                 if isinstance(content, bytes):
@@ -135,10 +126,7 @@ class JobInput:
         return InputRecord(rows, errors, files) if len(files) == len(records) else None
 
     def matches(self, record: InputRecord) -> bool:
-        """Whether these are the files of `record`; names and sizes are compared before any content.
-
-        Raises OSError where one cannot be read.
-        """
+        """Whether these are the files of `record`, by names and sizes, then content."""
         if self.names != tuple(file.name for file in record.files):
             return False
         pairs = tuple(zip(record.files, self.files, strict=True))

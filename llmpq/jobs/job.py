@@ -162,9 +162,7 @@ def finished_tally(
 
 
 def check_ids(source: JobInput) -> None:
-    """Raise `InputError` where an id comes twice: sooner than an `OpenJob` does, whose identity
-    may take long to find.
-    """
+    """Raise `InputError` where an id comes twice, before an `OpenJob` is made."""
     database = RowDatabase()
     ids = (WantedRow(row.custom_id, "", place, 0) for row, place in source.rows())
     twice = database.want_all(ids)

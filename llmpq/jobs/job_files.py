@@ -109,10 +109,7 @@ def commit_file(disk: Disk, path: Path, aside: Path, fill: Callable[[Sink], obje
 
 
 class OutputLock:
-    """An exclusive lock on a file, given back by the kernel however the process ends.
-
-    Raises `InputError` while another process holds it.
-    """
+    """An exclusive lock on a file, which the kernel frees; InputError while another holds it."""
 
     def __init__(self, path: Path, output: Path) -> None:
         self._path = path

@@ -185,10 +185,7 @@ class JobOutput:
     def load(
         self, identity: JobIdentity, database: RowDatabase, retry_errors: bool = False
     ) -> None:
-        """Note the results that are there already in `database`, and begin.
-
-        Raises `InputError` if they belong to another job.
-        """
+        """Note results that are in `database` and begin; InputError if of another job."""
         if self._manifest is not None:
             self._manifest.check_same_job(identity, self.path)
         replaces = self.options.overwrite or bool(self._manifest and self._manifest.replaces)
@@ -272,10 +269,7 @@ class JobOutput:
             raise self._unwritable(error) from error
 
     def finish(self, read_input: ReadInputAgain = lambda: None) -> None:
-        """Leave one line for each id, and the manifest of a job that is done.
-
-        By what `read_input` gives, input and output are known again.
-        """
+        """Leave one line for each id, the manifest of a finished job, and its identity."""
         writer = self._loaded()
         writer.stop()
         self.commit()
@@ -302,11 +296,7 @@ class JobOutput:
         store.clean_up(self._generation if self._in_folder else None)
 
     def _record(self, written: str | None) -> FileRecord | FolderRecord | None:
-        """The record of the output.
-
-        None if somebody else has changed it since it was read, or since this digest of it was
-        `written`.
-        """
+        """The output's record, or None if it was changed since it was read or `written`."""
         if self._in_folder:
             return FolderRecord.of(self._shards())
         record = FileRecord.of(self.path, self.path.name)

@@ -62,10 +62,7 @@ def rows_of(items: RowsInput) -> Iterator[Row | BadRow]:
 
 
 def rows_named_by_content(items: Iterable[Mapping[str, Any]]) -> Iterator[Row | BadRow]:
-    """Rows from dictionaries that come in no settled order, as `rows_of` makes them.
-
-    Those without an id get one that is made from their content.
-    """
+    """Rows of dictionaries in no settled order; ids are made from content where they lack."""
     return _from_items(items, Occurrences())
 
 

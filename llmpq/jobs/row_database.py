@@ -104,10 +104,7 @@ class Tally:
 
 
 class Done(NamedTuple):
-    """A result: in line `line` of the file `source`, `failed` if it is an error.
-
-    An error is `forgotten` if its row is to run again.
-    """
+    """A result in `line` of `source`; an error is `forgotten` if its row is to run again."""
 
     fingerprint: str
     failed: bool
@@ -219,10 +216,7 @@ class RowDatabase:
         return self._database.execute(query).fetchone() is not None
 
     def row_blocks(self) -> Iterator[bytes]:
-        """Records of the rows of the input, many at once, without those that are nameless.
-
-        Their order does not depend on where they stand.
-        """
+        """Records of named rows of the input, many at once; their order is their content's."""
         found = self._database.execute(_RECORDS)
         while batch := found.fetchmany(BATCH_ROWS):
             yield bytes.fromhex("".join(digits for (digits,) in batch))
@@ -255,10 +249,7 @@ class RowDatabase:
         return count, tuple(place for (place,) in first)
 
     def record(self, custom_id: str, done: Done) -> bool:
-        """Note a result; returns whether it counts.
-
-        Of two the later counts, unless it is an error or the earlier is none.
-        """
+        """Note a result, return whether it counts: the later does, but no error after a success."""
         key = id_key(custom_id)
         if not self._insert_all(_RECORD, [(key, *done)]):
             return self._replace(key, done)

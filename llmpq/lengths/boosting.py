@@ -320,9 +320,7 @@ def grown(
     weights: FloatArray,
     options: TreeOptions = TreeOptions(),
 ) -> Trees:
-    """Trees for rows [rows] of these `weights` [rows] and of the buckets `found` [rows], at least
-    two; with `rest` after each round.
-    """
+    """Trees for rows [rows], their `weights` and `found` buckets; with `rest` after each round."""
     try:
         from sklearn.ensemble import GradientBoostingClassifier
     except ImportError as error:

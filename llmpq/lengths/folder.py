@@ -73,9 +73,7 @@ def check_target(target: Path, replace: bool) -> None:
 def save_predictor(
     target: Path, model: BucketModel, confusion: IntArray, replace: bool = False
 ) -> None:
-    """Write `model` and how it errs, `[buckets][buckets]`, to the folder `target`, which is there
-    when it is complete. Raises `InputError`.
-    """
+    """Write `model` and its errors `[buckets][buckets]` to the folder `target`, all or nothing."""
     check_target(target, replace)
     file = PredictorFile(
         kind=model.kind,

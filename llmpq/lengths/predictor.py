@@ -25,10 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def even_buckets(longest: int, count: int = BUCKETS) -> tuple[int, ...]:
-    """The most tokens of each of `count` buckets of the same width, the last one `longest`.
-
-    They are fewer where `longest` is less than `count`.
-    """
+    """The most tokens of up to `count` buckets of one width, the last one `longest`."""
     ends = {-(-longest * number // count) for number in range(1, count + 1)}
     return tuple(sorted(ends))
 

@@ -78,10 +78,7 @@ def timed_kinds(shape: ModelShape) -> tuple[TimedKind, ...]:
 
 
 class Profile:
-    """The CSV at `path` while it grows by rows of the model of `config` and `shape`.
-
-    `own` are the accelerators that the cluster file describes.
-    """
+    """The CSV at `path`, which grows; `own` are accelerators that the cluster file describes."""
 
     def __init__(
         self,

@@ -108,10 +108,7 @@ class JobLog:
         self._written = 0
 
     async def tail(self, client: JobSubmissionClient, job_id: str) -> None:
-        """Write what is new; every connection begins at the log's first character.
-
-        Raises `TimeoutError` when nothing came for `QUIET_S`.
-        """
+        """Write what is new of the log; `TimeoutError` when nothing came for `QUIET_S`."""
         seen = 0
         async with asyncio.timeout(QUIET_S) as limit:
             async for text in client.tail_job_logs(job_id):
@@ -149,10 +146,7 @@ _AGENT_REMEDY = (
 
 @dataclass(frozen=True)
 class JobEnd:
-    """End of a job: Ray's word for it, and the exit code of its command, if that came to its end.
-
-    `message`: Ray's own words where there is no code.
-    """
+    """End of a job: Ray's word for it, its command's exit code, or Ray's `message` without one."""
 
     status: str
     exit_code: int | None

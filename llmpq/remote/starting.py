@@ -139,10 +139,7 @@ def _find(causes: tuple[_Cause, ...], error: BaseException, words: str) -> tuple
 
 
 def error_reason(error: BaseException) -> str:
-    """The part of an error that a message shows.
-
-    That is what the system said; else the last line of a traceback, or the first sentence.
-    """
+    """An error's part for a message: the system's word, a traceback's last line, or a sentence."""
     text = str(error)
     system = re.search(r"\[Errno -?\d+\] [\w ]+", text)
     if system is not None:

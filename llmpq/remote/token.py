@@ -133,10 +133,7 @@ def _admits(address: str) -> bool:
 
 
 def refused_token(cluster: str) -> DeviceError:
-    """An error for a `cluster` that wants a token and did not get the right one.
-
-    It says where the token came from, never the token itself.
-    """
+    """An error for a `cluster` that refused the token: where it came from, never the token."""
     path = token_file()
     if not _uses_tokens():
         sent = f"{_MODE}={environ[_MODE]} keeps one from being sent; unset that, and"

@@ -60,9 +60,7 @@ def job_remarks(plan: PlanSpec) -> list[str]:
 
 
 def what_is_planned(plan: PlanSpec) -> str:
-    """The prompts of a job, how many of them are in flight, and their lengths, or the bound on the
-    latency of requests.
-    """
+    """A job's prompts, those in flight, and their lengths, or the bound on the latency."""
     if plan.latency is not None:
         return f"{what_is_bounded(plan.latency)}; {count(plan.workload.global_batch)} in flight"
     if plan.job is None:
@@ -265,9 +263,7 @@ def _lengths(job: JobForecast) -> str:
 
 @dataclass(frozen=True)
 class Course:
-    """A plan that can be had: its names, its figures, the seconds of the batch or the job, and the
-    option or the device that gives it.
-    """
+    """A plan that can be had: names, figures, seconds, and the option or device that gives it."""
 
     name: str
     plan: PlanChoice

@@ -30,9 +30,7 @@ Ticks = Sequence[tuple[float, str]]
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to pixels; `low` and `high` are at `first` and `last`. With `is_log` in
-    proportion to their logarithm.
-    """
+    """Maps values from `low`..`high` to pixels `first`..`last`, by logarithms if `is_log`."""
 
     low: float
     high: float

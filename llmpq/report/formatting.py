@@ -17,9 +17,7 @@ MINUS, SPACE = "−", "\N{NO-BREAK SPACE}"
 
 
 class _Units(NamedTuple):
-    """Two units of time: `ratio` small ones of `small_s` seconds make a large one; a time of at
-    least `most` small ones is told in larger units.
-    """
+    """Two units of time: `ratio` small ones make a large one, which is used from `most` on."""
 
     large: str
     small: str

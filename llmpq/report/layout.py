@@ -19,9 +19,7 @@ INDENT = "  "
 
 
 def new_table(columns: Sequence[str], words: Sequence[int] = (0,)) -> Table:
-    """A table without lines between rows; columns whose numbers are in `words` hold text, the
-    others figures, which are never broken.
-    """
+    """A table without lines between rows; columns in `words` hold text, others whole figures."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, head in enumerate(columns):
         is_words = index in words

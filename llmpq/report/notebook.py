@@ -37,17 +37,13 @@ def _table(
     template: str = "cell_table.html.j2",
     **more: object,
 ) -> str:
-    """Cells under their heads, of which the first `words` columns hold text, the others numbers,
-    and lines below them.
-    """
+    """Cells under heads, of which the first `words` columns hold text, and lines below."""
     named = {"title": title, "heads": heads, "rows": list(rows), "words": words, "lines": lines}
     return render(template, **named, **more)
 
 
 def plan_html(plan: PlanSpec, simulated: Simulated | str) -> str:
-    """A plan's stages, what it predicts, and its `simulated` schedule, or why there is none; of a
-    plan under a bound on latency some of its cycles.
-    """
+    """A plan's stages, prediction and `simulated` schedule, or why there is none."""
     picture = None
     if plan.latency is not None:
         picture = _small(cycle_pictures(plan))

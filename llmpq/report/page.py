@@ -124,9 +124,7 @@ def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[st
 
 
 def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
-    """The part of the page that needs an explanation; `least_s`: accuracy of the search,
-    `layer_sentences` by stage.
-    """
+    """The part of the page that needs an explanation; `least_s`: accuracy of the search."""
     least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
     devices = [stage.label for stage in plan.stages]
     titles: dict[int, list[str]] = {}
@@ -193,9 +191,7 @@ def write_refusal(
 
 
 def _needs(request: PlanningRequest) -> list[tuple[int, int, int]]:
-    """Each bitwidth with the bytes of all layers, as the first device would hold them, and those of
-    their keys and values.
-    """
+    """Each bitwidth with the bytes of all layers and of their keys and values on device 0."""
     shape, device = request.shape, request.cluster.devices[0]
     dtype = device.compute_dtype(request.options.dtype)
     kv_bits = kv_bits_of(request.options)

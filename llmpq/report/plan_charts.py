@@ -170,9 +170,7 @@ class PlanPoint:
 def front_svg(
     points: Sequence[PlanPoint], whole: str, present: PlanPoint | None = None, alone: bool = False
 ) -> Markup:
-    """Latency against sensitivity, fastest first, where `present` is drawn large; `whole`: what the
-    seconds are of.
-    """
+    """Latency against sensitivity, fastest first, `present` drawn large; seconds of the `whole`."""
     width, height = FRONT_SIZE
     x = Axis.over([point.latency_s for point in points], 84, width - 28)
     y = Axis.over([point.sensitivity for point in points], height - 62, 44)
@@ -249,9 +247,7 @@ def _plan_point(point: FrontPoint) -> PlanPoint:
 
 
 def _is_planned(plan: PlanSpec, point: FrontPoint) -> bool:
-    """Whether a point of a front is `plan`, which another search with another theta found again, a
-    little faster or slower by its gap.
-    """
+    """Whether a point of a front is `plan`, found again a little faster or slower by its gap."""
     latency_s, sensitivity = plan.predicted.latency_s, plan.solver.sensitivity
     same = math.isclose(point.omega, sensitivity, rel_tol=1e-6, abs_tol=1e-12)
     return same and math.isclose(point.latency_s, latency_s, rel_tol=SAME_S)
@@ -317,9 +313,7 @@ class Picture:
 def schedule_pictures(
     simulated: Simulated, devices: Sequence[str], is_job: bool = False
 ) -> list[Picture]:
-    """What was simulated as two pictures: all of it, a batch or the first fills of a job's slots,
-    and the turn from prefill to decode.
-    """
+    """A simulation as two pictures: all of it, and the turn from prefill to decode."""
     labels = [shortened(device, GANTT_LABEL) for device in devices]
     title = "The first fills of the slots" if is_job else "The whole batch"
     views = [(title, GanttOptions(width=GANTT_WIDTH))]

@@ -108,9 +108,7 @@ def bits_of(stage: StagePlan) -> list[str]:
 
 
 def predicted(plan: PlanSpec) -> str:
-    """Seconds and tokens per second; of the two phases where they follow one another. Under a bound
-    on latency requests per second, and the latency.
-    """
+    """Seconds and tokens/s, by phase where one follows the other; or requests/s and latency."""
     p = plan.predicted
     if plan.latency is not None:
         return f"{rates(plan.latency)}; {latencies(plan.latency)}"

@@ -39,10 +39,7 @@ MOST_UNUSED = 8  # devices of a fleet that are named; of more the first ones
 
 
 def plan_table(plan: PlanSpec, limits: Sequence[StageLimits] = ()) -> RenderableType:
-    """The stages of a plan, its prediction, its solver and its baselines.
-
-    `limits`, where known, say which resource of a stage is used up.
-    """
+    """Stages, prediction, solver and baselines of a plan; `limits`: what a stage has used up."""
     facts = facts_of(plan)
     headline, notes = f"{facts.title}: {facts.planned}", Notes(_notes(plan, facts))
     if plan.prefill_plan is None:
@@ -112,9 +109,7 @@ def _span(stage: StagePlan) -> str:
 
 
 def _binding(limits: StageLimits, is_wide: bool) -> str:
-    """The resources, below each other where the table is narrow: there "all" for all three, so that
-    two lines are enough.
-    """
+    """The resources, below each other and "all" for all three where the table is narrow."""
     names = limits.binds or ("-",)
     if is_wide:
         return ", ".join(names)
@@ -158,9 +153,7 @@ def comparison_table(plan: PlanSpec) -> RenderableType:
 def front_table(
     points: Sequence[FrontPoint], is_job: bool = False, plan: PlanSpec | None = None
 ) -> RenderableType:
-    """The Pareto front, fastest first; `is_job`: of plans for a whole job. With `plan` it is
-    the front that the plan's page has.
-    """
+    """The Pareto front, fastest first, of a batch or job; with `plan` the front of its page."""
     heads = ("theta", _time_head(is_job), "tokens/s", "sensitivity", "bits a layer")
     rows = [
         (

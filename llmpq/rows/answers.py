@@ -17,10 +17,7 @@ BAD_LINE = "invalid_line"
 
 @dataclass(frozen=True)
 class TokenText:
-    """A token with its log-probability and those of alternatives, best first, as texts.
-
-    `offset`: characters of the answer before it.
-    """
+    """A token with its log-probability and others', best first; `offset`: characters before it."""
 
     text: str
     offset: int

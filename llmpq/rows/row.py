@@ -255,10 +255,7 @@ def digest(content: Mapping[str, Any], length: int) -> str:
 
 
 class Occurrences:
-    """Numbers of repeats of a content, in a temporary database.
-
-    SQLite keeps that in its page cache and beyond it in a file that has no name.
-    """
+    """Numbers of repeats of a content, in SQLite's page cache and a file without a name."""
 
     def __init__(self) -> None:
         self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)

@@ -269,10 +269,7 @@ def length_weights(ended: Sequence[int] | IntArray, running: Sequence[int]) -> F
 
 
 class LengthRecord:
-    """The prompt and output tokens of the latest rows of a run.
-
-    `ended` counts the rows that ended. A row in error says nothing of lengths.
-    """
+    """Prompt and output tokens of a run's latest rows without errors; `ended`: all rows so far."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -337,9 +334,7 @@ class OutputLengths:
 
     @property
     def mean_so_far(self) -> float:
-        """Mean tokens that a row in flight has, which is also what it lacks: by the time that they
-        take, long rows are met more often.
-        """
+        """Mean tokens that a row in flight has, and lacks; long rows are met more often."""
         outputs = self._pairs[:, 1]
         return float(self._weights @ outputs**2) / (2 * self.mean)
 

@@ -76,9 +76,7 @@ class CheckedModel:
         return open_source(options.predictor, self.folder, self.vocab_size, options.save_predictor)
 
     def load_importance(self) -> None:
-        """Find what weights are rounded by, once transformers and torch, which are slow to load,
-        take the model too; stages can be made then.
-        """
+        """Find what weights are rounded by, once transformers takes the model too."""
         from actors.stage.model_config import check_transformers_builds
         from quant.checkpoint.reader import Checkpoint
 

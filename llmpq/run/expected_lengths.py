@@ -73,9 +73,7 @@ class ExpectedLengths:
             yield from self._ended(*ahead.popleft())
 
     async def expect(self, prompt: Prompt) -> int:
-        """The new tokens that are expected of a request that comes by itself; as many as it may
-        have where that takes too long.
-        """
+        """New tokens expected of a single request; its limit where predicting takes too long."""
         asked = asyncio.wrap_future(self.source.submit([prompt]))
         try:
             expected = (await asyncio.wait_for(asyncio.shield(asked), WAIT_S))[0]

@@ -253,9 +253,7 @@ class RunOptions(PromptingOptions):
         return self.scheduling(plan).name == BOUNDED
 
     def takes_random_order(self, plan: PlanSpec) -> bool:
-        """Whether a run of `plan` takes its rows in random order: under a schedule for lengths of
-        prompts and answers that are correlated.
-        """
+        """Whether a run takes rows in random order: if its schedule is for correlated lengths."""
         is_correlated = plan.latency is not None and plan.latency.lengths.are_correlated
         return is_correlated and self.follows_schedule(plan)
 

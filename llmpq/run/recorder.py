@@ -49,10 +49,7 @@ class SessionOf:
 
 
 class RunRecorder:
-    """Notes what a run does; its methods may be called from several threads.
-
-    `end`: how the run ended, unless an error or its last row ends it.
-    """
+    """Notes what a run does, from several threads. `end`: how it ended, unless by error or row."""
 
     def __init__(
         self,

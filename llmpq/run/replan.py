@@ -129,9 +129,7 @@ def _within_bound(
     options: PlanOptions,
     requests: Requests,
 ) -> PlanSpec:
-    """The best plan within the bound on latency; where none keeps it, within the least bound that
-    is feasible. It says which bound was asked for.
-    """
+    """The best plan within the bound on latency, or within the least feasible one; which it was."""
     source, asked = plan.model.source, options.max_request_latency_s
     try:
         return bounded_plan(cluster, shape, source, requests, options)

@@ -68,9 +68,7 @@ class RowsInFlight:
             yield row
 
     def requests(self, items: Iterator[Request | BadRow]) -> Iterator[Request | None]:
-        """The requests among `items`; bad rows are put aside, and None comes where `bad_results`
-        should be given out before more is read.
-        """
+        """The requests among `items`; None where `bad_results` should be given out first."""
         since_s = time.monotonic()
         for item in items:
             if isinstance(item, Request) and not self.wait_if_long(item):
@@ -175,10 +173,7 @@ _WAITING: TypeAdapter[WaitingRequest] = TypeAdapter(WaitingRequest)
 
 
 class WaitingRequests:
-    """Requests in the order in which they were added; `prompts` of them wait.
-
-    They lie in memory, or where they are many in a temporary file.
-    """
+    """Requests in their order, in memory or, if many, in a temporary file; `prompts` wait."""
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=memory_bytes)  # noqa: SIM115
@@ -193,9 +188,7 @@ class WaitingRequests:
         self.prompts += 1
 
     def take_all(self) -> Iterator[WaitingRequest]:
-        """The requests, each once; nothing may be added any more. Raises `InputError` where the
-        disk has lost them.
-        """
+        """The requests, each once, when all are added. InputError if the disk lost them."""
         for line in self._lines():
             self.prompts -= 1
             yield _WAITING.validate_json(line)

@@ -90,9 +90,7 @@ class RunPart:
 
 
 def forecast_s(plan: PlanSpec, prompts: int, max_tokens: int) -> float | None:
-    """Seconds that `plan` forecasts for so many of its prompts, or for a batch's tokens; None where
-    it is not followed.
-    """
+    """Seconds that `plan` forecasts for prompts, or a batch's tokens; None where not followed."""
     rate = planned_tokens_per_s(plan)
     if rate is None:
         return None
@@ -111,9 +109,7 @@ def planned_rate(parts: Sequence[RunPart]) -> float | None:
 
 
 def planned_tokens_per_s(plan: PlanSpec) -> float | None:
-    """Generated tokens per second of `plan` when it is run; None where some emulated device has no
-    time scale and so follows no plan.
-    """
+    """Planned tokens/s; None where an emulated device has no time scale, so follows no plan."""
     if any(stage.emulated for stage in plan.stages) and not plan.time_scale:
         return None
     forecast = plan.job or plan.latency or plan.predicted
@@ -121,9 +117,7 @@ def planned_tokens_per_s(plan: PlanSpec) -> float | None:
 
 
 def settled_tokens_per_s(plan: PlanSpec) -> float | None:
-    """Planned tokens per second while all slots are in use, where the plan says that, else of the
-    whole job; None as `planned_tokens_per_s`.
-    """
+    """Planned tokens/s with all slots in use, if told, else of the job; None as above."""
     rate = planned_tokens_per_s(plan)
     if rate is None or plan.latency is None:
         return rate
@@ -201,9 +195,7 @@ def work_of(stats: StageStats, phase: Phase) -> PhaseWork:
 
 
 def mean_s(work: PhaseWork) -> tuple[float | None, bool]:
-    """Mean seconds of a planned micro-batch, by those that were full, or else of all micro-batches;
-    None without any. Whether it is by full ones.
-    """
+    """Mean seconds of a micro-batch, by the full ones if any (then True); None without any."""
     if work.full_sizes:
         return work.full_s / work.full_sizes, True
     return (work.seconds / work.micro_batches if work.micro_batches else None), False

@@ -37,9 +37,7 @@ LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan is made again from: prompts left, lengths where they are known, and measured
-    shares of the planned seconds by device.
-    """
+    """What to plan again from: prompts left, lengths, and measured slowdown by device."""
 
     prompts_left: int
     lengths: Lengths | None
@@ -91,9 +89,7 @@ class DriftControl:
         self._has_schedule = False
 
     def begin(self, plan: PlanSpec, start_s: float, has_schedule: bool = False) -> None:
-        """Watch a run of `plan`, whose stages took `start_s` to start; `has_schedule`: they follow
-        its schedule, and may follow another.
-        """
+        """Watch a run of `plan`; `start_s` of its stages; `has_schedule`: it may get another."""
         self._plan, self._start_s, self._has_schedule = plan, start_s, has_schedule
         self._watch = DriftWatch(undivided(plan), self._record, self._share)
         self._said.clear()
@@ -258,9 +254,7 @@ MARGIN = 1.5
 
 @dataclass(frozen=True)
 class RunLengths:
-    """Mean tokens of prompts and outputs, the longest output, and the mean tokens that rows in
-    flight have, and still lack.
-    """
+    """Mean prompt and output, longest output, and what rows in flight have and lack: tokens."""
 
     prompt: float
     output: float
@@ -331,9 +325,7 @@ def best_switch(old: PlanSpec, new: PlanSpec, outlook: Outlook) -> Switch:
 def seconds_per_row(
     plan: PlanSpec, lengths: RunLengths, slowdowns: Mapping[str, Slowdown]
 ) -> float:
-    """Seconds of a row with all slots in use: its prefill, and its share of decode rounds, by the
-    slowest stage or by the way round all of them.
-    """
+    """Seconds of a row with all slots in use, by the slowest stage or the way round all."""
     slots, sizes = plan.workload.global_batch, plan.micro_batches
     groups = -(-slots // sizes.decode)
     decode_s = [

@@ -65,10 +65,7 @@ class StopStrings:
         self.found = False
 
     def add(self, piece: str, is_early: bool = False) -> str:
-        """The text that is certain with `piece`; it ends before the first stop string.
-
-        `is_early`: none counts that ends with this piece.
-        """
+        """The text certain with `piece`, up to a stop string that does not end too early."""
         text = self._held + piece
         end = stop_begin(text, self._stops, text if is_early else self._held)
         if end is not None:

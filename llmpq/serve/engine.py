@@ -47,10 +47,7 @@ class QueueState:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A new token, in the order of the answer; the last one has a `finish_reason`.
-
-    `stop`: the token is an end token, or completes a stop string.
-    """
+    """A new token, in order; `stop`: it is an end token, or completes a stop string."""
 
     token_id: int
     finish_reason: FinishReason | None = None
@@ -69,10 +66,7 @@ class EngineStoppingError(Exception): ...
 
 
 class GenerationError(Exception):
-    """A generation that ended before its end through no fault of the request.
-
-    Its text is shown to the client and must quote no prompt.
-    """
+    """A generation that failed through no fault of the request; its text must quote no prompt."""
 
 
 class Engine(Protocol):
@@ -109,9 +103,7 @@ class Engine(Protocol):
         """
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        """The text that token ids add to that of the tokens `before` them, special tokens left out.
-        Bytes that are no whole character are U+FFFD.
-        """
+        """The text that ids add to `before`, without special tokens; U+FFFD for half characters."""
 
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer; closing the generator ends the generation and frees its slot.

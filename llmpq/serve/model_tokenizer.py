@@ -58,10 +58,7 @@ class ModelTokenizer:
         return answer.ids or ()
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        """The text of token ids, as `Engine.decode`.
-
-        That of a single token is remembered, as it is the same after whatever has a text.
-        """
+        """The text of token ids, as `Engine.decode`; of single tokens it is remembered."""
         is_within = bool(before) and len(token_ids) == 1 and await self._has_text(before[-1])
         if len(token_ids) != 1 or is_within != bool(before):
             return await self._asked(token_ids, before)

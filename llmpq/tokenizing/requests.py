@@ -233,10 +233,7 @@ def requests_of_any_length(
 def start_tokenizer(
     folder: Path, limits: RowLimits, prompting: Prompting | None
 ) -> TokenizerProcess | None:
-    """The tokenizer of the model in `folder`, still loading; None where there is none.
-
-    `TokenizerProcess.wait` raises where it cannot be loaded.
-    """
+    """The tokenizer of `folder`, still loading (`wait` raises); None where there is none."""
     if not any((folder / name).is_file() for name in _FILES):
         return None
     return TokenizerProcess(folder, limits, prompting=prompting)

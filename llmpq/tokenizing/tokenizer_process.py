@@ -41,11 +41,7 @@ _REMEDY = "take the model's own files again (those beside its weights on the hub
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Limits of a row.
-
-    `row_s` seconds, `row_bytes` of memory beyond that of the process, and `most_tokens` (None: any
-    number).
-    """
+    """Limits of a row: seconds, bytes beyond the process's own, and tokens (None: any)."""
 
     row_s: float = ROW_S
     row_bytes: int = ROW_BYTES
@@ -129,10 +125,7 @@ class TokenizerProcess:
         return self._child.pid
 
     def submit(self, task: Mapping[str, Any]) -> int:
-        """Add a task (see `tokenizer_child.py`); returns its number.
-
-        Raises ValueError or TypeError if it is no JSON.
-        """
+        """Add a task (`tokenizer_child.py`), return its number. ValueError, TypeError: no JSON."""
         self._numbers += 1
         line = json.dumps(task).encode() + b"\n"
         of = "chat template or tokenizer" if "chat" in task else "tokenizer"
@@ -142,10 +135,7 @@ class TokenizerProcess:
         return self._numbers
 
     def answer(self, number: int) -> Tokenized:
-        """The answer to that task, which can be asked for once.
-
-        Raises `CheckpointError` where a new process cannot be started.
-        """
+        """That task's answer, once. CheckpointError where no new process can be started."""
         self.wait()
         self._heard_s = time.monotonic()
         while number not in self._answers:

@@ -222,9 +222,7 @@ def _observed(measured: MeasuredLengths, rows: MeasuredRows, source: JobInput) -
 
 @dataclass(frozen=True, eq=False)
 class _InputRows:
-    """The measured `rows` of `source`, with the limit of those without one, and the lengths by
-    which outputs are expected.
-    """
+    """The measured `rows` of `source`, their limits, and lengths to expect outputs by."""
 
     source: JobInput
     rows: MeasuredRows
@@ -294,9 +292,7 @@ class _InputRows:
 
 @dataclass(frozen=True)
 class InputBatch:
-    """The batch of an input; `notes` on rows that it has no room for, and as of an `InputJob` a
-    sentence on the `longest` of the others.
-    """
+    """The batch of an input; `notes` on rows without room and on the `longest` of the others."""
 
     workload: Workload
     notes: tuple[str, ...] = ()

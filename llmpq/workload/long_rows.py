@@ -69,10 +69,7 @@ def _saved(share_of_long: float, slot: int, longest: int) -> float:
 
 
 def best_cut(prompts: IntArray, limits: IntArray, outputs: IntArray) -> RowCut | None:
-    """The cut between ordinary and long rows, None where none saves enough.
-
-    Prompt tokens, most new tokens and expected ones of each row [rows].
-    """
+    """Where to cut off long rows, by prompts, limits and expected tokens [rows]; None: nowhere."""
     total = prompts + limits
     order = np.argsort(total, kind="stable")
     least = int(np.ceil(LEAST_BELOW * len(order)))

@@ -109,9 +109,7 @@ class InputMeasure:
         return ", ".join(map(str, self.source.files))
 
     def _survey(self) -> MeasuredRows:
-        """The rows as they are read, of which none is `even` yet; `prompts` are tokens of token
-        ids, and of texts bytes.
-        """
+        """The rows as read, none `even` yet; prompts in tokens if of token ids, else in bytes."""
         sizes, limits, places = array("q"), array("q"), array("q")
         is_exact, finished, ids = array("b"), array("q"), array("Q")
         read = False
@@ -165,9 +163,7 @@ class InputMeasure:
         return tokens
 
     def _tokenized(self, places: IntArray) -> tuple[list[int], str]:
-        """Tokens of the prompts at `places` [places], 0 where one cannot be tokenized, and why the
-        first of these cannot.
-        """
+        """Tokens of prompts at `places` [places], 0 if not tokenized, and why the first was not."""
         with closing(self._tokenizer()) as tokenizer:
             found, why = [], ""
             rows = self._rows_at(frozenset(places.tolist()))

@@ -105,9 +105,7 @@ def requests_of(workload: Workload | Job | InputJob | Requests | RequestLengths)
 def bounded_plan(
     cluster: ClusterSpec, shape: ModelShape, source: str, requests: Requests, options: PlanOptions
 ) -> PlanSpec:
-    """The plan under the bound on the latency of requests that the options have; raises what
-    `find_bounded_plan` raises.
-    """
+    """The plan under the options' bound on latency; raises what `find_bounded_plan` raises."""
     found = find_bounded_plan(cluster, shape, source, bound_request(requests, options), options)
     forecast, job = found.latency, found.job
     if forecast is not None:

@@ -135,9 +135,7 @@ class EightBitCacheLatency(DerivedLatency):
 
 
 class SlowedLatency(DerivedLatency):
-    """The times of `model` by each device's `slowdown`; embedding and head have that of decode,
-    where they weigh most.
-    """
+    """Times of `model` by each device's `slowdown`; embedding and head have that of decode."""
 
     def layer_seconds(
         self, device: Device, bits: int, phase: Phase, micro_batch: int, length: int, dtype: str

@@ -104,9 +104,7 @@ def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tu
 
 
 def handover_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:
-    """Seconds of a message without bytes, and of a byte, between hosts: 0 within a node. Copies
-    from and to devices are not counted.
-    """
+    """Seconds of an empty message, and of a byte, between hosts, without copies; 0 in a node."""
     if sender.node == receiver.node:
         return 0.0, 0.0
     return cluster.link_latency_s(sender, receiver), 1 / cluster.link_bytes_per_s(sender, receiver)

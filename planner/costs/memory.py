@@ -145,9 +145,7 @@ def temporary_bytes(work: StageWork, ends: StageEnds, processor: Processor | Non
 
 
 def _scratch_bytes(work: StageWork) -> int:
-    """Bytes of the scratch that layers with rooms share, and where later layers read the keys of
-    such a layer too, of one of its own.
-    """
+    """Scratch that layers with rooms share, and their own where later layers read their keys."""
     scratch, is_read = 0, any(each.reads_earlier_keys for each in work.shape.kind_shapes)
     for each in work.shape.kind_shapes:
         room, window = work.workload.room(each.sliding_window), each.sliding_window
@@ -260,9 +258,7 @@ def graph_bytes(work: StageWork, device: Device) -> int:
 
 
 def _is_recorded(work: StageWork, device: Device) -> bool:
-    """Whether steps of layers of one kind may be recorded: those of latents never are, of experts
-    those of some bitwidths are.
-    """
+    """Whether steps of a kind may be recorded: not of latents, of experts at some bitwidths."""
     shape, processor = work.shape, device.processor
     if shape.latent is not None or (shape.experts is not None and not work.quantized):
         return False
@@ -357,9 +353,7 @@ def _attention_bytes(work: StageWork, tokens: int, key_tokens: int, repeats: boo
 
 
 def _mlp_bytes(work: StageWork, tokens: int) -> int:
-    """Bytes of residual, norm, buffers, and of the largest restored weights or the most codes and
-    sums of an int8 product.
-    """
+    """Bytes of residual, norm, buffers, and of the largest restored weights or int8 codes."""
     shape, element = work.shape, DTYPE_BYTES[work.dtype]
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS
     buffers = _FUSED_BUFFERS if shape.fused_mlp else buffers

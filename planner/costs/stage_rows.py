@@ -65,9 +65,7 @@ class StageRows:
         return found.swapaxes(0, 1).reshape(len(found[0]), len(devices), -1)
 
     def _part_table(self, device: Device, experts: bool) -> FloatArray:
-        """As `unit_tables`, of the experts of each kind that has some, or of the rest of each, on
-        one device `[5, C, K]`.
-        """
+        """As `unit_tables`, on one device `[5, C, K]`, of each kind's experts or its rest."""
         costs, dtype, rows = self._costs, self._costs.dtype(device), list[list[list[float]]]()
         for kind, shape in enumerate(costs.shape_on(device).kind_shapes):
             if experts and shape.experts is None:

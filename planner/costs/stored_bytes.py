@@ -74,9 +74,7 @@ def kv_cache_bytes_per_layer(
 def kept_of_requests(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> tuple[int, int]:
-    """Bytes that a layer of one kind keeps of each token, and of a request whatever its length: its
-    constant state, or the room of its window.
-    """
+    """Bytes that a layer keeps of each token, and of each request: its state or its window."""
     token, state = kv_token_bytes(shape, kv_bits, dtype), shape.state_bytes(DTYPE_BYTES[dtype])
     room = workload.room(shape.sliding_window)
     return (token, state) if room is None else (0, room * token + state)

@@ -303,9 +303,7 @@ def _best_room(
 
 
 def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int) -> Iterator[Room]:
-    """Yield moves of the stage's first run of units that lie together to the stage before, or its
-    last to the one after.
-    """
+    """Yield moves of the stage's first run of units to the stage before, or last to the next."""
     bounds = planned.first_layer
     runs = _edge_runs(planned, stage)
     if runs[0].stop == bounds[stage + 1]:
@@ -362,9 +360,7 @@ def _room(
 def _lowered(
     planned: PlannedAssignment, unit: int, changed: list[int], stage: int
 ) -> Iterator[Room]:
-    """Yield, for each choice that takes less of a memory, the group of the stage and of each kind
-    that loses least by it.
-    """
+    """Yield, for each smaller choice, the group of the stage and each kind that loses least."""
     problem, bounds = planned.problem, planned.first_layer
     omega = problem.sensitivity
     alike: dict[int, list[int]] = {}

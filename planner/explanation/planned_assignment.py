@@ -169,9 +169,7 @@ def _used_bits(plan: PlanSpec) -> set[int]:
 
 
 def decode_round_s(problem: AssignmentProblem, times: AssignmentCosts) -> float:
-    """Seconds until every request has one more token: the slowest stage or link, or one way round,
-    as the pipeline runs it, whatever the objective.
-    """
+    """Seconds of one more token for all: the slowest stage or link, or one way round."""
     form = decode_round_form(problem)
     rounds_s, trip_s = form.rounds_s(times.decode_s.max()), form.trips_s(times.decode_s.sum())
     return float(max(rounds_s, trip_s))

@@ -149,9 +149,7 @@ def least_devices(pools: Pools, kind: int, fits: Callable[[MakeUp], bool]) -> in
 def single_kind(
     pools: Pools, kind: int, least: int, speed: Callable[[MakeUp], float]
 ) -> Iterator[MakeUp]:
-    """Yield make-ups of one kind: from the fewest devices on twice as many, while speed grows with
-    them; then sizes around the best.
-    """
+    """Yield make-ups of one kind: doubled while speed grows, then sizes around the best."""
     most, node = pools.devices_of(kind), pools.largest(kind)
     each: dict[int, float] = {}
     size = least

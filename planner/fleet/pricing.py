@@ -90,9 +90,7 @@ class Pricing:
         return fits_somehow(self.costs_of(make_up))
 
     def price(self, make_up: MakeUp, worth: float = TIE_BREAK) -> Priced | None:
-        """Plan a pipeline, the worst sensitivity worth `worth` of its time; None where it does not
-        fit, was priced so before, or time is up.
-        """
+        """Plan a pipeline at price `worth`; None if it does not fit, is known, or time is up."""
         same = tuple(sorted(make_up, key=repr))
         if self.is_over or (same, worth) in self._tried or same in self._unfit:
             return None

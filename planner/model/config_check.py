@@ -179,9 +179,7 @@ def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim:
 
 
 def rope_entries(config: ConfigFile) -> Entries:
-    """Find rotary entries as transformers 5 does: in `rope_parameters`, or older `rope_scaling`,
-    which is used where both are there.
-    """
+    """Find rotary entries as transformers 5 does; older `rope_scaling` goes before the newer."""
     for key in ("rope_scaling", "rope_parameters"):
         value = config.values.get(key)
         if value is not None and not isinstance(value, Mapping):
@@ -273,9 +271,7 @@ def _check_long(config: ConfigFile, entries: Entries, pairs: int) -> None:
 
 
 def _check_width(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> int:
-    """Check that pairs of rotated elements fit into a head, and are all of it in most families;
-    return how many elements turn.
-    """
+    """Check that pairs fit into a head, all of it in most families; return elements that turn."""
     key, parameters = entries
     is_partial = keys.default_share is not None
     outer, name = keys.share, "partial_rotary_factor"

@@ -14,9 +14,7 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The entries of a text model. Where it is part of another model, they stand in a section of
-    its file, but for the `outer` ones.
-    """
+    """A text model's entries, in a section of a larger model's file but for the `outer` ones."""
 
     name: str
     values: Mapping[str, Any]

@@ -226,9 +226,7 @@ def multiplier(config: ConfigFile, key: str) -> float:
 
 
 def kv_heads_or_all(config: ConfigFile, may_lack: bool = False) -> int | None:
-    """All heads where their number is null, as in older files, or may be and is left out; None
-    where the entry says it.
-    """
+    """All heads where their number is null, or may be and is left out; None where told."""
     is_null = config.values.get("num_key_value_heads", None if may_lack else 0) is None
     return config.size("num_attention_heads") if is_null else None
 
@@ -299,9 +297,7 @@ _COUNT_OF_OTHERS = ("n_routed_experts", "moe_num_experts")
 
 
 def says_experts(config: ConfigFile, is_known: bool) -> bool:
-    """Whether a file is of a model with experts: by their number, and of a family that is not known
-    by its name too.
-    """
+    """Whether a file has experts: by their number, and by name in an unknown family."""
     counts = (config.integer(key, default=0) for key in (*_EXPERT_COUNT, *_COUNT_OF_OTHERS))
     by_name = not is_known and "moe" in str(config.values["model_type"])
     return by_name or any(count > 1 for count in counts)

@@ -181,9 +181,7 @@ def _ministral3(config: ConfigFile) -> ModelShape:
 
 
 def _check_growing_scores(config: ConfigFile) -> None:
-    """Check what the scores of later queries grow by; nothing of a file that has no rotary entries,
-    whose are transformers' own.
-    """
+    """Check what later queries grow by; nothing without rotary entries of the file's own."""
     key = next((k for k in ("rope_scaling", "rope_parameters") if config.values.get(k)), None)
     entries = None if key is None else config.values[key]
     if not isinstance(entries, Mapping):

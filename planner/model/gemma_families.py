@@ -150,9 +150,7 @@ def _experts(config: ConfigFile) -> Experts:
 
 
 def _owners(config: ConfigFile, types: Sequence[str]) -> list[int]:
-    """The layer whose keys and values each layer reads: itself, or among the last ones the last of
-    its type that has its own.
-    """
+    """The layer whose keys and values each reads: itself, or the last own one of its type."""
     key, layers = "num_kv_shared_layers", len(types)
     count = config.integer(key)
     own = types[: layers - count]

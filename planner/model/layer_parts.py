@@ -62,9 +62,7 @@ class Experts:
 
 @dataclass(frozen=True, order=True)
 class LayerChoice:
-    """What a plan chooses for a layer: its bits, those of its experts where it has any, and whether
-    these lie in the memory of a GPU's host.
-    """
+    """What a plan chooses for a layer: bits, experts' bits, and if experts lie on the host."""
 
     bits: int
     expert_bits: int

@@ -102,9 +102,7 @@ def _by_type(config: ConfigFile, fused: bool, **own: Any) -> Mapping[str, ModelS
 
 
 def _check_gates(config: ConfigFile) -> None:
-    """Refuse gates that transformers does not compute, which reads neither entry: a sigmoid behind
-    attention, the activation behind a state.
-    """
+    """Refuse gates that transformers ignores: behind attention, and activation of a state."""
     if not config.flag(_ATTENTION_GATE, True):
         raise config.refusal(_ATTENTION_GATE, False, "true, or left out")
     gate, usual = config.values.get(_STATE_GATE), config.values.get("hidden_act", "silu")

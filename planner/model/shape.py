@@ -181,9 +181,7 @@ class ModelShape:
         return self.kv_width * (2 if self.latent is None else 1)
 
     def state_bytes(self, element_bytes: int) -> int:
-        """Bytes of a request's state in a layer, whatever its length; numbers of the convolution in
-        the compute type, of `element_bytes`.
-        """
+        """A request's state in a layer; its convolution in the compute type, of `element_bytes`."""
         if self.delta is None:
             return 0
         return 4 * self.delta.state_elements + element_bytes * self.delta.conv_elements
@@ -213,9 +211,7 @@ class ModelShape:
 
     @property
     def full_linears(self) -> tuple[LinearShape, ...]:
-        """Weight matrices that stay in the compute type: those of routers and gates, and of what
-        makes keys and values of latents.
-        """
+        """Weights that stay in the compute type: routers, gates, and what makes latents' keys."""
         found = self.extra_linears
         if self.latent is not None:
             found = (*found, self.latent.expansion(self.heads))

@@ -89,9 +89,7 @@ def _stored(
 def _of_linears(
     config: GptqConfig, shape: ModelShape, by_kind: Sequence[Sequence[StoredLinear]]
 ) -> ModelShape:
-    """Return `shape` with what differs in the linears of each kind; the bits are then those of most
-    weights, `mixed` where a kind has none of them.
-    """
+    """Return `shape` with each kind's own linears; bits of most weights, or `mixed` bits."""
     weights, kinds = Counter[int](), list[ModelShape]()
     for own, kind in zip(by_kind, shape.kind_shapes, strict=True):
         for stored, (_, linear) in zip(own, _linears(kind), strict=True):

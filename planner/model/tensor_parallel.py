@@ -238,9 +238,7 @@ def _mixer_cuts(mixer: DeltaMixer, share: RankShare, names: Sequence[str]) -> di
 
 
 def _by_key_head(mixer: DeltaMixer, share: RankShare, key_rows: int, value_rows: int) -> Cut:
-    """The cut of a linear that has, for each key head after another, `key_rows`, and twice
-    `value_rows` for each of its value heads.
-    """
+    """The cut of a linear with `key_rows`, then twice `value_rows` per value head, by key head."""
     values = mixer.value_heads // mixer.key_heads
     each = key_rows + 2 * values * value_rows
     spans = []
@@ -275,9 +273,7 @@ def _expert_cuts(shape: ModelShape, share: RankShare, names: Architecture) -> di
 
 
 def hands_over(shape: ModelShape) -> bool:
-    """Whether ranks of groups hand over what they keep: a range of heads, the same in all layers
-    (`actors.handover`).
-    """
+    """Whether ranks hand over what they keep: the same range of heads in all layers."""
     held = {(kind.heads, kind.kv_heads, kind.delta) for kind in shape.kind_shapes}
     return len(held) == 1 and shape.kind_shapes[0].delta is None
 
@@ -347,9 +343,7 @@ def _first_unit(linear: LinearShape, degree: int) -> int | None:
 
 
 def _smallest_unit(columns: int, degree: int) -> int | None:
-    """The group by which the largest part is smallest, with its scales: experts are narrow, and
-    most of what a rank holds.
-    """
+    """The group with the smallest largest part, with scales: most of it is narrow experts."""
     groups = _units(columns, degree, GROUP_SIZES) or _units(columns, degree, _FINER_UNITS)[:1]
     return min(
         groups,

@@ -96,9 +96,7 @@ def _token_bytes(plan: PlanSpec, stage: StagePlan) -> float:
 
 
 def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
-    """Seconds that a prompt of 1 to `longest` tokens adds to a micro-batch `[longest]`: weights are
-    read and kernels started for the others anyway.
-    """
+    """Seconds that a prompt of 1 to `longest` tokens adds to a micro-batch `[longest]`."""
     tokens = np.arange(1, longest + 1, dtype=np.float64)
     times = stage.modelled
     if times is None:
@@ -110,9 +108,7 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
 
 
 def _rooms(plan: PlanSpec, copies: Sequence[HostCopies], request_tokens: float) -> list[int]:
-    """Tokens in host memory of each stage that keeps any, of requests that have `request_tokens` or
-    more; on a CPU what the plan's limit has left.
-    """
+    """Host tokens by stage, of requests of at least `request_tokens`; a CPU's by its limit."""
     devices = _devices(plan)
     held = [each.kv_bytes_per_token + each.state_bytes / request_tokens for each in copies]
     stages = [(stage, own) for stage, own in zip(plan.stages, held, strict=True) if own]

@@ -97,9 +97,7 @@ class ModelledTimes:
         return between(requests, *sizes, lambda size: known[size].mean_s(lengths))
 
     def pass_s(self, starts: IntArray, counts: IntArray) -> float:
-        """Seconds of `counts` tokens after `starts`: the prompt up to its end less that up to its
-        start, and the constant.
-        """
+        """Seconds of `counts` tokens after `starts`: a longer prompt's less a shorter's."""
         decodes = (counts == 1) & (starts > 0)
         decode_s = self.compute_s(True, starts[decodes]) if decodes.any() else 0.0
         if decodes.all():

@@ -146,9 +146,7 @@ class Prediction:
 
 @dataclass(frozen=True, config=STRICT)
 class PerplexityForecast:
-    """The expected `increase` over `baseline` (16 bit), with its interval; `max_omega` is what
-    `max_increase` came to.
-    """
+    """Expected `increase` over 16 bit, with its interval; `max_omega` of `max_increase`."""
 
     baseline: float
     increase: float

@@ -147,9 +147,7 @@ class MeasuredStage:
 
 
 def run_trace(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> str:
-    """JSON in Chrome's trace format (Perfetto opens it too); None: a stage that did not answer. Run
-    and simulation begin at 0.
-    """
+    """JSON in Chrome's trace format, from 0 on; None: a stage that did not answer."""
     labels = [stage.label for stage in plan.stages]
     starts = [s.began_s[0] for s in stages if s is not None and len(s.began_s)]
     zero_s = float(min(starts, default=0.0))

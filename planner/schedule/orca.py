@@ -17,9 +17,7 @@ from quant.common.errors import SpecError
 
 
 class Waiting(NamedTuple):
-    """A request that waits, by its arrival, with `text` tokens to prefill and `size` slots to
-    reserve; urgent ones go first.
-    """
+    """A waiting request with `text` tokens to prefill, `size` slots to reserve; urgent first."""
 
     request: int
     text: int
@@ -154,9 +152,7 @@ class Cohort:
 
 
 class OrcaSchedule:
-    """The order of passes of `rows`; SpecError for sizes below 1, and a request that needs more
-    slots than there are.
-    """
+    """The order of passes of `rows`; SpecError for sizes below 1 and requests too large."""
 
     def __init__(self, rows: JobRows, sizes: OrcaSizes, stages: int) -> None:
         if min(sizes.max_batch_size, stages) < 1:

@@ -35,9 +35,7 @@ def most_waiting(sizes: Sizes, stages: int) -> int:
 
 
 def first_reservation_of(prompt: int, most: int, expected: int | None, generated: int = 0) -> int:
-    """The token slots that a request reserves first: prompt and expected new tokens, one more than
-    `generated` at least.
-    """
+    """Token slots to reserve first: prompt and expected tokens, but more than `generated`."""
     likely = most - prompt if expected is None else expected
     return min(prompt + max(likely, generated + 1), most)
 
@@ -114,9 +112,7 @@ class LongestFirst:
 
 
 class S3Policy(OrcaPolicy):
-    """As `orca` for the longest that fits; never more than `max_batch_tokens` at once, as what is
-    computed again may be longer than prompts.
-    """
+    """As `orca` for the longest that fits, within `max_batch_tokens` also when computed again."""
 
     def __init__(self, sizes: OrcaSizes, stages: int) -> None:
         super().__init__(sizes, stages)

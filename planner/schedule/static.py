@@ -34,9 +34,7 @@ def refill_from(slots: int, prefill_size: int, stages: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class SlotGroup:
-    """The slots from `first` up to `end`, which decode together; one that `fills` has not stepped
-    since it was empty, and waits for all newcomers.
-    """
+    """Slots `first` to `end`, which decode together; one that `fills` waits for all newcomers."""
 
     index: int
     first: int
@@ -53,9 +51,7 @@ class SlotGroup:
 
 
 class StaticPolicy:
-    """The decisions over `slots` KV slots. They depend on who ends when but not on time, as the
-    oldest micro-batch under way is always waited for.
-    """
+    """The decisions over `slots` KV slots, by who ends when, never by time."""
 
     def __init__(self, slots: int, sizes: MicroBatches, stages: int) -> None:
         self.most_under_way = UNDER_WAY_PER_STAGE * stages

@@ -41,9 +41,7 @@ class TurnGroup:
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of `groups` groups, each of which has `least` to `most` requests after its turn in
-    the steady state.
-    """
+    """The turns of `groups` groups of `least` to `most` requests in the steady state."""
 
     schedule: RequestSchedule
     groups: int
@@ -159,9 +157,7 @@ class RraPolicy:
         self.follow(schedule)
 
     def follow(self, schedule: RequestSchedule) -> None:
-        """Take turns by another schedule, each group from its next one; groups that are too many
-        take nobody any more.
-        """
+        """Take turns by another schedule from each group's next turn; surplus groups run empty."""
         turns = self._turns = Turns.of(schedule, self._most_in_group)
         for index in range(len(self.groups), turns.groups):
             self.groups.append(TurnGroup(index, turns.first_credit(index)))
@@ -259,9 +255,7 @@ many tokens keep a stage as busy, and each request takes a slot and a row of log
 def newcomers(
     schedule: RequestSchedule, stages: int, present: int, prefilling: int
 ) -> tuple[int, int]:
-    """How many requests should begin with the next turn, and how many may; `present` are those that
-    decode or will.
-    """
+    """How many requests should, and may, begin with the next turn; `present` are or will be in."""
     if present > schedule.decode_requests:
         return 0, 0
     room = min(
@@ -283,18 +277,14 @@ class PrefillSizes:
 
     @classmethod
     def of(cls, schedule: RequestSchedule, longest: int, size: int | None = None) -> PrefillSizes:
-        """The sizes for prompts of at most `longest` tokens, in micro-batches of `size` mean ones
-        (None: as planned).
-        """
+        """Sizes for prompts up to `longest`, micro-batches of `size` mean ones (None: planned)."""
         size = size or schedule.prefill_micro_batch
         usual = size * schedule.mean_prompt_tokens
         even = (1 + schedule.tolerance) * usual
         return cls(SHORT_PROMPTS * size, usual, even, size * longest)
 
     def next_part(self, waiting: Iterable[int], waiting_tokens: float) -> int:
-        """How many of those `waiting` make the next micro-batch: about the usual tokens, or halves
-        of less than two.
-        """
+        """How many of `waiting` make the next micro-batch: about the usual tokens, or halves."""
         wanted = self.usual_tokens
         if waiting_tokens < 2 * wanted:
             is_even = waiting_tokens <= self.even_tokens

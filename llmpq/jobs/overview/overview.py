@@ -259,9 +259,7 @@ def _planned_seconds(sessions: Sequence[JobSession], rows: int | None) -> float 
 
 
 def latency_figures(sessions: Sequence[JobSession]) -> LatencyFigures | None:
-    """The latencies of all sessions beside what the latest plan says of them; None where it says
-    nothing, or no request has ended.
-    """
+    """Latencies of all sessions beside the latest plan's; None without either."""
     if not sessions:
         return None
     plan = sessions[-1].plans[-1].plan

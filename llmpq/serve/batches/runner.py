@@ -42,10 +42,7 @@ T = TypeVar("T")
 
 
 class Runner:
-    """Runs the batches of `store`; all is called in one event loop.
-
-    `counts`: lines done of the batches that run, beyond what their records say.
-    """
+    """Runs the batches of `store` in one event loop; `counts`: lines beyond their records."""
 
     def __init__(self, store: BatchStore, service: Service) -> None:
         self.counts: dict[str, LineCounts] = {}
