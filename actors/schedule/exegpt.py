@@ -42,8 +42,7 @@ class RraScheduler(Scheduler):
         schedule = _checked(sizes)
         self._stages = stages
         n_slots = sizes.n_slots or sizes.kv_tokens
-        self._slots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
-        self.requests = self._slots.requests
+        self._slots: RequestSlots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
         self._policy = RraPolicy(schedule, sizes.decode_micro_batch, sizes.prefill_micro_batch)
         self._slots_of: dict[TurnGroup, list[int]] = {}
         self._joining: list[int] = []  # slots of newcomers, in the turn that begins
@@ -67,9 +66,6 @@ class RraScheduler(Scheduler):
     @property
     def most_under_way(self) -> int:
         return UNDER_WAY_PER_STAGE * self._stages
-
-    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        return self._slots.tokens()
 
     @property
     def wants_requests(self) -> bool:

@@ -23,7 +23,7 @@ from actors.messages import (
     TokenIds,
     TokenRange,
 )
-from actors.schedule.request_slots import RequestSlots, most_tokens
+from actors.schedule.request_slots import RequestSlots, SlotRequests, most_tokens
 from actors.schedule.scheduler import QueueSizes, Scheduler, most_in_slots
 from planner.plan.kv_copies import host_tokens
 from planner.plan.spec import PlanSpec
@@ -53,8 +53,7 @@ class PrefillScheduler(Scheduler):
         self._stages = stages
         self._waiting: deque[Request] = deque()
         self._free = deque(range(sizes.slots))
-        self.requests: dict[int, Request] = {}
-        self._cancelled: set[int] = set()
+        self._slots = SlotRequests(sizes.slots)
         self.follow(sizes.followed_schedule)
 
     def follow(self, schedule: RequestSchedule) -> None:
@@ -64,22 +63,16 @@ class PrefillScheduler(Scheduler):
         self._parts = replace(parts, most_tokens=min(self._sizes.kv_tokens, parts.most_tokens))
 
     def add(self, requests: Sequence[Request]) -> None:
+        self._slots.expect(requests)
         self._waiting.extend(requests)
 
     def cancel(self, custom_id: str) -> None:
         self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
-        self._cancelled |= {s for s, r in self.requests.items() if r.custom_id == custom_id}
+        self._slots.cancel(custom_id)
 
     @property
     def most_under_way(self) -> int:
         return self._stages + WAITING
-
-    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        return {
-            slot: (request.custom_id, np.array(request.generated, dtype=np.int64))
-            for slot, request in self.requests.items()
-            if slot not in self._cancelled
-        }
 
     @property
     def wants_requests(self) -> bool:
@@ -92,8 +85,7 @@ class PrefillScheduler(Scheduler):
         if not requests:
             return None
         slots = [self._free.popleft() for _ in requests]
-        self.requests |= dict(zip(slots, requests, strict=True))
-        texts = [np.array(r.prompt_ids + r.generated, dtype=np.int64) for r in requests]
+        texts = list(map(self._slots.put, slots, requests))
         counts = np.array([len(text) for text in texts], dtype=np.int64)
         begins = counts.cumsum() - counts
         rows = list(zip(slots, requests, begins.tolist(), counts.tolist(), strict=True))
@@ -117,20 +109,11 @@ class PrefillScheduler(Scheduler):
         return self._parts.next_part(texts[: len(self._free)], sum(texts))
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        finished: list[Finished] = []
-        rows = zip(
-            batch.slots.tolist(), sampled.token_ids.tolist(), sampled.finish_reasons, strict=True
-        )
-        for slot, token, reason in rows:
-            request = self.requests.pop(slot)
-            self._free.append(slot)
-            if slot in self._cancelled:
-                self._cancelled.discard(slot)
-                continue
-            assert reason is not None, "each is for one token"
-            tokens = (*request.generated, token)
-            finished.append(Finished(request.custom_id, tokens, reason))
-        return tuple(finished)
+        finished = self._slots.complete(batch, sampled)
+        slots = batch.slots.tolist()
+        assert self.requests.keys().isdisjoint(slots), "each is for one token"
+        self._free.extend(slots)
+        return finished
 
 
 def prefill_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
@@ -175,8 +158,7 @@ class DecodeScheduler(Scheduler):
             )
         self._sizes = sizes
         n_slots = sizes.n_slots or sizes.kv_tokens
-        self._slots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
-        self.requests = self._slots.requests
+        self._slots: RequestSlots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
         self._groups: list[_Group] = []
         self._resting = deque[_Group]()  # without a step under way
         self._under_way: deque[_Group | None] = deque()  # of each step; None: a prefill
@@ -227,9 +209,6 @@ class DecodeScheduler(Scheduler):
     @property
     def waiting(self) -> int:
         return len(self._arrived) + len(self._bare)
-
-    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        return self._slots.tokens()
 
     @property
     def wants_requests(self) -> bool:

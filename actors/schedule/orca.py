@@ -47,8 +47,9 @@ class OrcaScheduler(Scheduler):
             stages,
         )
         slots, n_slots = min(self._policy.slots, sizes.slots), self._policy.sizes.n_slots
-        self._slots = RequestSlots(slots, sizes.kv_tokens, n_slots, self._policy.chunk)
-        self.requests = self._slots.requests
+        self._slots: RequestSlots = RequestSlots(
+            slots, sizes.kv_tokens, n_slots, self._policy.chunk
+        )
         self._waiting: dict[int, Request] = {}  # by the number of the arrival
         self._arrivals = 0
 
@@ -76,9 +77,6 @@ class OrcaScheduler(Scheduler):
     @property
     def most_under_way(self) -> int:
         return self._policy.most_under_way
-
-    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        return self._slots.tokens()
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """Select the ready requests that came first, and newcomers; None for now."""

@@ -1,4 +1,4 @@
-"""The requests that have reserved token slots: their ranges, their tokens, and micro-batches of
+"""The requests in slots and their tokens; those with reserved token slots, and micro-batches of
 them.
 """
 
@@ -14,7 +14,75 @@ from actors.schedule.token_ranges import TokenRanges
 from quant.common.errors import SpecError
 
 
-class RequestSlots:
+class SlotRequests:
+    """The requests in `slots` slots, with the new tokens `given` to each so far.
+
+    Those that are `cancelled` leave their slots when their micro-batch is back.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.requests: dict[int, Request] = {}
+        self.cancelled: set[int] = set()
+        self.given = np.zeros(slots, dtype=np.int64)
+        self._tokens = np.zeros((slots, 1), dtype=np.int64)
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Make ready for the tokens of requests."""
+        most = max((max(r.max_new_tokens, len(r.generated) + 1) for r in requests), default=0)
+        missing = most - self._tokens.shape[1]
+        if missing > 0:
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
+
+    def put(self, slot: int, request: Request) -> TokenIds:
+        """Give `slot` to a request; returns the tokens to prefill."""
+        self.requests[slot] = request
+        self.given[slot] = len(request.generated)
+        self._tokens[slot, : len(request.generated)] = request.generated
+        return np.array(request.prompt_ids + request.generated, dtype=np.int64)
+
+    def tokens(self) -> dict[int, tuple[str, TokenIds]]:
+        return {
+            slot: (request.custom_id, self._tokens[slot, : self.given[slot]].copy())
+            for slot, request in self.requests.items()
+            if slot not in self.cancelled
+        }
+
+    def new_tokens(self, slot: int) -> tuple[int, ...]:
+        return tuple(self._tokens[slot, : self.given[slot]].tolist())
+
+    def last_tokens(self, slots: TokenIds) -> TokenIds:
+        last: TokenIds = self._tokens[slots, self.given[slots] - 1]
+        return last
+
+    def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
+        """Take in the tokens of `batch`; returns the requests that ended with it, which leave, as
+        those do that were cancelled.
+
+        A row that was not sampled has no token yet.
+        """
+        slots = batch.slots[batch.sampled_rows]
+        self._tokens[slots, self.given[slots]] = sampled.token_ids
+        self.given[slots] += 1
+        for slot in batch.slots.tolist():
+            if slot in self.cancelled:
+                self.leave(slot)
+        finished: list[Finished] = []
+        for slot, reason in zip(slots.tolist(), sampled.finish_reasons, strict=True):
+            if reason is not None and slot in self.requests:
+                token_ids = self.new_tokens(slot)
+                finished.append(Finished(self.leave(slot).custom_id, token_ids, reason))
+        return tuple(finished)
+
+    def cancel(self, custom_id: str) -> None:
+        self.cancelled |= {s for s, r in self.requests.items() if r.custom_id == custom_id}
+
+    def leave(self, slot: int) -> Request:
+        """Free `slot`; returns its request."""
+        self.cancelled.discard(slot)
+        return self.requests.pop(slot)
+
+
+class RequestSlots(SlotRequests):
     """Requests in `slots` slots, each with a range of the `kv_tokens` token slots, of which
     `n_slots` may be reserved.
 
@@ -24,19 +92,16 @@ class RequestSlots:
     """
 
     def __init__(self, slots: int, kv_tokens: int, n_slots: int, chunk: int = 0) -> None:
+        super().__init__(slots)
         self.n_slots = n_slots
         self.chunk = chunk
         self.ranges = TokenRanges(kv_tokens, slots)
-        self.requests: dict[int, Request] = {}
         self.ready = np.zeros(slots, dtype=np.bool_)
         self.written = np.zeros(slots, dtype=np.int64)
         self._free = deque(range(slots))
-        self._cancelled: set[int] = set()  # slots of requests under way that leave when back
         self._texts: dict[int, TokenIds] = {}  # what is prefilled, until all of it is under way
         self.arrivals = np.zeros(slots, dtype=np.int64)
         self._prefill = np.zeros(slots, dtype=np.int64)  # length of the slot's text
-        self._given = np.zeros(slots, dtype=np.int64)  # new tokens so far
-        self._tokens = np.zeros((slots, 1), dtype=np.int64)
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Make ready for requests. Raises SpecError for one that can never have its token slots."""
@@ -47,10 +112,7 @@ class RequestSlots:
                     f"{request.max_new_tokens} new tokens, but there are {self.n_slots} token "
                     "slots in all; shorten it, or make a plan for longer requests or more of them"
                 )
-        longest = max((r.max_new_tokens for r in requests), default=0)
-        missing = longest - self._tokens.shape[1]
-        if missing > 0:
-            self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
+        super().expect(requests)
 
     @property
     def available(self) -> int:
@@ -61,16 +123,6 @@ class RequestSlots:
     def free(self) -> int:
         return len(self._free)
 
-    def tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        return {
-            slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
-            for slot, request in self.requests.items()
-            if slot not in self._cancelled
-        }
-
-    def new_tokens(self, slot: int) -> tuple[int, ...]:
-        return tuple(self._tokens[slot, : self._given[slot]].tolist())
-
     def ready_slots(self) -> TokenIds:
         """The slots that are ready, those of requests that came first before others."""
         ready: TokenIds = np.flatnonzero(self.ready)
@@ -79,14 +131,10 @@ class RequestSlots:
     def take(self, request: Request, arrival: int, size: int) -> tuple[int, tuple[Move, ...]]:
         """Give a request a slot with `size` token slots; returns slot and moves for room."""
         slot = self._free.popleft()
-        text = np.array(request.prompt_ids + request.generated, dtype=np.int64)
-        self.requests[slot] = request
+        self._texts[slot] = text = self.put(slot, request)
         self.ready[slot] = True
-        self._texts[slot] = text
         self.arrivals[slot] = arrival
         self._prefill[slot], self.written[slot] = len(text), 0
-        self._given[slot] = len(request.generated)
-        self._tokens[slot, : len(request.generated)] = request.generated
         return slot, self.ranges.reserve(slot, size, self.written)
 
     def counts(self, slots: TokenIds) -> TokenIds:
@@ -126,8 +174,7 @@ class RequestSlots:
         ends = counts.cumsum()
         token_ids = np.empty(int(ends[-1]), dtype=np.int64)
         decodes = starts >= self._prefill[slots]
-        last = self._given[slots[decodes]] - 1
-        token_ids[ends[decodes] - 1] = self._tokens[slots[decodes], last]
+        token_ids[ends[decodes] - 1] = self.last_tokens(slots[decodes])
         for row in np.flatnonzero(~decodes).tolist():
             slot, start, count = int(slots[row]), int(starts[row]), int(counts[row])
             text = self._texts[slot]
@@ -137,41 +184,22 @@ class RequestSlots:
         return token_ids
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        """Take in the tokens of `batch`; returns the requests that ended with it, which leave, as
-        those do that were cancelled.
-
-        A row that was not sampled has no token yet.
-        """
-        slots = batch.slots[batch.sampled_rows]
-        self._tokens[slots, self._given[slots]] = sampled.token_ids
-        self._given[slots] += 1
         self.ready[batch.slots] = True
-        for slot in batch.slots.tolist():
-            if slot in self._cancelled:
-                self.leave(slot)
-        finished: list[Finished] = []
-        for slot, reason in zip(slots.tolist(), sampled.finish_reasons, strict=True):
-            if reason is not None and slot in self.requests:
-                token_ids = self.new_tokens(slot)
-                finished.append(Finished(self.leave(slot).custom_id, token_ids, reason))
-        return tuple(finished)
+        return super().complete(batch, sampled)
 
     def cancel(self, custom_id: str) -> None:
         """Have a request leave its slot now, or when its micro-batch is back."""
-        for slot in [s for s, r in self.requests.items() if r.custom_id == custom_id]:
-            if self.ready[slot]:
-                self.leave(slot)
-            else:
-                self._cancelled.add(slot)
+        super().cancel(custom_id)
+        for slot in [slot for slot in self.cancelled if self.ready[slot]]:
+            self.leave(slot)
 
     def leave(self, slot: int) -> Request:
         """Free `slot` and its range; returns its request."""
-        self._cancelled.discard(slot)
         self._texts.pop(slot, None)
         self.ready[slot] = False
         self.ranges.release(slot)
         self._free.append(slot)
-        return self.requests.pop(slot)
+        return super().leave(slot)
 
 
 def most_tokens(request: Request) -> int:

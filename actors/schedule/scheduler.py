@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.schedule.request_slots import SlotRequests
 from actors.stage_figures import NO_SUPERVISION, Supervision
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec, Role
@@ -108,8 +109,8 @@ class Scheduler(ABC):
     Each policy is one file beside this one, and one entry of `actors.schedule.table`.
     """
 
-    requests: dict[int, Request]
-    """Those that have a KV slot, by slot."""
+    _slots: SlotRequests
+    """The requests that have a KV slot."""
 
     _waiting: Sized
     """Those that have none."""
@@ -152,12 +153,17 @@ class Scheduler(ABC):
         return len(self._waiting)
 
     @property
+    def requests(self) -> dict[int, Request]:
+        """Those that have a KV slot, by slot."""
+        return self._slots.requests
+
+    @property
     def in_slots(self) -> int:
         return len(self.requests)
 
-    @abstractmethod
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """Return custom_id and new tokens by slot, without requests that were cancelled."""
+        return self._slots.tokens()
 
     def follow(self, schedule: RequestSchedule) -> None:  # noqa: B027  (most have none)
         """Go by this schedule from now on, within the present memory, if the policy has one."""
