@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
+from llmpq.report.layout import new_table
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
 from planner.profiles.layer_fit import row_length
@@ -151,15 +151,6 @@ def _line(
 
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name in left else "right")
+    table = new_table(columns, [at for at, name in enumerate(columns) if name in left])
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from quant.common.units import GIB, KIB, MIB
@@ -186,6 +186,11 @@ def _part_named(layers: str, part: Part, count: int) -> str:
 def bits_named(bits: int, on_host: bool) -> str:
     """Name a choice: "4 bit on the host"."""
     return f"{bits} bit{' on the host' if on_host else ''}"
+
+
+def bit_runs(bitwidths: Iterable[int]) -> list[tuple[int, int]]:
+    """Runs of equal bits in their order, each with its length."""
+    return [(bits, len(list(alike))) for bits, alike in groupby(bitwidths)]
 
 
 MOST_RUNS = 4  # of layers at equal distances that are all named

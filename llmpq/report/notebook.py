@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from llmpq.report.answers import what_is_planned
-from llmpq.report.formatting import per_second, percent, plural, rate, seconds, size
+from llmpq.report.formatting import bit_runs, per_second, percent, plural, rate, seconds, size
 from llmpq.report.plan_charts import Picture, cycle_pictures, schedule_pictures
 from llmpq.report.plan_facts import bottlenecks, facts_of
 from llmpq.report.rendering import render
@@ -113,8 +112,7 @@ def _stage_cells(plan: PlanSpec, stage: StagePlan) -> tuple[str, ...]:
 
 
 def bits_text(stage: StagePlan) -> str:
-    runs = [(bits, len(list(alike))) for bits, alike in groupby(stage.bitwidths)]
-    return ", ".join(f"{count} × {bits}" for bits, count in runs)
+    return ", ".join(f"{count} × {bits}" for bits, count in bit_runs(stage.bitwidths))
 
 
 def cluster_html(cluster: ClusterSpec) -> str:

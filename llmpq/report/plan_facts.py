@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 from llmpq.report.answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.experts import expert_remarks
 from llmpq.report.formatting import (
+    bit_runs,
     count,
     duration,
     gap,
@@ -100,7 +100,7 @@ def micro_batches(plan: PlanSpec) -> str:
 
 def bits_of(stage: StagePlan) -> list[str]:
     """Runs of equal bits in layer order, or counts where there are too many runs to read."""
-    runs = [(bits, len(list(group))) for bits, group in groupby(stage.bitwidths)]
+    runs = bit_runs(stage.bitwidths)
     if len(runs) <= MOST_RUNS:
         return [f"{bits}x{count}" for bits, count in runs]
     counts = Counter(stage.bitwidths)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import groupby
 from pathlib import Path
 
 from actors.recovery.policy import RecoveryEvent
@@ -17,6 +16,7 @@ from actors.stage_figures import StageStats
 from llmpq.jobs import journal
 from llmpq.jobs.result_lines import ErrorCounts, ErrorKind
 from llmpq.jobs.row_database import Tally
+from llmpq.report.formatting import bit_runs
 from llmpq.rows.results import Result
 from llmpq.run.meter import INTERVAL_S, RunState
 from llmpq.run.run import Run
@@ -213,7 +213,7 @@ def _planned(plan: PlanSpec, stage: StagePlan) -> journal.PlannedStage:
     def seconds(phase: Phase) -> float | None:
         return planned_s(plan, stage, phase) or None
 
-    bits = " ".join(f"{bits}x{len(list(run))}" for bits, run in groupby(sorted(stage.bitwidths)))
+    bits = " ".join(f"{bits}x{count}" for bits, count in bit_runs(sorted(stage.bitwidths)))
     span = (stage.layers.start, stage.layers.stop)
     return journal.PlannedStage(
         _cut(stage.label), span, bits, seconds("prefill"), seconds("decode")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from llmpq.report.formatting import bit_runs
 from llmpq.run.switching import Measured
 from llmpq.workload.request_lengths import Requests, bounded_plan, requests_of
 from planner.cluster.spec import ClusterSpec
@@ -203,8 +203,7 @@ def stages_text(plan: PlanSpec) -> str:
 
 
 def _stage_text(stage: StagePlan) -> str:
-    runs = ((bits, len(list(same))) for bits, same in groupby(stage.bitwidths))
-    bits = ", ".join(f"{count}x{bits} bit" for bits, count in runs)
+    bits = ", ".join(f"{count}x{bits} bit" for bits, count in bit_runs(stage.bitwidths))
     return f"stage {stage.index} ({stage.label}) {bits}"
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +45,7 @@ from llmpq.quality.options import (
 )
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
+from llmpq.report.formatting import bit_runs, part_runs
 from llmpq.report.layout import Fitting, new_table, stacked
 from llmpq.run.checkpoint import (
     checked_fingerprint,
@@ -318,7 +318,7 @@ def _perplexity_table(results: Sequence[Perplexity], apart: bool) -> Table:
         above, above_error = result.above(results[0])
         is_first, divergence = result is results[0], result.divergence
         between = " ± " if apart else "\n± "
-        runs = _runs(result.bitwidths)
+        runs = [f"{bits}x{count}" for bits, count in bit_runs(result.bitwidths)]
         table.add_row(
             result.name,
             " ".join(runs) if apart else stacked(runs, BITS_WIDTH),
@@ -337,25 +337,11 @@ def _error(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _runs(bitwidths: Sequence[int]) -> list[str]:
-    """Runs of equal bits in layer order: `4x7` and `3x5`."""
-    runs = [(bits, len(list(group))) for bits, group in groupby(bitwidths)]
-    return [f"{bits}x{count}" for bits, count in runs]
-
-
 def _notes(results: Sequence[Perplexity]) -> Iterator[str]:
     """Yield sentences about what another device's kernels would do that was not done here."""
     for result in results:
         for backend, layers in result.represented.items():
             yield (
                 f"{result.name}: {backend} does not run here; plain products with the numbers it "
-                f"rounds to took its place in {len(layers)} layer{'s' * (len(layers) != 1)} "
-                f"({_ranges(layers)})"
+                f"rounds to took its place in {part_runs(layers, 'layer')}"
             )
-
-
-def _ranges(layers: Sequence[int]) -> str:
-    """Write ascending numbers as ranges: `0-3, 7`."""
-    by_run = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
-    runs = [[layer for _, layer in group] for _, group in by_run]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
