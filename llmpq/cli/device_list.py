@@ -144,12 +144,11 @@ def _device_table(kinds: Sequence[Accelerator], *found: str) -> RenderableType:
             _capability(each),
             letters[tuple(kernels_of(each).items())],
         )
-    legend = (f"  {letter}: {_kernel_names(names)}" for names, letter in letters.items())
+    legend = (
+        f"  {letter}: {', '.join(f'{bits} {name}' for bits, name in kernels)}"
+        for kernels, letter in letters.items()
+    )
     return with_notes(table, *found, "\n".join(["kernels by bits", *legend]), *_DEVICE_NOTES)
-
-
-def _kernel_names(kernels: Iterable[tuple[int, str]]) -> str:
-    return ", ".join(f"{bits} {name}" for bits, name in kernels)
 
 
 def _capability(accelerator: Accelerator) -> str:

@@ -21,7 +21,7 @@ from llmpq.report.latency import latency_answers, what_is_bounded
 from llmpq.report.reasons import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.plan.parts import JobForecast, MoreDevices, PlanChoice
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PREDICTING, TOKEN_POLICIES
 
 EQUAL_SPEED = 0.005  # less than a percent that is shown
@@ -57,6 +57,32 @@ def job_remarks(plan: PlanSpec) -> list[str]:
     if job is not None and plan.latency is None:
         remarks += [_long_rows(plan, job), _lengths(job)]
     return [each for each in remarks if each]
+
+
+def expert_remarks(plan: PlanSpec) -> Iterator[str]:
+    """Yield sentences on where a plan has the experts of its layers, and at which bits."""
+    apart = Counter(
+        choice.expert_bits
+        for stage in plan.stages
+        if stage.expert_bitwidths
+        for choice in stage.choices
+        if choice.expert_bits != choice.bits
+    )
+    if apart:
+        each = [f"{apart[bits]} at {bits} bit" for bits in sorted(apart, reverse=True)]
+        yield f"experts of other bits than the rest of their layers: {listed(each)}"
+    yield from (_hosted(stage) for stage in plan.stages if stage.hosted_experts)
+
+
+def _hosted(stage: StagePlan) -> str:
+    layers = plural(len(stage.hosted_experts), "layer")
+    text = f"experts of {layers} of stage {stage.index} in host memory ({size(stage.host_bytes)})"
+    if stage.streams_from == 1:
+        return f"{text}, sent to the device when they are asked"
+    text += f", computed there by {plural(stage.threads, 'thread')}"
+    if stage.streams_from is not None:
+        text += f"; for {stage.streams_from:,} tokens at once and more sent to the device"
+    return text
 
 
 def what_is_planned(plan: PlanSpec) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llmpq.report.answers import job_answers, job_remarks, what_is_planned
-from llmpq.report.experts import expert_remarks
+from llmpq.report.answers import expert_remarks, job_answers, job_remarks, what_is_planned
 from llmpq.report.formatting import (
     bit_runs,
     count,

@@ -126,18 +126,14 @@ class PassTable:
             if each.decodes:
                 least_s = self._known_s("decode", 1, 1)
         compute_s = together_s(prefill_s, decode_s, least_s)
-        transfer = self._mixed_transfer(each.all_tokens, each.requests)
+        transfer = tuple(  # hops are linear in tokens, the last one in requests
+            latency_s + each.all_tokens * per_token_s + each.requests * per_request_s
+            for latency_s, per_token_s, per_request_s in self._links
+        )
         return PassSeconds(tuple(compute_s.tolist()), transfer, tuple(decode_s.tolist()))
 
     def _prefill_s(self, lengths: Sequence[int]) -> FloatArray:
         return self._compute("prefill", len(lengths), 1, lengths)
-
-    def _mixed_transfer(self, tokens: int, requests: int) -> tuple[float, ...]:
-        """Seconds of the hops, linear in tokens, and of the last one, linear in requests."""
-        return tuple(
-            latency_s + tokens * per_token_s + requests * per_request_s
-            for latency_s, per_token_s, per_request_s in self._links
-        )
 
     def compute_s(self, phase: Phase, requests: int, length: int) -> tuple[float, ...]:
         """Compute seconds of every stage [N]; `length` is that of the prompt or the context."""

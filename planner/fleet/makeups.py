@@ -95,13 +95,10 @@ def example_devices(
     found: list[Device] = []
     for number, block in enumerate(make_up):
         kind = replace(kinds[block.kind], node=str(number))
-        found += block_devices(block, [replace(kind, index=each) for each in range(block.size)])
+        devices = [replace(kind, index=each) for each in range(block.size)]
+        firsts = range(0, block.size, block.degree)
+        found += [group_of(devices[first : first + block.degree]) for first in firsts]
     return tuple(found)
-
-
-def block_devices(block: NodeBlock, devices: Sequence[Device]) -> list[Device]:
-    degree = block.degree
-    return [group_of(devices[first : first + degree]) for first in range(0, block.size, degree)]
 
 
 def make_ups(

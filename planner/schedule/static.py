@@ -26,12 +26,6 @@ at once share; waiting for more free slots would leave decode steps emptier. Of 
 20 steps."""
 
 
-def refill_from(slots: int, prefill_size: int, stages: int) -> int:
-    """The free slots from which on newcomers are prefilled."""
-    share = max(1, slots // REFILL_SHARE)
-    return share if stages > 1 else min(share, prefill_size)
-
-
 @dataclass(slots=True, eq=False)
 class SlotGroup:
     """Slots `first` to `end`, which decode together; one that `fills` waits for all newcomers."""
@@ -57,7 +51,8 @@ class StaticPolicy:
         self.most_under_way = UNDER_WAY_PER_STAGE * stages
         self.refills = True  # newcomers are prefilled, until no slot is free
         self._prefill_size = sizes.prefill
-        self._refill_from = refill_from(slots, sizes.prefill, stages)
+        share = max(1, slots // REFILL_SHARE)
+        self._refill_from = share if stages > 1 else min(share, sizes.prefill)
         self._free = deque(range(slots))
         self._unused = slots  # free slots, in front of the others, that no request has had yet
         self._groups = [
