@@ -153,30 +153,70 @@ class End(BoardKeeper):
 
         return self._timed(way, trip, turns)
 
+    def by_copies(self, turns: int) -> list[MeasuredHop]:
+        """Time copies of every payload to host memory that stays in place, and back."""
+        on_gpu, device = self._device.type == "cuda", self._device
+
+        def trip(size: int) -> Callable[[], float]:
+            here = torch.zeros(size, dtype=torch.uint8, device=device)
+            there = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+
+            def copied_s() -> float:
+                began = time.perf_counter()
+                for target, source in ((there, here), (here, there)):
+                    target.copy_(source, non_blocking=True)
+                    _wait_for(device)
+                return (time.perf_counter() - began) / 2
+
+            return copied_s
+
+        return _hops("copy", NCCL_PAYLOADS_BYTES, trip, turns)
+
     def _arrived(self, hidden: Tensor) -> Tensor:
         moved = hidden.to(self._device, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        _wait_for(self._device)
         return moved
 
     def _timed(
         self, way: Way, trip: Callable[[MicroBatch, Tensor], None], turns: int
     ) -> list[MeasuredHop]:
-        """Time payloads in turns, so that a slow moment of the machine falls on all of them."""
         slots = np.arange(_ROWS)
         batch = MicroBatch(slots, np.full(_ROWS, 9), np.ones_like(slots), slots * 10)
-        sizes = _payloads(way)
-        hops: list[list[float]] = [[] for _ in sizes]
-        hidden = [torch.randn(_ROWS, size // 2 // _ROWS).half().to(self._device) for size in sizes]
-        for _ in range(_WARM_UP + turns):
-            for seconds, values in zip(hops, hidden, strict=True):
+
+        def of_size(size: int) -> Callable[[], float]:
+            hidden = torch.randn(_ROWS, size // 2 // _ROWS).half().to(self._device)
+
+            def hop_s() -> float:
                 began = time.perf_counter()
-                trip(batch, values)
-                seconds.append((time.perf_counter() - began) / 2)
-        return [
-            MeasuredHop(way, size, *median_and_spread(seconds[_WARM_UP:]), turns)
-            for size, seconds in zip(sizes, hops, strict=True)
-        ]
+                trip(batch, hidden)
+                return (time.perf_counter() - began) / 2
+
+            return hop_s
+
+        return _hops(way, _payloads(way), of_size, turns)
+
+
+def _hops(
+    way: Way, sizes: Sequence[int], trip: Callable[[int], Callable[[], float]], turns: int
+) -> list[MeasuredHop]:
+    found = _in_turns([trip(size) for size in sizes], turns)
+    return [MeasuredHop(way, size, *own, turns) for size, own in zip(sizes, found, strict=True)]
+
+
+def _in_turns(trips: Sequence[Callable[[], float]], turns: int) -> list[tuple[float, float]]:
+    """Median and spread of the seconds of each, in turns, so that a slow moment of the machine
+    falls on all of them.
+    """
+    seconds: list[list[float]] = [[] for _ in trips]
+    for _ in range(_WARM_UP + turns):
+        for own, trip in zip(seconds, trips, strict=True):
+            own.append(trip())
+    return [median_and_spread(own[_WARM_UP:]) for own in seconds]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _payloads(way: Way) -> tuple[int, ...]:
@@ -210,6 +250,12 @@ def measure_hops(
         if "ray" in ways:
             found += get_answer(first.by_ray.remote(second, turns))
     return tuple(found)
+
+
+def measure_copies(end: Placement, turns: int = 30) -> tuple[MeasuredHop, ...]:
+    """Time copies between the device of `end` and its host; as `measure_hops`."""
+    with started_together(End, [end], "node") as (only,):
+        return tuple(get_answer(only.by_copies.remote(turns)))
 
 
 def _linked(first: Any, second: Any, nccl: bool) -> tuple[Way, ...]:
@@ -271,29 +317,27 @@ class Rank:
         on_gpu = self._device.type == "cuda"
         sizes = GPU_SUMMED_BYTES if on_gpu else SUMMED_BYTES
         at_once = _GPU_SUMS_AT_ONCE if on_gpu else 1
-        seconds: list[list[float]] = [[] for _ in sizes]
-        tensors = [torch.zeros(size // 2, dtype=self._dtype, device=self._device) for size in sizes]
-        for _ in range(_WARM_UP + turns):
-            for own, tensor in zip(seconds, tensors, strict=True):
+
+        def trip(size: int) -> Callable[[], float]:
+            tensor = torch.zeros(size // 2, dtype=self._dtype, device=self._device)
+
+            def sum_s() -> float:
                 self._group.all_reduce(tensor[:1])  # all ranks are here
-                self._done()
+                _wait_for(self._device)
                 began = time.perf_counter()
                 for _ in range(at_once):
                     self._group.all_reduce(tensor)
-                self._done()
-                own.append((time.perf_counter() - began) / at_once)
-        return [
-            TimedSum(size, *median_and_spread(own[_WARM_UP:]), turns)
-            for size, own in zip(sizes, seconds, strict=True)
-        ]
+                _wait_for(self._device)
+                return (time.perf_counter() - began) / at_once
+
+            return sum_s
+
+        found = _in_turns([trip(size) for size in sizes], turns)
+        return [TimedSum(size, *own, turns) for size, own in zip(sizes, found, strict=True)]
 
     def end(self) -> None:
         """Remove the folder of the meeting, once all ranks are done."""
         self._meeting.end()
-
-    def _done(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def measure_sums(ranks: Sequence[Placement], turns: int = 30) -> tuple[TimedSum, ...]:

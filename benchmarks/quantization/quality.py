@@ -215,12 +215,10 @@ def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:
     alone = LayerAlone(setting.model, text, BITWIDTHS, like, importance)
     measured = alone.divergence(CPU, every_bitwidth=True)
     partly = measured.copy()
-    partly[:, BITWIDTHS.index(4)] = np.nan  # 3 and 8 bit are what llmpq indicator measures
-    return found | {
-        "sizes": default_sensitivity(shape, BITWIDTHS),
-        "error": in_nats(found["error"], partly),
-        "alone": measured,
-    }
+    partly[..., BITWIDTHS.index(4)] = np.nan  # 3 and 8 bit are what llmpq indicator measures
+    found |= {"error": in_nats(found["error"], partly), "alone": measured}
+    whole = {name: parts.sum(axis=0) for name, parts in found.items()}
+    return whole | {"sizes": default_sensitivity(shape, BITWIDTHS)}
 
 
 def compare(

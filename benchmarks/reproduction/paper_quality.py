@@ -152,8 +152,8 @@ def measure(model: Path, wanted: Sequence[Bits], with_indicator: bool = False) -
     if with_indicator:
         compute, text = compute_on(CPU, torch.float32), texts.calibration.token_ids
         forms = {"variance": VarianceStatistics}
-        matrix = measure_indicators(model, text, forms, (LOW_BITS,), compute)[0]["variance"]
-        indicator = tuple(float(value) for value in matrix[:, 0])
+        parts = measure_indicators(model, text, forms, (LOW_BITS,), compute)[0]["variance"]
+        indicator = tuple(float(value) for value in parts.sum(axis=0)[:, 0])
     by_bits = dict(zip(assignments, found, strict=True))
     return Measured(shape.layers, by_bits, indicator)
 

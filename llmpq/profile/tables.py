@@ -12,6 +12,7 @@ from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
 from planner.profiles.layer_fit import row_length
 from planner.profiles.links import (
+    PLACES,
     LinkRow,
     LoadRow,
     SumRow,
@@ -105,17 +106,16 @@ def hop_table(rows: Sequence[LinkRow]) -> Table:
     """Latency and rate of each link and way, and how far the line lies from the medians."""
     table = _table(
         "hops between stages",
-        ("between", "on", "way", "latency", "rate", "error of the line", "spread"),
-        left=("between", "on", "way"),
+        ("between", "where", "way", "latency", "rate", "error of the line", "spread"),
+        left=("between", "where", "way"),
     )
     for link in sorted({row.link for row in rows}):
         for way in sorted({row.way for row in rows if row.link == link}):
             own = [row for row in rows if (row.link, row.way) == (link, way)]
             for fit in fit_links(own):
                 fitted_s = [fit.latency_s + row.payload_bytes / fit.bytes_per_s for row in own]
-                where = "one node" if fit.place == "node" else "two nodes"
                 line = _line(fit.latency_s, fit.bytes_per_s, own, fitted_s)
-                table.add_row(" and ".join(link[:2]), where, way, *line)
+                table.add_row(" and ".join(link[:2]), PLACES[fit.place], way, *line)
     return table
 
 

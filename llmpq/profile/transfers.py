@@ -13,17 +13,19 @@ from typing import Any
 import ray
 
 from actors.processes.placement import DeviceRequest, place
-from actors.profiling.links import measure_hops, measure_sums
+from actors.profiling.links import measure_copies, measure_hops, measure_sums
 from actors.profiling.loading import LoadTask
 from actors.profiling.on_cluster import time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device, Place
 from planner.cluster.groups import equal_devices, group_of
 from planner.cluster.spec import ClusterSpec
+from planner.costs.hosting import HOST, can_host
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import DEGREES
 from planner.profiles.design import ProfileOptions
 from planner.profiles.links import (
+    PLACES,
     LinkRow,
     LoadRow,
     SumRow,
@@ -87,7 +89,7 @@ Link = tuple[str, str, Place]
 
 def pairs(cluster: ClusterSpec) -> dict[Link, tuple[Device, Device]]:
     """Two devices that stand for all hops of their link: for each two kinds of accelerator on a
-    node and on different nodes.
+    node and on different nodes, and one twice for copies to and from a host that may hold experts.
 
     CPUs also meet themselves: a node takes as many such stages as it has cores.
     """
@@ -97,6 +99,9 @@ def pairs(cluster: ClusterSpec) -> dict[Link, tuple[Device, Device]]:
         first, second = sorted((one.accelerator.name, other.accelerator.name))
         place: Place = "node" if one.node == other.node else "network"
         found.setdefault((first, second, place), (one, other))
+    for device in filter(can_host, cluster.devices):
+        first, second = sorted((device.accelerator.name, HOST))
+        found.setdefault((first, second, "host"), (device, device))
     return {link: found[link] for link in sorted(found)}
 
 
@@ -112,17 +117,21 @@ def profile_links(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[
         if link in {row.link for row in rows}:
             continue
         first, second, place_of_hop = link
-        where = "on one node" if place_of_hop == "node" else "on different nodes"
-        report(f"hops between {first} and {second}, {where}")
+        report(f"hops between {first} and {second}, {PLACES[place_of_hop]}")
         try:
-            hops = measure_hops([measuring_placement(each) for each in (one, other)], place_of_hop)
+            ends = [measuring_placement(each) for each in (one, other)]
+            hops = (
+                measure_copies(ends[0])
+                if place_of_hop == "host"
+                else measure_hops(ends, place_of_hop)
+            )
         except DeviceError as error:
             report(f"not measured: {error}")
             continue
         rows += tuple(
             LinkRow(
-                sender=one.accelerator.name,
-                receiver=other.accelerator.name,
+                sender=first,
+                receiver=second,
                 place=place_of_hop,
                 **vars(hop),
             )

@@ -12,6 +12,7 @@ import numpy as np
 from actors.messages import Request
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.store import model_digest
+from llmpq.quality.options import SEQUENCE_LENGTH
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.text_windows import Document, TokenIds, Windows, read_documents, token_windows
 from llmpq.rows.row import Row
@@ -88,7 +89,7 @@ def prompts_of_input(
 FOLDER = "gptq"
 """The folder's name within the cache of packed layers."""
 
-_SEQUENCES, _LENGTH, _SEED = 32, 512, 0
+_SEQUENCES, _SEED = 32, 0
 
 
 def with_calibrated(
@@ -147,7 +148,7 @@ def _quantize(
     from planner.model.finding import model_shape
     from quant.scheme import GptqOptions
 
-    length = min(_LENGTH, model_shape(str(folder)).max_positions)
+    length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
     if documents:
         windows = token_windows(documents, None, length)
         token_ids = torch.from_numpy(drawn_windows(windows, _SEQUENCES, _SEED))

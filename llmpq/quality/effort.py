@@ -69,16 +69,27 @@ class Effort:
 
     def gptq_s(self, tokens: int, bitwidths: Sequence[int]) -> float:
         """Seconds to calibrate a checkpoint of these bits: a pass for each of four inputs of a
-        layer and one with its new weights, X^T X of each input, and the rounding.
+        layer, two for experts, and one with its new weights, X^T X of each input, and the rounding.
         """
-        shape, rounded = self.shape, sum(bits != FULL_BITS for bits in bitwidths)
-        inputs = (shape.hidden_size,) * 3 + (shape.intermediate_size,)
-        gram = 2.0 * tokens * sum(width**2 for width in inputs)
-        rows = shape.layer_parameters / sum(inputs)  # of all linears with one of these inputs
-        solving = sum(2.0 * width**3 + 2.0 * rows * width**2 for width in inputs)
-        passes_s = self.passes_s(tokens, shape.layers + 4 * rounded)
-        own = gram / PASS_SHARE + solving / SOLVING_SHARE
-        return passes_s + rounded * own / self.operations_per_s
+        passes, operations = self.shape.layers, 0.0
+        for layer, bits in enumerate(bitwidths):
+            if bits == FULL_BITS:
+                continue
+            own = self.shape.layer(layer)
+            wide = own.intermediate_size if own.experts is None else own.experts.shared_width
+            inputs = (own.hidden_size,) * 3 + (wide,) * (wide > 0)
+            rows = sum(linear.parameters for linear in own.layer_linears) / sum(inputs)
+            each = [(1, 1.0, width, rows) for width in inputs]
+            if own.experts is not None:
+                count, asked = own.experts.count, own.experts.per_token / own.experts.count
+                each += [(count, asked, e.in_features, e.out_features) for e in own.expert_linears]
+                passes += 2
+            passes += 4
+            for count, seen, width, outputs in each:
+                solving = 2.0 * width**3 + 2.0 * outputs * width**2
+                gram = 2.0 * seen * tokens * width**2
+                operations += count * (gram / PASS_SHARE + solving / SOLVING_SHARE)
+        return self.passes_s(tokens, passes) + operations / self.operations_per_s
 
     def indicator_s(self, tokens: int, options: IndicatorOptions) -> float:
         """Seconds to measure the sensitivity of every layer on at most so many tokens."""
@@ -89,7 +100,8 @@ class Effort:
         bits = [each for each in options.bits if each != FULL_BITS]
         weights = len(bits) * sum(shape.parameters_by_layer)
         seconds += ROUNDING_OPERATIONS * weights / self.operations_per_s
-        models = min(2, len(bits)) * shape.layers  # with one layer quantized, which shares those
+        parts = sum(1 + (shape.layer(each).experts is not None) for each in range(shape.layers))
+        models = min(2, len(bits)) * parts  # with one part of a layer quantized, which share those
         few, passes = min(tokens, ALONE_TOKENS), models * (shape.layers + 1) // 2  # before it
         return seconds + self.passes_s(few, passes, models)
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actors.stage.layer_stream import LayerStream
-from llmpq.quality.expert_inputs import AskedExperts, asked_weights
+from llmpq.quality.layer_inputs import AskedExperts, asked_weights, observed
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import TokenIds, Windows
@@ -44,15 +42,15 @@ def measure_indicators(
     compute: Compute,
     progress: ReportProgress | None = None,
 ) -> tuple[dict[str, Matrix], list[LayerImportance]]:
-    """Each indicator as `[layers, K]` by its name, and the importance of each layer, from one pass
-    of the text through the model.
+    """Each indicator as `[2, layers, K]` by its name, of the layers' own linears and of experts,
+    and the importance of each layer, from one pass of the text through the model.
 
     `token_ids` `[sequences, length]`, without padding. Raises what `LayerStream` raises, and
     `CheckpointError` for layers whose inputs or indicators are not finite.
     """
     stream = LayerStream(checkpoint, compute)
     hidden = stream.embed(torch.from_numpy(token_ids))
-    rows: dict[str, list[list[float]]] = {name: [] for name in indicators}
+    rows: dict[str, list[Matrix]] = {name: [] for name in indicators}
     importance: list[LayerImportance] = []
     for index in range(stream.layers):
         statistics = {name: indicator() for name, indicator in indicators.items()}
@@ -65,7 +63,7 @@ def measure_indicators(
             rows[name].append(row)
         if progress is not None:
             progress(index + 1, stream.layers)
-    return {name: np.array(matrix) for name, matrix in rows.items()}, importance
+    return {name: np.stack(parts, axis=1) for name, parts in rows.items()}, importance
 
 
 def _layer_rows(
@@ -74,7 +72,7 @@ def _layer_rows(
     hidden: Tensor,
     statistics: Mapping[str, LayerStatistics],
     bitwidths: Sequence[int],
-) -> tuple[dict[str, list[float]], LayerImportance]:
+) -> tuple[dict[str, Matrix], LayerImportance]:
     """Send the text through the layer and the weights through every indicator.
 
     The layer is gone when this returns, before the next one is loaded.
@@ -84,7 +82,7 @@ def _layer_rows(
     experts = AskedExperts(layer, list(statistics.values()))
     last = experts.observe_all_but_last()
     with (
-        _observed(layer.linears, list(statistics.values())) as source_of,
+        observed(layer.linears, list(statistics.values())) as source_of,
         inputs.watching(layer.linears, layer.experts),
         experts.shown(last),
     ):
@@ -95,39 +93,8 @@ def _layer_rows(
     for name, own in statistics.items():
         asked = asked_weights(stream, layer, experts.asked, importance.inputs)
         both = own.omega(weights, source_of, bitwidths), own.omega_of_experts(asked, bitwidths)
-        found[name] = [sum(each) for each in zip(*both, strict=True)]
+        found[name] = np.array(both)
     return found, importance
-
-
-@contextmanager
-def _observed(
-    linears: Mapping[str, nn.Linear], statistics: Sequence[LayerStatistics]
-) -> Iterator[dict[str, str]]:
-    """Have inputs of the linears reach the statistics while it is open, equal ones once.
-
-    Gives the name of the linear whose input stands for each one's: linears called one after
-    another with the same tensor share it.
-    """
-    source_of: dict[str, str] = {}
-    last: list[Any] = [None, ""]  # an input, kept so that no other takes its place, and its source
-
-    def look(name: str, inputs: Tensor) -> None:
-        if inputs is not last[0]:
-            last[:] = [inputs, name]
-            for own in statistics:
-                own.observe(name, inputs)
-        source_of[name] = last[1]
-
-    handles = [
-        linear.register_forward_pre_hook(lambda _, inputs, name=name: look(name, inputs[0]))
-        for name, linear in linears.items()
-    ]
-    try:
-        yield source_of
-    finally:
-        last[:] = [None, ""]
-        for handle in handles:
-            handle.remove()
 
 
 ALONE_TOKENS = 1024
@@ -155,7 +122,7 @@ def stored_here(rounding: str, compute: Compute) -> Stored:
 
 @dataclass(frozen=True)
 class LayerAlone:
-    """A model in `folder` with one layer alone quantized, at 16 bit otherwise.
+    """A model in `folder` with the experts of one layer, or all else of it, quantized alone.
 
     `token_ids` `[sequences, length]`, of which the first `ALONE_TOKENS` are used; `bitwidths`
     ascend; `like` has the type to compute in and the rounding, by `importance`.
@@ -173,42 +140,47 @@ class LayerAlone:
         progress: ReportProgress | None = None,
         every_bitwidth: bool = False,
     ) -> Matrix:
-        """The divergence in nats a token by layer and bitwidth, `[layers, K]`.
+        """The divergence in nats a token, `[2, layers, K]` as of `measure_indicators`.
 
         Measured with this machine's kernels at the lowest of the bitwidths and at `MEASURED_ALONE`,
-        or at `every_bitwidth`; NaN at others, 0 at 16 bit. `progress` counts layers over all
-        passes. Raises as `evaluate`.
+        or at `every_bitwidth`; NaN at others, 0 at 16 bit and for experts that are not there.
+        `progress` counts layers over all passes. Raises as `evaluate`.
         """
         shape, length = model_shape(str(self.folder)), self.token_ids.shape[1]
         some = self.token_ids[: max(1, ALONE_TOKENS // length)]
         windows = Windows(some, np.full(len(some), length))
-        found = np.full((shape.layers, len(self.bitwidths)), np.nan)
-        found[:, [bits == FULL_BITS for bits in self.bitwidths]] = 0.0
+        found = np.full((2, shape.layers, len(self.bitwidths)), np.nan)
+        found[..., [bits == FULL_BITS for bits in self.bitwidths]] = 0.0
+        dense = [shape.layer(layer).experts is None for layer in range(shape.layers)]
+        found[1, dense] = 0.0
         measured = self.bitwidths if every_bitwidth else (min(self.bitwidths), MEASURED_ALONE)
         wanted = [
-            (layer, column)
+            (part, layer, column)
             for column, bits in enumerate(self.bitwidths)
-            if bits in measured and bits != FULL_BITS
-            for layer in range(shape.layers)
+            if bits in measured
+            for part, layer in np.argwhere(np.isnan(found[..., column])).tolist()
         ]
         itemsize = (self.like.dtype or torch.float32).itemsize
         at_once = max(1, _HIDDEN_BYTES // (some.size * shape.hidden_size * itemsize))
         passes = list(range(0, len(wanted), at_once))
         for number, first in enumerate(passes):
-            part = wanted[first : first + at_once]
-            subjects = [self._subject(shape.layers, None, FULL_BITS)]
-            subjects += [self._subject(shape.layers, i, self.bitwidths[k]) for i, k in part]
+            cells = wanted[first : first + at_once]
+            subjects = [self._subject([self.like] * shape.layers)]
+            for part, layer, column in cells:
+                bits = [FULL_BITS, FULL_BITS]
+                bits[part] = self.bitwidths[column]
+                schemes = [self.like] * shape.layers
+                schemes[layer] = replace(self.like, bits=bits[0], expert_bits=bits[1])
+                subjects.append(self._subject(schemes))
             report = progress and partial(_report, progress, number, len(passes))
             _, *results = evaluate(self.folder, windows, subjects, device, report)
-            for (layer, column), result in zip(part, results, strict=True):
-                found[layer, column] = max(0.0, result.divergence or 0.0)
+            for cell, result in zip(cells, results, strict=True):
+                found[tuple(cell)] = max(0.0, result.divergence or 0.0)
         return found
 
-    def _subject(self, layers: int, which: int | None, bits: int) -> Subject:
-        """The model with layer `which` at `bits`."""
-        own = replace(self.like, bits=bits)
-        schemes = tuple(own if layer == which else self.like for layer in range(layers))
-        return Subject(f"layer {which}", schemes, own.dtype, own.dtype, self.importance)
+    def _subject(self, schemes: Sequence[LayerScheme]) -> Subject:
+        like = self.like
+        return Subject("layer alone", tuple(schemes), like.dtype, like.dtype, self.importance)
 
 
 def _report(progress: ReportProgress, number: int, passes: int, done: int, layers: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmpq.quality.calibration import drawn_windows, token_digest
 from llmpq.quality.indicator import LayerAlone, measure_indicators, stored_here
-from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions, refuse_without_error
+from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions, refuse_stored
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
 from llmpq.quality.subjects import bits_subject, compute_of, device_of, weighed, windows_of
@@ -86,15 +86,16 @@ def measure_omega(
     The importance that the pass sees is written to `importance_file`. Raises `SpecError`,
     `InputError` and `CheckpointError` for options, text and weights that cannot be used.
     """
-    began, shape = time.perf_counter(), model_shape(str(folder))
+    began, shape, experts = time.perf_counter(), model_shape(str(folder)), None
     provenance: dict[str, str | int | float] = {"method": options.method}
-    refuse_without_error(options, shape, folder)
+    refuse_stored(shape, folder)
     if options.needs_text:
         compute = compute_of(options.device, options.dtype)  # refused before the text is tokenized
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = drawn_windows(windows, options.sequences, options.seed)
-        matrix, measured, importance = _measured(folder, sample, options, compute, progress)
+        parts, measured, importance = _measured(folder, sample, options, compute, progress)
         provenance |= measured
+        matrix, experts = parts.sum(axis=0), parts[1] if parts[1].any() else None
         if importance_file is not None:
             save_importance(importance_file, importance)
             provenance[FINGERPRINT_ENTRY] = importance.fingerprint
@@ -105,7 +106,7 @@ def measure_omega(
         "seconds": time.perf_counter() - began,
         "llmpq": llmpq_version(),
     }
-    return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance)
+    return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance, experts=experts)
 
 
 def _measured(
@@ -115,17 +116,19 @@ def _measured(
     compute: Compute,
     progress: ReportProgress | None,
 ) -> tuple[Matrix, dict[str, str | int | float], Importance]:
-    """The indicator on a text, its provenance, and the importance of all layers."""
+    """The indicator on a text as of `measure_indicators`, never rising with the bits, its
+    provenance, and the importance of all layers.
+    """
     indicators = {options.method: _indicator(options, compute)}
     found, layers = measure_indicators(folder, sample, indicators, options.bits, compute, progress)
     fingerprint = token_digest(sample)
     seen = f"{sample.size} tokens, digest {fingerprint}"
     importance = Importance(tuple(layers), seen, model_shape(str(folder)).fingerprint())
-    matrix = found[options.method]
+    parts = found[options.method]
     if options.method == ERROR:
         like = LayerScheme(dtype=compute.dtype, rounding=options.rounding)
         alone = LayerAlone(folder, sample, options.bits, like, importance)
-        matrix = in_nats(matrix, alone.divergence(compute.device, progress))
+        parts = in_nats(parts, alone.divergence(compute.device, progress))
     sequences, length = sample.shape
     provenance = _form(options) | {
         "calibration_tokens": sample.size,
@@ -135,7 +138,10 @@ def _measured(
         "device": compute.device.type,
         "dtype": str(compute.dtype).removeprefix("torch."),
     }
-    return _falling(matrix), provenance, importance
+    # Where 8 bit scales whole rows that hold an outlier, it may lose more than 4 bit; a planner
+    # must not prefer the lower one for that.
+    falling = np.maximum.accumulate(parts[..., ::-1], axis=-1)[..., ::-1]
+    return falling, provenance, importance
 
 
 def measure_points(
@@ -171,15 +177,6 @@ def measure_points(
     ]
     text = {"perplexity_tokens": full.tokens, "perplexity_windows": full.windows}
     return replace(content, points=tuple(points), provenance={**content.provenance, **text})
-
-
-def _falling(matrix: Matrix) -> Matrix:
-    """The matrix with each layer losing at least as much at a lower bitwidth as at a higher one.
-
-    Where 8 bit scales whole rows that hold an outlier, it may lose more than 4 bit; a planner must
-    not prefer the lower one for that.
-    """
-    return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
 
 
 def _form(options: IndicatorOptions) -> dict[str, str | int | float]:

@@ -122,12 +122,13 @@ def check_draw(sequences: int, seed: int) -> None:
         raise SpecError(f"seed is {seed}; give at least 0")
 
 
-def refuse_without_error(options: IndicatorOptions, shape: ModelShape, folder: Path) -> None:
-    """Raise `SpecError` where the error of a rounding is asked for, and none is left to be made."""
-    if options.method == ERROR and shape.stored is not None:
+def refuse_stored(shape: ModelShape, folder: Path) -> None:
+    """Raise `SpecError` for a checkpoint whose bits are not chosen any more."""
+    if shape.stored is not None:
         raise SpecError(
-            f"{folder} is quantized already, so that no rounding of ours is left to measure; give "
-            "the 16-bit checkpoint, or another --method"
+            f"{folder} is quantized already, and plans keep the bits that it has: there is nothing "
+            "to choose by sensitivities; plan for it without --omega_file, or measure the 16-bit "
+            "checkpoint that it was made of"
         )
 
 

@@ -4,7 +4,7 @@ Linears are quantized in the order in which a layer runs them, each on inputs th
 before it as they are quantized, in this layer and in earlier ones; then experts, each on the inputs
 of the tokens that ask it. Beside the layer, memory holds the hidden states of the calibration text
 and, for the linear at hand, its X^T X of inputs x inputs in float32 (three times while it is
-inverted), of experts as many as `_GRAM_BYTES` allow.
+inverted), of experts as many as `SQUARES_BYTES` allow.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from actors.stage.layer_stream import LayerStream, StreamedLayer, stream_layers
 from actors.stage.partial_model import architecture_of
+from llmpq.quality.layer_inputs import SQUARES_BYTES, observed
 from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
 from quant.checkpoint.reader import Checkpoint
@@ -147,9 +148,6 @@ def _quantize_layer(
     return weights
 
 
-_GRAM_BYTES = 2 << 30
-"""Most memory for X^T X of experts that see the text in one pass."""
-
 LEAST_INPUTS = 64
 """Inputs below which an expert is rounded without them: what GPTQ makes up for so few is an error
 to others (`quant.rounding.importance` draws them together)."""
@@ -174,7 +172,7 @@ class _Experts:
         for fused, held in zip(FUSED, (experts.gate_up, experts.down), strict=True):
             size, parts = held.shape.in_features, tensors.parts(fused)
             read = tensors.reader(fused, held.shape)
-            at_once = max(1, _GRAM_BYTES // (4 * size * size))
+            at_once = max(1, SQUARES_BYTES // (4 * size * size))
             for first in range(0, held.count, at_once):
                 own = range(first, min(first + at_once, held.count))
                 for index, gram in self._grams(experts, fused, size, own).items():
@@ -222,28 +220,12 @@ def shared_inputs(layer: StreamedLayer) -> list[list[str]]:
 
     They are observed in a pass of a few sequences.
     """
-    names: list[list[str]] = []
-    inputs: list[Tensor] = []  # kept, so that no two of them have the same place in memory
-
-    def watch(name: str, linear: nn.Linear) -> torch.utils.hooks.RemovableHandle:
-        def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            for same, known in zip(names, inputs, strict=True):
-                if known is arguments[0]:
-                    same.append(name)
-                    return
-            names.append([name])
-            inputs.append(arguments[0])
-
-        return linear.register_forward_pre_hook(note)
-
-    handles = [watch(name, linear) for name, linear in layer.linears.items()]
-    try:
-        with closing(layer.outputs()) as outputs:
-            next(outputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return names
+    with observed(layer.linears, ()) as source_of, closing(layer.outputs()) as outputs:
+        next(outputs)
+    shared: dict[str, list[str]] = {}
+    for name, source in source_of.items():
+        shared.setdefault(source, []).append(name)
+    return list(shared.values())
 
 
 def _gram(layer: StreamedLayer, linear: nn.Linear, device: torch.device) -> Tensor:

@@ -142,14 +142,14 @@ def _through(
 def _form(subject: Subject, index: int) -> _Form:
     """The form of layer `index`; what is not rounded is alike by any importance."""
     scheme, importance = subject.layers[index], subject.importance
-    is_plain = scheme.bits == FULL_BITS and scheme.kv_bits == FULL_BITS
-    return scheme, None if is_plain or importance is None else importance.fingerprint
+    uses = scheme.rounds or scheme.kv_bits != FULL_BITS
+    return scheme, importance.fingerprint if uses and importance is not None else None
 
 
 def _reference(subjects: Sequence[Subject]) -> int:
     """The first subject with all layers at 16 bit; the first one where there is none."""
     is_full = (
-        all(scheme.bits == scheme.kv_bits == FULL_BITS for scheme in subject.layers)
+        not any(scheme.rounds or scheme.kv_bits != FULL_BITS for scheme in subject.layers)
         for subject in subjects
     )
     return next((number for number, full in enumerate(is_full) if full), 0)

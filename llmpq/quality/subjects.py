@@ -79,7 +79,7 @@ def weighed(
 
 
 def _needs(scheme: LayerScheme, stored: bool) -> bool:
-    rounds = scheme.bits != FULL_BITS and not stored and scheme.rounding == WEIGHTED
+    rounds = scheme.rounds and not stored and scheme.rounding == WEIGHTED
     return rounds or scheme.kv_bits != FULL_BITS
 
 

@@ -63,7 +63,10 @@ def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
         raise SpecError(f"trace has no effect with {kind} ({source}): {one}; leave it out")
     if isinstance(spec, FleetSpec):
         _check_rooms(spec, source)
-    bits = {tuple(b for stage in plan.stages for b in stage.bitwidths) for plan in pipelines}
+    bits = {
+        tuple((each.bits, each.expert_bits) for stage in plan.stages for each in stage.choices)
+        for plan in pipelines
+    }
     if len(bits) > 1 and any(plan.rounding == GPTQ for plan in pipelines):
         raise SpecError(
             f"{source}: its pipelines have different bits, and rounding {GPTQ} calibrates one "

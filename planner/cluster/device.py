@@ -161,10 +161,10 @@ class Device:
         return requested
 
 
-Place = Literal["node", "network"]
+Place = Literal["node", "network", "host"]
 """Whether a hop is between two devices of one node, or of two nodes."""
 
-Way = Literal["nccl", "gloo", "ray"]
+Way = Literal["nccl", "gloo", "ray", "copy"]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from planner.model.shape import ModelShape
 from quant.backends.table import HOST_BACKENDS, rule_for
 from quant.scheme import DTYPE_BYTES, Processor
 
+HOST = "CPU"
+"""The accelerator that a host is."""
+
 HOST_THREADS = 8
 """Cores of a host whose number no cluster file states: those of the smallest machines that cloud
 providers rent with one T4 and 30 GB and more have as many, or twice."""
@@ -48,7 +51,7 @@ def host_dtype(dtype: str) -> str:
 def host_cpu(device: Device) -> Device:
     """The device's share of its host as a device that multiplies."""
     return Device(
-        accelerator=find_accelerator("CPU"),
+        accelerator=find_accelerator(HOST),
         node=device.node,
         index=0,
         memory_bytes=host_limit_bytes(device),

@@ -39,6 +39,20 @@ class LayerSeconds:
         return self.attention_s + self.rest_s
 
 
+class HostedSeconds(NamedTuple):
+    """Seconds of experts in the host's memory: of tokens on their way there and back, of its CPU's
+    products of them, and, in place of both, of weights on their way to the device and products.
+    """
+
+    copies_s: float
+    computed_s: float
+    streamed_s: float
+
+    @property
+    def there_s(self) -> float:
+        return self.copies_s + self.computed_s
+
+
 class LatencyModel(ABC):
     """Times of the parts of the model `shape`; a 16-bit layer stands for the compute type `dtype`,
     whatever its width. Where layers are of several kinds, those of each are asked of `of_kind`.
@@ -71,10 +85,7 @@ class LatencyModel(ABC):
     @abstractmethod
     def hosted_experts_s(
         self, device: Device, bits: int, tokens: int, dtype: str
-    ) -> tuple[float, float]:
-        """Seconds of experts in the host's memory, where its CPU multiplies and tokens go there and
-        come back, and where the weights go to the device.
-        """
+    ) -> HostedSeconds: ...
 
     @cached_property
     def parts(self) -> LayerParts:
@@ -117,9 +128,7 @@ class DerivedLatency(LatencyModel):
     def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
         return self.model.experts_s(device, bits, tokens, dtype)
 
-    def hosted_experts_s(
-        self, device: Device, bits: int, tokens: int, dtype: str
-    ) -> tuple[float, float]:
+    def hosted_experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> HostedSeconds:
         return self.model.hosted_experts_s(device, bits, tokens, dtype)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
@@ -152,7 +161,8 @@ class PartLatency(DerivedLatency):
     ) -> LayerSeconds:
         tokens = micro_batch * length if phase == "prefill" else micro_batch
         if self.part == "hosted":
-            return LayerSeconds(0.0, min(self.hosted_experts_s(device, bits, tokens, dtype)))
+            hosted = self.hosted_experts_s(device, bits, tokens, dtype)
+            return LayerSeconds(0.0, min(hosted.there_s, hosted.streamed_s))
         whole = self.model.layer_seconds(device, bits, phase, micro_batch, length, dtype)
         own_s = min(self.experts_s(device, bits, tokens, dtype), whole.rest_s)
         if self.part == "experts":

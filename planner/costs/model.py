@@ -44,7 +44,8 @@ from quant.scheme import FULL_BITS
 @dataclass(frozen=True)
 class CostModel:
     """The costs of a model on a cluster, for any device order and micro-batch sizes. `sensitivity`:
-    omega `[layers, bitwidths of options.bits]`. `theta`: seconds that a unit of it is worth. `job`:
+    omega `[layers, bitwidths of options.bits]`, and `expert_sensitivity` the part of experts in it,
+    None where it was not measured. `theta`: seconds that a unit of it is worth. `job`:
     costs are of all its prompts, of which as many as `workload` has are in flight. `cycle`: by
     which the passes of the policy `exegpt` are counted. `experts_apart`: their bits may be others
     than those of the rest of their layer; with `hosting` they may lie in hosts' memory too.
@@ -63,6 +64,7 @@ class CostModel:
     cycle: SteadyCycle | None = None
     experts_apart: bool = False
     hosting: bool = False
+    expert_sensitivity: FloatArray | None = None
     _rows: dict[Hashable, StageRows] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -89,7 +91,8 @@ class CostModel:
     @cached_property
     def placing(self) -> Placing:
         hosting = self.hosting and self.experts_apart
-        return Placing(self.shape, self.options, self.sensitivity, self.experts_apart, hosting)
+        omega = self.sensitivity, self.expert_sensitivity
+        return Placing(self.shape, self.options, *omega, self.experts_apart, hosting)
 
     @property
     def _is_usable(self) -> BoolArray:

@@ -18,6 +18,8 @@ from planner.optimiser.assignment import Assignment
 from planner.optimiser.problem import FloatArray
 from planner.options import PlanOptions
 
+_EXPERT_LINEARS = 3  # gate, up, down
+
 
 class UnitChoice(NamedTuple):
     bits: int
@@ -26,13 +28,15 @@ class UnitChoice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """The units of `shape` and their choices; `omega` `[layers, bits]`. Units are whole layers
-    unless `experts_apart`; with `hosting` experts may lie in hosts' memory.
+    """The units of `shape` and their choices; `omega` `[layers, bits]`, and the part of the
+    layers' experts in it, None: by `expert_share`. Units are whole layers unless `experts_apart`;
+    with `hosting` experts may lie in hosts' memory.
     """
 
     shape: ModelShape
     options: PlanOptions
     omega: FloatArray
+    omega_of_experts: FloatArray | None
     experts_apart: bool
     hosting: bool
 
@@ -71,9 +75,10 @@ class Placing:
     @cached_property
     def sensitivity(self) -> FloatArray:
         """Omega of the units, `[units, unit_choices]`."""
-        omega, units = self.omega, self.units
-        shares = np.array([expert_share(self.shape.layer(i)) for i in range(len(omega))])
-        experts = shares[:, np.newaxis] * omega
+        omega, experts, units = self.omega, self.omega_of_experts, self.units
+        if experts is None:
+            shares = [[expert_share(self.shape.layer(layer))] for layer in range(len(omega))]
+            experts = np.array(shares) * omega
         parts = {False: omega - experts, True: experts} if self.experts_apart else {False: omega}
         summed = [
             parts[unit in units.of_experts][units.layers(unit)].sum(axis=0)
@@ -142,11 +147,11 @@ class Placing:
 
 
 def expert_share(shape: ModelShape) -> float:
-    """The share of experts in what a layer of one kind loses by rounding: by weights, where those
-    of an expert count for the tokens that ask it, all experts alike.
+    """The share of experts in what a layer of one kind loses by rounding, as `llmpq indicator`
+    counts it: every linear errs by the same share of its outputs, and all gates of experts are
+    one linear, as are all ups and downs. The k of E that a token asks share its weight there, so
+    that neither number counts.
     """
     if shape.experts is None:
         return 0.0
-    rest = sum(linear.parameters for linear in shape.layer_linears)
-    asked = shape.experts.per_token * sum(linear.parameters for linear in shape.expert_linears)
-    return asked / (rest + asked)
+    return _EXPERT_LINEARS / (_EXPERT_LINEARS + len(shape.layer_linears))

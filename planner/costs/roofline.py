@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from planner.cluster.device import Device
+from planner.cluster.device import Device, MeasuredLink
 from planner.costs.hosting import COPY_S, host_cpu, host_dtype, hosted_bytes
-from planner.costs.latency_model import LatencyModel, LayerSeconds
+from planner.costs.latency_model import HostedSeconds, LatencyModel, LayerSeconds
 from planner.costs.machine import (
     ATTENTION_SHARE,
     CPU_LAYER_OVERHEAD_S,
@@ -75,13 +75,14 @@ _CPU_CODE_BYTES = 1.8
 class RooflineLatency(LatencyModel):
     """A latency model without measurements, for `shape` with keys and values of `kv_bits`. Not
     `replays`: kernels of decode steps are started one by one, as in groups. Not `own_layers`: those
-    of PyTorch's modules, as in other systems.
+    of PyTorch's modules, as in other systems. `host_links`: measured copies to and from hosts.
     """
 
     shape: ModelShape
     kv_bits: int = FULL_BITS
     replays: bool = True
     own_layers: bool = True
+    host_links: tuple[MeasuredLink, ...] = ()
     _rests: dict[tuple[Machine, int, int, Phase], float] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -120,15 +121,17 @@ class RooflineLatency(LatencyModel):
         starts_s = 0.0 if machine.accelerator.is_cpu else LAUNCH_S * starts
         return starts_s + machine.experts_s(self.shape, bits, tokens)
 
-    def hosted_experts_s(
-        self, device: Device, bits: int, tokens: int, dtype: str
-    ) -> tuple[float, float]:
+    def hosted_experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> HostedSeconds:
         experts, machine = self.shape.experts, Machine.of(device, dtype)
         if experts is None:
-            return 0.0, 0.0
+            return HostedSeconds(0.0, 0.0, 0.0)
         host = Machine.of(host_cpu(device), host_dtype(machine.dtype))
-        link, hidden = device.host_link_bytes_per_s, tokens * self.shape.hidden_size
-        copies_s = 2 * (COPY_S + hidden * machine.element_bytes / link)
+        waiting_s, link = COPY_S, device.host_link_bytes_per_s
+        for measured in self.host_links:
+            if device.accelerator.name in (measured.one, measured.other):
+                waiting_s, link = measured.latency_s, measured.bytes_per_s
+        hidden = tokens * self.shape.hidden_size
+        copies_s = 2 * (waiting_s + hidden * machine.element_bytes / link)
         rows = _ROW_PASSES * experts.per_token * hidden * host.element_bytes
         computed_s = host.experts_s(self.shape, bits, tokens, HOST_BACKENDS.get(bits))
         computed_s += CPU_LAYER_OVERHEAD_S + host.move_s(rows)
@@ -136,7 +139,7 @@ class RooflineLatency(LatencyModel):
         held = hosted_bytes(self.shape, bits, machine.dtype) / experts.count
         streamed_s = asked * (held / link + LAUNCH_S * _STREAMED_LAUNCHES)
         streamed_s += machine.experts_s(self.shape, bits, tokens, fallback_rule(bits).name)
-        return copies_s + computed_s, streamed_s
+        return HostedSeconds(copies_s, computed_s, streamed_s)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         machine, shape = Machine.of(device, dtype), self.shape

@@ -245,7 +245,8 @@ def _streams_from(
         for (kind, bits), count in counts.items():
             latency = costs.latency.of_kind(kind)
             each = latency.hosted_experts_s(device, bits, tokens, dtype)
-            computed, streamed = computed + count * each[0], streamed + count * each[1]
+            computed += count * each.there_s
+            streamed += count * each.streamed_s
         if streamed < computed:
             return tokens
     return None

@@ -219,7 +219,8 @@ class PlanSpec(Saved):
         """Whether weights, or keys at 8 bit, are rounded by importance; not `stored` weights."""
         if self.stand_in is not None:  # a small model at 16 bit computes
             return False
-        rounds = any(bits != FULL_BITS for stage in self.stages for bits in stage.bitwidths)
+        chosen = [each for stage in self.stages for each in stage.choices]
+        rounds = any(min(each.bits, each.expert_bits) != FULL_BITS for each in chosen)
         return self.kv_bits != FULL_BITS or (rounds and not stored and self.rounding == WEIGHTED)
 
     @property

@@ -15,7 +15,13 @@ from math import inf
 import numpy as np
 
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
-from planner.costs.latency_model import DerivedLatency, LatencyModel, LayerSeconds
+from planner.costs.hosting import host_cpu, host_dtype
+from planner.costs.latency_model import (
+    DerivedLatency,
+    HostedSeconds,
+    LatencyModel,
+    LayerSeconds,
+)
 from planner.costs.roofline import RooflineLatency
 from planner.profiles.layer_fit import (
     FitTask,
@@ -36,6 +42,7 @@ from planner.profiles.selection import (
     select_rows,
 )
 from planner.scheduling import PHASES, Phase
+from quant.backends.table import HOST_BACKENDS
 
 Precision = tuple[Device, int, str, Phase]
 
@@ -52,7 +59,7 @@ class FittedLatency(DerivedLatency):
         self.profiles = profiles
         self._layer = LayerTerms.of(self.shape)
         self._fits: dict[Precision, LayerFit | None] = {}
-        self._experts: dict[tuple[Device, int, str], Callable[[int], float] | None] = {}
+        self._experts: dict[TimeQuery, Callable[[int], float] | None] = {}
         self._plain = _of_plain_layer(profiles, fallback)
 
     def fitted_of_kind(self, kind: int) -> FittedLatency:
@@ -79,6 +86,15 @@ class FittedLatency(DerivedLatency):
     def experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> float:
         measured = self._experts_fit(device, bits, dtype)
         return (measured or partial(self._estimated_experts_s, device, bits, dtype))(tokens)
+
+    def hosted_experts_s(self, device: Device, bits: int, tokens: int, dtype: str) -> HostedSeconds:
+        """Where experts of this very layer were measured on a CPU of as many threads as the device
+        has of its host, with the kernels of hosts, their products are as measured.
+        """
+        found = self.model.hosted_experts_s(device, bits, tokens, dtype)
+        own = host_dtype(ProfileRow.timed_dtype(device, dtype))
+        measured = self._experts_fit(host_cpu(device), bits, own, HOST_BACKENDS.get(bits))
+        return found if measured is None else found._replace(computed_s=measured(tokens))
 
     def _estimated_experts_s(self, device: Device, bits: int, dtype: str, tokens: int) -> float:
         return self.model.experts_s(device, bits, tokens, dtype)
@@ -128,11 +144,13 @@ class FittedLatency(DerivedLatency):
         tokens = batch_size * (length if phase == "prefill" else 1)
         return replace(found, experts_s=self.model.experts_s(device, bits, tokens, dtype))
 
-    def _experts_fit(self, device: Device, bits: int, dtype: str) -> Callable[[int], float] | None:
+    def _experts_fit(
+        self, device: Device, bits: int, dtype: str, backend: str | None = None
+    ) -> Callable[[int], float] | None:
         """Seconds of experts by tokens; None where they were not measured apart in this layer."""
-        key = device, bits, dtype
+        key = TimeQuery(device, dtype, self._layer, bits, PHASES[0], backend)
         if key not in self._experts:
-            wanted = (TimeQuery(device, dtype, self._layer, bits, phase) for phase in PHASES)
+            wanted = (replace(key, phase=phase) for phase in PHASES)
             found = [select_rows(self.profiles, each) for each in wanted if self._layer.experts]
             rows = [
                 row
@@ -140,7 +158,7 @@ class FittedLatency(DerivedLatency):
                 for row in used.rows
                 if not used.problem and row.experts_s is not None
             ]
-            estimate = partial(self._estimated_experts_s, *key)
+            estimate = partial(self._estimated_experts_s, device, bits, dtype)
             self._experts[key] = (
                 fit_experts(rows, self._layer, estimate, _tokens_at_once(device)) if rows else None
             )

@@ -22,7 +22,11 @@ from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS
 
 WAYS: tuple[Way, ...] = ("nccl", "gloo", "ray")
-"""The transports between stages; runs prefer the first that there is."""
+"""The transports between stages; runs prefer the first that there is. A device's memory and its
+host's, the place `host`, are joined by a `copy`.
+"""
+
+PLACES = {"node": "on one node", "network": "on two nodes", "host": "device and host"}
 
 
 def _full_name(name: str) -> str:
@@ -97,7 +101,7 @@ def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, 
     found = []
     for link in sorted({row.link for row in rows}):
         own = [row for row in rows if row.link == link]
-        way = next(way for way in WAYS if any(row.way == way for row in own))
+        way = next(way for way in (*WAYS, "copy") if any(row.way == way for row in own))
         own = [row for row in own if row.way == way]
         if len({row.payload_bytes for row in own}) < 2:
             continue

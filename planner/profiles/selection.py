@@ -21,6 +21,8 @@ class TimeQuery:
     layer: LayerTerms
     bits: int
     phase: Phase
+    backend: str | None = None
+    """The kernel that computes; None: the preferred one."""
 
     @property
     def threads(self) -> int:
@@ -28,6 +30,8 @@ class TimeQuery:
 
     def backend_of(self, row: ProfileRow) -> str:
         """The kernel backend timed for a micro-batch like `row`, also where a CPU emulates."""
+        if self.backend is not None:
+            return self.backend
         dtype = ProfileRow.timed_dtype(self.device, self.dtype)
         rows = row.batch_size if self.phase == "decode" else 0
         processor = self.device.accelerator.processor

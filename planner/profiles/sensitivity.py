@@ -4,155 +4,31 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from tokenize import TokenError  # raised for a header that numpy takes for one of Python 2
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.model.shape import ModelShape
 from planner.options import PlanOptions
 from planner.plan.parts import PlannedImportance
 from planner.plan.spec import PlanSpec
+from planner.profiles.omega_file import (
+    Matrix,
+    as_matrix,
+    bare_array,
+    check_falling,
+    check_shape,
+    nested,
+    read_content,
+)
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.files import write_whole
 from quant.rounding.importance_header import read_importance_header
-from quant.scheme import BITWIDTHS, FULL_BITS
-
-Matrix = npt.NDArray[np.float64]
-
-_NPY_MAGIC = b"\x93NUMPY"
-_PICKLE_MAGIC = b"\x80"
-_ZIP_MAGIC = b"PK\x03\x04"
-_PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
-_NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
-"""Errors that numpy raises for headers that it cannot read, or of impossible arrays."""
-
-_MOST_DIGITS = 2
-"""Most digits of a bitwidth."""
-
-_MOST_BYTES = 1 << 26
-"""Largest file, 64 MiB: ten thousand layers and as many measured points take less than 10 MiB."""
-
-
-def read_content(path: Path) -> Any:
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise SpecError(
-                f"omega file {path} has {path.stat().st_size} bytes; sensitivities take a few "
-                "thousand"
-            )
-        with path.open("rb") as file:
-            head = file.read(len(_NPY_MAGIC))
-        if head == _NPY_MAGIC:
-            return _read_npy(path)
-        if head.startswith((_PICKLE_MAGIC, _ZIP_MAGIC)) or path.suffix in _PICKLE_NAMES:
-            raise SpecError(_refusal(path))
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"omega file {path} cannot be read as JSON: {error}") from error
-
-
-def _read_npy(path: Path) -> npt.NDArray[Any]:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (*_NO_ARRAY, OSError) as error:
-        raise SpecError(
-            f"omega file {path} cannot be read as an array of numbers: {error}"
-        ) from error
-    if array.dtype.kind not in "fiu":
-        raise SpecError(f"omega file {path} holds {array.dtype} values; numbers are needed")
-    found: npt.NDArray[Any] = array
-    return found
-
-
-def _refusal(path: Path) -> str:
-    return (
-        f"omega file {path} is a pickle or an archive, which can run code when it is read; where "
-        'you trust it, convert it: python -c "import json, pickle, sys; '
-        "print(json.dumps(pickle.load(open(sys.argv[1], 'rb')).tolist()))\" "
-        f"{shlex.quote(path.name)} > omega.json"
-    )
-
-
-def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) -> Matrix:
-    """Take the columns `[layers, K]` of a bare array: as many as bitwidths, or those of 3, 4, 8, 16
-    bit; the prototype sorts them as text (16, 3, 4, 8), which shows as a layer loses next to
-    nothing at 16 bit.
-    """
-    matrix = as_matrix(rows, path)
-    columns: Sequence[int] = bitwidths
-    if matrix.ndim == 2 and matrix.shape[1] == len(BITWIDTHS):
-        columns = BITWIDTHS
-        by_text = sorted(BITWIDTHS, key=str)
-        if not is_falling(matrix) and is_falling(
-            matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]
-        ):
-            columns = by_text
-    check_shape(matrix, path, (layers, len(columns)))
-    return matrix[:, [columns.index(bits) for bits in bitwidths]]
-
-
-def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[int], Matrix]:
-    wanted = [str(layer) for layer in range(layers)]
-    if sorted(content) != sorted(wanted):
-        raise SpecError(
-            f"omega file {path} names {len(content)} layers; 0 to {layers - 1} are needed"
-        )
-    first = content["0"]
-    if not isinstance(first, Mapping) or not all(
-        key.isdecimal() and len(key) <= _MOST_DIGITS for key in first
-    ):
-        raise SpecError(f"omega file {path}: layer 0 is no mapping of bitwidths to numbers")
-    rows = []
-    for layer in wanted:
-        row = content[layer]
-        if not isinstance(row, Mapping) or set(row) != set(first):
-            raise SpecError(f"omega file {path}: layer {layer} has other bitwidths than layer 0")
-        rows.append([row[key] for key in first])
-    return [int(key) for key in first], as_matrix(rows, path)
-
-
-def as_matrix(rows: object, path: Path) -> Matrix:
-    try:
-        return np.array(rows, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SpecError(f"omega file {path} holds no matrix of numbers: {error}") from error
-
-
-def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
-    if matrix.shape != expected:
-        raise SpecError(
-            f"omega file {path} holds an array {list(matrix.shape)}; {expected[0]} layers by "
-            f"{expected[1]} bitwidths are needed"
-        )
-    if not np.isfinite(matrix).all() or (matrix < 0).any():
-        layer, column = np.argwhere(~np.isfinite(matrix) | (matrix < 0))[0]
-        raise SpecError(
-            f"omega file {path}: layer {layer}, column {column} is {matrix[layer, column]}; "
-            "sensitivities are finite and not negative"
-        )
-
-
-def is_falling(matrix: Matrix) -> bool:
-    return bool((np.diff(matrix, axis=1) <= 0).all())
-
-
-def check_falling(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
-    for column, (low, high) in enumerate(pairwise(bitwidths)):
-        rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column])
-        if rising.size:
-            raise SpecError(
-                f"omega file {path}: layer {rising[0]} loses more at {high} than at {low} bits; "
-                "sensitivity cannot rise with the bitwidth"
-            )
-
+from quant.scheme import FULL_BITS
 
 REFERENCE_BITS = 4
 """Default sensitivities of all layers at this bitwidth sum to 1."""
@@ -171,6 +47,9 @@ _REPEATED_ENTRIES = (
 """Entries of the provenance that plans repeat."""
 _MOST = sys.float_info.max
 """Largest number, as integers of JSON may have any size."""
+
+_ROUNDED = 1e-9
+"""Relative error that sums and differences of sensitivities may have."""
 
 _LONGEST = 40
 """Most characters of one entry of the provenance, which anyone may have written."""
@@ -194,22 +73,28 @@ class WeighedPoint:
 
 @dataclass(frozen=True)
 class Omega:
-    """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and perplexities."""
+    """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and perplexities;
+    `experts` [L, K]: the part of the layers' experts in them, None where it was not measured.
+    """
 
     matrix: Matrix
     source: str
     points: tuple[WeighedPoint, ...] = ()
+    experts: Matrix | None = None
 
 
 @dataclass(frozen=True)
 class OmegaContent:
-    """The content of llmpq's own omega files; `matrix` [L, K], K ascending `bits`."""
+    """The content of llmpq's own omega files; `matrix` [L, K], K ascending `bits`, and the part of
+    `experts` in it, None in files of models without, and in those from before it was written.
+    """
 
     bits: tuple[int, ...]
     model_fingerprint: str
     matrix: Matrix
     provenance: Mapping[str, str | int | float] = field(default_factory=dict)
     points: tuple[MeasuredPoint, ...] = ()
+    experts: Matrix | None = None
 
     def summed(self, bitwidths: Sequence[int]) -> float:
         columns = [self.bits.index(bits) for bits in bitwidths]
@@ -224,12 +109,18 @@ class OmegaContent:
 
 def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
     """Estimate sensitivities [L, K] as squared steps, (2^b - 1)^-2, of each layer's share of all
-    weights: 0 at 16 bit, in all 1 at 4.
+    weights, of experts those that a token asks: 0 at 16 bit, in all 1 at 4.
     """
     noise = np.array([0.0 if bits == FULL_BITS else _noise(bits) for bits in bitwidths])
-    weights = [shape.layer(layer).layer_linear_parameters for layer in range(shape.layers)]
+    weights = [_asked_weights(shape.layer(layer)) for layer in range(shape.layers)]
     shares = np.array([[sum(weights) / own] for own in weights])
     return np.asarray(noise / (_noise(REFERENCE_BITS) * shares))
+
+
+def _asked_weights(shape: ModelShape) -> int:
+    per_token = 0 if shape.experts is None else shape.experts.per_token
+    experts = per_token * sum(linear.parameters for linear in shape.expert_linears)
+    return experts + sum(linear.parameters for linear in shape.layer_linears)
 
 
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
@@ -249,23 +140,32 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
     else:
         bits, full = _named(content, path, shape)
     check_shape(full, path, (shape.layers, len(bits)))
+    experts = _experts(content, path, shape, full)
     missing = [str(wanted) for wanted in bitwidths if wanted not in bits]
     if missing:
         raise SpecError(
             f"omega file {path} has no column for {', '.join(missing)} bits; has {bits}"
         )
-    chosen = full[:, [bits.index(wanted) for wanted in bitwidths]]
+    columns = [bits.index(wanted) for wanted in bitwidths]
+    chosen = full[:, columns]
     check_falling(chosen, path, bitwidths)
+    if experts is not None:
+        experts = experts[:, columns]
+        check_falling(experts, f"{path}, field experts", bitwidths)
+        rounded = _ROUNDED * float(chosen.max())
+        check_falling(chosen - experts, f"{path}, matrix - experts", bitwidths, rounded)
     measured = OmegaContent(tuple(bits), shape.fingerprint(), full)
     points = tuple(_points(content.get("points", []), path, measured))
-    return Omega(chosen, f"{path}{_provenance_text(content.get('provenance'))}", points)
+    source = f"{path}{_provenance_text(content.get('provenance'))}"
+    return Omega(chosen, source, points, experts)
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:
     target = Path(path)
     if not target.name:
         raise SpecError(f"cannot write sensitivities to {str(path)!r}: name a file")
-    text = json.dumps(asdict(content) | {"matrix": content.matrix.tolist()}, indent=1)
+    held = {key: value for key, value in asdict(content).items() if value is not None}
+    text = json.dumps(held, indent=1, default=np.ndarray.tolist)
     try:
         write_whole(target, text + "\n")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
@@ -292,6 +192,27 @@ def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[l
     if not isinstance(bits, list) or len(set(map(str, bits))) != len(bits):
         raise SpecError(f"omega file {path}: bits is {bits!r}; a list, each once")
     return bits, as_matrix(content["matrix"], path)
+
+
+def _experts(
+    content: Mapping[str, Any], path: Path, shape: ModelShape, full: Matrix
+) -> Matrix | None:
+    """The part of experts in the sensitivities `full`; None: the file does not tell it."""
+    if content.get("experts") is None:
+        return None
+    place = f"{path}, field experts"
+    experts = as_matrix(content["experts"], place)
+    check_shape(experts, place, full.shape)
+    most = full * (1 + _ROUNDED)
+    most[[shape.layer(layer).experts is None for layer in range(shape.layers)]] = 0.0
+    if (experts > most).any():
+        layer, column = np.argwhere(experts > most)[0]
+        raise SpecError(
+            f"omega file {place}: layer {layer}, column {column} is {experts[layer, column]}, more "
+            f"than experts of that layer can lose ({most[layer, column]:.6g}); measure again with "
+            "llmpq indicator, or leave experts out"
+        )
+    return np.minimum(experts, full)
 
 
 def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[WeighedPoint]:
@@ -366,6 +287,7 @@ def _of_file(path: Path, shape: ModelShape) -> PlannedImportance:
     if found.shape != shape.fingerprint():
         raise SpecError(
             f"importance {path} belongs to a model of shape {found.shape}, but {shape.name} has "
-            f"shape {shape.fingerprint()}; measure that of this model with llmpq indicator"
+            f"shape {shape.fingerprint()}; leave it out, and stages measure their own, or measure "
+            "that of this model with llmpq indicator"
         )
     return PlannedImportance(found.fingerprint, str(path.expanduser().absolute()))

@@ -115,7 +115,13 @@ def with_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
     """The costs where no other bitwidth is used, and no memory is kept for others' kernels."""
     choice = costs.options.bits.index(bits)
     options = replace(costs.options, bits=(bits,))
-    return replace(costs, options=options, sensitivity=costs.sensitivity[:, [choice]])
+    experts = costs.expert_sensitivity
+    return replace(
+        costs,
+        options=options,
+        sensitivity=costs.sensitivity[:, [choice]],
+        expert_sensitivity=None if experts is None else experts[:, [choice]],
+    )
 
 
 def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:

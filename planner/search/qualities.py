@@ -111,7 +111,7 @@ def _finest(
         found = solve(0.0, quick=True)
     except InfeasibleError:
         return None
-    omega = costs.sensitivity
+    omega = costs.placing.sensitivity
     losses = omega - omega[:, [-1]]
     slower_s = max(0.0, found.predicted_s - fast.predicted_s)
     least = float(losses[losses > 0].min(initial=math.inf))

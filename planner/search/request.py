@@ -161,7 +161,8 @@ def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
     costs = cost_model(request.cluster, shape, request.workload, options, omega.matrix)
     apart = shape.stored is None and any(each.experts is not None for each in shape.kind_shapes)
     hosting = apart and any(map(can_host, request.cluster.devices))
-    return replace(costs, job=request.job, experts_apart=apart, hosting=hosting), omega
+    costs = replace(costs, expert_sensitivity=omega.experts, experts_apart=apart, hosting=hosting)
+    return replace(costs, job=request.job), omega
 
 
 def cost_model(
@@ -191,6 +192,7 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
     kv_bits = kv_bits_of(options)
     if options.profiles is None:
         return RooflineLatency(shape, kv_bits)
+    hosts = tuple(each for each in cluster.measured_links if each.place == "host")
     rows = read_profiles(options.profiles, own=cluster.own_accelerators)
     if options.strict_profiles:
         kinds = {device.time_kind: device for device in reversed(cluster.devices)}
@@ -198,7 +200,7 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
         for kind in shape.kind_shapes:
             layer = LayerTerms.of(kind)
             refuse_estimates(rows, layer, typed, options.bits, str(options.profiles))
-    fitted = FittedLatency(rows, RooflineLatency(shape))
+    fitted = FittedLatency(rows, RooflineLatency(shape, host_links=hosts))
     latency = ProfiledLatency(fitted) if options.profile_use == "measured" else fitted
     return latency if kv_bits == FULL_BITS else EightBitCacheLatency(latency, kv_bits)
 

@@ -52,6 +52,11 @@ class LayerScheme:
             return self
         return replace(self, bits=self.expert_bits, backend=None, expert_bits=None)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether weights of the layer, or of its experts, are rounded."""
+        return min(self.bits, self.of_experts.bits) != FULL_BITS
+
 
 @dataclass(frozen=True)
 class Compute:

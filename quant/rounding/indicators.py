@@ -366,10 +366,10 @@ def weighted_square(weight: Tensor, stored: Tensor | None, inputs: InputStatisti
 
 
 def in_nats(errors: Matrix, alone: Matrix) -> Matrix:
-    """Scale errors `[L, K]` to nats a token by `alone`, the model with one layer alone at a
+    """Scale errors `[..., K]` to nats a token by `alone`, the model with that part alone at a
     bitwidth (NaN: not measured; the lowest is). Divergence grows with the square of small noise,
-    and that of independent layers adds up.
+    and that of independent parts adds up.
     """
-    lowest = errors[:, :1]
-    gain = np.divide(alone[:, :1], lowest, out=np.zeros_like(lowest), where=lowest > 0)
+    lowest = errors[..., :1]
+    gain = np.divide(alone[..., :1], lowest, out=np.zeros_like(lowest), where=lowest > 0)
     return np.where(np.isnan(alone), errors * gain, alone)

@@ -41,7 +41,7 @@ from llmpq.quality.options import (
     IndicatorOptions,
     check_lengths,
     checked_bitwidths,
-    refuse_without_error,
+    refuse_stored,
 )
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
@@ -85,7 +85,7 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
     importance = _importance_file(options, target) if chosen.needs_text else None
     with finding(options.model):
         folder = resolve(options.model)
-    refuse_without_error(chosen, checked_shape(folder), folder)
+    refuse_stored(checked_shape(folder), folder)
     held_out = read_documents(options.perplexity)
     calibration = calibration_documents(options.calibration, options.input, folder, prompting)
 
@@ -181,7 +181,10 @@ def _sensitivity_table(content: OmegaContent) -> Table:
     for layer, row in enumerate(content.matrix):
         is_last = layer == len(content.matrix) - 1
         table.add_row(str(layer), *(f"{value:.4g}" for value in row), end_section=is_last)
-    table.add_row("all", *(f"{total:.4g}" for total in content.matrix.sum(axis=0)))
+    sums = {"all": content.matrix, "of which experts": content.experts}
+    for name, part in sums.items():
+        if part is not None:
+            table.add_row(name, *(f"{total:.4g}" for total in part.sum(axis=0)))
     return table
 
 

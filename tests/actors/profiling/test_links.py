@@ -36,3 +36,12 @@ def test_hops_between_gpus_are_timed_over_nccl_and_over_gloo(
             moved = gpus.groups[0].wire.done - before
             assert moved == (way == "nccl") * 2 * (1 + links._WARM_UP) * len(hops)
     torch.set_num_threads(threads)
+
+
+def test_copies_to_a_host_are_timed_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "NCCL_PAYLOADS_BYTES", (4 << 10, 8 << 20))
+    threads = torch.get_num_threads()
+    small, large = End(on_gpu=False).by_copies(turns=5)
+    torch.set_num_threads(threads)
+    assert (small.way, small.payload_bytes, large.payload_bytes) == ("copy", 4 << 10, 8 << 20)
+    assert large.seconds > 5 * small.seconds > 0

@@ -41,7 +41,7 @@ def test_kinds_that_meet_are_paired_once() -> None:
             "name": "c",
             "nodes": [
                 {"name": "a", "accelerators": {"T4": 3}},
-                {"name": "b", "accelerators": {"T4": 1}},
+                {"name": "b", "accelerators": {"T4": 1}, "host_memory_gib": 64},
                 {"name": "c", "accelerators": {"A100": 1}},
                 {"name": "d", "accelerators": {"CPU": 1}, "memory_gib": 1},
             ],
@@ -54,6 +54,7 @@ def test_kinds_that_meet_are_paired_once() -> None:
         ((a100, "CPU", "network"), "c", "d"),
         ((a100, t4, "network"), "a", "c"),
         (("CPU", "CPU", "node"), "d", "d"),
+        (("CPU", t4, "host"), "b", "b"),
         (("CPU", t4, "network"), "a", "d"),
         ((t4, t4, "network"), "a", "b"),
         ((t4, t4, "node"), "a", "a"),

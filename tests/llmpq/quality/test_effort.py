@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.stage.layer_stream import compute_on
-from llmpq.quality.effort import PASS_SHARE, Effort, operations_per_s
+from llmpq.quality.effort import PASS_SHARE, SOLVING_SHARE, Effort, operations_per_s
 from llmpq.quality.options import IndicatorOptions
 from planner.model.finding import model_shape
 from quant.loading.emulated_kernels import LayerScheme
@@ -31,6 +31,18 @@ def test_of_experts_those_asked_take_time() -> None:
     weights = 2048 * (3 * 8 * 768 + 2 * 4096 + 2 * 512 + 128)
     seconds = Effort(shape, RATE).passes_s(1000, 48)
     assert seconds == pytest.approx(2 * 1000 * 48 * weights / RATE / PASS_SHARE, rel=0.001)
+
+
+def test_every_expert_is_solved_for_itself_with_the_tokens_that_ask_it() -> None:
+    """Gates and ups of 2048 inputs and 1536 rows, downs of 768 and 2048, of 8 of 128 experts."""
+    effort = Effort(model_shape("qwen3-30b-a3b"), RATE)
+    few, many = (effort.gptq_s(tokens, [4] * 48) for tokens in (1000, 2000))
+    solving = 128 * 2 * (2048**3 + 1536 * 2048**2 + 768**3 + 2048 * 768**2)
+    attention = 2048 * (2 * 4096 + 2 * 512)
+    solving += 3 * 2 * 2048**3 + 2 * attention * 2048
+    assert 2 * few - many == pytest.approx(48 * solving / SOLVING_SHARE / RATE)
+    shown_s = 2 * 1000 * (3 * 2048**2 + 8 * (2048**2 + 768**2)) / PASS_SHARE / RATE
+    assert many - few == pytest.approx(48 * shown_s + effort.passes_s(1000, 48 * 7))
 
 
 def test_models_that_begin_alike_are_computed_once() -> None:

@@ -28,6 +28,7 @@ from actors.stage.stage import Stage
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import plan as plan_cli
 from llmpq.cli.measure.checkpoints import quantize_main
+from llmpq.cli.measure.quality import indicator_main
 from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inputs
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
@@ -39,6 +40,7 @@ from quant.rounding.gptq_format import read_gptq
 from quant.scheme import GptqOptions, Processor
 from tests.actors.configs import VOCABULARY
 from tests.actors.models import generate, random_prompts, reference, save_tiny, stages_of
+from tests.llmpq.commands import exit_code
 
 pytestmark = pytest.mark.usefixtures("short_measurement")
 PLAIN_CPU = Processor(instruction_sets=frozenset())
@@ -343,6 +345,10 @@ def test_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     # a uniform checkpoint can be planned for; its bits are then given
     again = cluster.plan(tmp_path / "made", Workload(2, 8, 4))
     assert set(again.stages[0].bitwidths) == {4}
+    measuring = ["--model", str(tmp_path / "made"), "--calibration", text, "-o", text + ".json"]
+    for method in ("error", "variance", "random"):
+        assert exit_code(indicator_main, [*measuring, "--method", method]) == 2
+        assert "plan for it without --omega_file, or" in capsys.readouterr().err
     with pytest.raises(SpecError, match="is stored with 4 bits, which --bits 3 8 leaves out"):
         cluster.plan(tmp_path / "made", Workload(2, 8, 4), bits=[3, 8])
     # and a plan of other bits is refused before any stage is started

@@ -96,6 +96,33 @@ def test_experts_measured_apart_are_fitted_by_the_tokens_of_a_pass(tmp_path: Pat
     assert experts == pytest.approx(4 * experts_law(6), rel=0.05)
 
 
+@pytest.mark.parametrize(("threads", "backend"), [(6, "int4pack"), (5, "int4pack"), (6, "other")])
+def test_experts_on_hosts_take_what_was_measured_on_a_cpu_like_theirs(
+    threads: int, backend: str
+) -> None:
+    """A CPU of as many threads as a GPU has of its host, in the host's type, with its kernels."""
+    node = {"name": "a", "accelerators": {"T4": 2}, "host_memory_gib": 64, "host_threads": 12}
+    t4 = ClusterSpec.from_dict({"name": "c", "nodes": [node]}).devices[0]
+    measured_s = [
+        (row, experts_law(row.batch_size * row.prompt_length)) for row in rows_of(SHAPE.kinds[0])
+    ]
+    cpu = {"device": "CPU", "bits": 4, "dtype": "bfloat16", "threads": threads, "backend": backend}
+    rows = tuple(
+        replace(row, seconds=1.0, attention_s=1e-3, experts_s=experts_s, **cpu)
+        for row, experts_s in measured_s
+    )
+    fitted = FittedLatency(rows, RooflineLatency(SHAPE)).of_kind(EXPERT)
+    estimated = RooflineLatency(SHAPE.kinds[EXPERT])
+    for tokens in (3, 12, 700):
+        found = fitted.hosted_experts_s(t4, 4, tokens, "float16")
+        known = estimated.hosted_experts_s(t4, 4, tokens, "float16")
+        if (threads, backend) == (6, "int4pack"):
+            assert found.computed_s == pytest.approx(experts_law(tokens), rel=0.05)
+        else:
+            assert found.computed_s == known.computed_s
+        assert found._replace(computed_s=0.0) == known._replace(computed_s=0.0)
+
+
 def test_rows_of_other_kinds_do_not_scale_to_a_layer() -> None:
     """Those of a mixer say nothing of attention, and a window is not one layer with another."""
     plain = RooflineLatency(SHAPE.kinds[FULL])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from planner.cluster.spec import ClusterSpec
+from planner.costs.roofline import RooflineLatency
 from planner.explanation.what_if import Question, _changed
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -107,6 +108,29 @@ def test_a_plan_takes_them_from_beside_the_profile(tmp_path: Path) -> None:
     assert first.prefill_comm_s == pytest.approx(payload / 1e12)
     assert after.predicted.latency_s < before.predicted.latency_s
     assert after.origin is not None
+
+
+def test_experts_come_from_hosts_as_fast_as_copies_were_measured(tmp_path: Path) -> None:
+    """Tokens there and back, and the codes of experts that stream, without the datasheet's link."""
+    profile, size = tmp_path / "times.csv", 1 << 20
+    profile.write_text(LAYER_HEADER + "\n")
+    rows = [
+        LinkRow("T4", "CPU", "host", "copy", times * size, 1e-3 + times * size / 1e8, 0.1, 30)
+        for times in (1, 2, 4)
+    ]
+    write_table(links_path(profile), LinkRow, rows)
+    node = {"name": "a", "accelerators": {"T4": 1}, "host_memory_gib": 64}
+    cluster = ClusterSpec.from_dict({"name": "c", "nodes": [node]})
+    shape, options = model_shape("qwen3-30b-a3b"), PlanOptions(profiles=profile)
+    sensitivity, (t4,) = default_sensitivity(shape, options.bits), cluster.devices
+    costs = cost_model(cluster, shape, Workload(8, 128, 10), options, sensitivity)
+    found = costs.latency.hosted_experts_s(t4, 16, 10, "float16")
+    estimate = RooflineLatency(shape).hosted_experts_s(t4, 16, 10, "float16")
+    assert found.copies_s == pytest.approx(2 * (1e-3 + 10 * 2048 * 2 / 1e8))
+    assert found.computed_s == estimate.computed_s
+    held = 128 * (1 - (1 - 8 / 128) ** 10) * 3 * 2048 * 768 * 2
+    by_link = held / 1e8 - held / t4.host_link_bytes_per_s
+    assert found.streamed_s - estimate.streamed_s == pytest.approx(by_link)
 
 
 def test_faster_links_are_faster_where_they_are_measured(tmp_path: Path) -> None:

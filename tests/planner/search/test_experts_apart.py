@@ -30,7 +30,7 @@ from planner.optimiser.solve import solve_by
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
-from planner.profiles.sensitivity import default_sensitivity
+from planner.profiles.sensitivity import OmegaContent, default_sensitivity, save_omega
 from planner.search.request import PlanningRequest, cost_model
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import HOST_BACKENDS, rule_for
@@ -96,8 +96,9 @@ def alone(shape: ModelShape, device: Device, choice: LayerChoice) -> tuple[float
         if shape.experts is not None:
             whole_s -= model.experts_s(device, choice.bits, tokens, dtype)
             other = device, choice.expert_bits, tokens, dtype
-            own_s = min(model.hosted_experts_s(*other)) if choice.on_host else None
-            whole_s += model.experts_s(*other) if own_s is None else own_s
+            there = model.hosted_experts_s(*other)
+            own_s = min(there.there_s, there.streamed_s)
+            whole_s += own_s if choice.on_host else model.experts_s(*other)
         seconds.append(whole_s)
     prefill_s, decode_s = prefill_s + seconds[0], decode_s + seconds[1]
     if shape.experts is not None:
@@ -110,15 +111,13 @@ def alone(shape: ModelShape, device: Device, choice: LayerChoice) -> tuple[float
 
 
 def omega(costs: CostModel, choices: Sequence[LayerChoice]) -> float:
-    """Experts count for the tokens that ask them."""
+    """Gates, ups and downs of all experts count as three linears of their layer."""
     total = 0.0
     for layer, choice in enumerate(choices):
         rest, experts = (costs.sensitivity[layer, BITS.index(b)] for b in choice_bits(choice))
         shape, share = costs.shape.layer(layer), 0.0
         if shape.experts is not None:
-            each = sum(linear.parameters for linear in shape.expert_linears)
-            own = sum(linear.parameters for linear in shape.layer_linears)
-            share = 1 / (1 + own / (shape.experts.per_token * each))
+            share = 3 / (3 + len(shape.layer_linears))
         total += (1 - share) * rest + share * experts
     return total
 
@@ -174,6 +173,23 @@ def test_the_best_of_units_is_the_best_of_everything_tried(cramped: bool) -> Non
     chosen = [costs.placing.choices[index] for index in indices]
     assert costs.placing.assigned(first_layer, chosen) == (solved.first_layer, solved.bitwidth)
     assert any(choice.on_host for choice in chosen) == cramped
+
+
+@pytest.mark.parametrize("part", [0.0, 1.0])
+def test_measured_parts_decide_the_bits_of_experts_and_of_the_rest(
+    part: float, tmp_path: Path
+) -> None:
+    matrix = default_sensitivity(SHAPE, BITS)
+    experts = matrix * [[part * (SHAPE.layer(i).experts is not None)] for i in range(SHAPE.layers)]
+    path, options = tmp_path / "omega.json", PlanOptions(bits=BITS, theta=1e3)
+    save_omega(path, OmegaContent(BITS, SHAPE.fingerprint(), matrix, experts=experts))
+    options = replace(options, omega_file=str(path))
+    cluster = replace(CLUSTER, devices=(V100,))
+    plan = find_plan(cluster, SHAPE, "three", WORKLOAD, options).plan
+    chosen = [choice_bits(each) for stage in plan.stages for each in stage.choices]
+    low = (8, 4) if part == 0 else (4, 8)  # what loses nothing is sooner at 4 bit
+    assert chosen == [low, (8, 8), low, (8, 8)]
+    assert plan.solver.sensitivity == pytest.approx(matrix[:, 1].sum())
 
 
 def test_groups_of_layers_are_two_units() -> None:

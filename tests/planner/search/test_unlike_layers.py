@@ -207,12 +207,16 @@ def test_every_method_plans_unlike_layers() -> None:
         assert 3 not in found.first_layer
 
 
-def test_sensitivities_by_default_are_shares_of_all_weights() -> None:
+def test_sensitivities_by_default_are_shares_of_the_weights_of_a_token() -> None:
     shape = three_kinds(PATTERN)
     matrix = default_sensitivity(shape, (3, 4, 8, 16))
     assert matrix[:, 1].sum() == pytest.approx(1.0)
     assert (np.diff(matrix, axis=1) < 0).all()
-    weights = [shape.layer(layer).layer_linear_parameters for layer in range(shape.layers)]
+    asked = 4 * 3 * 2048 * 4096  # of 64 experts
+    weights = [
+        sum(linear.parameters for linear in own.layer_linears) + asked * (own.experts is not None)
+        for own in map(shape.layer, range(shape.layers))
+    ]
     assert matrix[:, 1] == pytest.approx(np.array(weights) / sum(weights))
 
 

@@ -1,4 +1,4 @@
-"""The experts of a layer, as an indicator counts them: what each was asked, and its weights."""
+"""What goes into the linears of a layer, and what each of its experts is asked."""
 
 from __future__ import annotations
 
@@ -10,13 +10,43 @@ import torch
 from torch import Tensor, nn
 
 from actors.stage.layer_stream import LayerStream, StreamedLayer
-from quant.experts import ExpertWeights, QuantizedExperts
 from quant.loading.expert_tensors import FUSED, inputs_of_expert
 from quant.rounding.importance import InputStatistics
 from quant.rounding.indicators import AskedWeight, LayerStatistics
 
-_SQUARES_BYTES = 2 << 30
+SQUARES_BYTES = 2 << 30
 """Most memory for matrices `[in, in]` of experts that see the text in one pass."""
+
+
+@contextmanager
+def observed(
+    linears: Mapping[str, nn.Linear], statistics: Sequence[LayerStatistics]
+) -> Iterator[dict[str, str]]:
+    """Have inputs of the linears reach the statistics while it is open, equal ones once.
+
+    Gives the name of the linear whose input stands for each one's: linears called one after
+    another with the same tensor share it.
+    """
+    source_of: dict[str, str] = {}
+    last: list[Any] = [None, ""]  # an input, kept so that no other takes its place, and its source
+
+    def look(name: str, inputs: Tensor) -> None:
+        if inputs is not last[0]:
+            last[:] = [inputs, name]
+            for own in statistics:
+                own.observe(name, inputs)
+        source_of[name] = last[1]
+
+    handles = [
+        linear.register_forward_pre_hook(lambda _, inputs, name=name: look(name, inputs[0]))
+        for name, linear in linears.items()
+    ]
+    try:
+        yield source_of
+    finally:
+        last[:] = [None, ""]
+        for handle in handles:
+            handle.remove()
 
 
 class AskedExperts:
@@ -35,7 +65,7 @@ class AskedExperts:
             for own in self._experts.values()
             for held in (own.gate_up, own.down)
         ) * sum(own.gathers_squares for own in self._statistics)
-        at_once = max(1, _SQUARES_BYTES // size) if size else max(1, count)
+        at_once = max(1, SQUARES_BYTES // size) if size else max(1, count)
         return [range(at, min(at + at_once, count)) for at in range(0, count, at_once)]
 
     def observe_all_but_last(self) -> range:
@@ -113,29 +143,21 @@ def asked_weights(
     Raises `CheckpointError` as the loading of experts does.
     """
     tokens = layer.hidden.shape[0] * layer.hidden.shape[1]
-    compute, held_experts = stream.compute, layer.experts
+    compute, experts = stream.compute, layer.experts
     for name, tensors in stream.stored_experts(layer.index).items():
-        own = held_experts[name]
+        own = experts[name]
         for fused, held in zip(FUSED, (own.gate_up, own.down), strict=True):
             parts = {f"{name}.{part}": rows for part, rows in tensors.rows_of(fused).items()}
-            read = None if tensors.packed_parts(fused) else tensors.reader(fused, held.shape)
+            read = tensors.reader(fused, held.shape)
             for index in range(held.count):
                 source = _source(name, index, fused)
                 if source not in asked:
                     continue
-                weight = _restored(own, held, index) if read is None else read(index)
                 rounded_by = inputs_of_expert(
                     importance.get(f"{name}.{fused}"), index, held.shape.in_features
                 )
-                weight = weight.to(compute.device, compute.dtype)
+                weight = read(index).to(compute.device, compute.dtype)
                 yield AskedWeight(source, weight, parts, tokens, rounded_by)
-
-
-def _restored(own: QuantizedExperts, held: ExpertWeights, index: int) -> Tensor:
-    """The weight `[out, in]` that codes of a checkpoint stand for."""
-    device = next(iter(held.weights[index].state().values())).device
-    unit = torch.eye(held.shape.in_features, dtype=own.compute_dtype, device=device)
-    return held.weights[index].forward(unit).T.contiguous()
 
 
 def _source(name: str, index: int, weight: str) -> str:

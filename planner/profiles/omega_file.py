@@ -1,0 +1,147 @@
+"""Omega files as arrays: JSON and `.npy` of any hand, what their numbers must be, and refusals."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from tokenize import TokenError  # raised for a header that numpy takes for one of Python 2
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quant.common.errors import SpecError
+from quant.scheme import BITWIDTHS
+
+Matrix = npt.NDArray[np.float64]
+
+_NPY_MAGIC = b"\x93NUMPY"
+_PICKLE_MAGIC = b"\x80"
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
+_NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
+"""Errors that numpy raises for headers that it cannot read, or of impossible arrays."""
+
+_MOST_DIGITS = 2
+"""Most digits of a bitwidth."""
+
+_MOST_BYTES = 1 << 26
+"""Largest file, 64 MiB: ten thousand layers and as many measured points take less than 10 MiB."""
+
+
+def read_content(path: Path) -> Any:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise SpecError(
+                f"omega file {path} has {path.stat().st_size} bytes; sensitivities take a few "
+                "thousand"
+            )
+        with path.open("rb") as file:
+            head = file.read(len(_NPY_MAGIC))
+        if head == _NPY_MAGIC:
+            return _read_npy(path)
+        if head.startswith((_PICKLE_MAGIC, _ZIP_MAGIC)) or path.suffix in _PICKLE_NAMES:
+            raise SpecError(_refusal(path))
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"omega file {path} cannot be read as JSON: {error}") from error
+
+
+def _read_npy(path: Path) -> npt.NDArray[Any]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (*_NO_ARRAY, OSError) as error:
+        raise SpecError(
+            f"omega file {path} cannot be read as an array of numbers: {error}"
+        ) from error
+    if array.dtype.kind not in "fiu":
+        raise SpecError(f"omega file {path} holds {array.dtype} values; numbers are needed")
+    found: npt.NDArray[Any] = array
+    return found
+
+
+def _refusal(path: Path) -> str:
+    return (
+        f"omega file {path} is a pickle or an archive, which can run code when it is read; where "
+        'you trust it, convert it: python -c "import json, pickle, sys; '
+        "print(json.dumps(pickle.load(open(sys.argv[1], 'rb')).tolist()))\" "
+        f"{shlex.quote(path.name)} > omega.json"
+    )
+
+
+def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) -> Matrix:
+    """Take the columns `[layers, K]` of a bare array: as many as bitwidths, or those of 3, 4, 8, 16
+    bit; the prototype sorts them as text (16, 3, 4, 8), which shows as a layer loses next to
+    nothing at 16 bit.
+    """
+    matrix = as_matrix(rows, path)
+    columns: Sequence[int] = bitwidths
+    if matrix.ndim == 2 and matrix.shape[1] == len(BITWIDTHS):
+        columns = BITWIDTHS
+        by_text = sorted(BITWIDTHS, key=str)
+        if not is_falling(matrix) and is_falling(
+            matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]
+        ):
+            columns = by_text
+    check_shape(matrix, path, (layers, len(columns)))
+    return matrix[:, [columns.index(bits) for bits in bitwidths]]
+
+
+def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[int], Matrix]:
+    wanted = [str(layer) for layer in range(layers)]
+    if sorted(content) != sorted(wanted):
+        raise SpecError(
+            f"omega file {path} names {len(content)} layers; 0 to {layers - 1} are needed"
+        )
+    first = content["0"]
+    if not isinstance(first, Mapping) or not all(
+        key.isdecimal() and len(key) <= _MOST_DIGITS for key in first
+    ):
+        raise SpecError(f"omega file {path}: layer 0 is no mapping of bitwidths to numbers")
+    rows = []
+    for layer in wanted:
+        row = content[layer]
+        if not isinstance(row, Mapping) or set(row) != set(first):
+            raise SpecError(f"omega file {path}: layer {layer} has other bitwidths than layer 0")
+        rows.append([row[key] for key in first])
+    return [int(key) for key in first], as_matrix(rows, path)
+
+
+def as_matrix(rows: object, path: Path | str) -> Matrix:
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SpecError(f"omega file {path} holds no matrix of numbers: {error}") from error
+
+
+def check_shape(matrix: Matrix, path: Path | str, expected: tuple[int, int]) -> None:
+    if matrix.shape != expected:
+        raise SpecError(
+            f"omega file {path} holds an array {list(matrix.shape)}; {expected[0]} layers by "
+            f"{expected[1]} bitwidths are needed"
+        )
+    if not np.isfinite(matrix).all() or (matrix < 0).any():
+        layer, column = np.argwhere(~np.isfinite(matrix) | (matrix < 0))[0]
+        raise SpecError(
+            f"omega file {path}: layer {layer}, column {column} is {matrix[layer, column]}; "
+            "sensitivities are finite and not negative"
+        )
+
+
+def is_falling(matrix: Matrix) -> bool:
+    return bool((np.diff(matrix, axis=1) <= 0).all())
+
+
+def check_falling(
+    matrix: Matrix, path: Path | str, bitwidths: Sequence[int], slack: float = 0.0
+) -> None:
+    for column, (low, high) in enumerate(pairwise(bitwidths)):
+        rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column] + slack)
+        if rising.size:
+            raise SpecError(
+                f"omega file {path}: layer {rising[0]} loses more at {high} than at {low} bits; "
+                "sensitivity cannot rise with the bitwidth"
+            )
