@@ -346,7 +346,7 @@ def test_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     again = cluster.plan(tmp_path / "made", Workload(2, 8, 4))
     assert set(again.stages[0].bitwidths) == {4}
     measuring = ["--model", str(tmp_path / "made"), "--calibration", text, "-o", text + ".json"]
-    for method in ("error", "variance", "random"):
+    for method in ("error", "variance"):
         assert exit_code(indicator_main, [*measuring, "--method", method]) == 2
         assert "plan for it without --omega_file, or" in capsys.readouterr().err
     with pytest.raises(SpecError, match="is stored with 4 bits, which --bits 3 8 leaves out"):
