@@ -48,9 +48,7 @@ class Live(Protocol):
         """
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request: its memory is free at the next iteration, and no more events tell of
-        it but those that were read. One that has ended is ignored.
-        """
+        """Give up a request, if it has not ended; its memory is free at the next iteration."""
 
     def close(self) -> None:
         """Take no more requests; `events` ends when all have ended."""
@@ -177,9 +175,7 @@ class LiveGroup(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Give up what is in flight, while nobody waits for it; the stages, loaded as they are, are
-        ready for another run. Raises what `generate` raises.
-        """
+        """Give up what is in flight; stages are ready for another run. Raises as `generate`."""
 
     def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[Finished, ...]]:
         """Generate for any number of requests, taken in as they are needed; yields those that
@@ -196,15 +192,11 @@ class LiveGroup(ABC):
             self._whole.live.interrupt()
 
     def halt(self) -> tuple[Finished, ...]:
-        """Stop the last `generate`, which must not be asked on; return what had finished and was
-        not given out. `unfinished` has the rest, for another group.
-        """
+        """Stop the last `generate`; return what finished and was not given out."""
         return () if self._whole is None else self._whole.halt()
 
     def unfinished(self) -> tuple[Request, ...]:
-        """Return the requests that the last `generate` took from its iterable and did not give out,
-        with the tokens they have, for another group to go on with.
-        """
+        """The requests that the last `generate` took and did not give out, with their tokens."""
         return () if self._whole is None else self._whole.unfinished
 
     def tokens_in_flight(self) -> dict[str, int]:

@@ -232,9 +232,7 @@ class MicroBatch:
 
     @cached_property
     def decode_rows(self) -> npt.NDArray[np.bool_]:
-        """Whose one new token attends to earlier ones, `[requests]`; to a stage, a single last
-        token of a prompt in parts is such a step too.
-        """
+        """Whose one new token attends to earlier ones, `[requests]`, decoded or of a prompt."""
         rows: npt.NDArray[np.bool_] = (self.counts == 1) & (self.starts > 0)
         return rows
 

@@ -104,9 +104,7 @@ class DividedGroup(LiveGroup):
         return (*self.prefill.stages, *self.decode.stages)
 
     def follow(self, plan: PlanSpec) -> None:
-        """Go on by `plan`, of which nothing but the schedule differs, as `StageGroup.follow`: new
-        turns begin by it, and no more requests decode than there are slots.
-        """
+        """Go on by `plan`, of which only the schedule differs; new turns begin by it."""
         schedule = plan.policy.followed_schedule
         self._plan = plan
         self._pace.follow(schedule)

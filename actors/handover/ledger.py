@@ -251,9 +251,7 @@ class DividedLedger:
     def moved(
         self, custom_ids: Sequence[str], arrived: Collection[int], epoch: int
     ) -> tuple[Request, ...]:
-        """The requests that decode from now on: with their keys, where these `arrived` on stages
-        that were linked for the time number `epoch`.
-        """
+        """Requests that decode from now on, with the keys that `arrived` in `epoch`."""
         found: list[Request] = []
         for name in custom_ids:
             held = self._held.get(name)

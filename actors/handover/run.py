@@ -102,9 +102,7 @@ class DividedLive:
         self._decode.interrupt()
 
     def join(self, limit_s: float | None = None) -> None:
-        """Wait until no thread does anything any more, once it is interrupted or at its end, at
-        most so long for each; what is repaired is repaired first.
-        """
+        """Wait until all threads have ended, at most so long for each, repairs included."""
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(limit_s)
@@ -129,10 +127,7 @@ class DividedLive:
         return told
 
     def _next_events(self) -> tuple[Progress, ...] | None:
-        """What is new, as soon as something is; None at the end of the run.
-
-        Raises what a side raises that cannot go on, and `RunInterruptedError`.
-        """
+        """What is new; None at the end. Raises what stops a side, and `RunInterruptedError`."""
         with self._changed:
             while not (
                 self._told or self._is_interrupted or self._error is not None or self._is_done

@@ -35,9 +35,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Route:
-    """One way: the `part` that `source` gives, and as which `target` takes it. On emulated devices
-    it takes the seconds of `link`.
-    """
+    """One way: `part` of `source`, as `target` takes it, within `link`'s seconds if emulated."""
 
     source: RankPart
     target: RankPart
@@ -131,9 +129,7 @@ def _overlap(one: range, other: range) -> range:
 
 
 class Moving(NamedTuple):
-    """Requests on their way, by the numbers of their keys, to stages that were linked for the time
-    number `epoch`; every rank that takes keys and values will answer which it holds.
-    """
+    """Requests on their way to stages of `epoch`, by number; each rank answers which it holds."""
 
     numbers: tuple[int, ...]
     epoch: int
@@ -165,9 +161,7 @@ class Transfer:
         )
 
     def wait(self, moving: Moving) -> frozenset[int]:
-        """Wait until all have come or are lost; returns the numbers of those that have come to
-        every stage. The others are forgotten everywhere.
-        """
+        """Wait for all; returns those that came to every stage, and has the others forgotten."""
         arrived = frozenset(moving.numbers)
         for answer in moving.answers:
             try:

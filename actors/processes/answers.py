@@ -33,10 +33,7 @@ def get_answer(reference: ObjectRef[T]) -> T:
 
 
 def get_answers(references: Sequence[ObjectRef[T]]) -> list[T]:
-    """Return what `references` stand for; `ray.get` would wait for ever for a Ray that is gone.
-
-    Raises `HeadLostError` then, and else what `ray.get` raises.
-    """
+    """Return what `references` stand for, as `ray.get`, but `HeadLostError` if Ray is gone."""
     while True:
         try:
             return ray.get(references, timeout=LOOK_S)
@@ -68,9 +65,7 @@ class StageAnswers:
     def ready(
         self, references: Sequence[Waitable], timeout_s: float, fetch: bool = True
     ) -> list[Waitable]:
-        """Return those that have come, as soon as one has or after `timeout_s`; with `fetch`, to
-        this node. Raises `HeadLostError` where a local Ray is gone.
-        """
+        """Those that have come within `timeout_s`, `fetch`ed to this node; or `HeadLostError`."""
         done, _ = ray.wait(list(references), timeout=timeout_s, fetch_local=fetch)
         check_head()
         return [reference for reference in references if reference in done]

@@ -92,9 +92,7 @@ class Health:
 
     @contextmanager
     def computing(self, batch: MicroBatch) -> Iterator[None]:
-        """Note that `batch` is computed, and why that fails; a mistake of the user's is no failure
-        of the micro-batch, nor is another rank that was lost.
-        """
+        """Note that `batch` is computed, and why that fails through no mistake or lost rank."""
         self._began_s = time.monotonic()
         try:
             yield

@@ -179,9 +179,7 @@ class StageMeter:
         return {"prefill": every - state.decode_tokens, "decode": state.decode_tokens}
 
     def busy_s(self, kind: BatchKind | None = None) -> float:
-        """Return the seconds of computing, with the micro-batch that is under way; LM head and
-        sampling on the first stage count where no `kind` is given.
-        """
+        """Seconds of computing so far, of a `kind`, or of all with LM head and sampling."""
         state = self._state
         done = sum(work.seconds for each, work in state.work.items() if kind in (None, each))
         if state.running is not None and kind in (None, state.running[0]):

@@ -183,10 +183,7 @@ class RankActor(KeysValuesKeeper):
         self.open_handover(stage.keys_values, epoch)
 
     def follow(self) -> None:
-        """Compute along with rank 0 until it leaves the group, or this rank fails.
-
-        The others notice the end of it, and `leave_run` tells why.
-        """
+        """Compute along with rank 0 until it leaves, or this rank fails: `leave_run` tells why."""
         try:
             follow_orders(self._loaded(), self._group, self._health.computing)
         except StageLostError:  # the others have left
@@ -241,10 +238,7 @@ class Followers:
         return [actor.load.remote(kept) for actor in self._actors]
 
     def meet(self, stage: Stage, epoch: int) -> None:
-        """Have `stage` and all others join a group and follow it in `epoch`.
-
-        Raises `DeviceError` where they do not meet, `StageLostError` where one has died.
-        """
+        """Have all ranks join a group in `epoch`. Raises `DeviceError` or `StageLostError`."""
         self._meeting = meeting = Meeting.on_this_node()
         joining = [actor.join.remote(meeting, epoch) for actor in self._actors]
         try:

@@ -101,10 +101,7 @@ class ReservedPart:
 
 
 def copies_granted(placements: Sequence[Placement], most: int, limit_s: float = GRANT_S) -> int:
-    """Return how many copies of all `placements`, `most` or fewer, Ray grants at the same time.
-
-    They are asked for, each within `limit_s`, and given back.
-    """
+    """How many copies of all `placements`, up to `most`, Ray grants together; all given back."""
     with ExitStack() as held:
         for copies in range(most):
             try:

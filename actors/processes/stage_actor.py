@@ -182,10 +182,7 @@ class StageActor(BoardKeeper, KeysValuesKeeper):
         serve(self, self._linked(), self._codec)
 
     def leave_run(self) -> RunReport:
-        """Leave a broken run; what it sent that still comes is refused. The shard stays loaded.
-
-        Raises `StageLostError` where the stage has lost a rank.
-        """
+        """Leave a broken run, with the shard loaded; `StageLostError` where a rank is lost."""
         self.close_handover()
         failed = self._followers.leave(self._stage)
         if self._stage is not None:

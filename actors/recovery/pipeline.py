@@ -157,10 +157,7 @@ def wait_for(
 def get_all(
     answers: StageAnswers, asked: dict[int, ObjectRef[T]], limit_s: float, check: LivenessCheck
 ) -> dict[int, T]:
-    """Return all answers, by stage; the first that fails raises.
-
-    Raises `HangError` for a stage that gives no sign of life, `OverdueError` after `limit_s`.
-    """
+    """All answers, by stage, or the first error; `HangError`, `OverdueError` after `limit_s`."""
     waiting = wait_for(answers, asked, limit_s, check.look, check.interval_s)
     return {stage: answers.get(reference) for stage, reference in waiting}
 
@@ -200,18 +197,12 @@ class StagePipeline:
         return self._runs
 
     def follow(self, schedule: RequestSchedule) -> None:
-        """Have the first stage go by another schedule, in the present run too, and after faults.
-
-        It is told soon; one that is lost meanwhile is told when the stages are linked again.
-        """
+        """Have the first stage go by another schedule, in the present run too, and after faults."""
         self.sizes = replace(self.sizes, schedule=schedule)
         self.stages[0].follow(schedule)
 
     def link(self) -> None:
-        """Connect all stages, none of which is in a run, and let the first one lead.
-
-        Raises `StageLostError` where one dies or hangs, `DeviceError` where they do not get ready.
-        """
+        """Connect all stages; the first one leads. Raises `StageLostError` or `DeviceError`."""
         self.epoch += 1
         first, *following = self.stages
         limit_s = max(self._meeting_s, self._hang_s)

@@ -227,11 +227,7 @@ class StageRestart:
         self._began_s = self._reported_s = self._pipeline.answers.now_s()
 
     def run(self) -> None:
-        """Return when all are loaded.
-
-        Raises `DeviceLostError` where a device stays away, `StageLostError` when a stage dies or
-        hangs meanwhile.
-        """
+        """Return when all are loaded. Raises `DeviceLostError` or `StageLostError`."""
         missing = self._start(self._lost)
         for starts in count(1):
             self._wait_for_devices(missing)

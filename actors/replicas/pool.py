@@ -68,10 +68,7 @@ class ReplicaPool(LiveGroup):
         ]
 
     def _start(self) -> None:
-        """Begin to load all replicas, and wait for the first that is ready.
-
-        Where none gets ready, raises what the first one could not be loaded for.
-        """
+        """Begin to load all; wait for the first that is ready, or raise why the first was not."""
         for replica in self.replicas:
             replica.start()
         with self._board.changed:

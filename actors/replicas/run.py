@@ -113,10 +113,7 @@ class SharedRun:
         return max(0, found)
 
     def events(self) -> Generator[tuple[Progress, ...]]:
-        """Yield new tokens and ends of requests, and nothing where another replica wants some.
-
-        Raises what `check` raises, and `RunInterruptedError`.
-        """
+        """Yield tokens and ends, and nothing where another replica wants requests."""
         while True:
             with self._changed:
                 self._check()

@@ -152,10 +152,7 @@ class LiveRun:
         self._untold = UntoldTokens(told_every)
 
     def events(self) -> Iterator[tuple[Progress, ...]]:
-        """Yield what each micro-batch that came back has brought, and requests that cannot be run.
-
-        It waits without work where nothing is under way and nothing has come.
-        """
+        """Yield what each micro-batch has brought, and requests that cannot run; waits for work."""
         idle = False
         while True:
             mail = self._inbox.take(wait=idle)

@@ -65,9 +65,7 @@ class QueueSizes:
         return self.schedule
 
     def limits(self, max_tokens: int, kv_tokens: int, columns: int) -> Limits:
-        """The most that messages may hold, a micro-batch of each phase in one, where a request has
-        at most `max_tokens` and the KV cache `kv_tokens`.
-        """
+        """The most that messages may hold, both phases in one micro-batch."""
         rows = self.prefill_micro_batch * max_tokens + self.decode_micro_batch
         requests = self.prefill_micro_batch + self.decode_micro_batch
         if self.max_batch_size:

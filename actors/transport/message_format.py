@@ -64,10 +64,7 @@ def check_logprob_sizes(tokens: int, rows: int, columns: int) -> None:
 
 
 def logprobs_of(ids: TokenIds, values: Tensor, tokens: int) -> LogprobRows | None:
-    """The log-probabilities of some of so many `tokens`; raises as `check_logprob_sizes`.
-
-    `values` are copied: they lie in the memory of the message.
-    """
+    """Log-probabilities of some of `tokens`, `values` copied; raises as `check_logprob_sizes`."""
     if not len(values):
         return None
     ids, found = ids.reshape(values.shape), values.numpy().copy()

@@ -87,9 +87,7 @@ def _check_parked(batch: MicroBatch, limits: Limits) -> None:
 
 
 def _own_ends(batch: MicroBatch, limits: Limits) -> TokenIds:
-    """Where each request's token slots end, `[requests]`: those of its tokens, or of its range
-    where that is known. Raises where its tokens are not in its range.
-    """
+    """Where each request's token slots end, `[requests]`; raises where tokens leave them."""
     ends: TokenIds = batch.begins + batch.lengths
     if batch.sizes is not None:
         own = batch.sizes

@@ -32,10 +32,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def nccl_group(store: Any, rank: int, ranks: int, device: torch.device, limit: timedelta) -> Any:
-    """The group of one process, which meets the others by `store` at the first call.
-
-    Torch ends a process whose call takes longer than `limit`. `DeviceError` where it has no NCCL.
-    """
+    """The group of one process, which meets others by `store`; `DeviceError` without NCCL."""
     if not has_nccl():
         raise DeviceError("this torch has no NCCL; give each stage one GPU")
     distributed: Any = torch.distributed
@@ -137,9 +134,7 @@ class GpuLink(Communicator):
             raise DeviceError("NCCL did not bring what was sent")
 
     def send(self, hidden: Tensor) -> None:
-        """Send `hidden` `[tokens, hidden_size]`, once it is computed. Waits until the one before
-        has gone: plans have room for one that leaves.
-        """
+        """Send `hidden` `[tokens, hidden_size]` once computed, after the one before has gone."""
         while not self._is_sent():
             self.check()
             time.sleep(_LOOK_S)

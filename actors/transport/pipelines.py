@@ -107,10 +107,7 @@ def _sampled(
 
 
 def serve(stage: ComputingStage, links: Links, codec: Codec) -> None:
-    """Compute what comes from the stage before and send it on, for as long as both are there.
-
-    Raises `StageLostError` as `relay` does, and where a link breaks.
-    """
+    """Compute and send on what comes, until a link breaks or `relay` raises `StageLostError`."""
     from_before = links.receiver(links.index - 1, bytes_of=codec.message_bytes)
     onward = links.sender((links.index + 1) % links.stages)
     gpu_links = links.gpu_link(links.index - 1), links.gpu_link(links.index + 1)

@@ -202,9 +202,7 @@ def details(error: BaseException) -> str:
 
 
 def fault_text(error: Exception) -> str:
-    """One line on an error that nothing had foreseen, whose traceback goes to a file that the line
-    names; or the whole traceback if all is to be shown.
-    """
+    """One line on an unforeseen error, its traceback in a file; or all of it if asked."""
     what = _what(error)
     if is_verbose():
         return f"{_trace(error)}{what}; please report it with the lines above"

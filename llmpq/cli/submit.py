@@ -167,10 +167,7 @@ def _is_of_cluster(path: str) -> bool:
 
 
 def _inputs(named: Sequence[str], folder: Path) -> list[str]:
-    """The inputs by their paths in the job; those of this machine are copied under their names.
-
-    Raises `InputError` where there are none, or more than `MAX_UPLOAD_BYTES`.
-    """
+    """Inputs by their paths in the job, copied from here. Raises `InputError`."""
     arguments = [name for name in named if _is_of_cluster(name)]
     local = [name for name in named if not _is_of_cluster(name)]
     if not local:

@@ -104,11 +104,7 @@ class JobInput:
         return f"{self.names[index]}:{number}"
 
     def identities(self) -> tuple[FileIdentity, ...]:
-        """State of the files in the file system, to see whether anything changes.
-
-        A file that was written just now is looked at after a moment, before which a later change
-        would not show.
-        """
+        """State of the files, to see whether any changes; of a new one only after a moment."""
         try:
             return tuple(settled_identities(self.files))
         except OSError as error:

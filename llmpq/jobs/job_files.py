@@ -257,10 +257,7 @@ class FolderRecord:
 
 
 def settled_identities(paths: Sequence[Path]) -> list[FileIdentity]:
-    """Identities of `paths` once their last change is a clock tick ago.
-
-    Waits for that, in vain where the clock is wrong. Raises OSError where one cannot be looked at.
-    """
+    """Identities of `paths`, after a clock tick without a change. Raises OSError."""
     identities = [FileIdentity.of(path) for path in paths]
     if identities:
         max(identities, key=lambda identity: identity.changed_ns).settle()

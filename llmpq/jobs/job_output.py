@@ -225,10 +225,7 @@ class JobOutput:
             raise changes.error(self.path, blocked, names, self._results().without_row())
 
     def _earlier_rows(self, digest: str) -> Iterator[bytes] | None:
-        """Records of the rows that the job was begun with, as far as the results do not tell them.
-
-        None if these are the rows of that `digest`, or unknown.
-        """
+        """Rows that the job began with, as far as results do not tell them; None if unknown."""
         if self._manifest is None:
             return iter(()) if self._finished else None
         known = self._manifest.input_digest

@@ -30,9 +30,7 @@ Words = Annotated[str, Field(max_length=4000)]
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage as planned: its half-open span of `layers`, the bits of these as words, and the
-    seconds of a full micro-batch, None where the run follows no plan.
-    """
+    """A stage as planned: half-open `layers`, bits in words, seconds of full micro-batches."""
 
     device: Words
     layers: tuple[Count, Count]
@@ -100,9 +98,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class ProgressPoint:
-    """How far the session is: rows and errors of its own, generated tokens, those per second just
-    now, and the seconds it takes to go, where they are known.
-    """
+    """How far the session is: its rows and errors, tokens, tokens/s just now, seconds to go."""
 
     at: At
     rows: Count
@@ -355,10 +351,7 @@ class Cadence:
 
 
 def thin_out(path: Path) -> None:
-    """Leave out every second point of a large journal, what was overtaken and what is no entry.
-
-    Raises OSError as the disk does; the journal is replaced whole or not at all.
-    """
+    """Thin a large journal out, whole or not at all: every second point, and what is overtaken."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size < THIN_BYTES:
         return
     kept: list[bytes] = []

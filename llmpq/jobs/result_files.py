@@ -39,10 +39,7 @@ _LINES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """All lines of a job, of which its output keeps one for each id that the database counts.
-
-    They stand in the finished file `output`, if it `is_there`, and in shards.
-    """
+    """All lines of a job, in the finished file `output`, if it `is_there`, and in shards."""
 
     output: Path
     is_there: bool

@@ -106,10 +106,7 @@ def line_of(result: Result, fingerprint: str) -> bytes:
 
 
 def openai_line(result: Result, fingerprint: str, model_name: str, is_chat: bool) -> bytes:
-    """The line that answers a row as OpenAI's batches do, with its own columns.
-
-    `is_chat`: its prompt was messages. The row is known again by the line's `id`.
-    """
+    """A row's answer as in OpenAI's batches, with its own columns; `is_chat`: of messages."""
     name = fingerprint.replace("-", "") + digest({"id": result.custom_id}, _ID_HEX)
     response = error = None
     columns = dict(result.columns)
@@ -224,10 +221,7 @@ def finished_rows(path: Path, named: FileFormat, columns: Sequence[str] | None) 
 
 
 def finished_lines(path: Path, named: FileFormat) -> Iterator[bytes]:
-    """Lines, each with its end, which an editor may have dropped at the last one.
-
-    A line that is too long is none of llmpq's, and given as an empty one.
-    """
+    """Lines with their ends, which editors may drop at the last; empty for those too long."""
     for _, line in numbered_lines(path, named.compression):
         if line is None or line.strip():
             line = line or b""

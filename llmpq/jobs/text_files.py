@@ -186,10 +186,7 @@ def csv_rows(path: Path, compression: Compression) -> Iterator[tuple[int, Mappin
 
 
 def csv_lines(rows: Iterable[Mapping[str, Any]], own: Sequence[str] = ()) -> Iterator[bytes]:
-    """Results as lines of CSV, the header first, with the `own` columns of their rows at the end.
-
-    What is no text is written as JSON, None and what is missing as an empty cell.
-    """
+    """Results as CSV with header, `own` columns last; JSON for what is no text, "" for None."""
     writer = csv.writer(_Echo())
     names = (*RESULT_COLUMNS, *own)
     yield writer.writerow(names).encode()
@@ -305,10 +302,7 @@ def _checked(header: list[str], path: Path) -> list[str]:
 
 
 def _value(name: str, cell: str) -> Any:
-    """The value of a cell: of its JSON where that is no text, as `TRUE` and 0.5; else the cell.
-
-    Own columns stay the texts that they are, so that none loses a zero.
-    """
+    """A cell's value: of its JSON where that is no text; own columns stay the texts they are."""
     is_one_stop = name == "stop" and not cell.lstrip().startswith("[")
     if name in _TEXT or name not in KNOWN_FIELDS or is_one_stop:
         return cell

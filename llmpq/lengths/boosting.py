@@ -239,10 +239,7 @@ class Boosting:
         return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
     def improved(self, examples: Sequence[Example], rest: Rest) -> Self:
-        """Trees grown again, from the rows kept and `examples`.
-
-        These together weigh as much as the rows kept, but each at most `MOST_WEIGHT` times one.
-        """
+        """Trees of rows kept and as much of `examples`, each up to `MOST_WEIGHT` times a row."""
         features = np.vstack([self.features, *(each.encoded for each in examples)])[-MOST_ROWS:]
         tokens = np.concatenate([self.tokens, [each.tokens for each in examples]])[-MOST_ROWS:]
         weights = np.ones(len(tokens))

@@ -16,10 +16,7 @@ _DIGEST_BYTES = 8
 
 
 def tokenizer_digest(model_folder: Path, vocab_size: int) -> str:
-    """Digest of the tokenizer in the folder of a model, which tells whether ids mean the same.
-
-    Of a model without one, prompts are ids of a vocabulary of this size.
-    """
+    """Digest that tells whether ids mean the same: of the tokenizer, or else of `vocab_size`."""
     seen = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for name in _TOKENIZER_FILES:
         path = model_folder / name
@@ -51,10 +48,7 @@ def load_predictor(folder: Path) -> BucketModel:
 
 
 def check_target(target: Path, replace: bool) -> None:
-    """Raise `InputError` where a predictor could not be written to `target`.
-
-    One that is there is replaced with `replace` only; anything else is never replaced.
-    """
+    """Raise `InputError` where none can be written; only predictors are replaced, if `replace`."""
     try:
         if not target.name or not target.parent.is_dir():
             raise InputError(f"cannot write {target}: there is no folder {target.parent}")

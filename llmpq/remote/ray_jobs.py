@@ -192,10 +192,7 @@ class RayJobs:
             return self._client.submit_job(entrypoint=command, runtime_env=environment)
 
     def follow(self, job_id: str, write: Callable[[str], Any]) -> JobEnd:
-        """Hand the log of a job to `write` as it grows, until the job ends.
-
-        Where the connection is lost it is made anew, and nothing is written twice.
-        """
+        """Hand the log to `write` until the job ends, through lost connections, nothing twice."""
         import aiohttp
 
         self._end(job_id)

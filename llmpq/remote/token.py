@@ -28,10 +28,7 @@ def token_file() -> Path | None:
 
 
 def make_token() -> None:
-    """Write the token of a local Ray where Ray would, for this user alone; an existing one stays.
-
-    Where that cannot be done it is left to Ray, which says so.
-    """
+    """Write a local Ray's token where Ray would, for this user alone, if there is none."""
     try:
         path = token_file()
         if path is None or environ.get(_PATH) or not _uses_tokens():

@@ -39,10 +39,7 @@ ROUNDS_SHOWN = 4  # decode rounds after the first tokens, in the second picture
 
 @dataclass(frozen=True)
 class JobCurve:
-    """The best plans at other prompts in flight, ascending, with the plan itself, `present`.
-
-    `named`: plans that are more than a point of the curve, with what they are.
-    """
+    """The best plans by prompts in flight, ascending, `present` among them; `named`: others."""
 
     points: Sequence[PlanChoice]
     present: PlanChoice
@@ -285,10 +282,7 @@ def front_beside(plan: PlanSpec, front: Sequence[FrontPoint]) -> list[FrontPoint
 
 
 def save_front(path: str | Path, picture: Callable[[], str], figures: Callable[[], str]) -> None:
-    """Write the picture (`.svg`) or the figures (`.json`) of a front, whole or not at all.
-
-    Raises SpecError for any other ending, and where it cannot be written.
-    """
+    """Write a front as `.svg` or `.json`, whole or not at all; SpecError where it cannot be."""
     target = Path(path)
     made = {".svg": picture, ".json": figures}.get(target.suffix)
     if made is None:

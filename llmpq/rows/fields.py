@@ -302,10 +302,7 @@ _PLAIN = tuple(map(_plain, _READ))
 
 @lru_cache(_REMEMBERED)
 def nearest_field(name: str) -> str | None:
-    """The field of ours that `name` is probably meant as; None for a name of the user's own.
-
-    A number at the end (`prompt_2`) makes a name one's own.
-    """
+    """The field that `name` probably means; None for the user's own, such as `prompt_2`."""
     letters = _letters(name)
     if name in KNOWN_FIELDS or name in _WORDS or not letters or letters[-1].isdigit():
         return None

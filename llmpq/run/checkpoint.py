@@ -390,10 +390,7 @@ def _planned(planned: PlannedImportance, folder: Path | None, shape: ModelShape)
 
 
 def checked_fingerprint(path: Path, shape: ModelShape) -> str:
-    """The fingerprint in the header of a file for the model of `shape`, read without torch.
-
-    Raises `CheckpointError` where it is of another model, or no such file.
-    """
+    """The fingerprint in a file's header; CheckpointError where it is of another model, or none."""
     found = read_importance_header(path)
     if found.shape != shape.fingerprint():
         raise CheckpointError(

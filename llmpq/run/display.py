@@ -26,10 +26,7 @@ from planner.scheduling import Phase
 
 
 class RunProgress:
-    """Context manager that counts `total` results as they come and shows what the stages do.
-
-    With `plan`, a stage that turns out slower than planned is named once.
-    """
+    """Counts `total` results and shows what stages do, and which are slower than in `plan`."""
 
     def __init__(
         self,
@@ -213,10 +210,7 @@ def about(seconds: float) -> str:
 
 
 def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
-    """A run's throughput, the busy share of every stage, and its times beside the planned ones.
-
-    A stage that is clearly slower than planned has a line of its own.
-    """
+    """A run's throughput, busy shares, times beside planned ones, and slow stages."""
     notes = Notes(
         [
             _in_all(summary),

@@ -298,9 +298,7 @@ class LengthRecord:
         return float(np.mean(self._prompts)) if self._prompts else 0.0
 
     def outputs(self, running: Sequence[int], latest: int = MOST_KEPT) -> OutputLengths | None:
-        """The lengths of outputs of the latest rows that ended, where rows in flight have got
-        `running` tokens; None while too little is known of the long ones.
-        """
+        """Output lengths of the latest rows beside `running` ones; None if too few are known."""
         # Every second, of thousands of rows: an array of a flat sequence is made in a tenth of the
         # time of one of pairs.
         flat = np.fromiter(chain.from_iterable(tuple(self._pairs)[-latest:]), np.int64)

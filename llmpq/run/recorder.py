@@ -35,10 +35,7 @@ _ID, _TEXT, _COMMAND = 400, 800, 10_000  # characters
 
 @dataclass(frozen=True)
 class SessionOf:
-    """The job that a session is of: its journal's `path`, the command that runs it, its rows.
-
-    `after`: generation and number of the newest shard that is there.
-    """
+    """The job of a session: journal's `path`, command, rows; `after`: its newest shard."""
 
     path: Path
     command: str

@@ -62,10 +62,7 @@ def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = No
 
 
 def replan_measured(plan: PlanSpec, measured: Measured, model: str | None = None) -> PlanSpec:
-    """Make `plan` again from what its run has measured; its slots keep room for every row.
-
-    A plan of one batch keeps its workload, as somebody chose that. Raises as `replan`.
-    """
+    """Plan again from what was measured, with room for every row. Raises as `replan`."""
     workload: Workload | Job = plan.workload
     if plan.job is not None:
         job = plan.job.job

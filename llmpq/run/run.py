@@ -174,10 +174,7 @@ class Run:
     def _generate_in(
         self, group: LiveGroup, requests: Iterator[Request | None]
     ) -> Generator[Result, None, Switch | None]:
-        """The `requests` in one group; returns the switch to another plan for what is left of them.
-
-        Raises `DeviceLostError` when the group cannot go on.
-        """
+        """Run `requests` in a group; returns a switch to another plan, or `DeviceLostError`."""
         from llmpq.run.monitor import loading_watch, monitored
 
         trace = None if self._is_long else self._options.trace_path

@@ -233,10 +233,7 @@ class Results(
         return result
 
     def supersede(self) -> None:
-        """End the run for another one; who asks on is told, unless it was at its end.
-
-        Raises `SpecError` where a result is waited for in another thread.
-        """
+        """End the run for another; SpecError where another thread waits for a result of it."""
         state = getgeneratorstate(self._results)
         if state == GEN_CLOSED:
             return

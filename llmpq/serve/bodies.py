@@ -313,10 +313,7 @@ def _fields(model: type[BodyT], content: Mapping[str, object]) -> BodyT:
 def _add_others(
     served: dict[str, object], others: Mapping[str, object], model: type[Body]
 ) -> dict[str, str]:
-    """Add to the `served` fields those that the `others` mean, and tell the names of these.
-
-    Raises `FieldError` for what is not done, and `ApiError` for what nothing knows.
-    """
+    """Add to `served` what `others` mean, return their names. `FieldError`, or `ApiError`."""
     found, names = fields_by_name(others), {}
     for name in (*found,):
         field = _LIMIT if name == "max_new_tokens" else name

@@ -97,10 +97,7 @@ class Engine(Protocol):
     def queue(self) -> QueueState: ...
 
     async def encode(self, row: Row) -> tuple[int, ...]:
-        """Token ids of a row's prompt: of its text, its messages, or as they are.
-
-        Raises `PromptError`, and `PromptTooLongError` where there are more than the limit.
-        """
+        """Token ids of a row's prompt; `PromptError`, or `PromptTooLongError` beyond the limit."""
 
     async def decode(self, token_ids: Sequence[int], before: Sequence[int] = ()) -> str:
         """The text that ids add to `before`, without special tokens; U+FFFD for half characters."""

@@ -126,10 +126,7 @@ def is_of_this_machine(host: str) -> bool:
 
 
 def find_api_key(file: Path | None = None, variables: Mapping[str, str] = os.environ) -> str | None:
-    """The key in `file`, else that of the environment; None where neither is.
-
-    Raises `SpecError` for a file that cannot be read or is empty; warns where others can read it.
-    """
+    """The key in `file`, else of the environment, else None; warns where others can read it."""
     if file is None:
         return variables.get(KEY_VARIABLE) or None
     try:

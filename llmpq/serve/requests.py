@@ -65,10 +65,7 @@ def generations_of(body: CompletionBody | ChatBody) -> int:
 
 
 async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> Asked:
-    """The generations that `body` asks for, under ids that begin with `name`.
-
-    Raises `ApiError` (400) naming the field that cannot be served, with limit and length.
-    """
+    """The generations that `body` asks for, with ids of `name`; 400 names the field at fault."""
     sampling = _sampling(body.sampling, engine)
     where = "prompt" if isinstance(body, CompletionBody) else "messages"
     generations: list[Request] = []

@@ -28,10 +28,7 @@ _COUNTED = ("/v1/completions", "/v1/chat/completions")
 
 
 def application(service: Service, batches: Batches | None = None) -> FastAPI:
-    """The application that answers for `service`, and for `batches` where there are any.
-
-    It has no pages of documentation: those load scripts from elsewhere.
-    """
+    """The application of `service` and `batches`, without documentation, which loads scripts."""
 
     async def admit(
         authorization: Annotated[str | None, Header()] = None,

@@ -138,10 +138,7 @@ class Service:
 
 
 class _Job:
-    """One checked request for text, from its admission to its end.
-
-    `arrived_s`: when its body arrived; None for a line of a batch, whose waiting is no measure.
-    """
+    """A checked request for text; `arrived_s` of its body, None for a line of a batch."""
 
     def __init__(
         self,

@@ -78,10 +78,7 @@ class JsonChild:
             self._outgoing.clear()
 
     def exchange(self, limit_s: float) -> list[bytes]:
-        """Write or read, whichever is possible first, and return the lines that are complete.
-
-        Raises `TimeoutError` if neither is within `limit_s`, and `ChildEndedError`.
-        """
+        """Write or read; return lines that are complete. TimeoutError, or `ChildEndedError`."""
         assert self.end.alive, "as in `write`"
         poll = select.poll()
         poll.register(self._out, select.POLLIN)

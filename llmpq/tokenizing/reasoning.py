@@ -69,10 +69,7 @@ class ReasoningStream:
 
 
 def divided(text: str, markers: Markers, prompt_end: str) -> tuple[str | None, str]:
-    """Reasoning and content of a whole answer; the first is None where it has none.
-
-    What stands before a closing marker is reasoning also where none was opened.
-    """
+    """Reasoning (None: none) and content of an answer; a closing marker is enough for it."""
     is_closed = prompt_end.rstrip().endswith(markers.closing)
     stream = ReasoningStream(
         markers, markers.opening if markers.closing in text and not is_closed else prompt_end

@@ -241,10 +241,7 @@ def start_tokenizer(
 
 @contextmanager
 def tokenizer_checked(model: str, prompting: Prompting | None = None) -> Iterator[None]:
-    """Load the tokenizer of a local model while the body of the `with` statement runs.
-
-    Raises `CheckpointError` at its end if the tokenizer cannot be loaded.
-    """
+    """Load a local model's tokenizer beside the body; raises `CheckpointError` at its end."""
     try:
         folder = local_model(model, "give a folder or a hub id")
         tokenizer = None if folder is None else start_tokenizer(folder, DOCUMENTS, prompting)

@@ -179,9 +179,7 @@ def cache_tensors(kv_bits: int, layers: int) -> int:
 
 
 def park_tokens_from(copies: Sequence[HostCopies], compute_s: Sequence[FloatArray]) -> int:
-    """The least tokens from which copying there and back beats computing, `compute_s` [stages] of
-    1, 2, ... tokens, on the slowest stage; 0 for never.
-    """
+    """Tokens from which copying beats computing, `compute_s` [stages] by tokens; 0: never."""
     longest = len(compute_s[0])
     tokens = np.arange(1.0, longest + 1)
     copy_s = np.max([2 * each.one_way_s(tokens) for each in copies], axis=0)

@@ -105,10 +105,7 @@ class LayerUnits:
 
 
 def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:
-    """Join every `group` successive layers of a problem (LLM-PQ section 4.3, optimisation 2).
-
-    Raises `SpecError` unless `group` divides the number of layers.
-    """
+    """Join every `group` layers (section 4.3, optimisation 2); SpecError if it does not divide."""
     if group == 1:
         return problem
     units = LayerUnits.of(problem.kind_of_layer, problem.joined, group)

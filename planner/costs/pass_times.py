@@ -83,9 +83,7 @@ class PassTable:
         first_layer: Sequence[int],
         bitwidth: Sequence[int],
     ) -> PassTable:
-        """The table for `devices` in stage order that hold layers; `first_layer` [N+1] is by layer.
-        SpecError where it and `bitwidth` do not cover the model.
-        """
+        """The table for `devices` with layers from `first_layer` [N+1]; SpecError unless whole."""
         layers, ends = costs.shape.layers, len(devices) + 1
         if len(first_layer) != ends or len(bitwidth) != layers or first_layer[-1] != layers:
             raise SpecError(

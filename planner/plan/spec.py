@@ -225,9 +225,7 @@ class PlanSpec(Saved):
 
     @property
     def timed_sizes(self) -> tuple[float, float]:
-        """Tokens of a prefill and requests of a decode step whose seconds the stages state: full
-        micro-batches of a batch, or those of mean size in a job.
-        """
+        """Tokens of a prefill, requests of a step that are timed: full, or mean ones of a job."""
         sizes = self.micro_batches
         if self.job is None:
             return sizes.prefill * self.workload.prompt_length, sizes.decode

@@ -214,9 +214,7 @@ class SteadyCycle:
     prefills: bool = True
 
     def passes(self, sizes: MicroBatches) -> JobPasses:
-        """The passes of the job; groups take turns one after the other, so the pipeline fills once
-        a cycle. Where stages only prefill it never runs empty.
-        """
+        """The passes of the job; groups take turns, so that the pipeline fills once a cycle."""
         cycles = self.prompts / self.prefill_requests
         groups = self.groups or ceil(self.in_flight / sizes.decode)
         turns = min(groups, self.prefill_requests) if self.decode_steps else 1

@@ -20,9 +20,7 @@ SHOWN_FIGURES = ("step", "requests", "tokens", "context_length")
 
 
 def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
-    """A simulated batch as JSON in Chrome's trace event format; SpecError unless `labels` has one a
-    stage.
-    """
+    """A simulated batch as Chrome's trace JSON; SpecError unless `labels` has one a stage."""
     check_labels(simulated, labels)
     events = simulated_events(simulated, labels)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
@@ -31,9 +29,7 @@ def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
 def simulated_events(
     simulated: Simulated, labels: Sequence[str], title: str = "", first_process: int = 0
 ) -> list[dict[str, object]]:
-    """Chrome's events of a batch, of two processes numbered from `first_process` and named with
-    `title`.
-    """
+    """Chrome's events of a batch: two processes from `first_process` on, named with `title`."""
     hops = [f"{label} to {labels[(j + 1) % len(labels)]}" for j, label in enumerate(labels)]
     return [
         *named_tracks(first_process + STAGES_PROCESS, f"{title} stages".strip(), labels),
@@ -134,9 +130,7 @@ MORE = ", and more"  # in the title of a bar that stands for several
 
 @dataclass(frozen=True)
 class GanttOptions:
-    """The part of a batch to draw, in `width` pixels; SpecError for an empty span or a width of no
-    use.
-    """
+    """The part of a batch to draw, in `width` pixels; SpecError for an empty or tiny one."""
 
     start_s: float = 0.0
     end_s: float | None = None

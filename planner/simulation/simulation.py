@@ -25,9 +25,7 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """Start and end of M passes, in order of submission, on N stages and the links behind them,
-    each [M, N] in seconds.
-    """
+    """Starts and ends of M passes on N stages and links behind them, each [M, N] in seconds."""
 
     workload: Workload
     passes: tuple[Pass, ...]

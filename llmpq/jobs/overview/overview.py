@@ -123,11 +123,7 @@ class _RowCounts:
 
 
 def overview_of(place: JobPlace, now: float | None = None, look: bool = True) -> JobOverview:
-    """The job at `place` as it is now; with `look`, results are read where nothing else tells the
-    errors.
-
-    Raises `InputError` where its records cannot be read.
-    """
+    """The job at `place` as it is now; `look` into results for errors, if need be."""
     now = time.time() if now is None else now
     try:
         records = _read_records(place, now)
@@ -238,10 +234,7 @@ def _model(records: _Records) -> str | None:
 
 
 def _planned_rate(sessions: Sequence[JobSession]) -> float | None:
-    """Tokens per second of all sessions by their plans: each plan's seconds for its tokens.
-
-    None where one follows no plan; before there are tokens, that of the latest plan.
-    """
+    """Tokens/s of all sessions by their plans, before there are any the latest's; None without."""
     parts = [part for session in sessions for part in session.parts]
     if not parts:
         return None

@@ -93,10 +93,7 @@ def _has_records(place: JobPlace) -> bool:
 
 
 def jobs_in(folder: str | Path, depth: int) -> Iterator[JobPlace]:
-    """The jobs in `folder` and in those at most `depth` below it, in the order of their names.
-
-    Hidden folders and links are left out. Raises `InputError` where `folder` is none.
-    """
+    """The jobs at most `depth` below `folder`, by name, without hidden folders and links."""
     top = Path(folder)
     if not os.path.isdir(top):  # false of too long a name, for which pathlib raises
         raise InputError(f"{top} is no folder; `llmpq jobs show` takes the output of one job")

@@ -61,10 +61,7 @@ Results = Callable[[], Iterator[LineAnswer]]
 
 
 def scan(path: Path, most_line_bytes: int, digest: str | None) -> Scan:
-    """Read the input of a batch; longer lines are not looked into.
-
-    `digest`: of what was sent. Raises OSError where the disk fails to give what is there.
-    """
+    """Read a batch's input, but not longer lines; `digest`: of what was sent. Raises OSError."""
     seen: dict[bytes, int] = {}
     repeats: dict[int, int] = {}
     lines = objects = 0
@@ -208,10 +205,7 @@ def _row_of(content: Content, place: str) -> Row | BadRow:
 
 
 def finish_batch(store: BatchStore, batch_id: str, job: BatchJob, now_s: int) -> None:
-    """Write the files of a batch whose lines are all done, then note its end.
-
-    A batch that was cut off on the way is finished once more: its files have the same ids again.
-    """
+    """Write the files of a batch that is done, then its end; again if cut off on the way."""
     batch = _with_files(store, batch_id, job.results, job.counts, now_s)
     store.batches.put(batch.turned(_last_status(batch, job), now_s))
 
