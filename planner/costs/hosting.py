@@ -1,11 +1,11 @@
 """Experts in the memory of a GPU's host: who multiplies there, in which type, and the bytes.
 
-Devices of a node share its memory and its cores evenly, as FlexGen's estimate does.
+Devices of a node share its cores evenly, its memory as their stages need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from planner.cluster.accelerators import find_accelerator
@@ -34,9 +34,17 @@ def can_host(device: Device) -> bool:
     return stated and not device.accelerator.is_cpu and device.degree == 1
 
 
-def host_limit_bytes(device: Device) -> int:
-    held = device.host_memory_bytes if can_host(device) else None
-    return 0 if held is None else held // device.host_devices
+def host_memories(devices: Iterable[Device]) -> dict[str, int]:
+    """What stages on some devices of each node have of its memory together: a part for each of its
+    GPUs, as others of them may be another pipeline's.
+    """
+    found = dict[str, int]()
+    for device in devices:
+        held = device.host_memory_bytes
+        if held is not None and not device.accelerator.is_cpu:
+            own = device.degree * (held // device.host_devices)
+            found[device.node] = found.get(device.node, 0) + own
+    return found
 
 
 def host_threads(device: Device) -> int:
@@ -54,7 +62,7 @@ def host_cpu(device: Device) -> Device:
         accelerator=find_accelerator(HOST),
         node=device.node,
         index=0,
-        memory_bytes=host_limit_bytes(device),
+        memory_bytes=device.host_memory_bytes or 0,
         link_bytes_per_s=device.host_link_bytes_per_s,
         threads=host_threads(device),
     )

@@ -11,7 +11,7 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
-from planner.costs.hosting import can_host, host_limit_bytes
+from planner.costs.hosting import can_host, host_memories
 from planner.costs.latency_model import LatencyModel, MicroBatchTimes
 from planner.costs.layer_units import grouped, told_apart
 from planner.costs.memory import (
@@ -32,6 +32,7 @@ from planner.optimiser.problem import (
     AssignmentProblem,
     BoolArray,
     FloatArray,
+    Host,
     JobPasses,
 )
 from planner.options import PlanOptions, kv_bits_of
@@ -206,7 +207,8 @@ class CostModel:
         if not self.experts_apart:
             return grouped(self.problem(devices, sizes), self.options.group)
         rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))
-        return self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
+        found = self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
+        return self._with_hosts(found, devices, devices)
 
     def problem_of_parts(
         self, kinds: Sequence[Device], sizes: MicroBatches, stages: int
@@ -215,7 +217,28 @@ class CostModel:
         places = [(device, j) for j in (0, 1, stages - 1) for device in kinds]
         rows = self._rows_of(sizes, stages)
         found = self._problem(rows, places, np.zeros((2, len(places))))
-        return found if self.experts_apart else grouped(found, self.options.group)
+        if not self.experts_apart:
+            return grouped(found, self.options.group)
+        return self._with_hosts(found, [device for device, _ in places], self.cluster.devices)
+
+    def _with_hosts(
+        self, problem: AssignmentProblem, devices: Sequence[Device], every: Sequence[Device]
+    ) -> AssignmentProblem:
+        """The problem on `devices` where stages on `every` device share the memory of hosts. Those
+        that cost the same have one limit, as orders of their kinds are bounded together.
+        """
+        if not self.hosting:
+            return problem
+        held, limits = host_memories(every), dict[Hashable, float]()
+        for device in filter(can_host, every):
+            known = limits.get(device.cost_kind, 0.0)
+            limits[device.cost_kind] = max(known, held[device.node])
+        own = [limits.get(device.cost_kind, 0.0) if can_host(device) else 0.0 for device in devices]
+        stages = dict[str, tuple[int, ...]]()
+        for stage, device in enumerate(devices if every is devices else ()):
+            stages[device.node] = (*stages.get(device.node, ()), stage)
+        hosts = tuple(Host(stages[node], float(memory)) for node, memory in held.items() if stages)
+        return replace(problem, host_memory_bytes=np.array(own), hosts=hosts)
 
     def _problem(
         self, rows: StageRows, places: Sequence[tuple[Device, int]], hops: FloatArray
@@ -252,7 +275,6 @@ class CostModel:
             kind_of_layer=kinds,
             joined=joined,
             host_bytes=host_bytes,
-            host_memory_bytes=np.array([float(host_limit_bytes(device)) for device in devices]),
         )
 
     def has_room(self, devices: Sequence[Device], sizes: MicroBatches) -> bool:

@@ -19,7 +19,7 @@ from planner.explanation.planned_assignment import (
     planned_assignment,
 )
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
-from planner.optimiser.assignment import stage_times
+from planner.optimiser.assignment import spare_host_bytes, stage_times
 from planner.optimiser.problem import FloatArray, decode_round_form
 from planner.plan.spec import PlanSpec
 from planner.scheduling import Phase
@@ -219,7 +219,7 @@ def _price(planned: PlannedAssignment, stage: int, phase: Phase, scale_s: float)
 def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
     problem = planned.problem
     spare = problem.memory_bytes - planned.times.bytes
-    spare_host = problem.host_memory_bytes - planned.times.host_bytes
+    spare_host = spare_host_bytes(problem, planned.times.host_bytes)
     known: dict[tuple[object, ...], tuple[Alternative, ...]] = {}
     reasons = []
     for unit, choice in enumerate(planned.bitwidth):

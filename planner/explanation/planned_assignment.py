@@ -16,7 +16,12 @@ from planner.costs.pass_times import PassTable
 from planner.costs.placing import UnitChoice
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
-from planner.optimiser.assignment import Assignment, AssignmentCosts, stage_times
+from planner.optimiser.assignment import (
+    Assignment,
+    AssignmentCosts,
+    spare_host_bytes,
+    stage_times,
+)
 from planner.optimiser.problem import AssignmentProblem, decode_round_form
 from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
@@ -108,13 +113,13 @@ class PlannedAssignment:
         before, after = self.times, stage_times(self.problem, first_layer, bitwidth)
         rounds = (decode_round_s(self.problem, times) for times in (after, before))
         over = (after.bytes - self.problem.memory_bytes).max()
-        over_host = (after.host_bytes - self.problem.host_memory_bytes).max()
+        spare_host = spare_host_bytes(self.problem, after.host_bytes).min()
         return Effect(
             latency_s=after.latency_s - before.latency_s,
             decode_round_s=next(rounds) - next(rounds),
             quality_s=self.problem.theta * (after.quality - before.quality),
             short_bytes=max(0.0, float(over)),
-            short_host_bytes=max(0.0, float(over_host)),
+            short_host_bytes=max(0.0, -float(spare_host)),
         )
 
     def simulate(self) -> Simulated:

@@ -16,6 +16,7 @@ from itertools import groupby
 import numpy as np
 
 from planner.cluster.spec import ClusterSpec
+from planner.costs.hosting import can_host
 from planner.costs.model import CostModel
 from planner.latency_bound.bounded_search import BoundedSearch, Scheduled
 from planner.latency_bound.placed_layers import PlacedLayers
@@ -38,6 +39,7 @@ from planner.search.request import (
     check_stored,
     costs_of,
     files_of_costs,
+    has_free_experts,
     with_fitting_cache,
 )
 from planner.simulation.job_simulation import Forecast, SimulatedJob
@@ -166,21 +168,21 @@ def bounded_options(options: PlanOptions) -> PlanOptions:
     return replace(options, policy=BOUNDED)
 
 
-def whole_costs(planned: PlanningRequest) -> tuple[CostModel, Omega]:
-    """The costs where a layer has one bitwidth and lies on its device, and the sensitivities; a
-    warning where plans without a bound could have experts on hosts.
+def costs_beside_bound(planned: PlanningRequest) -> tuple[CostModel, Omega]:
+    """The costs and the sensitivities, with a warning where plans without a bound could have
+    experts on hosts.
     """
     costs, omega = costs_of(planned)
-    if costs.hosting:
+    if has_free_experts(planned.shape) and any(map(can_host, planned.cluster.devices)):
         text = "beside a bound on latency experts stay with the rest of their layers"
         warnings.warn(f"{text}: host_memory_gib is not used for them", stacklevel=2)
-    return costs.whole, omega
+    return costs, omega
 
 
 def _found(
     planned: PlanningRequest, source: str, request: BoundRequest, clock: Callable[[], float]
 ) -> PlanSpec:
-    costs, omega = whole_costs(planned)
+    costs, omega = costs_beside_bound(planned)
     began = clock()
     search = BoundedSearch(costs, request, clock)
     scheduled = search.within(request.limit_s)
@@ -226,7 +228,7 @@ def latency_front(
 def _front(
     planned: PlanningRequest, request: BoundRequest, clock: Callable[[], float]
 ) -> tuple[LatencyPoint, ...]:
-    costs, _ = whole_costs(planned)
+    costs, _ = costs_beside_bound(planned)
     search = BoundedSearch(costs, request, clock)
     fastest = search.within(math.inf)
     least = search.least

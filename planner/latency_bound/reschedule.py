@@ -98,7 +98,7 @@ def placements_of(
     options = replace(
         options, policy=BOUNDED, group=1, in_flight=AUTO, kv_bits=plan.kv_bits, max_omega=None
     )
-    costs = costs_of(PlanningRequest.of(cluster, shape, job, options))[0].whole
+    costs = costs_of(PlanningRequest.of(cluster, shape, job, options))[0]
     prefills = () if plan.prefill_plan is None else (plan.prefill_plan,)
     return tuple(_placement(part, costs) for part in (plan, *prefills))
 

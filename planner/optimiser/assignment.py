@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.feasibility import fullest_stages, run_sums
+from planner.optimiser.feasibility import run_sums
 from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
+from planner.optimiser.two_memories import fullest_stages
 from quant.common.errors import SpecError
 
 
@@ -142,12 +143,22 @@ def evaluate(
     counts = layer_counts(problem, first_layer, bitwidth)
     costs = _costs_of(problem, counts, bitwidth)
     over_memory = (costs.bytes > problem.memory_bytes).any()
-    over_memory |= (costs.host_bytes > problem.host_memory_bytes).any()
+    over_memory |= (spare_host_bytes(problem, costs.host_bytes) < 0).any()
     lacking = (counts[~problem.available] > 0).any()
     apart = not set(problem.joined).isdisjoint(first_layer)
     if over_memory or lacking or apart or not counts[0].any() or not counts[-1].any():
         return math.inf
     return costs.latency_s + problem.theta * costs.quality
+
+
+def spare_host_bytes(problem: AssignmentProblem, host_bytes: FloatArray) -> FloatArray:
+    """What is left to each stage of its host [N] where stages take `host_bytes` [N]."""
+    spare = problem.host_memory_bytes - host_bytes
+    for host in problem.hosts:
+        stages = list(host.stages)
+        left = host.memory_bytes - host_bytes[stages].sum()
+        spare[stages] = np.minimum(spare[stages], left)
+    return spare
 
 
 def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Assignment:

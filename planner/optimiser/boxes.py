@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from planner.optimiser.prices import Prices
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation import ROUNDING, RelaxedProblem, relax
 from planner.optimiser.sensitivity_tables import LossTables
+from planner.optimiser.shared_hosts import solve_sharing
 from planner.optimiser.stage_lister import StageLister, has_one_row
 from planner.optimiser.stage_options import Box, StageOptions, least_above
 
@@ -47,9 +49,11 @@ def solve_by_boxes(
     tables: LossTables | None = None,
 ) -> Assignment:
     """The best assignment within the gap, or found in time; InfeasibleError where nothing fits."""
+    tables = tables or LossTables(problem)
+    if problem.hosts:
+        return solve_sharing(problem, options, partial(solve_by_boxes, tables=tables))
     require_feasible(problem)
     start_s = options.clock()
-    tables = tables or LossTables(problem)
     return _BoxMethod(relax(problem), tables, options, start_s).result()
 
 

@@ -12,6 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, Memory
+from planner.optimiser.two_memories import (
+    even_shares,
+    fitting_shares,
+    fullest_stages,
+    holds_all,
+    with_shares,
+)
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
 
@@ -69,8 +76,7 @@ def is_feasible(problem: AssignmentProblem, layer_scale: float = 1.0) -> bool:
     hold a layer, and all stages together all layers at their smallest.
     """
     if len(problem.memories) > 1:
-        reached, _ = fullest_stages(problem, layer_scale)
-        return _holds_all(reached, problem.memory_bytes, problem.layers)
+        return fitting_shares(problem, layer_scale) is not None
     each = smallest_layer_bytes(problem) * layer_scale
     return stages_hold(each, problem.memory_bytes, problem.kind_of_layer, problem.joined)
 
@@ -91,11 +97,7 @@ def stages_hold(
             and capacity.sum() >= layers
         )
     reached = _reached(each, memory, kind_of_layer, joined)
-    return _holds_all(reached, memory, layers)
-
-
-def _holds_all(reached: IntArray, memory: FloatArray, layers: int) -> bool:
-    return bool(memory.min() >= 0 and reached[1] > 0 and reached[-1] == layers > reached[-2])
+    return holds_all(reached, memory, layers)
 
 
 def _reached(
@@ -254,9 +256,10 @@ def _explain_total(problem: AssignmentProblem, layer_of: Sequence[int]) -> str:
 
 
 def _explain_both(problem: AssignmentProblem, layer_of: Sequence[int]) -> str:
-    """Explain the total of two memories."""
-    held = layer_of[int(fullest_stages(problem)[0][-1])]
-    device, host = (float(each.limit_bytes.sum()) for each in problem.memories)
+    """Explain the total of two memories, of which hosts are shared evenly."""
+    apart = with_shares(problem, even_shares(problem))
+    held = layer_of[int(fullest_stages(apart)[0][-1])]
+    device, host = (float(each.limit_bytes.sum()) for each in apart.memories)
     message = (
         f"only {held} of {layer_of[-1]} layers fit at the smallest, KV cache included, into "
         f"{_gib(device)} of the devices and {_gib(host)} of their hosts"
@@ -294,67 +297,3 @@ def _gib(amount_bytes: float) -> str:
 
 def _percent_rounded_up(share: float) -> str:
     return f"{math.ceil(share * 1000) / 10:.1f} %"
-
-
-# Where layers take memory of devices and of hosts, a choice may take less of the one and more of
-# the other, so a run has many smallest ways to lie there: those that no other beats in both. They
-# are found layer by layer, and are few, since layers of a kind are alike.
-
-
-def fullest_stages(
-    problem: AssignmentProblem, layer_scale: float = 1.0
-) -> tuple[IntArray, IntArray]:
-    """The boundaries [N+1] if stages, first to last, hold as many layers as fit, where the last has
-    one to hold, and choices [L] with which they do.
-    """
-    reached = np.zeros(problem.stages + 1, dtype=np.int64)
-    bitwidth = np.zeros(problem.layers, dtype=np.int64)
-    for stage in range(problem.stages):
-        start, last = int(reached[stage]), problem.layers - (stage < problem.stages - 1)
-        choices = _longest_run(problem, stage, (start, last), layer_scale)
-        reached[stage + 1] = start + choices.size
-        bitwidth[start : start + choices.size] = choices
-    return reached, bitwidth
-
-
-def _longest_run(
-    problem: AssignmentProblem, stage: int, between: tuple[int, int], scale: float
-) -> IntArray:
-    """The choices of the longest run from a layer on that fits a stage."""
-    limits = np.array([each.limit_bytes[stage] for each in problem.memories])
-    ways = [_smallest_ways(problem, stage, kind) for kind in range(problem.kinds)]
-    sums, steps, longest = np.zeros((1, limits.size)), list[tuple[IntArray, IntArray]](), 0
-    open_ones = set(problem.open_boundaries.tolist())
-    for layer in range(*between):
-        choices, each = ways[problem.kind_of_layer[layer]]
-        grown = (sums[:, np.newaxis] + scale * each).reshape(-1, limits.size)
-        kept = _unbeaten(grown, np.flatnonzero((grown <= limits).all(axis=1)))
-        if not kept.size:
-            break
-        sums = grown[kept]
-        steps.append((kept // choices.size, choices[kept % choices.size]))
-        longest = len(steps) if layer + 1 in open_ones else longest
-    found, way = [], -1  # the last has the most on the device
-    for before, choice in reversed(steps[:longest]):
-        found.append(int(choice[way]))
-        way = int(before[way])
-    return np.array(found[::-1], dtype=np.int64)
-
-
-def _smallest_ways(
-    problem: AssignmentProblem, stage: int, kind: int
-) -> tuple[IntArray, FloatArray]:
-    """The choices of a layer that no other beats in both memories, and their bytes [P, 2]."""
-    width = len(problem.bitwidths)
-    cells = np.arange(kind * width, (kind + 1) * width)
-    bytes_of = np.column_stack([each.layer_bytes[stage, cells] for each in problem.memories])
-    kept = _unbeaten(bytes_of, np.flatnonzero(problem.available[stage, cells]))
-    return kept, bytes_of[kept]
-
-
-def _unbeaten(sums: FloatArray, rows: IntArray) -> IntArray:
-    """Those of some `rows` of sums [M, 2] that no other is below in both, by rising first sum."""
-    ordered = rows[np.lexsort(sums[rows].T[::-1])]
-    second = sums[ordered, 1]
-    below = np.concatenate([[np.inf], np.minimum.accumulate(second)[:-1]])
-    return np.asarray(ordered[second < below])

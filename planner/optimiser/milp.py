@@ -43,6 +43,7 @@ from planner.optimiser.problem import (
     typical_objective_s,
 )
 from planner.optimiser.relaxation import OBJECTIVE_UNITS, LinearProgramme, memory_unit_bytes
+from planner.optimiser.shared_hosts import solve_sharing
 from planner.optimiser.solvers import SolverOutcome, require_solver, solve_model
 
 NEAR_LAYERS = 1  # how far from the relaxed boundaries the first plan is sought
@@ -62,6 +63,8 @@ Step: TypeAlias = "pulp.LpVariable | int"
 def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
     """The best within the gap, or in time; InfeasibleError, or SpecError for the solver."""
     require_solver(options.solver)
+    if problem.hosts:
+        return solve_sharing(problem, options, solve_exactly)
     require_feasible(problem)
     start_s, limit_s = options.clock(), options.time_limit_s
 

@@ -67,14 +67,21 @@ class Memory(NamedTuple):
     limit_bytes: FloatArray
 
 
+class Host(NamedTuple):
+    """Stages that share the memory of a host."""
+
+    stages: tuple[int, ...]
+    memory_bytes: float
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentProblem:
     """The costs of placing L layers of C kinds on N stages, each at one of K bitwidths; seconds are
     of one micro-batch. `memory_bytes` is left for layers and may be negative. `joined` layers lie
     on the stage of the layer before them. Arrays become read-only; `layer_bytes` and `available`
     may be [K], the same for all kinds. `host_bytes` are what a layer takes of a second memory: a
-    choice may be there twice, with a part of the layer on either. SpecError for shapes or values
-    that make no problem.
+    choice may be there twice, with a part of the layer on either; `hosts` are those that stages
+    share, each up to its `host_memory_bytes`. SpecError for shapes or values that make no problem.
     """
 
     prefill_s: FloatArray  # [N, C * K], one layer
@@ -98,6 +105,7 @@ class AssignmentProblem:
     joined: tuple[int, ...] = ()  # of layers 1 to L-1
     host_bytes: FloatArray = field(default_factory=lambda: np.zeros((1, 1)))  # [N, C * K]
     host_memory_bytes: FloatArray = field(default_factory=lambda: np.zeros(1))  # [N]
+    hosts: tuple[Host, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bitwidths", tuple(int(bits) for bits in self.bitwidths))
@@ -111,6 +119,9 @@ class AssignmentProblem:
         for name in ("prefill_s", "decode_s", "layer_bytes", "host_bytes"):
             _store(self, name, (stages, cells), least=0.0, broadcast=name.endswith("bytes"))
         _store(self, "host_memory_bytes", (stages,), least=0.0)
+        own = self.host_memory_bytes
+        scarce = (each for each in self.hosts if own[list(each.stages)].sum() > each.memory_bytes)
+        object.__setattr__(self, "hosts", tuple(scarce) if self.host_bytes.any() else ())
         for name in STAGE_TIMES:
             _store(self, name, (stages,), least=0.0)
         _store(self, "memory_bytes", (stages,), least=-np.inf)

@@ -30,6 +30,7 @@ from planner.optimiser.feasibility import require_feasible
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray, latency_form
 from planner.optimiser.relaxation import relax
 from planner.optimiser.sensitivity_tables import LossTables
+from planner.optimiser.two_memories import shares_beside, with_shares
 
 QUALITY_WEIGHT = 1e4  # of adabits: quality counts so many times the latency
 NORMS = (8.0, 32.0, math.inf)
@@ -107,6 +108,8 @@ def improve_by_transfer(
     problem: AssignmentProblem, begin: Assignment, options: SolveOptions, tables: LossTables
 ) -> Assignment:
     """Improve `begin` by Alg. 2, lines 4 to 23; the result is never worse."""
+    held = stage_times(problem, begin.first_layer, begin.bitwidth).host_bytes
+    problem = with_shares(problem, shares_beside(problem, held))
     started_s, limit_s = options.clock(), options.time_limit_s
     counts = layer_counts(problem, begin.first_layer, begin.bitwidth)
     best = begin

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from operator import attrgetter
 
 from planner.cluster.device import Device
-from planner.costs.hosting import host_bytes, host_limit_bytes
+from planner.costs.hosting import host_bytes, host_memories
 from planner.costs.memory import (
     StageEnds,
     StageMemory,
@@ -24,6 +25,8 @@ from planner.plan.spec import PlanSpec, StagePlan, all_stages
 from quant.backends.table import backend_name
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS
+
+_host_bytes = attrgetter("host_bytes")
 
 Derived = tuple[str, object, object, str]
 """A field, what stands there, what was computed, and from what that follows."""
@@ -98,14 +101,13 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
         cluster = plan.origin.cluster_spec()
     except (SpecError, InfeasibleError) as error:
         raise SpecError(f"{source}: field origin: {error}") from error
-    limits = {each.name: host_limit_bytes(each) for each in cluster.devices}
-    for stage in all_stages(plan):
-        limit = limits.get(stage.device)
-        if limit is not None and stage.host_bytes > limit:
+    for node, held in host_memories(cluster.devices).items():
+        own = [stage for stage in all_stages(plan) if stage.node == node]
+        if (taken := sum(stage.host_bytes for stage in own)) > held:
             raise SpecError(
-                f"{source}: field stages.{stage.index}.host_bytes: {stage.host_bytes} where its "
-                f"share of the host's memory is {limit}; plan again with llmpq plan, with fewer "
-                "bits or more host_memory_gib"
+                f"{source}: field stages.{max(own, key=_host_bytes).index}.host_bytes: stages on "
+                f"node {node} keep {taken} bytes in its host's memory, where they have {held}; "
+                "plan again with llmpq plan, with fewer bits or more host_memory_gib"
             )
     used = (name for stage in all_stages(plan) for name in stage.device_names)
     here = sorted([*used, *plan.unused_devices])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,16 +13,19 @@ from planner.cluster.spec import grown, kinds_of_devices
 from planner.costs.model import CostModel
 from planner.optimiser.names import BASELINE_METHODS
 from planner.options import AUTO, PlanOptions
+from planner.scheduling import BOUNDED
 from planner.search.baselines import baseline_fits
 from planner.search.candidates import Candidates
 from planner.search.fitting import first_sets
 from planner.search.pareto import within_bounds
-from planner.search.request import PlanningRequest, costs_of
+from planner.search.request import PlanningRequest, costs_of, has_free_experts
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
+from quant.common.units import GIB
 from quant.scheme import BITWIDTHS, KV_BITWIDTHS
 
 MOST_MORE_DEVICES = 32
 DIGITS = 4  # of a bound that is named
+HOST_GIB = tuple(2**power for power in range(4, 12))  # what machines are sold with, up to 2 TiB
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,40 @@ def _more_devices(request: PlanningRequest) -> Iterator[Remedy]:
         yield best
 
 
+def more_host_memory(request: PlanningRequest) -> Iterator[Remedy]:
+    """The least memory of one host, else of every one, in which experts of layers may lie."""
+    if not has_free_experts(request.shape) or request.options.policy == BOUNDED:
+        return
+    alike = dict[object, str]()
+    for name in request.cluster.nodes:
+        kinds = (each.cost_kind for each in request.cluster.devices if each.node == name)
+        alike.setdefault(tuple(kinds), name)
+
+    def of(names: Collection[str], gib: int) -> PlanningRequest:
+        cluster = request.cluster
+        devices = tuple(
+            replace(each, host_memory_bytes=max(gib * GIB, each.host_memory_bytes or 0))
+            if each.node in names
+            else each
+            for each in cluster.devices
+        )
+        return replace(request, cluster=replace(cluster, devices=devices))
+
+    def least(names: Collection[str]) -> int:
+        """The place in `HOST_GIB` of what suffices; behind its end where nothing does."""
+        return bisect_left(HOST_GIB, True, key=lambda gib: _fits(of(names, gib)))
+
+    places = {name: least([name]) for name in alike.values()}
+    name = min(places, key=places.__getitem__)
+    single = places[name] < len(HOST_GIB)
+    names, place = ([name], places[name]) if single else (request.cluster.nodes, 0)
+    if not single and (place := least(names)) == len(HOST_GIB):
+        return
+    gib, where = HOST_GIB[place], f"node {name}" if single else "every node with GPUs"
+    text = f"host_memory_gib: {gib} of {where} (in the cluster file), where experts may lie"
+    yield Remedy(text, of(names, gib))
+
+
 _METHOD, _KV_BITS = PlanOptions.method, min(KV_BITWIDTHS)
 _KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
     _other_value("method", _METHOD, f"--method {_METHOD}", _METHOD.__ne__),
@@ -189,6 +227,7 @@ _KINDS: tuple[Callable[[PlanningRequest], Iterator[Remedy]], ...] = (
     ),
     _smaller_batch,
     _fewer_bits,
+    more_host_memory,
     _other_value("memory_margin", 0.0, "nothing kept free (--memory_margin 0)", bool),
     _more_devices,
 )

@@ -25,7 +25,7 @@ from planner.profiles.perplexity_fit import omega_bound
 from planner.profiles.rows import read_profiles
 from planner.profiles.selection import refuse_estimates
 from planner.profiles.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
-from planner.scheduling import PREDICTING
+from planner.scheduling import BOUNDED, PREDICTING
 from planner.workload import Job, Workload, check_length
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS, KV_BITWIDTHS
@@ -159,10 +159,15 @@ def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
         bound = omega_bound(omega, options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
     costs = cost_model(request.cluster, shape, request.workload, options, omega.matrix)
-    apart = shape.stored is None and any(each.experts is not None for each in shape.kind_shapes)
+    apart = has_free_experts(shape) and options.policy != BOUNDED
     hosting = apart and any(map(can_host, request.cluster.devices))
     costs = replace(costs, expert_sensitivity=omega.experts, experts_apart=apart, hosting=hosting)
     return replace(costs, job=request.job), omega
+
+
+def has_free_experts(shape: ModelShape) -> bool:
+    """Whether experts may have bits and a place of their own; quantized checkpoints say theirs."""
+    return shape.stored is None and any(each.experts is not None for each in shape.kind_shapes)
 
 
 def cost_model(

@@ -17,7 +17,7 @@ from planner.costs.communication import transfer_terms
 from planner.optimiser.assignment import Assignment, SolveOptions
 from planner.optimiser.feasibility import is_feasible
 from planner.optimiser.names import Objective
-from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
+from planner.optimiser.problem import AssignmentProblem, FloatArray, Host, JobPasses
 from planner.optimiser.solve import solve_by
 
 PRECISION = 1e-6  # relative difference to brute force
@@ -223,6 +223,19 @@ def small_hosted_problem(seed: int, objective: Objective) -> AssignmentProblem:
     return with_hosts(fewer, seed, float(rng.choice([0.3, 0.6, 1.0])))
 
 
+def small_sharing_problem(seed: int, objective: Objective) -> AssignmentProblem:
+    """A small problem with two memories, of which all stages share hosts, one or two."""
+    problem = small_hosted_problem(seed, objective)
+    rng = np.random.default_rng([seed, 13])
+    on_second = rng.random(problem.stages) < rng.choice([0.0, 0.5])
+    groups = np.flatnonzero(~on_second), np.flatnonzero(on_second)
+    own = np.zeros(problem.stages)
+    for stages in groups:
+        own[stages] = problem.host_memory_bytes[stages].sum()
+    hosts = [Host(tuple(each.tolist()), float(own[each[0]])) for each in groups if each.size]
+    return replace(problem, host_memory_bytes=own, hosts=tuple(hosts))
+
+
 def feasible_problems(
     count: int,
     objective: Objective,
@@ -260,7 +273,11 @@ def _price(problem: AssignmentProblem, stage_of: list[int], bits: tuple[int, ...
         free[stage] -= problem.layer_bytes[stage, cell]
         host[stage] -= problem.host_bytes[stage, cell]
         omega += problem.sensitivity[layer, bit]
-    if min(*free, *host) < 0:
+    left = [
+        shared.memory_bytes - sum(problem.host_memory_bytes[j] - host[j] for j in shared.stages)
+        for shared in problem.hosts
+    ]
+    if min(*free, *host, *left) < 0:
         return float("inf")
     comm_p, comm_d = problem.prefill_comm_s.tolist(), problem.decode_comm_s.tolist()
     slow_p, slow_d = max(prefill + comm_p), max(decode + comm_d)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,9 @@ import pytest
 from planner.optimiser.assignment import evaluate, smallest_assignment, stage_times
 from planner.optimiser.feasibility import explain_infeasible, is_feasible
 from planner.optimiser.names import Objective
+from planner.optimiser.problem import AssignmentProblem, Host
 from planner.optimiser.relaxation import relax
+from planner.optimiser.two_memories import even_shares, with_shares
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import (
     PRECISION,
@@ -20,6 +24,7 @@ from tests.planner.problems import (
     feasible_problems,
     of_kinds,
     small_hosted_problem,
+    small_sharing_problem,
     solve,
     with_hosts,
 )
@@ -55,6 +60,52 @@ def test_every_method_agrees_with_trying_everything(objective: Objective, count:
         ample = replace(problem, host_memory_bytes=np.full(problem.stages, 1e15))
         limited += solve(ample, relative_gap=0).objective < found.objective * (1 - PRECISION)
     assert limited > 0, "problems that hosts' memory decides"
+
+
+def of_two_hosts(seed: int, objective: Objective) -> AssignmentProblem:
+    """Four stages of which two and two share a host, neighbours or not."""
+    rng = np.random.default_rng([seed, 17])
+    shape = Shape(("T4", "V100", "T4", "V100"), 5, 1024, (4,), objective=objective)
+    problem = with_hosts(cluster_problem(shape, seed), seed, 0.4)
+    own = rng.uniform(0.2, 1.6, 2) * problem.host_bytes.max()
+    pairs = ((0, 2), (1, 3)) if rng.random() < 0.5 else ((0, 1), (2, 3))
+    return replace(
+        problem,
+        memory_bytes=np.floor(rng.uniform(0.1, 2.0, 4) * problem.layer_bytes.max()),
+        host_memory_bytes=np.repeat(np.floor(2 * own), 2)[np.argsort(np.ravel(pairs))],
+        hosts=tuple(Host(*each) for each in zip(pairs, np.floor(2 * own).tolist(), strict=True)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "seeds", "objective"),
+    [
+        (small_sharing_problem, (28, 40, 100, 143), "pipeline"),
+        (of_two_hosts, range(12), "pipeline"),
+        pytest.param(small_sharing_problem, range(100), "job", marks=pytest.mark.rare),
+        pytest.param(of_two_hosts, range(60), "job", marks=pytest.mark.rare),
+    ],
+)
+def test_stages_that_share_a_host_agree_with_trying_everything(
+    made: Callable[[int, Objective], AssignmentProblem], seeds: Sequence[int], objective: Objective
+) -> None:
+    gained = 0
+    for problem in (made(seed, objective) for seed in seeds):
+        least = brute_force(problem)
+        assert is_feasible(problem) == math.isfinite(least)
+        if math.isinf(least):
+            continue
+        even = brute_force(with_shares(problem, even_shares(problem)))
+        gained += even > least * (1 + PRECISION)
+        for method in ("auto", "ilp"):
+            found = solve(problem, method, relative_gap=0)
+            assert found.status == "optimal"
+            assert found.objective == pytest.approx(least, rel=PRECISION)
+            assert found.bound == pytest.approx(least, rel=PRECISION)
+            assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
+        moved = solve(problem, "transfer")
+        assert evaluate(problem, moved.first_layer, moved.bitwidth) == moved.objective
+    assert gained > 1, "problems in which one stage lends to another what even shares would not"
 
 
 def test_hosts_bytes_by_hand() -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.hosting import host_limit_bytes, host_threads
+from planner.costs.hosting import host_memories, host_threads
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
 from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_bytes
-from planner.latency_bound.bounded_plan import whole_costs
+from planner.latency_bound.bounded_plan import bounded_options, costs_beside_bound
 from planner.model.finding import model_shape
 from planner.model.layer_parts import LayerChoice
 from planner.model.shape import ModelShape
@@ -31,10 +31,11 @@ from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.profiles.sensitivity import OmegaContent, default_sensitivity, save_omega
+from planner.search.remedies import more_host_memory
 from planner.search.request import PlanningRequest, cost_model
 from planner.workload import MicroBatches, Workload
 from quant.backends.table import HOST_BACKENDS, rule_for
-from quant.common.errors import SpecError
+from quant.common.errors import DoesNotFitError, SpecError
 from quant.scheme import Processor
 from tests.paths import SPECS
 from tests.planner.kinds import EXPERT, FULL, three_kinds
@@ -151,7 +152,7 @@ def test_the_best_of_units_is_the_best_of_everything_tried(cramped: bool) -> Non
             ]
             bounds, units = costs.placing.assigned((0, cut, SHAPE.layers), choices)
             may_be = not any(choices[layer].on_host for layer in spans[1])  # b states no memory
-            may_be = may_be and stages[0][3] <= host_limit_bytes(T4)
+            may_be = may_be and stages[0][3] <= host_memories([T4])["a"]
             may_be = may_be and all(
                 stage[2] <= memory
                 for stage, memory in zip(stages, problem.memory_bytes, strict=True)
@@ -211,22 +212,27 @@ def test_groups_of_layers_are_two_units() -> None:
 
 
 def test_hosts_are_shared_by_the_gpus_of_their_node(tmp_path: Path) -> None:
-    assert (T4.host_devices, host_threads(T4), host_limit_bytes(T4)) == (2, 6, 3 * 2**30)
-    assert host_limit_bytes(V100) == 0
+    assert (T4.host_devices, host_threads(T4)) == (2, 6)
+    assert host_memories(CLUSTER.devices) == {"a": 6 * 2**30}
+    assert host_memories([T4, V100]) == {"a": 3 * 2**30}, "the other T4 may be another pipeline's"
     (tmp_path / "cluster.yaml").write_text(CLUSTER.to_yaml())
     assert ClusterSpec.from_yaml(tmp_path / "cluster.yaml").devices == CLUSTER.devices
 
 
-def planned(host_gib: float) -> PlanSpec:
-    """Experts that no single device holds."""
-    cluster = ClusterSpec.from_dict(
-        {
-            "name": "one",
-            "nodes": [{"name": "a", "accelerators": {"T4": 1}, "host_memory_gib": host_gib}],
-        }
-    )
-    name, options = "qwen3-30b-a3b", PlanOptions(bits=(4,), group=12)
-    return find_plan(cluster, model_shape(name), name, WORKLOAD, options).plan
+def asked(
+    host_gib: float, usable_gib: float, bits: int, name: str = "qwen3-30b-a3b"
+) -> PlanningRequest:
+    """Experts that no single device holds, of 54 GiB in 16 bit."""
+    node = {"name": "a", "accelerators": {"T4": 1}, "usable_memory_gib": usable_gib}
+    values = {"name": "one", "nodes": [{**node, "host_memory_gib": host_gib}]}
+    cluster, options = ClusterSpec.from_dict(values), PlanOptions(bits=(bits,), group=12)
+    return PlanningRequest.of(cluster, model_shape(name), WORKLOAD, options)
+
+
+def planned(host_gib: float, usable_gib: float = 14.6, bits: int = 4) -> PlanSpec:
+    request = asked(host_gib, usable_gib, bits)
+    name = request.shape.name
+    return find_plan(request.cluster, request.shape, name, WORKLOAD, request.options).plan
 
 
 def _check(plan: PlanSpec) -> None:
@@ -285,11 +291,22 @@ def test_a_plan_of_35_billion_parameters_over_gpus_and_hosts_has_its_true_bytes(
     assert weights > sum(stage.memory_limit_bytes for stage in plan.stages)
 
 
+def test_hosts_memory_is_offered_where_experts_would_fit_into_it() -> None:
+    """All but the experts fits 14.6 GiB, and not 1 GiB."""
+    with pytest.raises(DoesNotFitError, match=r"host_memory_gib: 64 of node a \("):
+        planned(32, bits=16)
+    assert planned(64, bits=16).stages[0].host_bytes > 32 * 2**30
+    (offered,) = more_host_memory(asked(1, 14.6, 16))
+    assert [each.host_memory_bytes for each in offered.request.cluster.devices] == [64 * 2**30]
+    assert not list(more_host_memory(asked(32, 1, 16)))
+    assert not list(more_host_memory(asked(32, 14.6, 16, "opt-30b")))
+
+
 def test_plans_beside_a_bound_say_that_experts_stay_on_devices() -> None:
-    options = PlanOptions(bits=BITS)
+    options = bounded_options(PlanOptions(bits=BITS))
     with pytest.warns(UserWarning, match="host_memory_gib is not used for them"):
-        costs, _ = whole_costs(PlanningRequest.of(CLUSTER, SHAPE, WORKLOAD, options))
+        costs, _ = costs_beside_bound(PlanningRequest.of(CLUSTER, SHAPE, WORKLOAD, options))
     assert not any(choice.on_host for choice in costs.placing.choices)
     bare = replace(CLUSTER, devices=(V100,))
     with warnings.catch_warnings(action="error"):
-        whole_costs(PlanningRequest.of(bare, SHAPE, WORKLOAD, options))
+        costs_beside_bound(PlanningRequest.of(bare, SHAPE, WORKLOAD, options))
