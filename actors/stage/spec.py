@@ -127,7 +127,8 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
 def stand_in_spec(spec: StageSpec, shape: ModelShape) -> StageSpec:
     """`spec` with one layer of a small model of this `shape` in place of the planned ones.
 
-    Plans may have more stages than the small model has layers: stages take its layers by turns.
+    Plans may have more stages than the small model has layers: stages take its layers by turns,
+    whose experts lie on the host where those of any planned layer do.
     Raises `SpecError` where the small model has no room for the planned requests.
     """
     if spec.max_tokens > shape.max_positions:
@@ -136,12 +137,13 @@ def stand_in_spec(spec: StageSpec, shape: ModelShape) -> StageSpec:
             f"are up to {spec.max_tokens} tokens long; take one with more positions"
         )
     layer = spec.index % shape.layers
+    hosts = spec.hosted_experts and shape.layer(layer).experts is not None
     return replace(
         spec,
         layers=range(layer, layer + 1),
         bitwidths=(16,),
         expert_bitwidths=(),
-        hosted_experts=(),
+        hosted_experts=(layer,) if hosts else (),
         backends={},
         dtype="float32",
         memory_limit_bytes=0,

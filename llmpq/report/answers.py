@@ -79,7 +79,9 @@ def _hosted(stage: StagePlan) -> str:
     text = f"experts of {layers} of stage {stage.index} in host memory ({size(stage.host_bytes)})"
     if stage.streams_from == 1:
         return f"{text}, sent to the device when they are asked"
-    text += f", computed there by {plural(stage.threads, 'thread')}"
+    text += ", computed there"
+    if not stage.emulated:  # else its threads are those of the process that plays it
+        text += f" by {plural(stage.threads, 'thread')}"
     if stage.streams_from is not None:
         text += f"; for {stage.streams_from:,} tokens at once and more sent to the device"
     return text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.stage.spec import stage_spec
+from actors.stage.spec import stage_spec, stand_in_spec
 from actors.stage.stage import Stage
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
@@ -57,6 +57,24 @@ def test_tokens_equal_generate_with_the_experts_that_the_bits_stand_for(
     assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
     found = [each for stage in stages for each in stage._model.modules()]
     assert sum(isinstance(each, HostedExperts) for each in found) == len(hosted)
+
+
+def test_what_plays_a_stage_hosts_its_experts_too(tmp_path: Path) -> None:
+    """Each stage of a model of 50 layers is played by one of 5, of which the second has none."""
+    model = save_tiny(tmp_path, EVERY_CONFIG["qwen3_moe"])
+    shape = model_shape(str(tmp_path))
+    prompts = random_prompts(LENGTHS)
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    specs = []
+    for spec in specs_of(tuple(range(LAYERS + 1)), len(prompts), max(LENGTHS) + NEW_TOKENS):
+        layers = range(10 * spec.index, 10 * (spec.index + 1))
+        hosted = (layers[3], layers[7]) if spec.index != 2 else ()
+        planned = replace(spec, layers=layers, hosted_experts=hosted, streams_from=8)
+        specs.append(stand_in_spec(planned, shape))
+    stages = [Stage(spec, tmp_path, torch.device("cpu"), Processor()) for spec in specs]
+    assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected
+    found = [[*map(type, stage._model.modules())].count(HostedExperts) for stage in stages]
+    assert found == [1, 0, 0, 1, 1]
 
 
 def test_a_plan_for_small_devices_hosts_experts_and_its_tokens_are_those_of_generate(
