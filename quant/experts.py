@@ -16,7 +16,15 @@ from quant.backends.base import PackedWeight, copy_of, tensor_bytes
 from quant.backends.cuda_packed import CudaPacked, asked_products
 from quant.backends.cuda_products import Codes, CudaProducts
 from quant.backends.table import ASKED_PER_EXPERT
-from quant.linear import HostForm, LayerForm, QuantizedLinear, packed_weight, reordered
+from quant.linear import (
+    HostForm,
+    LayerForm,
+    QuantizedLinear,
+    multiply_reordered,
+    packed_weight,
+    reordered,
+    reordered_bytes,
+)
 from quant.rounding.importance import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, Cut, LinearShape
@@ -60,8 +68,7 @@ class _ReorderedWeight(PlainWeight):
     """One in oneDNN's layout, as of `quant.linear.PrepackedLinear`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
-        return out
+        return multiply_reordered(x, self.weight)
 
     def restored_for(self, x: Tensor) -> Tensor | None:
         return None
@@ -71,8 +78,7 @@ class _ReorderedWeight(PlainWeight):
 
     @property
     def nbytes(self) -> int:
-        count: int = torch.ops.mkldnn._nbytes(self.weight)
-        return count
+        return reordered_bytes(self.weight)
 
 
 Product = Callable[[PackedWeight, Tensor], Tensor]

@@ -36,7 +36,8 @@ class HostedExperts(QuantizedExperts):
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         least = self.streams_from
         if least is not None and len(hidden) >= least and not self.padded_to:
-            return self.computed(hidden, top_k_index, top_k_weights, _streamed)
+            found = self.computed(hidden, top_k_index, top_k_weights, _streamed)
+            return found.to(hidden.dtype)
         index, weights, rows = _on_host(top_k_index, top_k_weights, hidden)
         out = super().forward(rows, index, weights)
         if hidden.is_cuda:

@@ -115,13 +115,11 @@ def quantize_linear(
     """
     dtype, device = form.dtype, form.device
     own_bias = None if bias is None else copy_of(bias, dtype, device)
-    shape = _held_shape(weight, cut)
-    rule = form.rule_of(shape)
     if form.bits == FULL_BITS:
         own_weight = weight if cut is None else weight[cut.index]
         return _plain_linear(own_weight, own_bias, dtype, device)
-    packed = packed_weight(weight, form, name, inputs, cut)
-    return QuantizedLinear(packed, shape, own_bias, dtype, rule)
+    packed, shape = packed_weight(weight, form, name, inputs, cut), _held_shape(weight, cut)
+    return QuantizedLinear(packed, shape, own_bias, dtype, form.rule_of(shape))
 
 
 def packed_weight(
@@ -229,15 +227,10 @@ class PrepackedLinear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the weight, which are not in torch's storage."""
-        count: int = torch.ops.mkldnn._nbytes(self.packed_weight)
-        return count
+        return reordered_bytes(self.packed_weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self.packed_weight, self.bias, "none", [], ""
-        )
-        return out
+        return multiply_reordered(x, self.packed_weight, self.bias)
 
 
 def prepack(linear: nn.Linear, processor: Processor) -> nn.Module:
@@ -259,9 +252,19 @@ def reordered(weight: Tensor, processor: Processor) -> Tensor | None:
     if not (known and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:  # blocks that do not fill are padded
-        return None
-    return packed
+    # blocks that do not fill are padded
+    return packed if reordered_bytes(packed) == weight.nbytes else None
+
+
+def reordered_bytes(weight: Tensor) -> int:
+    """Bytes of a weight that is `reordered`, which are not in torch's storage."""
+    count: int = torch.ops.mkldnn._nbytes(weight)
+    return count
+
+
+def multiply_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
 
 
 def prepack_linears(module: nn.Module, processor: Processor) -> None:

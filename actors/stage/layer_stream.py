@@ -52,13 +52,12 @@ from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.devices import local_processor
 from quant.experts import QuantizedExperts
-from quant.linear import LayerForm, dtype_name
+from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme, form_of, load_layer_as_planned
 from quant.loading.expert_tensors import ExpertTensors
 from quant.loading.layer_load import LayerLoad, plain_linears
 from quant.loading.loader import loading
 from quant.rounding.importance import LayerImportance
-from quant.scheme import FULL_BITS
 
 TOKENS_AT_ONCE = 2048
 """Tokens of one pass through a layer: enough for full matrix speed, and few enough that the MLP's
@@ -127,8 +126,7 @@ class LayerStream:
 
     def stored_experts(self, index: int) -> Mapping[str, ExpertTensors]:
         """The experts of decoder layer `index`, as they are stored, by name within the layer."""
-        form = LayerForm(FULL_BITS, self.compute.processor, self.compute.dtype, self.compute.device)
-        return dict(self._load(index, self._empty[index], form).experts(self._checkpoint))
+        return dict(self._load(index, self._empty[index]).experts(self._checkpoint))
 
     def embed(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Hidden states `[sequences, length, hidden_size]`, and what goes with them behind, that
@@ -161,25 +159,21 @@ class LayerStream:
         Raises what `quant.loading.loader.load_layer` raises. Without a `scheme` its linears
         are plain ones in the compute type.
         """
-        module = copy.deepcopy(self._empty[index])
-        own = scheme or LayerScheme()
-        load = self._load(index, module, form_of(own, self.compute))
-        load = replace(load, importance=importance)
+        module, own = copy.deepcopy(self._empty[index]), scheme or LayerScheme()
+        load = replace(self._load(index, module, own), importance=importance)
         represented = load_layer_as_planned(load, self._checkpoint, own)
-        dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
-        form = CacheForm(dtype, self.compute.device, own.kv_bits)
+        form = CacheForm(load.form.dtype, self.compute.device, own.kv_bits)
         layer = StreamedLayer(self, index, module, hidden, form, represented)
         layer.importance = importance
         return layer
 
     def reading_ahead(self, layers: range) -> AbstractContextManager[None]:
         """Have the disk read while `layers` are loaded in their order."""
-        compute = self.compute
-        form = LayerForm(FULL_BITS, compute.processor, compute.dtype, compute.device)
-        loads = [self._load(index, self._empty[index], form) for index in layers]
+        loads = [self._load(index, self._empty[index]) for index in layers]
         return loading(loads, (), self._checkpoint)
 
-    def _load(self, index: int, module: nn.Module, form: LayerForm) -> LayerLoad:
+    def _load(self, index: int, module: nn.Module, scheme: LayerScheme | None = None) -> LayerLoad:
+        form = form_of(scheme or LayerScheme(), self.compute)
         return LayerLoad(module, f"{self.layers_name}.{index}", form, quantized=self.quantized)
 
     def tail(self, dtype: torch.dtype | None = None) -> Tail:
@@ -270,9 +264,9 @@ class StreamedLayer:
 
     `module` may be hooked and its linears replaced. `hidden` `[sequences, length, width]` as
     `LayerStream.embed` makes it, on the host, goes into the layer; `advance` overwrites it by the
-    layer's outputs. The layer
-    computes in the type of `form`, in which it also holds keys and values, at 8 bits by its
-    `importance`. `represented` names the backends of another device that plain products stand for.
+    layer's outputs. The layer computes in the type of `form`, in which it also holds keys and
+    values, at 8 bits by its `importance`. `represented` names the backends of another device that
+    plain products stand for.
     """
 
     def __init__(

@@ -80,6 +80,8 @@ def test_hosted_experts_compute_what_experts_of_their_bits_do(
         found = loaded(hidden)
         assert bool(products) != streams, tokens
         assert (found - wanted(hidden)).norm() < 2e-5 * wanted(hidden).norm(), tokens
+    few = torch.randn(9, HIDDEN).bfloat16()  # which routers such as DeepSeek's weigh in float32
+    assert experts(few, torch.tensor([[0, 1]] * 9), torch.rand(9, 2)).dtype == few.dtype
     experts.padded_to = 32  # then no result may depend on who else is computed
     loaded(torch.randn(40, HIDDEN))
     assert len(products) > 1
