@@ -19,6 +19,7 @@ from tests.actors.configs import CONFIGS, EVERY_CONFIG, LAYERS, STATE_CONFIGS, V
 from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import random_prompts, reference, save_tiny, specs_of
+from tests.actors.thread_ranks import divided
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 70, 1, 33, 2, 40)
@@ -136,6 +137,20 @@ def test_tokens_and_logprobs_are_those_of_each_request_alone(
     expected = told_alone(stages(folders[model], (0, LAYERS), **others))
     assert len(expected) == len(LENGTHS) * NEW_TOKENS
     assert told_in_company(stages(folders[model], (0, 2, LAYERS), **others)) == expected
+
+
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["mistral-sliding", "gpt_oss", "qwen3_moe"])
+def test_ranks_tell_of_a_request_what_they_do_of_it_alone(name: str, tmp_path: Path) -> None:
+    """With windows, of which rooms keep the latest tokens, and experts."""
+    save_tiny(tmp_path, EVERY_CONFIG[name])
+    specs = specs_of((0, 2, LAYERS), SLOTS, ROOM, deterministic=True)
+    found = []
+    for told in (told_alone, told_in_company):
+        with divided(specs, (2, 2), tmp_path, processor=local_processor(CPU)) as ranks:
+            assert any(stage._cache._windows for stage in ranks) == (name != "qwen3_moe")
+            found.append(told(ranks))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

@@ -290,31 +290,36 @@ def test_a_rank_that_has_not_joined_computes_nothing(tmp_path: Path) -> None:
 
 
 def stored_as_gptq(folder: Path) -> None:
-    """Make the linears of a saved model's layers 4-bit GPTQ weights in groups of 16."""
+    """Make the linears of a saved model's layers, of experts each, 4-bit GPTQ weights in groups of
+    16.
+    """
     (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
+    tensors, draws = load_file(path), torch.Generator().manual_seed(0)
     for name, weight in list(tensors.items()):
-        module = name.removesuffix(".weight")
-        if ".layers." not in name or weight.dim() < 2:
+        if ".layers." not in name or weight.dim() < 2 or name.endswith(".gate.weight"):
             continue
-        rows, columns = weight.shape
-        draws = torch.Generator().manual_seed(len(tensors))
-        coded = GptqWeight(
-            codes=torch.randint(16, (rows, columns), generator=draws, dtype=torch.uint8),
-            scale=(torch.rand(rows, columns // 16, generator=draws) * 0.02).half(),
-            zero=torch.full((rows, columns // 16), 8, dtype=torch.uint8),
-            group_of_column=torch.arange(columns, dtype=torch.int32) // 16,
-            bits=4,
-        )
         del tensors[name]
-        tensors |= {f"{module}.{part}": each for part, each in gptq_tensors(coded, 1).items()}
+        tensors |= gptq_of(name.removesuffix(".weight"), *weight.shape, draws)
     save_file(tensors, path)
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 16}
     (folder / "quantize_config.json").write_text(json.dumps(settings))
 
 
-def test_a_gptq_checkpoint_is_divided(tmp_path: Path) -> None:
-    save_tiny(tmp_path, CONFIGS["qwen2"])
+def gptq_of(module: str, rows: int, columns: int, draws: torch.Generator) -> dict[str, Tensor]:
+    coded = GptqWeight(
+        codes=torch.randint(16, (rows, columns), generator=draws, dtype=torch.uint8),
+        scale=(torch.rand(rows, columns // 16, generator=draws) * 0.02).half(),
+        zero=torch.full((rows, columns // 16), 8, dtype=torch.uint8),
+        group_of_column=torch.arange(columns, dtype=torch.int32) // 16,
+        bits=4,
+    )
+    return {f"{module}.{part}": each for part, each in gptq_tensors(coded, 1).items()}
+
+
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.rare)])
+def test_a_gptq_checkpoint_is_divided(name: str, tmp_path: Path) -> None:
+    """Four ranks have half of a group of an expert's columns each."""
+    save_tiny(tmp_path, EVERY_CONFIG[name])
     stored_as_gptq(tmp_path)
     spec = specs_of((0, 2, LAYERS), 2, 16, 4)[0]
     batch, token_ids = batch_in_ranges([0], [0], [9], slot_tokens=16), torch.arange(9)
