@@ -286,7 +286,7 @@ def _latent_family(
         decimals=("routed_scaling_factor", *decimals),
         counts=("num_nextn_predict_layers", "num_mtp_layers", "pretraining_tp"),
     )
-    return Family(read_shape, _LATENT, keys)
+    return Family(read_shape, _LATENT, keys, None)
 
 
 EXPERT_FAMILIES: Mapping[str, Family] = {
@@ -301,35 +301,24 @@ EXPERT_FAMILIES: Mapping[str, Family] = {
             decimals=("routed_scaling_factor",),
             counts=("num_nextn_predict_layers", "num_mtp_layers"),
         ),
-        attention_bias="attention_bias",
     ),
     "glm4_moe_lite": _latent_family(_glm4_moe_lite),
     "gpt_oss": Family(
         _gpt_oss,
-        replace(
-            GATED,
-            mlp=(),
-            experts="mlp.experts",
-            router="mlp.router",
-            experts_by_inputs=True,
-        ),
+        replace(GATED, mlp=(), experts="mlp.experts", router="mlp.router", experts_by_inputs=True),
         expert_keys(decimals=("swiglu_alpha", "swiglu_limit")),
-        attention_bias="attention_bias",
     ),
-    "granitemoe": Family(_granitemoe, _GRANITE, expert_keys(), attention_bias="attention_bias"),
+    "granitemoe": Family(_granitemoe, _GRANITE, expert_keys()),
     "granitemoeshared": Family(
         _granitemoeshared,
         replace(_GRANITE, mlp=("shared_mlp.input_linear", "shared_mlp.output_linear")),
         expert_keys(),
-        attention_bias="attention_bias",
     ),
     "mixtral": Family(
-        _mixtral, replace(GATED, mlp=(), **ASKING), expert_keys(decimals=("router_jitter_noise",))
-    ),
-    "olmoe": Family(
-        _olmoe,
+        _mixtral,
         replace(GATED, mlp=(), **ASKING),
-        expert_keys("norm_topk_prob"),
-        attention_bias="attention_bias",
+        expert_keys(decimals=("router_jitter_noise",)),
+        attention_bias=None,
     ),
+    "olmoe": Family(_olmoe, replace(GATED, mlp=(), **ASKING), expert_keys("norm_topk_prob")),
 }

@@ -114,106 +114,100 @@ def _opt(config: ConfigFile) -> ModelShape:
     )
 
 
-_BLOOM = Family(
-    _bloom,
-    # Its attention does not call the attention interface: `actors.stage.partial_model` replaces it.
-    Architecture(
-        decoder="transformer",
-        layers="h",
-        embedding=("word_embeddings", "word_embeddings_layernorm"),
-        final=("ln_f",),
-        attention=("self_attention.query_key_value", "self_attention.dense"),
-        mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-        norms=("input_layernorm", "post_attention_layernorm"),
-        activation="mlp.gelu_impl",
-        layer_returns_tuple=True,
-        context_as_cache=True,
-    ),
-    ConfigKeys(
-        activation=None,
-        norm_eps="layer_norm_epsilon",
-        rotary=None,
-        has_padding_row=False,
-        unused=UnusedEntries(
-            flags=("use_cache", "apply_residual_connection_post_layernorm", "slow_but_exact"),
-            shares=("attention_dropout", "hidden_dropout"),
-            counts=("pretraining_tp",),
-        ),
-    ),
-    own_layers=True,
-)
-
-_GPT_NEOX = Family(
-    _gpt_neox,
-    Architecture(
-        decoder="gpt_neox",
-        embedding=("embed_in",),
-        final=("final_layer_norm",),
-        attention=("attention.query_key_value", "attention.dense"),
-        mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-        norms=("input_layernorm", "post_attention_layernorm"),
-        activation="mlp.act",
-        head_names=("lm_head", "embed_out"),
-    ),
-    ConfigKeys(
-        norm_eps="layer_norm_eps",
-        rotary=RotaryKeys(theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
-        has_padding_row=False,
-        unused=UnusedEntries(
-            flags=("use_cache", "is_decoder", "use_parallel_residual"),
-            shares=("attention_dropout", "hidden_dropout", "classifier_dropout"),
-        ),
-    ),
-    attention_bias="attention_bias",
-    own_layers=True,
-)
-
-_OPT = Family(
-    _opt,
-    Architecture(
-        decoder="model.decoder",
-        embedding=("embed_tokens", "embed_positions", "project_in"),
-        final=("final_layer_norm", "project_out"),
-        attention=(*GATED.attention[:3], "self_attn.out_proj"),
-        mlp=("fc1", "fc2"),
-        norms=("self_attn_layer_norm", "final_layer_norm"),
-        activation="activation_fn",
-    ),
-    ConfigKeys(
-        activation="activation_function",
-        norm_eps=None,
-        rotary=None,
-        unused=UnusedEntries(
-            shares=("attention_dropout", "dropout", "layerdrop"), deviation="init_std"
-        ),
-    ),
-    attention_bias="enable_bias",
-    mlp_bias="enable_bias",
-    own_layers=True,
-)
-
-_LLAMA = Family(
-    _llama,
-    GATED,
-    ConfigKeys(unused=UnusedEntries(counts=("pretraining_tp",), may_be_null=True)),
-    attention_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    own_layers=True,
-)
-
 FAMILIES: Mapping[str, Family] = {
     **EXPERT_FAMILIES,
     **GATED_FAMILIES,
     **GEMMA_FAMILIES,
-    "bloom": _BLOOM,
-    "gpt_neox": _GPT_NEOX,
-    "llama": _LLAMA,
-    "mistral": Family(
-        lambda config: gated_shape(config, sliding_window=window_of(config)), GATED, own_layers=True
+    "bloom": Family(
+        _bloom,
+        # `actors.stage.partial_model` replaces its attention, which calls no attention interface.
+        Architecture(
+            decoder="transformer",
+            layers="h",
+            embedding=("word_embeddings", "word_embeddings_layernorm"),
+            final=("ln_f",),
+            attention=("self_attention.query_key_value", "self_attention.dense"),
+            mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            norms=("input_layernorm", "post_attention_layernorm"),
+            activation="mlp.gelu_impl",
+            layer_returns_tuple=True,
+            context_as_cache=True,
+        ),
+        ConfigKeys(
+            activation=None,
+            norm_eps="layer_norm_epsilon",
+            rotary=None,
+            has_padding_row=False,
+            unused=UnusedEntries(
+                flags=("use_cache", "apply_residual_connection_post_layernorm", "slow_but_exact"),
+                shares=("attention_dropout", "hidden_dropout"),
+                counts=("pretraining_tp",),
+            ),
+        ),
+        attention_bias=None,
+        own_layers=True,
     ),
-    "opt": _OPT,
-    "qwen2": Family(_qwen2, GATED, own_layers=True),
-    "qwen3": Family(_qwen3, GATED, attention_bias="attention_bias", own_layers=True),
+    "gpt_neox": Family(
+        _gpt_neox,
+        Architecture(
+            decoder="gpt_neox",
+            embedding=("embed_in",),
+            final=("final_layer_norm",),
+            attention=("attention.query_key_value", "attention.dense"),
+            mlp=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            norms=("input_layernorm", "post_attention_layernorm"),
+            activation="mlp.act",
+            head_names=("lm_head", "embed_out"),
+        ),
+        ConfigKeys(
+            norm_eps="layer_norm_eps",
+            rotary=RotaryKeys(theta="rotary_emb_base", share="rotary_pct", default_share=0.25),
+            has_padding_row=False,
+            unused=UnusedEntries(
+                flags=("use_cache", "is_decoder", "use_parallel_residual"),
+                shares=("attention_dropout", "hidden_dropout", "classifier_dropout"),
+            ),
+        ),
+        own_layers=True,
+    ),
+    "llama": Family(
+        _llama,
+        GATED,
+        ConfigKeys(unused=UnusedEntries(counts=("pretraining_tp",), may_be_null=True)),
+        mlp_bias="mlp_bias",
+        own_layers=True,
+    ),
+    "mistral": Family(
+        lambda config: gated_shape(config, sliding_window=window_of(config)),
+        GATED,
+        attention_bias=None,
+        own_layers=True,
+    ),
+    "opt": Family(
+        _opt,
+        Architecture(
+            decoder="model.decoder",
+            embedding=("embed_tokens", "embed_positions", "project_in"),
+            final=("final_layer_norm", "project_out"),
+            attention=(*GATED.attention[:3], "self_attn.out_proj"),
+            mlp=("fc1", "fc2"),
+            norms=("self_attn_layer_norm", "final_layer_norm"),
+            activation="activation_fn",
+        ),
+        ConfigKeys(
+            activation="activation_function",
+            norm_eps=None,
+            rotary=None,
+            unused=UnusedEntries(
+                shares=("attention_dropout", "dropout", "layerdrop"), deviation="init_std"
+            ),
+        ),
+        attention_bias="enable_bias",
+        mlp_bias="enable_bias",
+        own_layers=True,
+    ),
+    "qwen2": Family(_qwen2, GATED, attention_bias=None, own_layers=True),
+    "qwen3": Family(_qwen3, GATED, own_layers=True),
     **QWEN_FAMILIES,
 }
 """The families by `model_type`. Stages cut the forward pass of transformers between layers. Tests

@@ -143,7 +143,7 @@ class Family:
     read_shape: Callable[[ConfigFile], ModelShape]
     architecture: Architecture
     keys: ConfigKeys = ConfigKeys()
-    attention_bias: str | None = None
+    attention_bias: str | None = "attention_bias"
     mlp_bias: str | None = None
     own_layers: bool = False
 
@@ -251,6 +251,11 @@ def layer_types(
         return tuple(usual(index) for index in range(layers))
     check_layer_types(config, given, known, layers)
     return tuple(given)
+
+
+def full_every(period: int, other: str) -> Callable[[int], str]:
+    """The type of each layer where every `period`-th one attends to all tokens."""
+    return lambda layer: other if (layer + 1) % period else FULL
 
 
 def check_layer_types(config: ConfigFile, given: Any, known: tuple[str, ...], layers: int) -> None:

@@ -17,6 +17,7 @@ from planner.model.family import (
     Family,
     RotaryKeys,
     UnusedEntries,
+    full_every,
     gated_shape,
     kv_heads_or_all,
     layer_types,
@@ -159,7 +160,7 @@ def _olmo2(config: ConfigFile) -> ModelShape:
 
 def _olmo3(config: ConfigFile) -> ModelShape:
     window = _usual_window(config)
-    types = layer_types(config, _TYPES, lambda layer: SLIDING if (layer + 1) % 4 else FULL)
+    types = layer_types(config, _TYPES, full_every(4, SLIDING))
     return windowed_shape(_olmo2(config), types, window)
 
 
@@ -202,13 +203,7 @@ _HALF_ROTATES = ConfigKeys(rotary=RotaryKeys(default_share=0.5))
 _POST_NORMS = replace(GATED, norms=("post_attention_layernorm", "post_feedforward_layernorm"))
 
 GATED_FAMILIES: Mapping[str, Family] = {
-    "granite": Family(
-        _granite,
-        GRANITE,
-        attention_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        own_layers=True,
-    ),
+    "granite": Family(_granite, GRANITE, mlp_bias="mlp_bias", own_layers=True),
     "granitemoehybrid": Family(
         _granitemoehybrid,
         replace(
@@ -224,24 +219,19 @@ GATED_FAMILIES: Mapping[str, Family] = {
                 counts=("intermediate_size", "num_experts_per_tok"),
             ),
         ),
-        attention_bias="attention_bias",
     ),
-    "glm": Family(_glm, _GLM, _HALF_ROTATES, attention_bias="attention_bias"),
+    "glm": Family(_glm, _GLM, _HALF_ROTATES),
     "glm4": Family(
         _glm4,
         replace(_GLM, norms=(*GATED.norms, "post_self_attn_layernorm", "post_mlp_layernorm")),
         _HALF_ROTATES,
-        attention_bias="attention_bias",
     ),
-    "ministral": Family(_ministral, GATED, own_layers=True),
-    "ministral3": Family(_ministral3, replace(GATED, growing_queries=True), own_layers=True),
-    "olmo2": Family(_olmo2, _POST_NORMS, attention_bias="attention_bias"),
-    "olmo3": Family(
-        _olmo3,
-        _POST_NORMS,
-        ConfigKeys(rotary=STATIC_BY_TYPE),
-        attention_bias="attention_bias",
+    "ministral": Family(_ministral, GATED, attention_bias=None, own_layers=True),
+    "ministral3": Family(
+        _ministral3, replace(GATED, growing_queries=True), attention_bias=None, own_layers=True
     ),
+    "olmo2": Family(_olmo2, _POST_NORMS),
+    "olmo3": Family(_olmo3, _POST_NORMS, ConfigKeys(rotary=STATIC_BY_TYPE)),
     "phi3": Family(
         _phi3,
         replace(
@@ -251,9 +241,8 @@ GATED_FAMILIES: Mapping[str, Family] = {
             rotary=RotaryKeys(default_share=1.0, types=("default", *LONG_TYPES)),
             unused=UnusedEntries(shares=("attention_dropout", "resid_pdrop", "embd_pdrop")),
         ),
+        attention_bias=None,
         own_layers=True,
     ),
-    "smollm3": Family(
-        _smollm3, GATED, attention_bias="attention_bias", mlp_bias="mlp_bias", own_layers=True
-    ),
+    "smollm3": Family(_smollm3, GATED, mlp_bias="mlp_bias", own_layers=True),
 }

@@ -18,6 +18,7 @@ from planner.model.family import (
     Family,
     RotaryKeys,
     UnusedEntries,
+    full_every,
     gated_shape,
     layer_types,
     mixed_shape,
@@ -75,11 +76,7 @@ def _gemma3(config: ConfigFile) -> ModelShape:
 
 def _gemma4(config: ConfigFile) -> ModelShape:
     full = _with_defaults(config, _SIZES_4)
-    types = layer_types(
-        full,
-        (FULL, SLIDING),
-        lambda layer: FULL if (layer + 1) % _SLIDING_PATTERN == 0 else SLIDING,
-    )
+    types = layer_types(full, (FULL, SLIDING), full_every(_SLIDING_PATTERN, SLIDING))
     types = (*types[:-1], FULL)  # as transformers, whatever the file says
     owner, heads = _owners(full, types), _heads_by_layer(full, types)
     plain, wide = _gemma4_layer(full), full.flag("use_double_wide_mlp", False)
@@ -208,9 +205,7 @@ def _windowed(config: ConfigFile, period: int, qk_norm: bool = False) -> ModelSh
         layer_norms=4,
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )
-    types = layer_types(
-        config, (FULL, SLIDING), lambda layer: SLIDING if (layer + 1) % period else FULL
-    )
+    types = layer_types(config, (FULL, SLIDING), full_every(period, SLIDING))
     return windowed_shape(shape, types, config.size("sliding_window"))
 
 
@@ -260,7 +255,7 @@ _KEYS_4 = replace(
 )
 
 GEMMA_FAMILIES: Mapping[str, Family] = {
-    "gemma2": Family(_gemma2, _FOUR_NORMS, _KEYS, attention_bias="attention_bias"),
+    "gemma2": Family(_gemma2, _FOUR_NORMS, _KEYS),
     "gemma4_text": Family(
         _gemma4,
         replace(
@@ -285,7 +280,6 @@ GEMMA_FAMILIES: Mapping[str, Family] = {
                 counts=("moe_intermediate_size", "top_k_experts"), may_be_null=True
             ),
         ),
-        attention_bias="attention_bias",
     ),
     "gemma4_unified_text": Family(
         _gemma4_unified,
@@ -299,12 +293,6 @@ GEMMA_FAMILIES: Mapping[str, Family] = {
             },
         ),
         _KEYS_4,
-        attention_bias="attention_bias",
     ),
-    "gemma3_text": Family(
-        _gemma3,
-        _FOUR_NORMS,
-        replace(_KEYS, rotary=STATIC_BY_TYPE),
-        attention_bias="attention_bias",
-    ),
+    "gemma3_text": Family(_gemma3, _FOUR_NORMS, replace(_KEYS, rotary=STATIC_BY_TYPE)),
 }

@@ -19,6 +19,7 @@ from planner.model.family import (
     RotaryKeys,
     expert_keys,
     experts_of,
+    full_every,
     gated_shape,
     kv_heads_or_all,
     layer_types,
@@ -132,9 +133,7 @@ def _mixer(config: ConfigFile, fused: bool) -> DeltaMixer:
 
 def _types(config: ConfigFile) -> tuple[str, ...]:
     interval = config.size("full_attention_interval", default=_FULL_INTERVAL)
-    types = layer_types(
-        config, (FULL, LINEAR), lambda layer: LINEAR if (layer + 1) % interval else FULL
-    )
+    types = layer_types(config, (FULL, LINEAR), full_every(interval, LINEAR))
     if FULL not in types:
         raise config.refusal("layer_types", list(types), f"such that {FULL} is among them")
     return types
@@ -169,53 +168,39 @@ _FUSED = {
     "attention": tuple(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"))
 }
 
-_QWEN2_MOE = Family(
-    _qwen2_moe,
-    replace(GATED, **_SHARED, kinds={DENSE: _NO_SHARED}),
-    replace(expert_keys("norm_topk_prob"), layer_types=(FULL,)),
-    attention_bias="qkv_bias",
-)
-
-_QWEN3_MOE = Family(
-    _qwen3_moe,
-    replace(GATED, mlp=(), **ASKING, kinds={DENSE: ONE_MLP}),
-    expert_keys("norm_topk_prob"),
-    attention_bias="attention_bias",
-)
-
-_QWEN3_NEXT = Family(
-    _qwen3_next,
-    replace(
-        GATED,
-        **_SHARED,
-        kinds={
-            LINEAR: _FUSED,
-            f"{FULL}, {DENSE}": _NO_SHARED,
-            f"{LINEAR}, {DENSE}": _FUSED | _NO_SHARED,
-        },
-    ),
-    replace(expert_keys("norm_topk_prob", share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
-    attention_bias="attention_bias",
-)
-
-_QWEN3_5 = Family(
-    _qwen3_5,
-    replace(GATED, kinds={LINEAR: _SEPARATE}),
-    ConfigKeys(rotary=RotaryKeys(default_share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
-    attention_bias="attention_bias",
-)
-
-_QWEN3_5_MOE = Family(
-    _qwen3_5_moe,
-    replace(GATED, **_SHARED, kinds={LINEAR: _SEPARATE}),
-    replace(expert_keys(share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
-    attention_bias="attention_bias",
-)
-
 QWEN_FAMILIES: Mapping[str, Family] = {
-    "qwen2_moe": _QWEN2_MOE,
-    "qwen3_moe": _QWEN3_MOE,
-    "qwen3_next": _QWEN3_NEXT,
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen2_moe": Family(
+        _qwen2_moe,
+        replace(GATED, **_SHARED, kinds={DENSE: _NO_SHARED}),
+        replace(expert_keys("norm_topk_prob"), layer_types=(FULL,)),
+        attention_bias="qkv_bias",
+    ),
+    "qwen3_moe": Family(
+        _qwen3_moe,
+        replace(GATED, mlp=(), **ASKING, kinds={DENSE: ONE_MLP}),
+        expert_keys("norm_topk_prob"),
+    ),
+    "qwen3_next": Family(
+        _qwen3_next,
+        replace(
+            GATED,
+            **_SHARED,
+            kinds={
+                LINEAR: _FUSED,
+                f"{FULL}, {DENSE}": _NO_SHARED,
+                f"{LINEAR}, {DENSE}": _FUSED | _NO_SHARED,
+            },
+        ),
+        replace(expert_keys("norm_topk_prob", share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
+    ),
+    "qwen3_5_text": Family(
+        _qwen3_5,
+        replace(GATED, kinds={LINEAR: _SEPARATE}),
+        ConfigKeys(rotary=RotaryKeys(default_share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
+    ),
+    "qwen3_5_moe_text": Family(
+        _qwen3_5_moe,
+        replace(GATED, **_SHARED, kinds={LINEAR: _SEPARATE}),
+        replace(expert_keys(share=_ROTARY_SHARE), layer_types=(FULL, LINEAR)),
+    ),
 }
