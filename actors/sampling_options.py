@@ -100,14 +100,8 @@ class Sampling:
                 _STOP_WANTED,
             ),
             "min_p": (0.0 <= self.min_p <= 1.0, "from 0 (off) to 1"),
-            "repetition_penalty": (
-                least <= self.repetition_penalty <= most,
-                _REPETITION_WANTED,
-            ),
-            "presence_penalty": (
-                abs(self.presence_penalty) <= ADDITIVE_PENALTY,
-                _ADDITIVE_WANTED,
-            ),
+            "repetition_penalty": (least <= self.repetition_penalty <= most, _REPETITION_WANTED),
+            "presence_penalty": (abs(self.presence_penalty) <= ADDITIVE_PENALTY, _ADDITIVE_WANTED),
             "frequency_penalty": (
                 abs(self.frequency_penalty) <= ADDITIVE_PENALTY,
                 _ADDITIVE_WANTED,

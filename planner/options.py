@@ -203,10 +203,7 @@ class PlanOptions:
         KV_CHOICES, "bits of keys and values; auto: 16 if that fits, else 8", FULL_BITS
     )
     memory_margin: float = option(
-        "SHARE",
-        "share of each GPU's memory that is left free",
-        MEMORY_MARGIN,
-        within=SHARE_BELOW_1,
+        "SHARE", "share of each GPU's memory that is left free", MEMORY_MARGIN, within=SHARE_BELOW_1
     )
     strict_profiles: bool = flag(
         "refuse to plan where a layer's time does not come from the profiles"

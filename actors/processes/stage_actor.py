@@ -18,13 +18,7 @@ from actors.processes.ranks import Followers, KeysValuesKeeper, RankActor, Shard
 from actors.schedule.driver import LatencyRecord, Pipeline
 from actors.schedule.live_run import Inbox, Leader
 from actors.schedule.scheduler import QueueSizes
-from actors.stage.emulation import (
-    EmulatedClock,
-    EmulatedLink,
-    EmulatedStage,
-    ScaledTimes,
-    warm_up,
-)
+from actors.stage.emulation import EmulatedClock, EmulatedLink, EmulatedStage, ScaledTimes, warm_up
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats

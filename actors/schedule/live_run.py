@@ -241,11 +241,7 @@ class Leader:
     """
 
     def __init__(
-        self,
-        sizes: QueueSizes,
-        pipeline: Pipeline,
-        earlier: Supervision,
-        latencies: LatencyRecord,
+        self, sizes: QueueSizes, pipeline: Pipeline, earlier: Supervision, latencies: LatencyRecord
     ) -> None:
         self._sizes = sizes
         self._pipeline = pipeline

@@ -12,12 +12,7 @@ import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
 from actors.schedule.request_slots import RequestSlots, most_tokens
-from actors.schedule.scheduler import (
-    QueueSizes,
-    Scheduler,
-    check_reservable,
-    most_in_slots,
-)
+from actors.schedule.scheduler import QueueSizes, Scheduler, check_reservable, most_in_slots
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaPolicy, Waiting
 from planner.schedule.passes import OrcaSizes, policy_sizes

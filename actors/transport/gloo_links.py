@@ -262,11 +262,7 @@ class Receiver:
     """Receives into buffers that are posted ahead, so that transfer overlaps computation."""
 
     def __init__(
-        self,
-        group: Any,
-        source: int,
-        timeout_s: float | None,
-        bytes_of: Callable[[Tensor], int],
+        self, group: Any, source: int, timeout_s: float | None, bytes_of: Callable[[Tensor], int]
     ) -> None:
         self._group, self._source, self._bytes_of = group, source, bytes_of
         self._timeout = _FOR_EVER if timeout_s is None else timedelta(seconds=timeout_s)

@@ -113,11 +113,7 @@ class GpuLink(Communicator):
     """
 
     def __init__(
-        self,
-        group: Any,
-        rank: int,
-        device: torch.device,
-        lost: Callable[[object], StageLostError],
+        self, group: Any, rank: int, device: torch.device, lost: Callable[[object], StageLostError]
     ) -> None:
         super().__init__(group, lost)
         self._rank, self._device = rank, device

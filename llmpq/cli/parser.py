@@ -87,12 +87,7 @@ class Parser(argparse.ArgumentParser):
                     self._add(within, name, *known.pop(name))
 
     def _add(
-        self,
-        group: argparse._ActionsContainer,
-        name: str,
-        option: Option,
-        type_: Any,
-        default: Any,
+        self, group: argparse._ActionsContainer, name: str, option: Option, type_: Any, default: Any
     ) -> None:
         names = (name,) if option.by_place else option.names or (f"--{name}",)
         more = {**_reading(option, type_), "help": _with_default(option.help, default)}

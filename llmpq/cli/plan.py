@@ -12,14 +12,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from llmpq.cli.common import (
-    EXIT_DONE,
-    command_line,
-    console,
-    run_command,
-    tell_notes,
-    tell_written,
-)
+from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_notes, tell_written
 from llmpq.cli.parser import made, taken
 from llmpq.cli.plan_input import asked_cluster, asked_model, asked_requests, asked_workload
 from llmpq.cli.plan_options import PROG, PlanCommand, plan_parser

@@ -133,8 +133,7 @@ class PlanCommand(PromptingOptions):
         "--profile_use fit, as in the paper", more={"dest": "profile_use", "const": "fit"}
     )
     use_profiler_prediction: bool = flag(
-        "--profile_use measured, as in the paper",
-        more={"dest": "profile_use", "const": "measured"},
+        "--profile_use measured, as in the paper", more={"dest": "profile_use", "const": "measured"}
     )
     shaq_efficient: bool = flag(
         "bitwidth transfer (LLM-PQ Alg. 2): --method transfer, as in the paper"

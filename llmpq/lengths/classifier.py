@@ -95,9 +95,7 @@ class Classifier:
 
     def improved(self, examples: Sequence[Example], rest: Rest) -> Self:
         other = replace(
-            self,
-            model=copy.deepcopy(self.model),
-            trained_rows=self.trained_rows + len(examples),
+            self, model=copy.deepcopy(self.model), trained_rows=self.trained_rows + len(examples)
         )
         epochs = max(1, IMPROVING_STEPS * BATCH_ROWS // max(1, len(examples)))
         options = TuningOptions(min(epochs, 8), seed=self.trained_rows)
@@ -132,10 +130,7 @@ class Classifier:
 
 
 def train_classifier(
-    prompts: Sequence[Prompt],
-    tokens: Sequence[int],
-    start: Classifier,
-    options: TuningOptions,
+    prompts: Sequence[Prompt], tokens: Sequence[int], start: Classifier, options: TuningOptions
 ) -> Classifier:
     """Train `start` (of `from_nothing` or `pretrained`) itself on rows [rows]."""
     examples = [

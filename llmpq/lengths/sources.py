@@ -269,10 +269,7 @@ def learns(named: str | Path | None) -> bool:
 
 
 def open_source(
-    named: str | Path | None,
-    model: Path,
-    vocab_size: int,
-    save_to: str | Path | None = None,
+    named: str | Path | None, model: Path, vocab_size: int, save_to: str | Path | None = None
 ) -> LengthSource:
     """The source that is `named` (None: the limits), for the served model in the folder `model`.
 

@@ -129,13 +129,7 @@ def profile_links(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[
             report(f"not measured: {error}")
             continue
         rows += tuple(
-            LinkRow(
-                sender=first,
-                receiver=second,
-                place=place_of_hop,
-                **vars(hop),
-            )
-            for hop in hops
+            LinkRow(sender=first, receiver=second, place=place_of_hop, **vars(hop)) for hop in hops
         )
         write_table(path, LinkRow, rows)
     return tuple(row for row in rows if row.link in wanted)

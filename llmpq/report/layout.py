@@ -24,10 +24,7 @@ def new_table(columns: Sequence[str], words: Sequence[int] = (0,)) -> Table:
     for index, head in enumerate(columns):
         is_words = index in words
         table.add_column(
-            head,
-            justify="left" if is_words else "right",
-            no_wrap=not is_words,
-            overflow="fold",
+            head, justify="left" if is_words else "right", no_wrap=not is_words, overflow="fold"
         )
     return table
 

@@ -328,12 +328,7 @@ def changed_plans(
     """
     told = [each for each in answers if _is_told(each, plan, tip_s)]
     rows = [
-        (
-            _asked(group, plan.stages),
-            difference(group[0]),
-            group[0],
-            _quality_range(group, least_s),
-        )
+        (_asked(group, plan.stages), difference(group[0]), group[0], _quality_range(group, least_s))
         for group in _grouped(told, least_s)
     ]
     return rows, _left_out([each for each in answers if each not in told])

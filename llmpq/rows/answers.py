@@ -198,12 +198,7 @@ def line_response(status: int, body: Json, name: str) -> Json:
 def answer_line(
     custom_id: str | None, response: Json | None, error: Json | None, name: str
 ) -> dict[str, object]:
-    return {
-        "id": f"batch_req_{name}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
+    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}
 
 
 def written_line(line: Json) -> str:

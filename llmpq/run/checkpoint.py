@@ -205,11 +205,7 @@ def _check_limit(plan: PlanSpec, sampling: Sampling) -> None:
 
 def sampling_for_run(plan: PlanSpec, options: RunOptions, folder: Path) -> JobSampling:
     return job_sampling(
-        options.sampling,
-        options.generation_config,
-        folder,
-        plan.workload,
-        plan.default_new_tokens,
+        options.sampling, options.generation_config, folder, plan.workload, plan.default_new_tokens
     )
 
 

@@ -153,9 +153,7 @@ class LoadingState:
 
 
 def loading_watch(
-    group: LiveGroup,
-    show: Sequence[Callable[[LoadingState], None]],
-    interval_s: float = INTERVAL_S,
+    group: LiveGroup, show: Sequence[Callable[[LoadingState], None]], interval_s: float = INTERVAL_S
 ) -> AbstractContextManager[object]:
     """Ask the stages of `group` how far they are with loading, where anybody is told."""
     if not show:

@@ -57,9 +57,7 @@ Replan = Literal["auto", "never"]
 REPLANS: tuple[Replan, ...] = ("auto", "never")
 
 CACHE_RULE = Rule(
-    ("cache_dir", "cache_limit_gib"),
-    "nothing is kept then; give one of them",
-    beside="no_cache",
+    ("cache_dir", "cache_limit_gib"), "nothing is kept then; give one of them", beside="no_cache"
 )
 PREDICTOR_RULE = Rule(
     ("predictor", "save_predictor"),

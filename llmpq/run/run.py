@@ -40,13 +40,7 @@ if TYPE_CHECKING:
     from llmpq.remote.local_ray import GiveUp
     from llmpq.run.monitor import LoadingState
 
-UNDISTURBED: tuple[EventKind, ...] = (
-    "tokenizer",
-    "predictor",
-    "drift",
-    "long rows",
-    "rescheduled",
-)
+UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "predictor", "drift", "long rows", "rescheduled")
 """Events that cost the stages no time."""
 
 

@@ -14,12 +14,7 @@ from llmpq.rows.row import BadRow, Row, row_from_mapping
 from llmpq.rows.sampling import merge_sampling
 from llmpq.serve.access import ApiError, bad_request
 from llmpq.serve.bodies import ChatBody, CompletionBody
-from llmpq.serve.engine import (
-    Engine,
-    EngineLimits,
-    PromptError,
-    PromptTooLongError,
-)
+from llmpq.serve.engine import Engine, EngineLimits, PromptError, PromptTooLongError
 from llmpq.tokenizing.reasoning import PROMPT_END_TOKENS, Markers, ReasoningStream, divided
 from llmpq.tokenizing.requests import beyond_vocabulary
 from quant.common.errors import FieldError

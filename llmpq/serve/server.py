@@ -31,8 +31,7 @@ def application(service: Service, batches: Batches | None = None) -> FastAPI:
     """The application of `service` and `batches`, without documentation, which loads scripts."""
 
     async def admit(
-        authorization: Annotated[str | None, Header()] = None,
-        host: Annotated[str, Header()] = "",
+        authorization: Annotated[str | None, Header()] = None, host: Annotated[str, Header()] = ""
     ) -> None:
         check_key(authorization, service.options.api_key)
         if service.options.api_key is None:

@@ -45,11 +45,7 @@ class LayerUnits:
 
     @classmethod
     def of(
-        cls,
-        kind_of_layer: IntArray,
-        joined: Sequence[int],
-        group: int,
-        apart: Sequence[int] = (),
+        cls, kind_of_layer: IntArray, joined: Sequence[int], group: int, apart: Sequence[int] = ()
     ) -> LayerUnits:
         """The units of `group` layers; SpecError unless it divides their number."""
         layers = len(kind_of_layer)

@@ -28,13 +28,7 @@ from planner.costs.stored_bytes import kv_cache_bytes_per_layer, layer_weight_by
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.feasibility import is_feasible, stages_hold
-from planner.optimiser.problem import (
-    AssignmentProblem,
-    BoolArray,
-    FloatArray,
-    Host,
-    JobPasses,
-)
+from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, Host, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import SteadyCycle, job_passes
 from planner.scheduling import TOKEN_POLICIES, PolicyOptions

@@ -23,10 +23,7 @@ from planner.costs.stored_bytes import kv_token_bytes
 from planner.model.families import has_own_layers
 from planner.model.shape import ModelShape
 from planner.scheduling import Phase
-from quant.backends.table import (
-    HOST_BACKENDS,
-    fallback_rule,
-)
+from quant.backends.table import HOST_BACKENDS, fallback_rule
 from quant.scheme import FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"

@@ -128,11 +128,7 @@ def _refusal(costs: CostModel) -> InfeasibleError:
 
 
 def _pricing(
-    request: FleetRequest,
-    costs: CostModel,
-    pools: Pools,
-    began: float,
-    clock: Callable[[], float],
+    request: FleetRequest, costs: CostModel, pools: Pools, began: float, clock: Callable[[], float]
 ) -> Pricing:
     devices = len(request.cluster.devices)
     limit_s = max(PRICING_S, PRICING_S_PER_DEVICE * devices)

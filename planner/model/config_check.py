@@ -140,7 +140,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 }
 _OFF_AT_ZERO = ("mscale", "mscale_all_dim")
 _WITH_LENGTH = ("llama3", "yarn")

@@ -10,12 +10,7 @@ import numpy as np
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.communication import (
-    HostCopies,
-    cache_tensors,
-    handover_terms,
-    park_tokens_from,
-)
+from planner.costs.communication import HostCopies, cache_tensors, handover_terms, park_tokens_from
 from planner.costs.stored_bytes import kept_of_requests
 from planner.lengths import FloatArray
 from planner.model.shape import ModelShape

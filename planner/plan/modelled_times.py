@@ -167,7 +167,5 @@ def _thinned(requests: int, lengths: Sequence[int], seconds: FloatArray) -> Leng
             spans += [(first, middle), (middle, last)]
     chosen = sorted(kept)
     return LengthCurve(
-        requests,
-        tuple(lengths[i] for i in chosen),
-        tuple(float(seconds[i]) for i in chosen),
+        requests, tuple(lengths[i] for i in chosen), tuple(float(seconds[i]) for i in chosen)
     )

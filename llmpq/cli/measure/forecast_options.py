@@ -108,9 +108,7 @@ class LengthsCommand(PromptingOptions):
         more={"action": "extend"},
     )
     lengths: tuple[str, ...] = option(
-        "PATH",
-        "results of these prompts: outputs of llmpq run, or answers of OpenAI's batches",
-        (),
+        "PATH", "results of these prompts: outputs of llmpq run, or answers of OpenAI's batches", ()
     )
     model: str | None = option(
         "MODEL",

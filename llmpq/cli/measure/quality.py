@@ -110,11 +110,7 @@ def _measure(options: IndicatorCommand, given: argparse.Namespace) -> int:
     save_omega(target, content)  # it took an hour; kept even if the second text fails
     if held_out:
         settings = EvaluationOptions(
-            chosen.sequence_length,
-            options.max_tokens,
-            chosen.device,
-            chosen.dtype,
-            importance,
+            chosen.sequence_length, options.max_tokens, chosen.device, chosen.dtype, importance
         )
         with TaskProgress("measuring perplexity") as progress:
             most = settings.max_tokens

@@ -115,8 +115,7 @@ class IndicatorCommand(CalibrationCommand):
     )
     output: str = option("FILE", "omega JSON to write", REQUIRED, names=("-o", "--output"))
     importance: str | None = option(
-        "FILE",
-        f"where to write what weights are rounded by (default: OUTPUT's name with {SUFFIX})",
+        "FILE", f"where to write what weights are rounded by (default: OUTPUT's name with {SUFFIX})"
     )
     rounding: str | None = option(
         tuple(dict.fromkeys((*ROUNDINGS, *FORM_ROUNDINGS))),
@@ -211,15 +210,10 @@ _EVALUATE_RULES = (
 @dataclass(frozen=True)
 class EvaluateCommand:
     plan: tuple[str, ...] = option(
-        "FILE",
-        "plans of llmpq plan, all of one model",
-        (),
-        names=("--plan", "--strat_file_name"),
+        "FILE", "plans of llmpq plan, all of one model", (), names=("--plan", "--strat_file_name")
     )
     bits: tuple[str, ...] = option(
-        "BITS",
-        "bitwidths, by this machine's kernels: 16 8 4, or one for each layer 3,4,4,8",
-        (),
+        "BITS", "bitwidths, by this machine's kernels: 16 8 4, or one for each layer 3,4,4,8", ()
     )
     model: str | None = option(
         "MODEL", "folder, GGUF file or hub id of the weights (default: the plan's own)"

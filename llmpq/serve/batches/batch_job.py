@@ -17,13 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from actors.sampling_options import GREEDY
-from llmpq.jobs.file_format import (
-    READ_ERRORS,
-    contradiction,
-    input_format,
-    numbered_lines,
-    reason,
-)
+from llmpq.jobs.file_format import READ_ERRORS, contradiction, input_format, numbered_lines, reason
 from llmpq.jobs.inputs import Content, JobInput
 from llmpq.jobs.job import OpenJob
 from llmpq.jobs.job_files import Disk, file_digest, shards_in

@@ -233,9 +233,7 @@ class Batches:
 
 
 def _listed(
-    records: Sequence[RecordT],
-    page: BatchPage,
-    content: Callable[[RecordT], Mapping[str, object]],
+    records: Sequence[RecordT], page: BatchPage, content: Callable[[RecordT], Mapping[str, object]]
 ) -> Response:
     """The records behind the one that the `page` comes after, and whether there are more."""
     begin = 0

@@ -26,12 +26,7 @@ from llmpq.serve.bodies import (
     completion_body,
     parse_json,
 )
-from llmpq.serve.engine import (
-    Engine,
-    EngineStatus,
-    QueueState,
-    TokenEvent,
-)
+from llmpq.serve.engine import Engine, EngineStatus, QueueState, TokenEvent
 from llmpq.serve.service import Service
 
 STARTING_SHARE = 4
