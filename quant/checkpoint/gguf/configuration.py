@@ -8,7 +8,7 @@ from typing import Any
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.delta import DELTA_MODELS
-from quant.checkpoint.gguf.expert_models import EXPERT_MODELS, SHARED_WIDTH, experts
+from quant.checkpoint.gguf.expert_models import EXPERT_MODELS, SHARED_WIDTH, TEMPERATURE, experts
 from quant.checkpoint.gguf.gemma import CAPS, gemma4_entries, gemma_entries, window_types
 from quant.checkpoint.gguf.header import Entries
 from quant.checkpoint.gguf.rotary import (
@@ -28,9 +28,6 @@ from quant.checkpoint.gguf.sizes import (
 from quant.checkpoint.gguf.tokenizer import end_tokens
 from quant.common.errors import SpecError
 
-_TEMPERATURE = "attention.temperature_scale"
-"""What the scores of later queries grow by."""
-
 _SCALES = ("attention.scale", "attention.clamp_kqv", "embedding_scale", "logit_scale",
            "residual_scale", "attn_logit_softcapping", "final_logit_softcapping",
            "expert_weights_scale")  # fmt: skip
@@ -42,7 +39,7 @@ _KNOWN_SCALES = {
     *((name, key) for name in _GRANITES for key in _SCALES if key not in _NOT_GRANITE),
     *(("gemma2", key) for key in CAPS),
     *((name, "final_logit_softcapping") for name in ("gemma3", "gemma4")),
-    ("glm4moe", "expert_weights_scale"),
+    *((name, "expert_weights_scale") for name in ("deepseek2", "glm4moe")),
 }
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
@@ -154,12 +151,12 @@ def _granite(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict
 
 def _mistral3(entries: Entries, tensors: Tensors, factors: RotaryTensors) -> dict[str, Any]:
     """Ministral 3, or Mistral where no temperature grows with the position."""
-    found, beta = gated(entries, tensors, factors), entries.number(_TEMPERATURE, 0.0)
+    found, beta = gated(entries, tensors, factors), entries.number(TEMPERATURE, 0.0)
     if not beta:
         return found | {"model_type": "mistral", "sliding_window": None}
     scaling = found.get("rope_scaling", {})
     if scaling.get("rope_type") != "yarn":
-        key = f"{entries.architecture}.{_TEMPERATURE}"
+        key = f"{entries.architecture}.{TEMPERATURE}"
         raise entries.refusal(key, beta, "left out where rope.scaling.type is not yarn")
     multiplier = entries.number("rope.scaling.yarn_log_multiplier", 0.0)
     scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.checkpoint.gguf.architectures import ARCHITECTURES, GgufArchitecture, layer_of
+from quant.checkpoint.gguf.architectures import ARCHITECTURES
 from quant.checkpoint.gguf.configuration import generation_entries, model_entries, vocabulary
 from quant.checkpoint.gguf.header import (
     BFLOAT16,
@@ -29,7 +29,14 @@ from quant.checkpoint.gguf.header import (
     can_dequantize,
     read_gguf_header,
 )
-from quant.checkpoint.gguf.orders import Change, RowOrder, changed_shape, order_numbers
+from quant.checkpoint.gguf.names import GgufArchitecture, layer_of
+from quant.checkpoint.gguf.orders import (
+    Change,
+    RowOrder,
+    changed_shape,
+    joined_shape,
+    order_numbers,
+)
 from quant.checkpoint.gguf.rotary import ROTARY_TENSORS, Factors
 from quant.checkpoint.gguf.tokenizer import tokenizer_files
 from quant.checkpoint.model_folder import new_folder
@@ -286,7 +293,8 @@ def _index(
         experts = _experts(names, source)
         tensors |= experts or {names.full_name(each.name): _tensor(made, source)}
     for whole, parts in joined.items():
-        tensors[whole] = _joined(made, whole, parts)
+        if whole not in tensors:  # some files have it both as it was and in parts
+            tensors[whole] = _joined(made, whole, parts)
     return GgufIndex(identities, files, made.entries.architecture, tensors)
 
 
@@ -328,12 +336,8 @@ def _joined(made: _Described, whole: str, parts: Mapping[str, StoredPart]) -> Gg
     stored = made.architecture.parts_of(whole)
     sources = tuple(parts[name] for name in stored if name in parts)
     order = made.architecture.order(whole.split(".", 3)[-1])
-    *outer, rows = sources[0].shape if order == "interleaved" else (sources[0].shape[0],)
-    rows = sum(each.shape[-1 if order == "interleaved" else 0] for each in sources)
-    inner = () if order == "interleaved" else sources[0].shape[1:]
-    return GgufTensor(
-        sources, (*outer, rows, *inner), order, "none", order_numbers(order, made.config, False)
-    )
+    shape = joined_shape(order, [each.shape for each in sources])
+    return GgufTensor(sources, shape, order, "none", order_numbers(order, made.config, False))
 
 
 def _write(target: Path, made: _Described, index: GgufIndex) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 RowOrder = Literal[
     "as stored", "rotary", "fused", "by key head", "interleaved",
-    "tiled heads", "tiled numbers", "tiled behind keys",
+    "tiled heads", "tiled numbers", "tiled behind keys", "keys and values",
 ]  # fmt: skip
 """Of queries and keys whose rotary positions turn neighbours; of fused queries, keys and values, in
 three blocks; of queries, keys, values and gate of a delta rule, in four; of gate and up that take
 turns; of the value heads of a delta rule, those of one key head after another: rows of heads,
-numbers of heads, or channels whose first ones are of queries and keys."""
+numbers of heads, or channels whose first ones are of queries and keys; of the keys and values that
+are made of latents, those of all heads in two tensors, columns before rows in that of keys."""
 
 Change = Literal["none", "plus one", "decay", "one row", "one channel", "tiled columns"]
 """Numbers of a norm, stored with the one that transformers adds to them; of a decay, stored as the
@@ -75,6 +76,20 @@ def untiled(count: int, heads: int, per_head: int, width: int, first: int) -> Ro
         raise ValueError(f"{first} rows and {heads * per_head} heads of {width}")
     moved = np.arange(first, count).reshape(per_head, heads, width).swapaxes(0, 1)
     return np.concatenate([np.arange(first), moved.reshape(-1)])
+
+
+def joined_shape(order: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape in transformers of tensors of these `shapes` in one. Of parts that are missing, or
+    do not belong together, it has no rows, so that this is noticed.
+    """
+    if order == "keys and values":
+        keys, values = (*shapes, (), ())[:2]
+        if len(keys) != 3 or len(values) != 3 or keys[:2] != (values[0], values[2]):
+            return (0, *shapes[0][1:2])
+        return keys[0] * (keys[2] + values[1]), keys[1]
+    if order == "interleaved":
+        return (*shapes[0][:-1], sum(each[-1] for each in shapes))
+    return (sum(each[0] for each in shapes), *shapes[0][1:])
 
 
 def changed_shape(shape: tuple[int, ...], change: str) -> tuple[int, ...]:

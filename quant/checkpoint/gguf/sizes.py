@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quant.checkpoint.gguf.architectures import layer_of
 from quant.checkpoint.gguf.header import Entries, StoredBlocks
+from quant.checkpoint.gguf.names import layer_of
 from quant.checkpoint.gguf.rotary import RotaryTensors, check_long_factors, rotary_entries
 from quant.common.errors import SpecError
 

@@ -107,6 +107,9 @@ def _changed(values: torch.Tensor, tensor: GgufTensor) -> torch.Tensor:
 def _joined(parts: list[torch.Tensor], order: str) -> torch.Tensor:
     if order == "interleaved":
         return torch.stack(parts, -1).flatten(-2)
+    if order == "keys and values":
+        keys, values = parts
+        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
     return torch.cat(parts)
 
 

@@ -105,7 +105,7 @@ def test_an_unknown_architecture_names_the_known_ones(model: Any, tmp_path: Path
     file.write_bytes(file.read_bytes().replace(b"llama", b"gpt99", 1).replace(b"llama", b"gpt99"))
     message = said(file)
     assert "'gpt99'" in message
-    assert "bloom, gemma2, gemma3, gemma4, glm4, glm4moe, gpt-oss, gptneox" in message
+    assert "bloom, deepseek2, gemma2, gemma3, gemma4, glm4, glm4moe, gpt-oss, gptneox" in message
 
 
 @pytest.mark.parametrize("left", [0, 3, 20, 500, 5_000, -1])

@@ -79,7 +79,9 @@ def written(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["smollm", "gpt-2", "llama-bpe", "qwen2", "tekken", "bloom", "deepseek-llm"]
+)
 def test_byte_level_tokens_are_those_of_the_original(name: str, model: Any, tmp_path: Path) -> None:
     original = byte_level(PRE_TOKENIZERS[name].patterns)
     metadata = written(original, **{"tokenizer.ggml.pre": name})

@@ -24,7 +24,8 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
                   "granitemoeshared": "granitemoe", "qwen2_moe": "qwen2moe",
                   "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "qwen3_next": "qwen3next",
                   "gemma4_text": "gemma4", "qwen3_5_text": "qwen35",
-                  "qwen3_5_moe_text": "qwen35moe"}  # fmt: skip
+                  "qwen3_5_moe_text": "qwen35moe", "deepseek_v2": "deepseek2",
+                  "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2"}  # fmt: skip
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")
 _ADDS_ONE = re.compile("gemma[23]|qwen35|qwen3next")
 _RENAMED = {
@@ -150,10 +151,13 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
     found |= _of_experts(config)
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         found |= _of_delta(config)
-    if architecture == "gpt-oss":
+    if architecture == "deepseek2":
+        found |= _of_latents(config)
+    if architecture not in ("bloom", "gptneox") and rotary["rope_type"] == "yarn":
         found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", rotary["factor"]
         length = rotary["original_max_position_embeddings"]
         found["rope.scaling.original_context_length"] = length
+    if architecture == "gpt-oss":
         found["rope.scaling.yarn_beta_fast"] = rotary["beta_fast"]
         found["rope.scaling.yarn_beta_slow"] = rotary["beta_slow"]
         found["attention.sliding_window"] = config.sliding_window
@@ -161,9 +165,6 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
         found["attention.sliding_window"] = config.sliding_window
         sliding = [each == "sliding_attention" for each in config.layer_types]
         found["attention.sliding_window_pattern"] = sliding
-        found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", rotary["factor"]
-        length = rotary["original_max_position_embeddings"]
-        found["rope.scaling.original_context_length"] = length
     if config.model_type.startswith("granite"):
         found["attention.scale"] = config.attention_multiplier
         found["embedding_scale"] = config.embedding_multiplier
@@ -172,9 +173,6 @@ def _metadata(config: PretrainedConfig, architecture: str) -> dict[str, Any]:
     if config.model_type == "ministral3":
         rope = config.rope_parameters
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
-        found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", rope["factor"]
-        length = rope["original_max_position_embeddings"]
-        found["rope.scaling.original_context_length"] = length
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
     if config.model_type == "phi3":
         found["attention.sliding_window"] = config.sliding_window or 0
@@ -214,6 +212,32 @@ def _of_experts(config: PretrainedConfig) -> dict[str, Any]:
         found["expert_weights_norm"] = config.norm_topk_prob
     if config.model_type == "gpt_oss":
         found["expert_feed_forward_length"] = config.intermediate_size
+    return found
+
+
+def _of_latents(config: PretrainedConfig) -> dict[str, Any]:
+    """What `DeepseekV2Model.set_gguf_parameters` writes: heads as of their latents, too."""
+    rank, turned = config.kv_lora_rank, config.qk_rope_head_dim
+    is_v2, rotary = config.model_type == "deepseek_v2", config.rope_parameters
+    gate = gguf.ExpertGatingFuncType.SOFTMAX if is_v2 else gguf.ExpertGatingFuncType.SIGMOID
+    layers = getattr(config, "mlp_layer_types", None)
+    dense = config.first_k_dense_replace if layers is None else layers.index("sparse")
+    found = {
+        "attention.head_count_kv": 1,
+        "attention.kv_lora_rank": rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + turned,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": turned,
+        "leading_dense_block_count": dense,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob or None,
+        "expert_gating_func": int(gate),
+    }
+    if "mscale_all_dim" in rotary:
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rotary["mscale_all_dim"]
     return found
 
 
@@ -272,6 +296,12 @@ def _unfused_experts(tensors: Mapping[str, Any], config: PretrainedConfig) -> di
         elif name.endswith("experts.gate_up_proj") and config.model_type != "gemma4_text":
             gate, up = tensor.chunk(2, dim=1)
             found |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+        elif stem.endswith("kv_b_proj"):
+            widths = [config.qk_nope_head_dim, config.v_head_dim]
+            keys, values = tensor.unflatten(0, (-1, sum(widths))).split(widths, 1)
+            stem = stem.removesuffix("kv_b_proj")
+            found[f"{stem}k_b_proj.weight"] = keys.transpose(1, 2)
+            found[f"{stem}v_b_proj.weight"] = values
         elif name.endswith("shared_mlp.input_linear.weight"):
             layer = stem.split(".")[2]
             gate, up = tensor.chunk(2)
